@@ -1,0 +1,1 @@
+"""What is on disk: scheme vocabulary, packing, checkpoints, scale tables."""

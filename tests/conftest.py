@@ -1,0 +1,99 @@
+"""Shared fixtures: tiny random models with a real tokenizer, written as local directories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ptq  # noqa: F401  (joins our kernels folder to a foreign package of that name)
+import pytest
+import torch
+
+torch.set_num_threads(min(4, torch.get_num_threads()))
+
+CORPUS = [
+    "def add(a, b):\n    return a + b\n",
+    "class Node:\n    def __init__(self, value):\n        self.value = value\n",
+    "import os\n\nfor name in os.listdir('.'):\n    print(name, 1 + 2)\n",
+]
+
+
+def write_tokenizer(folder: Path, vocab_size: int = 384) -> None:
+    """Train a byte-level BPE tokenizer on a few lines and save it in the transformers layout."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+    ).save_pretrained(folder)
+
+
+def write_model(
+    folder: Path, family: str = "llama", *, layers: int = 2, seed: int = 0, **overrides
+):
+    """Write a tiny random causal LM of a Llama-like family in bf16; returns its directory.
+
+    Defaults: hidden 128, 4 query and 2 KV heads of 32, intermediate 256, vocabulary 384, tied.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {
+        "vocab_size": 384,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    } | overrides
+    if family == "mistral":
+        values.setdefault("sliding_window", None)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms away from 1 and biases away from 0
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3.0)  # logits with clear winners
+    model.to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory) -> Callable[..., Path]:
+    """Factory of tiny model directories; equal arguments share one directory."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", **overrides) -> Path:
+        key = f"{family} {sorted(overrides.items())}"
+        if key not in made:
+            made[key] = write_model(tmp_path_factory.mktemp(family), family, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(make_model) -> Path:
+    """Directory of the default tiny Llama."""
+    return make_model("llama")
