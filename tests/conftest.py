@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import ptq  # noqa: F401  (joins our kernels folder to a foreign package of that name)
 import pytest
 import torch
+
+import ptq  # noqa: F401  (joins our kernels folder to a foreign package of that name)
 
 torch.set_num_threads(min(4, torch.get_num_threads()))
 

@@ -1,0 +1,75 @@
+"""The walls of the house: which of our packages each package may import."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("kernels", "formats", "calibrate", "inference", "ptq")
+ALLOWED = {
+    "kernels": {"kernels"},
+    "formats": {"formats"},
+    "calibrate": {"calibrate", "formats", "kernels"},
+    "inference": {"inference", "formats", "kernels"},
+    "ptq": set(ROOMS),
+}
+CALIBRATE_MAY_USE = {
+    "formats.errors",
+    "formats.namespace",
+    "formats.scheme",
+    "kernels.numerics",
+}
+# Commands are entry points: the console command and the report stand above the engine.
+QUANTIZING = {"ptq/recipe.py", "ptq/plan.py", "ptq/pipeline.py"} | {
+    str(path.relative_to(ROOT)) for path in (ROOT / "ptq" / "methods").glob("*.py")
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of all modules that a file imports, at any depth of its code."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def sources(room: str) -> list[Path]:
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files, f"no sources in {room}"
+    return files
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_only_what_it_may(room):
+    for path in sources(room):
+        rooms = {name.split(".")[0] for name in imported_modules(path)} & set(ROOMS)
+        assert rooms <= ALLOWED[room], f"{path.relative_to(ROOT)} imports {rooms - ALLOWED[room]}"
+
+
+def test_calibrate_uses_only_vocabulary_and_numerics():
+    for path in sources("calibrate"):
+        ours = {n for n in imported_modules(path) if n.split(".")[0] in {"formats", "kernels"}}
+        assert ours <= CALIBRATE_MAY_USE, f"{path.relative_to(ROOT)} imports {ours}"
+
+
+def test_quantizing_does_not_import_the_engine():
+    allowed = {"inference.models"}  # the list of model families that the engine runs
+    for name in sorted(QUANTIZING):
+        engine = {n for n in imported_modules(ROOT / name) if n.startswith("inference")}
+        assert engine <= allowed, f"{name} imports {engine - allowed}"
+
+
+def test_kernels_is_imported_by_module_name():
+    """`from kernels import ops` breaks where a foreign package owns the name."""
+    for path in ROOT.rglob("*.py"):
+        if ".venv" not in path.parts:
+            assert "kernels" not in imported_modules(path), f"{path}: import the module by its name"
+
+
+def test_kernels_has_no_init():
+    assert not list((ROOT / "kernels").rglob("__init__.py"))

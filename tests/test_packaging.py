@@ -1,0 +1,150 @@
+"""The project works from the checkout, an editable install and a wheel, beside a foreign `kernels`.
+
+Each case is a virtual environment of its own that borrows this one's dependencies. The stand-in
+for Hugging Face's `kernels` has a version that the installed transformers accepts, so that
+`import transformers` really takes names from it; the others are outside the accepted range.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYOUTS = ("checkout", "editable", "wheel")
+PROBE = """
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch, sys
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder)
+ids = AutoTokenizer.from_pretrained(folder)("import os", return_tensors="pt").input_ids
+assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+import ptq
+from kernels.ops import quantize_static
+from kernels.numerics import choose_scale
+assert quantize_static(torch.ones(1, 4), torch.tensor(0.5)).tolist() == [[2, 2, 2, 2]]
+import kernels
+print(getattr(kernels, "__version__", "namespace"))
+"""
+
+
+def accepted_version() -> str:
+    """A version of the foreign package inside the range that transformers accepts."""
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
+    return KERNELS_MIN_VERSION
+
+
+def write_stand_in(site: Path, version: str) -> None:
+    """A foreign `kernels`: answers any name with a harmless class or decorator."""
+    package = site / "kernels"
+    (package / "layer").mkdir(parents=True, exist_ok=True)
+    body = f"""
+__version__ = "{version}"
+
+class _Anything:
+    def __init__(self, *args, **kwargs): pass
+    def __call__(self, target=None, *args, **kwargs): return target
+    def __getattr__(self, name): return _Anything()
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name.startswith("use_"):
+        return lambda *args, **kwargs: (lambda target: target)
+    return type(name, (_Anything,), {{}})
+"""
+    for path in ("__init__.py", "layer/__init__.py", "layer/mode.py"):
+        (package / path).write_text(body)
+    info = site / f"kernels-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
+    (info / "top_level.txt").write_text("kernels\n")
+    (info / "RECORD").write_text("kernels/__init__.py,,\n")
+
+
+def environment(folder: Path, layout: str, wheel: Path) -> tuple[Path, Path]:
+    """Make a venv that sees this environment's dependencies; returns (python, site-packages)."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    (site / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    target = {"checkout": [], "wheel": [str(wheel)], "editable": ["-e", str(ROOT)]}[layout]
+    if target:
+        command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
+        command += ["--no-deps", "--no-index", "--no-build-isolation", *target]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    return python, site
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{command} in {cwd}:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], ROOT)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("foreign", ["absent", "accepted", "0.1.0"])
+def test_works_beside_a_foreign_kernels_package(tmp_path, layout, foreign, wheel, tiny_llama):
+    python, site = environment(tmp_path / "env", layout, wheel)
+    if foreign != "absent":
+        write_stand_in(site, accepted_version() if foreign == "accepted" else foreign)
+    cwd = ROOT if layout == "checkout" else tmp_path
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE)
+    # `-c`, so that the checkout's folder (not the probe's) is the first on the path
+    code = f"exec(open({str(probe)!r}).read())"
+    done = run([str(python), "-c", code, str(tiny_llama)], cwd)
+    expected = {"absent": "namespace", "accepted": accepted_version()}.get(foreign, foreign)
+    assert done.stdout.split()[-1] == expected
+    command = [str(python), "-m", "ptq.cli"]
+    if layout != "checkout":
+        command = [str(python.parent / "ptq")]
+    assert "run" in run([*command, "--help"], cwd).stdout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_beside_a_foreign_kernels_package(tmp_path, layout, wheel, tiny_llama):
+    python, site = environment(tmp_path / "env", layout, wheel)
+    write_stand_in(site, accepted_version())
+    cwd = ROOT if layout == "checkout" else tmp_path
+    recipes = (site if layout == "wheel" else ROOT) / "recipes"
+    command = [str(python), "-m", "ptq.run", str(recipes / "a8w8c8.yaml")]
+    for override in (
+        f"model.path={tiny_llama}",
+        f"output.path={tmp_path / 'out'}",
+        "dataset.calibration.samples=4",
+        "dataset.calibration.sequence_length=64",
+        "dataset.evaluation.samples=2",
+        "dataset.evaluation.sequence_length=64",
+        "report.speed=false",
+        "report.thresholds.perplexity_ratio=null",
+        "report.thresholds.kl=null",
+    ):
+        command += ["--set", override]
+    run(command, cwd)
+    assert (tmp_path / "out" / "checkpoint" / "model.safetensors").exists()
+
+
+def test_the_wheel_holds_recipes_and_the_default_model(wheel):
+    import zipfile
+
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"recipes/a8w8c8.yaml", "recipes/tiny-python/model.safetensors"} <= names
+    assert "kernels/__init__.py" not in names
