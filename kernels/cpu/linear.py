@@ -1,0 +1,60 @@
+"""Linear layers on the CPU, of torch's fp32 matrix product.
+
+int8: the integers are held in fp32, where products of two of them add up exactly as long as the sum
+stays below 2^24. 127 * 127 * 1024 does, so inputs are cut into runs of at most 1024 and the runs'
+sums, exact integers each, are added in int32. That is exact on every processor; torch's own int8
+products are not (without VNNI, oneDNN multiplies with an instruction that saturates) or are ten
+times slower than fp32 (`torch._int_mm`, without VNNI).
+
+Rows: the fp32 product uses other code for 1 to 3 rows than for more, with other rounding. Calls of
+fewer than 4 rows are padded, so that a row's bits do not depend on how many share the call.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 127 * 1024 < 2^24
+MIN_ROWS = 4
+
+
+def pack_int8(q: Tensor) -> Tensor:
+    """int8 [N, K] as it is held for `int8_linear`: the same integers in fp32."""
+    return q.to(torch.float32).contiguous()
+
+
+def pad_rows(x: Tensor, least: int = MIN_ROWS) -> Tensor:
+    """`x` [..., T, K] with rows of zeros appended up to `least`."""
+    missing = least - x.shape[-2]
+    return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
+
+
+def int8_linear(
+    xq: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `kernels.ops.int8_linear`; `weight` fp32 [N, K] from `pack_int8`."""
+    rows, inputs = xq.shape
+    x = pad_rows(xq.float())
+    if inputs <= RUN:
+        total = F.linear(x, weight)[:rows]
+    else:
+        runs = zip(x.split(RUN, dim=1), weight.split(RUN, dim=1), strict=True)
+        total = sum(F.linear(a, w)[:rows].to(torch.int32) for a, w in runs)
+        total = torch.as_tensor(total).float()
+    scale = x_scale.reshape(-1, 1) if x_scale.numel() > 1 else x_scale.reshape(())
+    out = total * (scale * w_scale)
+    if bias is not None:
+        out = out + bias
+    return out.to(out_dtype)
+
+
+def float_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `kernels.ops.float_linear`."""
+    return F.linear(pad_rows(x.to(weight.dtype)), weight, bias)[: x.shape[0]]
