@@ -16,7 +16,9 @@ key/value heads, D head size, S sequences. Activations are fp32, bf16 or fp16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ KV_BLOCK = cpu_attention.KV_BLOCK  # tokens of one block of the paged cache
 _library = torch.library.Library("ptq", "DEF")
 
 
-def _register(schema: str, cpu: object, fake: object) -> None:
+def _register(schema: str, cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, cpu, "CPU")

@@ -98,3 +98,77 @@ def make_model(tmp_path_factory) -> Callable[..., Path]:
 def tiny_llama(make_model) -> Path:
     """Directory of the default tiny Llama."""
     return make_model("llama")
+
+
+def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -> Path:
+    """Quantize a model directory by plain rounding with made-up activation and cache scales."""
+    from formats.checkpoint import Checkpoint
+    from formats.scale_table import ScaleEntry, ScaleTable
+    from formats.scheme import PRESETS
+    from formats.writer import CheckpointWriter
+    from kernels.numerics import block_absmax, choose_scale, quantize
+
+    scheme, model = PRESETS[preset], Checkpoint.open(source)
+    rows: list[ScaleEntry] = []
+
+    def row(module: str, role: str, scale: torch.Tensor, tensor: str) -> None:
+        low, high = scale.min().item(), scale.max().item()
+        rows.append(
+            ScaleEntry(
+                module=module,
+                role=role,  # pyright: ignore[reportArgumentType]
+                dtype="int8",
+                granularity={"weight": "per_channel", "input": "per_tensor"}.get(role, "per_head"),
+                shape=tuple(scale.shape),
+                tensor=tensor,
+                scale_min=low,
+                scale_max=high,
+                statistic="absmax",
+                absmax=high * 127,
+                tokens=0 if role == "weight" else 100,
+                clip_fraction=0.0,
+                sqnr_db=40.0,
+            )
+        )
+
+    options = {"config": model.config, "scheme": scheme, "aux_files": model.auxiliary_files}
+    with CheckpointWriter(out, **(options | writer)) as file:
+        for name in model.names():
+            module = name.removesuffix(".weight")
+            if scheme.weights is None or not module.endswith("_proj"):
+                if not (name.endswith("_proj.bias") and scheme.weights is not None):
+                    file.add(name, model.tensor(name))
+                continue
+            weight = model.tensor(name).float()
+            scale = choose_scale(block_absmax(weight, (1, -1)))
+            static = scheme.activations is not None and not scheme.activations.dynamic
+            input_scale = torch.tensor([0.05]) if static else None
+            bias = model.tensor(f"{module}.bias") if f"{module}.bias" in model else None
+            file.add_linear(module, quantize(weight, scale), scale, bias, input_scale)
+            row(module, "weight", scale, f"{module}.weight_scale")
+            if input_scale is not None:
+                row(module, "input", input_scale, f"{module}.input_scale")
+        for layer in range(model.config["num_hidden_layers"] if scheme.kv_cache else 0):
+            attention, heads = (
+                f"model.layers.{layer}.self_attn",
+                model.config["num_key_value_heads"],
+            )
+            k, v = torch.linspace(0.03, 0.04, heads), torch.linspace(0.02, 0.03, heads)
+            file.set_kv_scales(attention, k, v)
+            row(attention, "k_cache", k, f"{attention}.k_scale")
+            row(attention, "v_cache", v, f"{attention}.v_scale")
+        return file.finish(ScaleTable(entries=tuple(rows)))
+
+
+@pytest.fixture(scope="session")
+def make_quantized(tmp_path_factory) -> Callable[..., Path]:
+    """Factory of quantized copies of model directories; equal arguments share one directory."""
+    made: dict[tuple[Path, str], Path] = {}
+
+    def make(source: Path, preset: str = "a8w8c8") -> Path:
+        if (source, preset) not in made:
+            out = tmp_path_factory.mktemp("quantized") / "checkpoint"
+            made[source, preset] = write_quantized(source, out, preset)
+        return made[source, preset]
+
+    return make

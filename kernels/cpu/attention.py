@@ -12,6 +12,8 @@ prefill into chunks changes a bit.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,7 @@ def paged_attention(
 
 def _equal_runs(starts: list[int]) -> list[tuple[int, int]]:
     """Runs [first, last) of neighbouring sequences with equally many, at least one, queries."""
-    counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    counts = [b - a for a, b in itertools.pairwise(starts)]
     runs, first = [], 0
     for i in range(1, len(counts) + 1):
         if i == len(counts) or counts[i] != counts[first]:

@@ -1,0 +1,276 @@
+"""Reading a checkpoint folder: float, or quantized in the compressed-tensors layout.
+
+    config.json                    with `quantization_config` where weights are quantized
+    model*.safetensors (+ index)   X.weight int8 [N, K], X.weight_scale [N, 1], X.input_scale [1]
+    tokenizer and generation files
+    quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
+    quant/scale_table.json         every scale and where it came from
+    quant/manifest.json            size and SHA-256 of every other file
+
+`quant/` is ours and optional: a folder written by other software has none. Nothing is guessed: what
+is missing, extra, of another shape, not finite or not positive is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from formats.compressed_tensors import is_ignored, read_scheme
+from formats.errors import CheckpointError
+from formats.files import safe_join, sha256_file
+from formats.safetensors_files import SafetensorsFile, open_weights
+from formats.scale_table import ScaleTable
+from formats.scheme import KVCacheSpec, Scheme
+
+KV_SCALES = "quant/kv_scales.safetensors"
+SCALE_TABLE = "quant/scale_table.json"
+MANIFEST = "quant/manifest.json"
+NOT_AUXILIARY = {"config.json", "model.safetensors.index.json", "README.md"}
+AUXILIARY = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+
+
+class Checkpoint:
+    """A checked, lazily read checkpoint folder; make one with `Checkpoint.open`.
+
+    Attributes:
+        path: The folder.
+        config: config.json without its `quantization_config`.
+        ignore: Linear layers that the quantization left alone, as `quantization_config` says.
+        scheme: What is quantized.
+        quantized_modules: Full names of the quantized linear layers, sorted.
+        kv_scales: (K, V) scales, fp32 [Hkv], of each attention module by its full name.
+        scale_table: Where the scales came from, or None for a foreign or float checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, quantization = _read_config(path)
+        self._files = open_weights(path)
+        self._kv_file = _open_optional(path / KV_SCALES)
+        self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
+        scheme = read_scheme(quantization) if quantization else Scheme()
+        self.scheme = scheme.model_copy(update={"kv_cache": self._kv_spec()})
+        self.quantized_modules = tuple(
+            sorted(
+                name.removesuffix(".weight")
+                for name, file in self._files.items()
+                if file.tensors[name][0] == torch.int8
+            )
+        )
+        self.kv_scales = self._read_kv_scales()
+        self.scale_table = self._read_scale_table()
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = False) -> Checkpoint:
+        """Open a folder and check it.
+
+        Args:
+            path: The folder.
+            verify: Also compare every file's SHA-256 with the manifest, where there is one.
+
+        Raises:
+            CheckpointError: something is missing, extra, damaged or not run here; it is named.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such folder; give the folder of a model")
+        checkpoint = cls(path)
+        checkpoint._check_manifest(verify)
+        checkpoint._check_quantized()
+        checkpoint._check_scale_table()
+        return checkpoint
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors of the served files, sorted."""
+        return tuple(sorted(self._files))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from its file's header."""
+        return self._file(name).tensors[name][1]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor, from its file's header."""
+        return self._file(name).tensors[name][0]
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        return self._file(name).tensor(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight files and of the cache's scales."""
+        files = {file.path for file in self._files.values()}
+        if self._kv_file is not None:
+            files.add(self._kv_file.path)
+        return sum(path.stat().st_size for path in files)
+
+    @cached_property
+    def auxiliary_files(self) -> tuple[Path, ...]:
+        """Tokenizer, generation and licence files, for a checkpoint made of this one to take over."""
+        return tuple(
+            path
+            for path in sorted(self.path.iterdir())
+            if path.is_file()
+            and path.name not in NOT_AUXILIARY
+            and (path.suffix in AUXILIARY or path.name.upper().startswith("LICEN"))
+        )
+
+    def scale(self, name: str) -> Tensor:
+        """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
+        if name in self._files:
+            return self.tensor(name).float()
+        if self._kv_file is not None and name in self._kv_file.tensors:
+            return self._kv_file.tensor(name).float()
+        raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
+
+    def _file(self, name: str) -> SafetensorsFile:
+        if name not in self._files:
+            raise CheckpointError(f"{name} is missing from {self.path}")
+        return self._files[name]
+
+    def _kv_spec(self) -> KVCacheSpec | None:
+        if self._kv_file is None:
+            return None
+        try:
+            return KVCacheSpec.model_validate_json(self._kv_file.metadata.get("kv_cache", ""))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise CheckpointError(
+                f"{KV_SCALES}: its metadata do not say how the cache is quantized ({reason})"
+            ) from error
+
+    def _read_kv_scales(self) -> dict[str, tuple[Tensor, Tensor]]:
+        if self._kv_file is None or self.scheme.kv_cache is None:
+            return {}
+        heads = int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
+        attentions = [
+            f"model.layers.{i}.self_attn" for i in range(self.config.get("num_hidden_layers", 0))
+        ]
+        wanted = {f"{a}.{kind}_scale" for a in attentions for kind in "kv"}
+        _same_names(wanted, set(self._kv_file.tensors), f"{KV_SCALES}: ")
+        count = heads if self.scheme.kv_cache.granularity == "per_head" else 1
+        for name in wanted:
+            _check_scale(name, self._kv_file.tensor(name), ((count,),))
+        read = self._kv_file.tensor
+        return {
+            a: (read(f"{a}.k_scale").expand(heads), read(f"{a}.v_scale").expand(heads))
+            for a in attentions
+        }
+
+    def _read_scale_table(self) -> ScaleTable | None:
+        path = self.path / SCALE_TABLE
+        return ScaleTable.from_json(path.read_bytes()) if path.is_file() else None
+
+    def _check_quantized(self) -> None:
+        """Every quantized layer has its scales, and there are no others."""
+        quantized = set(self.quantized_modules)
+        projections = {
+            name.removesuffix(".weight") for name in self._files if name.endswith("_proj.weight")
+        }
+        if self.scheme.weights is not None:
+            wanted = {name for name in projections if not is_ignored(name, self.ignore)}
+            _same_names(wanted, quantized, "int8 weights by config.json: ")
+        elif quantized:
+            raise CheckpointError(
+                f"{min(quantized)}.weight is int8, but config.json has no quantization_config"
+            )
+        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
+        scales = {f"{name}.weight_scale" for name in quantized}
+        scales |= {f"{name}.input_scale" for name in quantized} if static else set()
+        _same_names(scales, {n for n in self._files if n.endswith(("_scale", "_zero_point"))}, "")
+        for name in quantized:
+            rows = self.shape(f"{name}.weight")[0]
+            _check_scale(f"{name}.weight_scale", self.tensor(f"{name}.weight_scale"), ((rows, 1),))
+            if static:
+                scale = self.tensor(f"{name}.input_scale")
+                _check_scale(f"{name}.input_scale", scale, ((1,), ()))
+
+    def _check_scale_table(self) -> None:
+        if self.scale_table is None:
+            return
+        scales = {name for name in self._files if name.endswith("_scale")}
+        scales |= set(self._kv_file.tensors) if self._kv_file else set()
+        _same_names(scales, {row.tensor for row in self.scale_table.entries}, f"{SCALE_TABLE}: ")
+        self.scale_table.check(self.scale)
+
+    def _check_manifest(self, verify: bool) -> None:
+        path = self.path / MANIFEST
+        if not path.is_file():
+            return
+        try:
+            files = json.loads(path.read_bytes())["files"]
+            rows = {name: (row["bytes"], row["sha256"]) for name, row in files.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{MANIFEST}: cannot be read ({error!r})") from error
+        for name, (size, digest) in rows.items():
+            file = safe_join(self.path, name, MANIFEST)
+            if not file.is_file():
+                raise CheckpointError(f"{name} is missing; {MANIFEST} lists it")
+            if file.stat().st_size != size:
+                raise CheckpointError(
+                    f"{name} has {file.stat().st_size} bytes, {MANIFEST} says {size}; copy it again"
+                )
+            if verify and sha256_file(file) != digest:
+                raise CheckpointError(
+                    f"{name} is not what was written: its SHA-256 differs from {MANIFEST}. Copy "
+                    "the checkpoint again or write it again"
+                )
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+        quantization = config.pop("quantization_config", None)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: found no config.json; is this a model folder?") from error
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not a JSON object ({error})") from error
+    if "auto_map" in config:
+        raise CheckpointError(
+            f"{file}: the model needs code of its own (auto_map, trust_remote_code), which is "
+            "never run. Convert it to an architecture that transformers knows"
+        )
+    if quantization is not None and not isinstance(quantization, dict):
+        raise CheckpointError(f"{file}: quantization_config is not an object")
+    return config, quantization
+
+
+def _open_optional(path: Path) -> SafetensorsFile | None:
+    return SafetensorsFile(path) if path.is_file() else None
+
+
+def _same_names(wanted: set[str], found: set[str], where: str) -> None:
+    """Refuse a difference between two sets of tensor or module names."""
+    for names, verb in ((wanted - found, "missing"), (found - wanted, "not expected")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{where}{min(names)}{more}: {verb}. Every quantized layer needs exactly the "
+                "scales of its scheme; write the checkpoint again"
+            )
+
+
+def _check_scale(name: str, scale: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not scale.dtype.is_floating_point or tuple(scale.shape) not in shapes:
+        raise CheckpointError(
+            f"{name} is {scale.dtype} {tuple(scale.shape)}; needed is a float tensor of shape "
+            f"{' or '.join(map(str, shapes))}"
+        )
+    wide = scale.float()
+    if not bool((torch.isfinite(wide) & (wide > 0)).all()):
+        bad = wide[~(torch.isfinite(wide) & (wide > 0))].flatten()[0].item()
+        raise CheckpointError(
+            f"{name} holds {bad}; a scale is finite and positive. The checkpoint is damaged or was "
+            "written by faulty software; write it again"
+        )

@@ -1,0 +1,30 @@
+"""The outer boundary of every command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from formats.errors import PTQError
+
+
+def run_command(
+    main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None
+) -> int:
+    """Run a command's `main` and return its exit code.
+
+    Errors that are the user's to act on are printed as `error: ...` without a trace, with exit code
+    2; an interrupt gives 130. Whatever else goes wrong is a defect and keeps its trace.
+    """
+    try:
+        return main(argv)
+    except PTQError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,139 @@
+"""The safetensors files of a checkpoint folder: their headers checked, their tensors read lazily.
+
+Format: https://github.com/huggingface/safetensors, "Format": 8 bytes of little-endian header
+length, a JSON header of `{name: {dtype, shape, data_offsets}}`, then the data without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from formats.errors import CheckpointError
+from formats.files import safe_join
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class SafetensorsFile:
+    """One file: names, shapes and types from its header, tensors on request.
+
+    Raises:
+        CheckpointError: the header is damaged, or the data are shorter or longer than it says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors, self.metadata = _read_header(path)
+        self._handle: Any = None
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        if self._handle is None:
+            self._handle = safe_open(self.path, framework="pt")
+        return self._handle.get_tensor(name)
+
+
+def _read_header(path: Path) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise _damaged(path, f"a header of {length} bytes does not fit into {size} bytes")
+        try:
+            header = json.loads(file.read(length))
+            metadata = header.pop("__metadata__", {})
+            tensors = {
+                name: (DTYPES[row["dtype"]], tuple(row["shape"]), tuple(row["data_offsets"]))
+                for name, row in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(path, f"its header cannot be read ({error!r})") from error
+    position = 0
+    for name, (dtype, shape, offsets) in sorted(tensors.items(), key=lambda row: row[1][2]):
+        end = position + math.prod(shape) * dtype.itemsize
+        if offsets != (position, end):
+            raise _damaged(path, f"{name} has offsets {offsets}, not ({position}, {end})")
+        position = end
+    if position != size - 8 - length:
+        raise _damaged(path, f"its data are {size - 8 - length} bytes, the header says {position}")
+    return {name: row[:2] for name, row in tensors.items()}, metadata
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path.name}: not a whole safetensors file: {reason}. Copy or download it again, or write "
+        "the checkpoint again"
+    )
+
+
+def open_weights(folder: Path) -> dict[str, SafetensorsFile]:
+    """The file of every tensor of a checkpoint folder, by the tensor's name.
+
+    Raises:
+        CheckpointError: there are no safetensors files, only pickled ones, or the index and the
+            files disagree.
+    """
+    if (folder / INDEX).is_file():
+        return _open_indexed(folder)
+    if (folder / SINGLE).is_file():
+        strays = {path.name for path in folder.glob("*.safetensors")} - {SINGLE}
+        if strays:
+            raise CheckpointError(
+                f"{folder}: found {', '.join(sorted(strays))} beside {SINGLE} without an index. "
+                f"Remove what does not belong to the model, or add {INDEX}"
+            )
+        file = SafetensorsFile(folder / SINGLE)
+        return dict.fromkeys(file.tensors, file)
+    pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in folder.glob(kind))
+    if pickles:
+        raise CheckpointError(
+            f"{folder}: found only pickled weights ({', '.join(pickles[:3])}), which can run any "
+            "code when they are read and are refused. Save the model with "
+            "save_pretrained(..., safe_serialization=True) where you trust it"
+        )
+    raise CheckpointError(f"{folder}: found neither {SINGLE} nor {INDEX}; is this a model folder?")
+
+
+def _open_indexed(folder: Path) -> dict[str, SafetensorsFile]:
+    try:
+        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{INDEX}: cannot be read ({error!r}); get it again") from error
+    files: dict[str, SafetensorsFile] = {}
+    for shard in shards:
+        path = safe_join(folder, shard, INDEX)
+        if not path.is_file():
+            raise CheckpointError(f"{INDEX} names {shard}, which is missing; get it again")
+        files[shard] = SafetensorsFile(path)
+    held = {name: shard for shard, file in files.items() for name in file.tensors}
+    if held != weight_map:
+        wrong = sorted(n for n in held.keys() | weight_map if held.get(n) != weight_map.get(n))
+        name = wrong[0]
+        raise CheckpointError(
+            f"{INDEX} and the shards disagree on {len(wrong)} tensors; {name} is listed in "
+            f"{weight_map.get(name)} and held by {held.get(name)}. Get the checkpoint again"
+        )
+    return {name: files[shard] for name, shard in held.items()}

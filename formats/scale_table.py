@@ -1,0 +1,112 @@
+"""The scale table: every scale of a checkpoint with where it came from.
+
+Calibration produces it, the writer and the loader check it against the tensors. On disk it is
+`quant/scale_table.json`; in a notebook, `ScaleTable.to_pandas()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+import pandas as pd
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from formats.errors import CheckpointError
+from formats.scheme import Strict
+
+Role = Literal["weight", "input", "k_cache", "v_cache"]
+
+
+class ScaleEntry(Strict):
+    """One scale tensor and its provenance.
+
+    Attributes:
+        module: Full name of the linear layer, or of the attention for the cache's scales.
+        role: What the scale belongs to.
+        dtype: Quantized type, such as `int8`.
+        granularity: `per_channel`, `per_tensor`, `per_head`.
+        shape: Shape of the scale tensor.
+        tensor: Its name in the checkpoint.
+        scale_min: Smallest scale, exactly as stored in fp32.
+        scale_max: Largest scale, likewise.
+        statistic: How the clipping range was found: `absmax`, `percentile`, `mse`, `entropy`.
+        absmax: Largest magnitude that was seen.
+        tokens: Tokens that it was seen on; 0 for weights.
+        clip_fraction: Share of the values beyond the range.
+        sqnr_db: Signal-to-quantization-noise ratio in dB; None where nothing was lost.
+    """
+
+    module: str
+    role: Role
+    dtype: str
+    granularity: str
+    shape: tuple[int, ...]
+    tensor: str
+    scale_min: float = Field(gt=0, allow_inf_nan=False)
+    scale_max: float = Field(gt=0, allow_inf_nan=False)
+    statistic: str
+    absmax: float = Field(ge=0, allow_inf_nan=False)
+    tokens: int = Field(ge=0)
+    clip_fraction: float = Field(ge=0, le=1)
+    sqnr_db: float | None
+
+
+class ScaleTable(Strict):
+    """All scales of a checkpoint; see `ScaleEntry` for a row."""
+
+    entries: tuple[ScaleEntry, ...]
+
+    def get(self, module: str, role: Role) -> ScaleEntry | None:
+        """The row of a module's role, or None."""
+        rows = (row for row in self.entries if row.module == module and row.role == role)
+        return next(rows, None)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row a scale, with the attributes of `ScaleEntry` as columns."""
+        columns = list(ScaleEntry.model_fields)
+        return pd.DataFrame([row.model_dump() for row in self.entries], columns=columns)
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back to an equal table."""
+        return self.model_dump_json(indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ScaleTable:
+        """Read a table.
+
+        Raises:
+            CheckpointError: the text is not a scale table; every fault is named.
+        """
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            faults = "; ".join(
+                f"{'.'.join(map(str, fault['loc'])) or 'document'}: {fault['msg']}"
+                for fault in error.errors()[:5]
+            )
+            raise CheckpointError(f"scale table is damaged: {faults}") from error
+
+    def check(self, read: Callable[[str], Tensor]) -> None:
+        """Compare every row with its tensor.
+
+        Args:
+            read: Gives the scale tensor of a name, fp32.
+
+        Raises:
+            CheckpointError: two rows name one tensor, or a shape, minimum or maximum differs.
+        """
+        twice = [name for name, n in Counter(row.tensor for row in self.entries).items() if n > 1]
+        if twice:
+            raise CheckpointError(f"scale table lists {', '.join(twice)} more than once")
+        for row in self.entries:
+            scale = read(row.tensor)
+            found = (tuple(scale.shape), scale.min().item(), scale.max().item())
+            if found != (row.shape, row.scale_min, row.scale_max):
+                raise CheckpointError(
+                    f"{row.tensor}: shape, minimum and maximum are {found}, but the scale table "
+                    f"says {(row.shape, row.scale_min, row.scale_max)}; the checkpoint is damaged "
+                    "or was edited, write it again"
+                )

@@ -1,0 +1,228 @@
+"""Writing a checkpoint folder: shard by shard, read back, and there at once or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from formats.checkpoint import KV_SCALES, MANIFEST, SCALE_TABLE, Checkpoint
+from formats.compressed_tensors import quantization_config
+from formats.errors import CheckpointError
+from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
+from formats.safetensors_files import INDEX, SINGLE
+from formats.scale_table import ScaleTable
+from formats.scheme import Scheme
+
+
+class CheckpointWriter:
+    """Writes one checkpoint; a context manager.
+
+    Memory held is one shard. Leaving the context before `finish`, by an error or otherwise, leaves
+    nothing behind.
+
+    Args:
+        out: Folder to make.
+        config: config.json of the model, without `quantization_config`.
+        scheme: What is quantized.
+        ignore: Linear layers left alone: full names or `re:` patterns.
+        aux_files: Tokenizer and other files to copy.
+        force: Whether an existing `out` may be replaced; it stays until the new one is complete.
+        shard_bytes: Most bytes of one weight file.
+
+    Raises:
+        CheckpointError: `out` exists, the disk is full or refuses, or what was read back differs.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        config: Mapping[str, Any],
+        scheme: Scheme,
+        ignore: Sequence[str] = ("lm_head",),
+        aux_files: Sequence[Path] = (),
+        force: bool = False,
+        shard_bytes: int = 2 << 30,
+    ) -> None:
+        self.out = Path(out)
+        self.scheme = scheme
+        self._config = dict(config)
+        self._ignore = ignore
+        self._aux_files = aux_files
+        self._force = force
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._sizes: dict[str, int] = {}
+        self._digests: dict[str, str] = {}
+        self._kv_scales: dict[str, Tensor] = {}
+        self._stack = ExitStack()
+        self._folder = Path()
+        self._finished = False
+
+    def __enter__(self) -> CheckpointWriter:
+        building = building_directory(self.out, replace=self._force)
+        self._folder = self._stack.enter_context(building)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None and not self._finished:
+            error = CheckpointError(f"{self.out}: the writer was left before finish()")
+            self._stack.__exit__(CheckpointError, error, None)
+            raise error
+        self._stack.__exit__(kind, error, trace)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor as it is; it is on the disk as soon as its shard is full."""
+        if name in self._digests:
+            raise CheckpointError(f"{name} was added twice")
+        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
+        tensor = tensor.detach().contiguous()
+        if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > (
+            self._shard_bytes
+        ):
+            self._flush()
+        self._pending[name] = tensor
+        self._digests[name] = _digest(tensor)
+        self._sizes[name] = tensor.nbytes
+
+    def add_linear(
+        self,
+        module: str,
+        q: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        """Add a quantized linear layer.
+
+        Args:
+            module: Full name.
+            q: int8 [N, K].
+            scale: fp32 [N, 1].
+            bias: [N] in the model's type, or None.
+            input_scale: fp32 [1] where activations are static, else None.
+        """
+        self.add(f"{module}.weight", q)
+        self.add(f"{module}.weight_scale", scale.float())
+        if bias is not None:
+            self.add(f"{module}.bias", bias)
+        if input_scale is not None:
+            self.add(f"{module}.input_scale", input_scale.float().reshape(1))
+
+    def set_kv_scales(self, attention: str, k: Tensor, v: Tensor) -> None:
+        """Set the cache's scales of an attention module: fp32 [Hkv], or [1] per tensor."""
+        self._kv_scales[f"{attention}.k_scale"] = k.float().contiguous()
+        self._kv_scales[f"{attention}.v_scale"] = v.float().contiguous()
+
+    def finish(self, scale_table: ScaleTable, documents: Mapping[str, bytes] | None = None) -> Path:
+        """Write what is left, read everything back, and put the folder in its place.
+
+        Args:
+            scale_table: A row for every scale that was added.
+            documents: More files, by their path in the folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: a check failed or the disk refused; nothing is left behind.
+        """
+        with writing(self.out):
+            self._flush()
+            self._name_shards()
+            self._write_documents(scale_table, documents or {})
+            self._write_manifest()
+        written = Checkpoint.open(self._folder, verify=True)
+        for name, digest in self._digests.items():
+            if _digest(written.tensor(name)) != digest:
+                raise CheckpointError(f"{name} was read back with other bits; check the disk")
+        if written.scheme != self.scheme:
+            raise CheckpointError(
+                f"{self.out}: tensors were added for {written.scheme.wac}, the scheme is "
+                f"{self.scheme.wac}; nothing was kept"
+            )
+        del written
+        self._finished = True
+        self._stack.close()
+        return self.out
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        with writing(self.out):
+            path = self._folder / f"{len(self._shards)}.part"
+            save_file(self._pending, path, metadata={"format": "pt"})
+            fsync_path(path)
+        self._shards.append(list(self._pending))
+        self._pending = {}
+
+    def _name_shards(self) -> None:
+        """Rename the shards, now that they can be counted, and write their index."""
+        count = len(self._shards)
+        if count == 1:
+            (self._folder / "0.part").rename(self._folder / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards):
+            shard = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / f"{i}.part").rename(self._folder / shard)
+            weight_map |= dict.fromkeys(names, shard)
+        index = {
+            "metadata": {"total_size": sum(self._sizes.values())},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        write_bytes(self._folder / INDEX, _json(index))
+
+    def _write_documents(self, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
+        for file in self._aux_files:
+            shutil.copyfile(file, self._folder / file.name)
+            fsync_path(self._folder / file.name)
+        quantization = quantization_config(self.scheme, self._ignore)
+        config = self._config | ({"quantization_config": quantization} if quantization else {})
+        everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
+        for name, data in (everything | dict(documents)).items():
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data)
+        if self.scheme.kv_cache is not None:
+            # One key: the library writes several in an order that changes from run to run.
+            metadata = {"kv_cache": self.scheme.kv_cache.model_dump_json()}
+            save_file(self._kv_scales, self._folder / KV_SCALES, metadata=metadata)
+            fsync_path(self._folder / KV_SCALES)
+
+    def _write_manifest(self) -> None:
+        files = {
+            path.relative_to(self._folder).as_posix(): {
+                "bytes": path.stat().st_size,
+                "sha256": sha256_file(path),
+            }
+            for path in sorted(self._folder.rglob("*"))
+            if path.is_file()
+        }
+        write_bytes(self._folder / MANIFEST, _json({"files": files}))
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy()).hexdigest()  # pyright: ignore[reportArgumentType]
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
