@@ -116,7 +116,7 @@ class Checkpoint:
 
     @cached_property
     def auxiliary_files(self) -> tuple[Path, ...]:
-        """Tokenizer, generation and licence files, for a checkpoint made of this one to take over."""
+        """Tokenizer, generation and licence files: what a checkpoint made of this one takes."""
         return tuple(
             path
             for path in sorted(self.path.iterdir())

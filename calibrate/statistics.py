@@ -1,0 +1,89 @@
+"""The statistics artifact: what calibration saw of every tensor, to be solved as often as wanted.
+
+On disk: one safetensors file with the arrays of `TensorStatistics.state` under the name
+`<module>/<role>/<array>`. Nothing in it is code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from calibrate.observers import TensorStatistics
+from formats.errors import CheckpointError
+from formats.files import replace_file
+
+Key = tuple[str, str]  # full module name; "input", "k_cache" or "v_cache"
+
+
+class Statistics(MutableMapping[Key, TensorStatistics]):
+    """Statistics by module and role, such as `("model.layers.0.mlp.up_proj", "input")`."""
+
+    def __init__(self) -> None:
+        self._of: dict[Key, TensorStatistics] = {}
+
+    def __getitem__(self, key: Key) -> TensorStatistics:
+        return self._of[key]
+
+    def __setitem__(self, key: Key, value: TensorStatistics) -> None:
+        self._of[key] = value
+
+    def __delitem__(self, key: Key) -> None:
+        del self._of[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(sorted(self._of))
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def observe(self, module: str, role: str, x: Tensor) -> None:
+        """Add tokens [T, K] or [T, H, D] of a module's role.
+
+        Raises:
+            RecipeError: they hold NaN or infinity.
+        """
+        if (module, role) not in self._of:
+            self._of[module, role] = TensorStatistics(tuple(x.shape[1:]))
+        self._of[module, role].observe(x, module)
+
+    def merge(self, other: Statistics) -> None:
+        """Add what another pass, over other data or on another rank, has seen."""
+        for key, stats in other.items():
+            if key not in self._of:
+                self._of[key] = TensorStatistics(tuple(stats.channel_absmax.shape))
+            self._of[key].merge(stats)
+
+    def save(self, path: Path) -> None:
+        """Write the file; it is replaced at once or not at all."""
+        arrays = {
+            f"{module}/{role}/{name}": array
+            for (module, role), stats in self.items()
+            for name, array in stats.state().items()
+        }
+        replace_file(path, save(arrays, metadata={"format": "pt"}))
+
+    @classmethod
+    def load(cls, path: Path) -> Statistics:
+        """Read a file that `save` wrote.
+
+        Raises:
+            CheckpointError: it is missing, damaged or something else.
+        """
+        states: dict[Key, dict[str, Tensor]] = {}
+        try:
+            for name, array in load_file(path).items():
+                module, role, kind = name.rsplit("/", 2)
+                states.setdefault((module, role), {})[kind] = array
+            restored = cls()
+            for key, state in states.items():
+                restored[key] = TensorStatistics.from_state(state)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{path}: not a statistics file ({error}). Run the recipe again to write it"
+            ) from error
+        return restored

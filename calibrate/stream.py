@@ -1,0 +1,212 @@
+"""Runs a model one decoder block at a time, from the shards, without ever holding the whole.
+
+The model is built from transformers' own modelling code on the meta device. One pass with blocks
+that only record tells what the model hands to each of them (positions, masks, windows), so families
+need no code of their own here. Then blocks are loaded, run on every sample and freed in turn.
+
+Every sample is run alone and without padding. What is observed can therefore not depend on batch
+size, and padding cannot enter it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from formats.errors import RecipeError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+_ATTENTION = "ptq_observed"
+_CALLBACK = "ptq_on_kv"
+
+OnInput = Callable[[str, Tensor], None]
+OnKV = Callable[[Tensor, Tensor], None]
+
+
+def _observed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Any:
+    """transformers' sdpa; shows K (after RoPE) and V to a callback left on the attention module."""
+    callback = getattr(module, _CALLBACK, None)
+    if callback is not None:
+        callback(key[0].transpose(0, 1), value[0].transpose(0, 1))  # [tokens, kv heads, head_dim]
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _observed_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+class _Recorder(nn.Module):
+    """Stands in a decoder block's place: records what it is given and passes it on."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        if hasattr(block, "attention_type"):
+            self.attention_type = block.attention_type
+        self.hidden: Tensor | None = None
+        self.kwargs: dict[str, Any] = {}
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        self.hidden, self.kwargs = hidden_states, kwargs
+        return hidden_states
+
+
+class Block:
+    """A decoder block with its weights, its samples, and hooks into its run.
+
+    Attributes:
+        name: Full name, such as `model.layers.0`.
+        attention: Full name of its attention module.
+        module: The block; its float weights may be replaced by methods.
+        linears: Its linear layers by full name.
+        inputs: Hidden states of each sample: [tokens, hidden].
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, inputs: list[Tensor], kwargs: dict[int, dict[str, Any]]
+    ) -> None:
+        self.name = name
+        self.attention = f"{name}.self_attn"
+        self.module = module
+        self.inputs = inputs
+        self.linears = {
+            f"{name}.{path}": part
+            for path, part in module.named_modules()
+            if isinstance(part, nn.Linear)
+        }
+        self._kwargs = kwargs
+
+    @torch.no_grad()
+    def run(
+        self, sample: int, *, on_input: OnInput | None = None, on_kv: OnKV | None = None
+    ) -> Tensor:
+        """Run one sample through the block as it is now.
+
+        Args:
+            sample: Index into `inputs`.
+            on_input: Called with each linear layer's full name and its input [tokens, in].
+            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
+
+        Returns:
+            Hidden states [tokens, hidden].
+        """
+        hidden = self.inputs[sample]
+        with self._hooks(on_input, on_kv):
+            out = self.module(hidden[None], **self._kwargs[len(hidden)])
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    @contextmanager
+    def _hooks(self, on_input: OnInput | None, on_kv: OnKV | None) -> Iterator[None]:
+        attention = self.module.get_submodule("self_attn")
+        with ExitStack() as stack:
+            if on_input is not None:
+                for name, linear in self.linears.items():
+
+                    def hook(_: nn.Module, args: tuple[Tensor], name: str = name) -> None:
+                        on_input(name, args[0].flatten(0, -2))
+
+                    stack.callback(linear.register_forward_pre_hook(hook).remove)
+            if on_kv is not None:
+                setattr(attention, _CALLBACK, on_kv)
+                stack.callback(delattr, attention, _CALLBACK)
+            yield
+
+
+class BlockStream:
+    """The blocks of a model, one at a time.
+
+    Args:
+        config: The model's configuration.
+        read: Gives a tensor of the checkpoint by its name.
+        device: Where blocks run.
+        dtype: Type they are computed in.
+
+    Raises:
+        RecipeError: the model's family is not supported.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        read: Callable[[str], Tensor],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if config.model_type not in SUPPORTED:
+            raise RecipeError(
+                f"model_type {config.model_type!r} is not supported; supported are "
+                f"{', '.join(SUPPORTED)}"
+            )
+        self._read = read
+        self._device, self._dtype = torch.device(device), dtype
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=_ATTENTION
+            )
+        self._decoder = model.model.eval()
+        self._meta_blocks = list(self._decoder.layers)
+        self.blocks = tuple(f"model.layers.{i}" for i in range(len(self._meta_blocks)))
+        self._inputs: list[Tensor] = []
+        self._kwargs: list[dict[int, dict[str, Any]]] = [{} for _ in self.blocks]
+
+    def linears(self, block: str) -> tuple[str, ...]:
+        """Full names of a block's linear layers."""
+        module = self._meta_blocks[self.blocks.index(block)]
+        return tuple(
+            f"{block}.{path}"
+            for path, part in module.named_modules()
+            if isinstance(part, nn.Linear)
+        )
+
+    @torch.no_grad()
+    def start(self, sequences: list[Tensor]) -> None:
+        """Embed the samples.
+
+        Args:
+            sequences: Token ids of each sample: int64 [tokens], at least one.
+        """
+        decoder = self._decoder
+        config = decoder.config
+        recorders = [_Recorder(block) for block in self._meta_blocks]
+        decoder.layers = nn.ModuleList(recorders)
+        decoder.norm = nn.Identity()
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(self._device)
+        weight = self._read("model.embed_tokens.weight").to(self._device, self._dtype)
+        decoder.embed_tokens = nn.Embedding.from_pretrained(weight)
+        self._inputs = []
+        for ids in sequences:
+            decoder(input_ids=ids[None].to(self._device), use_cache=False)
+            hidden = recorders[0].hidden
+            assert hidden is not None
+            self._inputs.append(hidden[0])
+            for kwargs, recorder in zip(self._kwargs, recorders, strict=True):
+                kwargs.setdefault(len(ids), recorder.kwargs)
+        decoder.embed_tokens = nn.Identity()  # no longer needed
+
+    def load(self, index: int) -> Block:
+        """Read a block's weights; its samples are those that `start` or `advance` left."""
+        name = self.blocks[index]
+        module = copy.deepcopy(self._meta_blocks[index])
+        state = {
+            key: self._read(f"{name}.{key}").to(self._device, self._dtype)
+            for key in module.state_dict()
+        }
+        module.load_state_dict(state, assign=True)
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        return Block(name, module.eval(), self._inputs, self._kwargs[index])
+
+    def advance(self, block: Block) -> None:
+        """Replace the samples by the block's outputs, with its weights as they are now."""
+        for sample in range(len(self._inputs)):
+            self._inputs[sample] = block.run(sample)

@@ -1,0 +1,136 @@
+"""Statistics are exact; the ranges chosen from them are those that the raw data would give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from calibrate.observers import (
+    ObserverSpec,
+    TensorStatistics,
+    choose_absmax,
+    clip_fraction,
+    estimated_sqnr_db,
+)
+from calibrate.statistics import Statistics
+from formats.errors import CheckpointError, RecipeError
+from kernels.numerics import fake_quantize, sqnr_db
+
+
+def heavy_tailed(tokens=4000, channels=48, seed=0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, channels, generator=generator)
+    x[:, 3] *= 6
+    x[17, 5] = 90.0
+    return x
+
+
+def observed(x: torch.Tensor) -> TensorStatistics:
+    stats = TensorStatistics(tuple(x.shape[1:]))
+    stats.observe(x)
+    return stats
+
+
+def test_maxima_and_counts_are_exact():
+    x = heavy_tailed()
+    stats = observed(x)
+    assert stats.absmax == 90.0
+    assert stats.tokens == 4000
+    assert torch.equal(stats.channel_absmax, x.abs().amax(0))
+    edges, counts = stats.histogram()
+    assert counts.sum() == x.numel()
+    for edge in (0.5, 1.0, 2.0, 64.0):  # powers of two are edges of bins
+        assert counts[edges >= edge].sum() == (x.abs() >= edge).sum()
+
+
+def test_any_batches_in_any_order_on_any_ranks_give_the_same_bits():
+    x = heavy_tailed()
+    whole = observed(x)
+    for size in (1, 7, 1000):
+        parts = list(x.split(size))
+        for order in (parts, parts[::-1]):
+            stats = TensorStatistics((48,))
+            for part in order:
+                stats.observe(part)
+            assert stats == whole
+    left, right = observed(x[:1234]), observed(x[1234:])
+    right.merge(left)
+    assert right == whole
+    assert observed(x[:-1]) != whole
+
+
+def test_heads_are_kept_apart():
+    x = torch.randn(300, 3, 16, generator=torch.Generator().manual_seed(0))
+    x[:, 2] *= 10
+    stats = observed(x)
+    for head in range(3):
+        assert stats.head(head) == observed(x[:, head])
+    assert stats.absmax == x.abs().max().item()
+
+
+@pytest.mark.parametrize("share", [90.0, 99.0, 99.9, 100.0])
+def test_percentile(share):
+    x = heavy_tailed()
+    got = choose_absmax(observed(x), ObserverSpec(method="percentile", percentile=share))
+    exact = torch.quantile(x.abs().flatten()[:160_000], share / 100).item()
+    assert exact * 0.99 <= got <= exact * 1.02
+
+
+def test_mse_is_the_best_of_its_candidates_on_the_raw_data():
+    x = heavy_tailed()
+    stats = observed(x)
+    got = choose_absmax(stats, ObserverSpec(method="mse"))
+    errors = {
+        percent: (fake_quantize(x, torch.tensor(90.0 * percent / 12700)) - x).square().sum()
+        for percent in range(20, 101)
+    }
+    best = min(errors, key=lambda percent: errors[percent].item())
+    chosen = fake_quantize(x, torch.tensor(got / 127)) - x
+    assert chosen.square().sum() <= errors[best] * 1.02
+    assert got < 60
+
+
+def test_entropy_cuts_a_lone_outlier_and_keeps_a_uniform_range():
+    assert choose_absmax(observed(heavy_tailed()), ObserverSpec(method="entropy")) < 45
+    flat = torch.linspace(-1, 1, 64_000).reshape(-1, 64)
+    assert choose_absmax(observed(flat), ObserverSpec(method="entropy")) > 0.9
+
+
+@pytest.mark.parametrize("absmax", [90.0, 20.0, 3.0])
+def test_estimates_agree_with_the_raw_data(absmax):
+    x = heavy_tailed()
+    stats, scale = observed(x), absmax / 127
+    estimate = estimated_sqnr_db(stats, scale)
+    assert estimate == pytest.approx(sqnr_db(x, fake_quantize(x, torch.tensor(scale))), abs=0.2)
+    exact = (x.abs() > absmax).float().mean().item()
+    assert clip_fraction(stats, absmax) == pytest.approx(exact, rel=0.05, abs=1e-6)
+
+
+def test_the_largest_value_clips_nothing_and_zeros_lose_nothing():
+    stats = observed(heavy_tailed())
+    assert clip_fraction(stats, stats.absmax) == 0.0
+    zeros = observed(torch.zeros(5, 4))
+    assert estimated_sqnr_db(zeros, 1.0) is None
+    for method in ("absmax", "percentile", "mse", "entropy"):
+        assert choose_absmax(zeros, ObserverSpec(method=method)) == 0.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused_by_the_modules_name(value):
+    with pytest.raises(RecipeError, match="layer.7"):
+        TensorStatistics((2,)).observe(torch.tensor([[1.0, value]]), "layer.7")
+
+
+def test_the_artifact(tmp_path):
+    statistics = Statistics()
+    statistics.observe("a", "input", heavy_tailed())
+    statistics.observe("a", "k_cache", torch.randn(9, 2, 8))
+    statistics.save(tmp_path / "s.safetensors")
+    loaded = Statistics.load(tmp_path / "s.safetensors")
+    assert list(loaded) == [("a", "input"), ("a", "k_cache")]
+    assert all(loaded[key] == statistics[key] for key in statistics)
+    loaded.merge(statistics)
+    assert loaded["a", "input"].tokens == 8000
+    (tmp_path / "s.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="statistics"):
+        Statistics.load(tmp_path / "s.safetensors")
