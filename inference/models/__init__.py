@@ -1,1 +1,3 @@
-"""One decoder for the Llama-like families."""
+"""The decoders that the runtime knows, by `model_type` of config.json."""
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

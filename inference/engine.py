@@ -1,0 +1,437 @@
+"""The engine: continuous batching over a paged cache.
+
+    step() = schedule -> run -> postprocess
+
+Requests join and leave between steps. What one of them gets does not depend on the others: every op
+returns a row with the same bits in any batch (`kernels.ops`), and random numbers are a request's
+own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from formats.checkpoint import Checkpoint
+from formats.errors import EngineError, PTQError, RequestError
+from formats.scheme import Strict
+from inference.detokenizer import Detokenizer
+from inference.kv_cache import BlockManager, KVStats, blocks_for, make_pools
+from inference.load import load_model
+from inference.models.llama import LlamaModel
+from inference.request import FinishReason, RequestOutput, SamplingParams
+from inference.runner import run_slices
+from inference.sampler import sample, top_logprobs
+from inference.scheduler import Scheduler, Slice
+from inference.scheduler import Sequence as TokenSequence
+from kernels.ops import KV_BLOCK
+
+MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked
+MOST_BLOCKS = 512  # default size of the cache, unless one request needs more
+
+
+class EngineConfig(Strict):
+    """Sizes of an engine.
+
+    Attributes:
+        max_batch_size: Most requests that run at once.
+        max_batched_tokens: Most tokens of a step; longer prompts are computed in chunks.
+        max_model_len: Most tokens of a request, prompt and output; default: what the model allows,
+            up to 4096.
+        kv_blocks: Blocks of 64 tokens in the cache; default: enough for all places, up to 512.
+    """
+
+    max_batch_size: int = Field(default=16, ge=1)
+    max_batched_tokens: int = Field(default=2048, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+    kv_blocks: int | None = Field(default=None, ge=1)
+
+
+@dataclass
+class _Request:
+    sequence: TokenSequence
+    params: SamplingParams
+    output: RequestOutput
+    detokenizer: Detokenizer
+    generator: torch.Generator | None
+    ends: frozenset[int]
+
+
+class Engine:
+    """Runs requests on a loaded model; make one with `Engine.from_pretrained`.
+
+    Attributes:
+        checkpoint: What was loaded.
+        model: The decoder.
+        tokenizer: A transformers tokenizer.
+        config: Sizes, all resolved.
+        quantized_kv: Whether K and V are cached as int8.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: LlamaModel,
+        tokenizer: Any,
+        config: EngineConfig,
+        *,
+        quantized_kv: bool = True,
+    ) -> None:
+        self.checkpoint, self.model, self.tokenizer = checkpoint, model, tokenizer
+        shape = model.config
+        length = config.max_model_len or min(shape.max_positions, MOST_POSITIONS)
+        if length > shape.max_positions:
+            raise EngineError(
+                f"max_model_len {length} is more than the model's {shape.max_positions} positions"
+            )
+        each = blocks_for(length)
+        blocks = config.kv_blocks or max(each, min(each * config.max_batch_size, MOST_BLOCKS))
+        if blocks < each:
+            raise EngineError(
+                f"kv_blocks {blocks} of {KV_BLOCK} tokens cannot hold one request of "
+                f"max_model_len {length}; {each} are needed"
+            )
+        self.config = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
+        self._length = length
+        self.quantized_kv = quantized_kv and bool(checkpoint.kv_scales)
+        names = [f"model.layers.{i}.self_attn" for i in range(shape.layers)]
+        scales = [checkpoint.kv_scales.get(name) if quantized_kv else None for name in names]
+        self._pools = make_pools(blocks, shape.kv_heads, shape.head_dim, scales, torch.float32)
+        self._blocks = BlockManager(blocks)
+        self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
+        self._requests: dict[str, _Request] = {}
+        self._backlog: list[RequestOutput] = []
+        self._names = (f"request-{i}" for i in count())
+        self._ends = _end_tokens(checkpoint, tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        config: EngineConfig | None = None,
+        device: torch.device | str = "cpu",
+        quantized_kv: bool = True,
+    ) -> Engine:
+        """Load a checkpoint, float or quantized.
+
+        Args:
+            path: Its folder.
+            config: Sizes.
+            device: Where it runs.
+            quantized_kv: Cache K and V as int8 where the checkpoint has scales for them.
+
+        Raises:
+            CheckpointError: it is damaged, or of a kind that is not run here.
+        """
+        from transformers import AutoTokenizer
+
+        checkpoint = Checkpoint.open(path)
+        model = load_model(checkpoint, device=device)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return cls(
+            checkpoint, model, tokenizer, config or EngineConfig(), quantized_kv=quantized_kv
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._requests) or bool(self._backlog)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        pools = [tensor for pool in self._pools for tensor in (pool.k, pool.v)]
+        return sum(t[0].nbytes for t in pools) // KV_BLOCK
+
+    def stats(self) -> KVStats:
+        """Blocks of the cache."""
+        return self._blocks.stats()
+
+    def check_integrity(self) -> None:
+        """Check that every block is free or has one owner, and that owners live.
+
+        Raises:
+            EngineError: the cache's bookkeeping is broken.
+        """
+        self._blocks.check()
+        if not self._requests and self._blocks.free != self._blocks.total:
+            raise EngineError(f"no request is left, but {self.stats()} says that blocks are held")
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request; `step` answers it.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How it is decoded; default greedy.
+            request_id: Its name; default a new one.
+
+        Returns:
+            Its name.
+
+        Raises:
+            RequestError: the prompt is empty, too long or holds unknown tokens; the name is used.
+        """
+        params = params or SamplingParams()
+        name = request_id or next(n for n in self._names if n not in self._requests)
+        if name in self._requests:
+            raise RequestError(f"request_id: {name!r} is running already", "request_id")
+        text = isinstance(prompt, str)
+        tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
+        self._check_prompt(tokens)
+        generator = None
+        if params.temperature > 0:
+            generator = torch.Generator()
+            if params.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(params.seed)
+        output = RequestOutput(name, list(tokens), arrival=time.perf_counter())
+        output.logprobs = None if params.logprobs is None else []
+        output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        sequence = TokenSequence(name, tokens)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
+        detokenizer = Detokenizer(self.tokenizer, params.stop)
+        self._requests[name] = _Request(sequence, params, output, detokenizer, generator, ends)
+        self._scheduler.add(sequence)
+        return name
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; gives its last state, or None where there is no such request."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        return self._finish(request, "abort")
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one token of every running request, or a chunk of a prompt.
+
+        Returns:
+            The state of each request that gained a token or ended.
+
+        Raises:
+            EngineError: the step failed; all requests are dropped, the engine can go on.
+        """
+        outputs, self._backlog = self._backlog, []
+        slices = self._scheduler.schedule()
+        if not slices:
+            return outputs
+        try:
+            whole = {part.sequence.name for part in slices if self._wants_prompt_logprobs(part)}
+            logits = run_slices(self.model, self._pools, slices, self._blocks, whole)
+            self._scheduler.advance(slices)
+            for part in slices:
+                rows = logits.get(part.sequence.name)
+                if rows is not None:
+                    outputs += self._postprocess(part, rows, part.sequence.name in whole)
+        except PTQError:
+            self._drop_all()
+            raise
+        except Exception as error:  # the engine's boundary: nothing of a broken step may stay
+            self._drop_all()
+            raise EngineError(
+                f"a step failed ({type(error).__name__}: {error}); its requests are lost"
+            ) from error
+        return outputs
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a batch of prompts.
+
+        Args:
+            prompts: Texts or token id lists.
+            params: For all of them, or one for each.
+
+        Returns:
+            Final outputs in the order of the prompts.
+
+        Raises:
+            RequestError: a prompt or its parameters are not allowed; none is run.
+        """
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"params: {len(each)} for {len(prompts)} prompts", "params")
+        names: list[str] = []
+        try:
+            for prompt, one in zip(prompts, each, strict=True):
+                names.append(self.add_request(prompt, one))
+        except RequestError:
+            for name in names:
+                self.abort(name)
+            raise
+        done = {output.request_id: output for output in self._drive(names) if output.finished}
+        return [done[name] for name in names]
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt token by token; closing the iterator aborts the request."""
+        name = self.add_request(prompt, params)
+        try:
+            yield from self._drive([name])
+        finally:
+            self.abort(name)
+
+    def score(self, ids: Tensor | Sequence[int]) -> Tensor:
+        """Logits of a given text, computed on the real kernels, the quantized cache included.
+
+        Args:
+            ids: Token ids [T].
+
+        Returns:
+            fp32 [T, vocabulary]; row i predicts token i + 1.
+
+        Raises:
+            RequestError: as in `add_request`.
+            EngineError: running requests hold the cache's blocks.
+        """
+        tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        self._check_prompt(tokens, room=0)
+        sequence = TokenSequence(" score", tokens)  # no request has this name
+        if not self._blocks.grow(sequence.name, len(tokens)):
+            raise EngineError("running requests hold the cache; finish them before scoring")
+        try:
+            parts = []
+            for start in range(0, len(tokens), self.config.max_batched_tokens):
+                size = min(self.config.max_batched_tokens, len(tokens) - start)
+                part = Slice(sequence, start, size)
+                names = {sequence.name}
+                logits = run_slices(self.model, self._pools, [part], self._blocks, names)
+                parts.append(logits[sequence.name])
+        finally:
+            self._blocks.release(sequence.name)
+        return torch.cat(parts)
+
+    def _drive(self, names: Sequence[str]) -> Iterator[RequestOutput]:
+        """Step until these requests are done; what others gain waits for the next `step`."""
+        pending, others = set(names), []
+        try:
+            while pending:
+                for output in self.step():
+                    if output.request_id not in pending:
+                        others.append(output)
+                        continue
+                    if output.finished:
+                        pending.discard(output.request_id)
+                    yield output
+        finally:
+            self._backlog = others + self._backlog
+
+    def _check_prompt(self, tokens: Sequence[int], room: int = 1) -> None:
+        if not tokens:
+            raise RequestError("prompt: it is empty; give at least one token", "prompt")
+        if len(tokens) + room > self._length:
+            raise RequestError(
+                f"prompt: {len(tokens)} tokens leave no room in max_model_len {self._length}; "
+                "shorten it, or raise max_model_len",
+                "prompt",
+            )
+        vocabulary = self.model.config.vocab_size
+        bad = [t for t in tokens if not (isinstance(t, int) and 0 <= t < vocabulary)]
+        if bad:
+            raise RequestError(
+                f"prompt: token {bad[0]!r} is not in the vocabulary of {vocabulary}", "prompt"
+            )
+
+    def _wants_prompt_logprobs(self, part: Slice) -> bool:
+        request = self._requests[part.sequence.name]
+        got = request.output.prompt_logprobs
+        return got is not None and len(got) < len(request.output.prompt_token_ids)
+
+    def _postprocess(self, part: Slice, logits: Tensor, whole: bool) -> list[RequestOutput]:
+        """Take a request's logits: prompt log probabilities, and the next token if it is due."""
+        request = self._requests[part.sequence.name]
+        if not bool(torch.isfinite(logits).all()):
+            request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
+            return [self._finish(request, "error")]
+        if whole:
+            self._note_prompt(request, part, logits)
+        return [self._append(request, logits[-1])] if part.samples else []
+
+    def _note_prompt(self, request: _Request, part: Slice, logits: Tensor) -> None:
+        prompt, found = request.output.prompt_token_ids, request.output.prompt_logprobs
+        assert found is not None
+        for row, position in zip(logits, range(part.start + 1, len(prompt)), strict=False):
+            if position == len(found):  # not yet known from before a preemption
+                number = request.params.prompt_logprobs or 0
+                found.append(top_logprobs(row, prompt[position], number))
+
+    def _append(self, request: _Request, logits: Tensor) -> RequestOutput:
+        """Choose a token, add it, and see whether it is the last."""
+        params, output = request.params, request.output
+        made = len(output.token_ids)
+        forbidden = sorted(request.ends) if made < params.min_tokens else ()
+        token = sample(
+            logits,
+            output.prompt_token_ids,
+            output.token_ids,
+            params,
+            forbidden,
+            request.generator,
+        )
+        if output.logprobs is not None:
+            output.logprobs.append(top_logprobs(logits, token, params.logprobs or 0))
+        output.token_ids.append(token)
+        output.token_times.append(time.perf_counter())
+        request.sequence.tokens.append(token)
+        if token in request.ends:
+            return self._finish(request, "stop")
+        request.detokenizer.add(token)
+        if request.detokenizer.stopped and made + 1 >= params.min_tokens:
+            return self._finish(request, "stop")
+        full = len(request.sequence.tokens) >= self._length
+        if made + 1 >= params.max_tokens or full:
+            return self._finish(request, "length")
+        return self._snapshot(request)
+
+    def _finish(self, request: _Request, reason: FinishReason) -> RequestOutput:
+        request.detokenizer.finish()
+        if request.detokenizer.stopped and reason == "length":
+            reason = "stop"  # what was held back completed a stop text
+        request.output.finish_reason = reason
+        self._scheduler.remove(request.sequence)
+        del self._requests[request.output.request_id]
+        return self._snapshot(request)
+
+    def _snapshot(self, request: _Request) -> RequestOutput:
+        """The request's state as it is now, safe from later steps."""
+        output, text = request.output, request.detokenizer.text
+        output.delta, output.text = text[len(output.text) :], text
+        return replace(
+            output,
+            token_ids=list(output.token_ids),
+            token_times=list(output.token_times),
+            logprobs=None if output.logprobs is None else list(output.logprobs),
+        )
+
+    def _drop_all(self) -> None:
+        for request in list(self._requests.values()):
+            self._scheduler.remove(request.sequence)
+        self._requests.clear()
+
+
+def _end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
+    """End tokens that config.json, generation_config.json and the tokenizer name."""
+    named: list[Any] = [checkpoint.config.get("eos_token_id"), tokenizer.eos_token_id]
+    generation = checkpoint.path / "generation_config.json"
+    if generation.is_file():
+        named.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    flat = [t for value in named for t in (value if isinstance(value, list) else [value])]
+    return frozenset(token for token in flat if token is not None)

@@ -1,0 +1,116 @@
+"""The paged KV cache: which block belongs to whom, and the tensors that hold them."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from formats.errors import EngineError
+from kernels.ops import KV_BLOCK
+
+
+@dataclass(frozen=True)
+class KVStats:
+    """Blocks of the cache; `free + used + cached == total`, always."""
+
+    total: int
+    free: int
+    used: int
+    cached: int = 0
+
+
+class BlockManager:
+    """Hands out blocks of 64 tokens; pure bookkeeping.
+
+    Args:
+        total: Number of blocks.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = deque(range(total))
+        self._tables: dict[str, list[int]] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def table(self, owner: str) -> list[int]:
+        """Blocks of an owner in the order of its tokens."""
+        return self._tables.get(owner, [])
+
+    def missing(self, owner: str, tokens: int) -> int:
+        """Blocks that an owner lacks to hold so many tokens."""
+        return max(0, blocks_for(tokens) - len(self.table(owner)))
+
+    def grow(self, owner: str, tokens: int) -> bool:
+        """Give an owner blocks for so many tokens, or, if there are too few, change nothing."""
+        count = self.missing(owner, tokens)
+        if count > len(self._free):
+            return False
+        table = self._tables.setdefault(owner, [])
+        table.extend(self._free.popleft() for _ in range(count))
+        return True
+
+    def release(self, owner: str) -> None:
+        """Take all blocks of an owner back."""
+        self._free.extend(self._tables.pop(owner, []))
+
+    def stats(self) -> KVStats:
+        """Counts."""
+        return KVStats(self.total, self.free, sum(map(len, self._tables.values())))
+
+    def check(self) -> None:
+        """Every block is free or has one owner.
+
+        Raises:
+            EngineError: a block was lost or is held twice.
+        """
+        held = [block for table in self._tables.values() for block in table]
+        if sorted([*self._free, *held]) != list(range(self.total)):
+            raise EngineError(
+                f"the cache's blocks do not add up: {len(self._free)} free, {len(held)} held, "
+                f"{self.total} in all"
+            )
+
+
+def blocks_for(tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // KV_BLOCK)
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """Cache of one layer.
+
+    Attributes:
+        k: [blocks, Hkv, 64, D], int8 with scales, float without.
+        v: Likewise.
+        k_scale: fp32 [Hkv] or None.
+        v_scale: fp32 [Hkv] or None.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+def make_pools(
+    blocks: int,
+    kv_heads: int,
+    head_dim: int,
+    scales: list[tuple[Tensor, Tensor] | None],
+    dtype: torch.dtype,
+) -> list[KVPool]:
+    """Allocate the cache of every layer: int8 where the layer has scales, else `dtype`."""
+    shape = (blocks, kv_heads, KV_BLOCK, head_dim)
+    pools = []
+    for pair in scales:
+        k, v = (torch.zeros(shape, dtype=torch.int8 if pair else dtype) for _ in range(2))
+        pools.append(KVPool(k, v, *(pair or (None, None))))
+    return pools

@@ -1,0 +1,121 @@
+"""Linear layers of a loaded model: quantized or not, read and merged from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint import Checkpoint
+from formats.errors import CheckpointError
+from kernels.ops import (
+    FloatWeight,
+    Int8Weight,
+    float_linear,
+    int8_linear,
+    pack_float_weight,
+    pack_int8_weight,
+    quantize_per_token,
+    quantize_static,
+)
+
+
+@dataclass(frozen=True)
+class FloatLinear:
+    """x W^T + b without quantization."""
+
+    weight: FloatWeight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] -> [T, N]."""
+        return float_linear(x, self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True)
+class Int8Linear:
+    """W8A8: int8 weights and activations, int32 sums.
+
+    Attributes:
+        weight: Packed weight.
+        input_scale: fp32, one element, or None where each token is scaled when it arrives.
+    """
+
+    weight: Int8Weight
+    input_scale: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] float -> [T, N] in the type of `x`."""
+        if self.input_scale is None:
+            xq, scale = quantize_per_token(x)
+        else:
+            xq, scale = quantize_static(x, self.input_scale), self.input_scale
+        return int8_linear(xq, scale, self.weight, x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.weight.nbytes
+
+
+Linear = FloatLinear | Int8Linear
+
+
+def load_linear(
+    checkpoint: Checkpoint, modules: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> Linear:
+    """Read linear layers that see the same input as one layer, their outputs side by side.
+
+    Args:
+        checkpoint: Where from.
+        modules: Full names, such as the q, k and v projections of a block.
+        device: Where to.
+        dtype: Type of float weights.
+
+    Raises:
+        CheckpointError: some are quantized and some are not, their input scales or widths differ,
+            or a tensor is missing.
+    """
+    quantized = [module in checkpoint.quantized_modules for module in modules]
+    if any(quantized) != all(quantized):
+        raise CheckpointError(
+            f"{', '.join(modules)} share one input, but only some are quantized; quantize all of "
+            "them or ignore all of them"
+        )
+    weights = [checkpoint.tensor(f"{module}.weight") for module in modules]
+    if len({weight.shape[1] for weight in weights}) > 1:
+        raise CheckpointError(f"{', '.join(modules)} share one input, but differ in its width")
+    biases = [f"{module}.bias" in checkpoint for module in modules]
+    bias = None
+    if any(biases):
+        parts = [
+            checkpoint.tensor(f"{module}.bias").float() if has else torch.zeros(len(weight))
+            for module, weight, has in zip(modules, weights, biases, strict=True)
+        ]
+        bias = torch.cat(parts)
+    if not quantized[0]:
+        return FloatLinear(pack_float_weight(torch.cat(weights), bias, dtype, device))
+    scale = torch.cat([checkpoint.scale(f"{module}.weight_scale") for module in modules])
+    packed = pack_int8_weight(torch.cat(weights), scale, bias, device)
+    return Int8Linear(packed, _input_scale(checkpoint, modules, device))
+
+
+def _input_scale(
+    checkpoint: Checkpoint, modules: Sequence[str], device: torch.device
+) -> Tensor | None:
+    names = [f"{module}.input_scale" for module in modules]
+    if names[0] not in checkpoint:
+        return None
+    scales = {name: checkpoint.scale(name).item() for name in names}
+    if len(set(scales.values())) > 1:
+        raise CheckpointError(
+            f"input scales of layers that share one input differ: {scales}. Runtimes that merge "
+            "them would use one for all; write the checkpoint with one scale"
+        )
+    return torch.tensor(scales[names[0]], device=device)

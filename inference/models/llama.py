@@ -1,0 +1,252 @@
+"""The Llama-like decoder: Llama, Mistral (sliding window), Qwen2 (biases), Qwen3 (q and k norms).
+
+Touvron et al. 2023 (arXiv 2302.13971): RMSNorm before attention and before the feed-forward layer,
+rotary embedding, SwiGLU; grouped-query attention (Ainslie et al. 2023). The layers a checkpoint has
+decide what a block has: biases and q/k norms are there if their tensors are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from formats.checkpoint import Checkpoint
+from formats.errors import CheckpointError
+from inference.kv_cache import KVPool
+from inference.layers import FloatLinear, Linear, load_linear
+from inference.models import SUPPORTED_MODEL_TYPES
+from kernels.ops import (
+    apply_rope,
+    pack_float_weight,
+    paged_attention,
+    rms_norm,
+    silu_mul,
+    write_kv,
+)
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder, from config.json.
+
+    Attributes:
+        windows: Sliding window of each layer, None for full attention.
+        inverse_frequency: RoPE's, fp32 [head_dim / 2].
+        rope_scaling: Factor of cos and sin (YaRN's), usually 1.
+    """
+
+    model_type: str
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    eps: float
+    windows: tuple[int | None, ...]
+    inverse_frequency: Tensor
+    rope_scaling: float
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
+        """Read and check a checkpoint's configuration.
+
+        Raises:
+            CheckpointError: the family, activation or rotary embedding is not supported.
+        """
+        raw = dict(checkpoint.config)
+        kind = raw.pop("model_type", None)
+        if kind not in SUPPORTED_MODEL_TYPES:
+            raise CheckpointError(
+                f"model_type {kind!r} is not run here; supported are "
+                f"{', '.join(SUPPORTED_MODEL_TYPES)}"
+            )
+        config = AutoConfig.for_model(kind, **raw)
+        rope = (config.rope_parameters or {}).get("rope_type", "default")
+        if rope not in ROPE_TYPES:
+            raise CheckpointError(
+                f"rope_type {rope!r} is not run here; supported are {', '.join(ROPE_TYPES)}"
+            )
+        if config.hidden_act != "silu":
+            raise CheckpointError(f"hidden_act {config.hidden_act!r} is not run here, only silu")
+        rotary = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
+        heads = config.num_attention_heads
+        return cls(
+            model_type=kind,
+            layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            heads=heads,
+            kv_heads=config.num_key_value_heads or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            eps=config.rms_norm_eps,
+            windows=_windows(config),
+            inverse_frequency=rotary.inv_freq.float(),
+            rope_scaling=float(rotary.attention_scaling),
+        )
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral: all or none
+        return (window,) * count
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step.
+
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [T].
+        slots: int64 [T], where K and V go in the cache.
+        block_tables: int64 [S, blocks].
+        query_start: int64 [S + 1].
+        context_len: int64 [S].
+        rows: int64 [R], the tokens whose logits are wanted.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_len: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder block; q/k/v and gate/up are merged."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LlamaModel:
+    """A loaded decoder.
+
+    Args:
+        checkpoint: Float or quantized.
+        device: Where it runs.
+        dtype: Type of activations and float weights; on a CPU, fp32 is the fast one.
+
+    Raises:
+        CheckpointError: it is not a decoder of this kind, or tensors are missing.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self.config = config = ModelConfig.from_checkpoint(checkpoint)
+        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
+        self._embedding = pack_float_weight(
+            checkpoint.tensor("model.embed_tokens.weight"), None, dtype, device
+        )
+        head = "lm_head" if "lm_head.weight" in checkpoint else "model.embed_tokens"
+        tied = head == "model.embed_tokens"
+        self._head: Linear = (
+            FloatLinear(self._embedding) if tied else load_linear(checkpoint, [head], device, dtype)
+        )
+        self._norm = self._vector("model.norm.weight")
+        self._layers = [self._load_layer(f"model.layers.{i}") for i in range(config.layers)]
+        angle = torch.outer(torch.arange(config.max_positions).float(), config.inverse_frequency)
+        angle = torch.cat((angle, angle), dim=-1)
+        self._cos = (angle.cos() * config.rope_scaling).to(device, dtype)
+        self._sin = (angle.sin() * config.rope_scaling).to(device, dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        linears = [
+            x for layer in self._layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ]
+        return self._embedding.nbytes + sum(linear.nbytes for linear in linears)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, pools: Sequence[KVPool]) -> Tensor:
+        """Run the tokens of a step; their K and V go into the cache.
+
+        Returns:
+            Logits fp32 [R, vocabulary] of the rows asked for.
+        """
+        x = self._embedding.packed[batch.ids]
+        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+        for layer, pool, window in zip(self._layers, pools, self.config.windows, strict=True):
+            normed = rms_norm(x, layer.input_norm, self.config.eps)
+            x = x + layer.o(self._attend(layer, normed, cos, sin, batch, pool, window))
+            normed = rms_norm(x, layer.post_norm, self.config.eps)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            x = x + layer.down(silu_mul(gate, up))
+        x = rms_norm(x[batch.rows], self._norm, self.config.eps)
+        return self._head(x).float()
+
+    def _attend(
+        self,
+        layer: Layer,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: Batch,
+        pool: KVPool,
+        window: int | None,
+    ) -> Tensor:
+        c = self.config
+        sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
+        q, k, v = (part.unflatten(-1, (-1, c.head_dim)) for part in layer.qkv(x).split(sizes, -1))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, c.eps), rms_norm(k, layer.k_norm, c.eps)
+        q, k = apply_rope(q, k, cos, sin)
+        write_kv(k, v, pool.k, pool.v, batch.slots, pool.k_scale, pool.v_scale)
+        out = paged_attention(
+            q,
+            pool.k,
+            pool.v,
+            batch.block_tables,
+            batch.query_start,
+            batch.context_len,
+            pool.k_scale,
+            pool.v_scale,
+            c.head_dim**-0.5,
+            window,
+        )
+        return out.flatten(-2)
+
+    def _vector(self, name: str) -> Tensor:
+        return self._checkpoint.tensor(name).to(self._device, self._dtype)
+
+    def _load_layer(self, name: str) -> Layer:
+        def linear(*paths: str) -> Linear:
+            modules = [f"{name}.{path}" for path in paths]
+            return load_linear(self._checkpoint, modules, self._device, self._dtype)
+
+        def norm(path: str) -> Tensor | None:
+            full = f"{name}.self_attn.{path}.weight"
+            return self._vector(full) if full in self._checkpoint else None
+
+        return Layer(
+            input_norm=self._vector(f"{name}.input_layernorm.weight"),
+            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
+            o=linear("self_attn.o_proj"),
+            post_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
+            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+            down=linear("mlp.down_proj"),
+        )

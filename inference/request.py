@@ -1,0 +1,108 @@
+"""What is asked of the engine, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from formats.errors import RequestError
+from formats.scheme import Strict
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(Strict):
+    """How one request is decoded.
+
+    Attributes:
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy: the most likely token, the lowest id of equals.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Then keep the fewest whose probabilities reach p (Holtzman et al. 2020).
+        repetition_penalty: Divides positive and multiplies negative logits of all tokens of the
+            prompt and the output (Keskar et al. 2019, section 4.1).
+        presence_penalty: Subtracted from the logits of tokens that the output holds.
+        frequency_penalty: Subtracted from them once for each time they occur.
+        seed: Of this request's random numbers: the same tokens whatever else runs.
+        stop: Texts that end the output; they are not part of it.
+        stop_token_ids: Tokens that end the output, beside the model's own end tokens.
+        ignore_eos: Go on after the model's end tokens.
+        min_tokens: No end token before so many tokens.
+        logprobs: Give the log probabilities of the so many most likely tokens, and of the chosen
+            one, of the model's own distribution: before penalties and temperature.
+        prompt_logprobs: The same for the prompt's tokens.
+
+    Raises:
+        RequestError: a value is not allowed; `param` names it.
+    """
+
+    max_tokens: int = Field(default=128, ge=1)
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=100)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=100)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            param = str(fault["loc"][0]) if fault["loc"] else None
+            raise RequestError(
+                f"{param}: {fault['msg']}; found {fault['input']!r}", param
+            ) from error
+        if "" in self.stop:
+            raise RequestError("stop: an empty text would end every output at once", "stop")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}",
+                "min_tokens",
+            )
+
+
+@dataclass
+class RequestOutput:
+    """State of a request after a step.
+
+    Attributes:
+        request_id: Its name.
+        prompt_token_ids: The prompt.
+        token_ids: Generated tokens so far, an end token included.
+        text: Their text, without a stop text; while unfinished, what can still turn out to be the
+            start of a stop text or half of a character is held back.
+        delta: What `text` gained since the request's previous output.
+        finish_reason: `stop` (end token or stop text), `length`, `abort`, `error`; None before.
+        error: Why, where the reason is `error`.
+        logprobs: For each generated token, {token: log probability}.
+        prompt_logprobs: For each prompt token but the first, which has none, likewise.
+        arrival: When it was added, seconds of `time.perf_counter`.
+        token_times: When each token was there, likewise.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    delta: str = ""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    arrival: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more will come."""
+        return self.finish_reason is not None

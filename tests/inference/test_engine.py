@@ -1,0 +1,272 @@
+"""Requests: the same answer in any company, and no block of the cache ever lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from formats.errors import EngineError, RequestError
+from inference.engine import Engine, EngineConfig
+from inference.request import SamplingParams
+
+PROMPTS = [
+    "def add(a, b):\n",
+    "class Node:\n",
+    "import os\n\nfor name in",
+    "x",
+    "    return self.value" * 6,
+    "print(1 + 2)\n" * 12,
+]
+
+
+def engine(folder, **config) -> Engine:
+    return Engine.from_pretrained(folder, config=EngineConfig(**config))
+
+
+def prompts(count: int) -> list[str]:
+    return [PROMPTS[i % len(PROMPTS)] + "#" * i for i in range(count)]
+
+
+@pytest.fixture(params=["float", "a8w8c8", "a8w8_dynamic"])
+def folder(request, tiny_llama, make_quantized):
+    return tiny_llama if request.param == "float" else make_quantized(tiny_llama, request.param)
+
+
+def test_greedy_output_does_not_depend_on_the_batch(folder):
+    texts = prompts(16)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    runs = {}
+    for size in (1, 3, 16):
+        runner = engine(folder, max_batch_size=size)
+        runs[size] = [o.token_ids for o in runner.generate(texts, params)]
+        runner.check_integrity()
+    backwards = engine(folder).generate(texts[::-1], params)[::-1]
+    streamed = [list(engine(folder).stream(text, params))[-1].token_ids for text in texts[:4]]
+    small = engine(folder, max_batched_tokens=5).generate(texts, params)
+    assert runs[1] == runs[3] == runs[16] == [o.token_ids for o in backwards]
+    assert runs[1] == [o.token_ids for o in small]
+    assert runs[1][:4] == streamed
+    assert len({tuple(tokens) for tokens in runs[1]}) > 4
+
+
+def test_preemption_changes_nothing(folder):
+    texts = prompts(10)
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    want = [o.token_ids for o in engine(folder).generate(texts, params)]
+    tight = engine(folder, kv_blocks=8)
+    sequences = []
+    for text in texts:
+        tight.add_request(text, params)
+    sequences = list(tight._scheduler.waiting)
+    got = {}
+    while tight.has_unfinished:
+        got |= {o.request_id: o.token_ids for o in tight.step() if o.finished}
+        tight.check_integrity()
+    assert sum(s.preemptions for s in sequences) > 3
+    assert [got[s.name] for s in sequences] == want
+    assert tight.stats().free == 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrivals_cancellations_and_preemptions_in_any_order(folder, seed):
+    rng = random.Random(seed)
+    runner = engine(folder, kv_blocks=9, max_batch_size=4, max_batched_tokens=rng.choice([6, 100]))
+    quiet = engine(folder)
+    texts, answers, cancelled = prompts(12), {}, set()
+    todo = list(range(12))
+    rng.shuffle(todo)
+    params = [SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True) for _ in texts]
+    while todo or runner.has_unfinished:
+        if todo and rng.random() < 0.4:
+            i = todo.pop()
+            runner.add_request(texts[i], params[i], str(i))
+        if runner._requests and rng.random() < 0.05:
+            name = rng.choice(sorted(runner._requests))
+            cancelled.add(name)
+            output = runner.abort(name)
+            assert output is not None
+            assert output.finish_reason == "abort"
+        for output in runner.step():
+            if output.finished:
+                answers[output.request_id] = output.token_ids
+        runner.check_integrity()
+        stats = runner.stats()
+        assert stats.free + stats.used + stats.cached == stats.total
+    assert runner.stats().used == 0
+    assert set(answers) | cancelled == {str(i) for i in range(12)}
+    for name in list(answers)[:5]:
+        i = int(name)
+        assert quiet.generate([texts[i]], params[i])[0].token_ids == answers[name]
+
+
+def test_a_stream_is_the_text_in_pieces_and_closing_it_frees_the_cache(tiny_llama):
+    runner = engine(tiny_llama)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=1.5, seed=3)
+    whole = runner.generate([PROMPTS[0]], params)[0]
+    pieces = list(runner.stream(PROMPTS[0], params))
+    assert "".join(piece.delta for piece in pieces) == pieces[-1].text == whole.text
+    assert whole.text == runner.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+    assert [len(piece.token_ids) for piece in pieces] == list(range(1, 41))
+    stream = runner.stream(PROMPTS[0], params)
+    next(stream)
+    assert runner.stats().used == 1
+    stream.close()
+    assert runner.stats().used == 0
+    runner.check_integrity()
+
+
+def test_what_others_gain_while_one_streams_is_not_lost(tiny_llama):
+    runner = engine(tiny_llama)
+    other = runner.add_request(PROMPTS[1], SamplingParams(max_tokens=5, ignore_eos=True))
+    list(runner.stream(PROMPTS[0], SamplingParams(max_tokens=20, ignore_eos=True)))
+    outputs = [o for o in runner.step() if o.request_id == other]
+    assert [len(o.token_ids) for o in outputs] == [1, 2, 3, 4, 5]
+    assert not runner.has_unfinished
+
+
+def test_end_tokens(tiny_llama):
+    runner = engine(tiny_llama)
+    free = runner.generate([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+    token = free.token_ids[7]
+    first = free.token_ids.index(token)
+    params = SamplingParams(max_tokens=30, stop_token_ids=(token, 5), ignore_eos=True)
+    ended = runner.generate([PROMPTS[0]], params)[0]
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids == free.token_ids[: first + 1]
+    longer = params.model_copy(update={"min_tokens": first + 4})
+    later = runner.generate([PROMPTS[0]], longer)[0]
+    assert len(later.token_ids) >= first + 4
+    assert token not in later.token_ids[: first + 3]
+    assert free.finish_reason == "length"
+
+
+def test_a_stop_text_across_tokens_is_found_and_never_shown(tiny_llama):
+    runner = engine(tiny_llama)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=1.0, seed=1)
+    free = runner.generate([PROMPTS[0]], params)[0]
+    starts = [len(runner.tokenizer.decode(free.token_ids[:n])) for n in range(10, 40)]
+    cut = next(s for s in starts if "\ufffd" not in free.text[s - 2 : s + 2])
+    stop = free.text[cut - 2 : cut + 2]
+    stopping = params.model_copy(update={"stop": (stop, "never occurs")})
+    pieces = list(runner.stream(PROMPTS[0], stopping))
+    assert pieces[-1].finish_reason == "stop"
+    assert pieces[-1].text == free.text[: free.text.find(stop)]
+    assert "".join(piece.delta for piece in pieces) == pieces[-1].text
+
+
+def test_logprobs_are_those_of_the_model(tiny_llama):
+    runner = engine(tiny_llama, max_batched_tokens=4)  # prompt log probabilities over chunks
+    params = SamplingParams(
+        max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=2, temperature=2.0, seed=0
+    )
+    output = runner.generate([PROMPTS[0]], params)[0]
+    ids = [*output.prompt_token_ids, *output.token_ids]
+    table = torch.log_softmax(engine(tiny_llama).score(ids), dim=-1)
+    assert output.logprobs is not None
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    rows = [*output.prompt_logprobs[1:], *output.logprobs]
+    for position, row in enumerate(rows):
+        assert row is not None
+        count = 2 if position < len(output.prompt_token_ids) - 1 else 3
+        best = table[position].topk(count).indices.tolist()
+        assert list(row)[:count] == best
+        assert set(row) == {*best, ids[position + 1]}
+        for token, value in row.items():
+            assert value == pytest.approx(table[position, token].item(), abs=1e-5)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(tiny_llama):
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, top_p=0.9, seed=7)
+    runner = engine(tiny_llama)
+    alone = runner.generate([PROMPTS[0]], params)[0].token_ids
+    crowd = runner.generate([*prompts(6), PROMPTS[0]], params)[-1].token_ids
+    other = runner.generate([PROMPTS[0]], params.model_copy(update={"seed": 8}))[0].token_ids
+    assert alone == crowd
+    assert alone != other
+
+
+def test_the_length_of_a_request_is_limited(tiny_llama):
+    runner = engine(tiny_llama, max_model_len=64)
+    output = runner.generate([[5] * 60], SamplingParams(max_tokens=50, ignore_eos=True))[0]
+    assert (len(output.token_ids), output.finish_reason) == (4, "length")
+    with pytest.raises(RequestError, match="64 tokens leave no room"):
+        runner.add_request([5] * 64)
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stop": ("",)}, "stop"),
+        ({"min_tokens": 200}, "min_tokens"),
+        ({"seed": -3}, "seed"),
+        ({"beams": 3}, "beams"),
+    ],
+)
+def test_parameters_that_are_not_allowed(values, param):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**values)
+    assert caught.value.param == param
+
+
+def test_prompts_that_are_not_allowed(tiny_llama):
+    runner = engine(tiny_llama)
+    for prompt in ("", [], [384], [-1]):
+        with pytest.raises(RequestError) as caught:
+            runner.add_request(prompt)
+        assert caught.value.param == "prompt"
+    runner.add_request("a", request_id="x")
+    with pytest.raises(RequestError, match="'x' is running"):
+        runner.add_request("b", request_id="x")
+    with pytest.raises(RequestError):
+        runner.generate(["fine", ""])
+    assert len(runner._requests) == 1  # nothing of the refused batch is left
+    assert runner.abort("unknown") is None
+
+
+def test_an_engine_that_cannot_hold_one_request_is_refused(tiny_llama):
+    with pytest.raises(EngineError, match="kv_blocks 3"):
+        engine(tiny_llama, kv_blocks=3)
+    with pytest.raises(EngineError, match="1000 is more than the model's 512"):
+        engine(tiny_llama, max_model_len=1000)
+
+
+def test_a_broken_step_loses_its_requests_and_not_the_engine(tiny_llama, monkeypatch):
+    runner = engine(tiny_llama)
+    runner.add_request("a")
+    monkeypatch.setattr(runner.model, "forward", lambda *_: 1 / 0)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        runner.step()
+    monkeypatch.undo()
+    runner.check_integrity()
+    assert runner.stats().used == 0
+    assert runner.generate(["a"], SamplingParams(max_tokens=2, ignore_eos=True))[0].finished
+
+
+def test_logits_that_are_not_finite_end_the_request_only(tiny_llama, monkeypatch):
+    runner = engine(tiny_llama)
+    forward = runner.model.forward
+
+    def broken(batch, pools):
+        logits = forward(batch, pools)
+        logits[batch.query_start.diff().argmax()] = float("nan")
+        return logits
+
+    monkeypatch.setattr(runner.model, "forward", broken)
+    short = runner.add_request([5], SamplingParams(max_tokens=1))
+    long = runner.add_request([5] * 9, SamplingParams(max_tokens=1))
+    outputs = {o.request_id: o for o in runner.step()}
+    assert outputs[short].finish_reason == "length"
+    assert outputs[long].finish_reason == "error"
+    assert "NaN" in (outputs[long].error or "")
+    runner.check_integrity()
