@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernels import reference
+import kernels.reference as reference
 from kernels.ops import KV_BLOCK, paged_attention, write_kv
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import reference
+import kernels.reference as reference
 from kernels.ops import (
     float_linear,
     int8_linear,
