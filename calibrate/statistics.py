@@ -41,15 +41,15 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
     def __len__(self) -> int:
         return len(self._of)
 
-    def observe(self, module: str, role: str, x: Tensor) -> None:
-        """Add tokens [T, K] or [T, H, D] of a module's role.
+    def observe(self, module: str, role: str, x: Tensor, *, histogram: bool = True) -> None:
+        """Add tokens [T, K] or [T, H, D] of a module's role; see `TensorStatistics.observe`.
 
         Raises:
             RecipeError: they hold NaN or infinity.
         """
         if (module, role) not in self._of:
             self._of[module, role] = TensorStatistics(tuple(x.shape[1:]))
-        self._of[module, role].observe(x, module)
+        self._of[module, role].observe(x, module, histogram=histogram)
 
     def merge(self, other: Statistics) -> None:
         """Add what another pass, over other data or on another rank, has seen."""

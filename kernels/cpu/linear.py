@@ -6,8 +6,9 @@ sums, exact integers each, are added in int32. That is exact on every processor;
 products are not (without VNNI, oneDNN multiplies with an instruction that saturates) or are ten
 times slower than fp32 (`torch._int_mm`, without VNNI).
 
-Rows: the fp32 product uses other code for 1 to 3 rows than for more, with other rounding. Calls of
-fewer than 4 rows are padded, so that a row's bits do not depend on how many share the call.
+Rows: the fp32 product is cut into rows by threads, and 1 to 3 rows run through other code than
+more, with other rounding. Calls are padded to a multiple of 4 rows, which no cut leaves with a
+remainder, so that a row's bits do not depend on how many share the call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 127 * 1024 < 2^24
-MIN_ROWS = 4
+ROWS = 4
 
 
 def pack_int8(q: Tensor) -> Tensor:
@@ -25,10 +26,10 @@ def pack_int8(q: Tensor) -> Tensor:
     return q.to(torch.float32).contiguous()
 
 
-def pad_rows(x: Tensor, least: int = MIN_ROWS) -> Tensor:
-    """`x` [..., T, K] with rows of zeros appended up to `least`."""
-    missing = least - x.shape[-2]
-    return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
+def pad_rows(x: Tensor) -> Tensor:
+    """`x` [..., T, K] with rows of zeros appended up to a multiple of 4."""
+    missing = -x.shape[-2] % ROWS
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def int8_linear(

@@ -93,7 +93,9 @@ def test_decode_prefill_and_chunks_agree_bit_for_bit(heads, dim, window):
         assert torch.equal(alone[0], whole[position]), position
 
 
-def test_the_batch_does_not_change_a_sequence():
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 8])
+def test_the_batch_does_not_change_a_sequence(threads, with_threads):
+    with_threads(threads)
     lengths = [1, 5, 64, 100, 129, 333, 40, 64, 70, 200, 3, 17, 90, 128, 256, 31]
     cache = make_cache(lengths)
     decode = [(s, length - 1, length) for s, length in enumerate(lengths)]
