@@ -1,0 +1,115 @@
+"""`ptq check`: holds a recipe against its model and its data, and shows what a run would do.
+
+Nothing is written and no weight is read; it takes seconds on a model of any size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from calibrate.data import TokenSet
+from formats.checkpoint import Checkpoint
+from formats.command import run_command
+from ptq.plan import Plan, build_plan
+from ptq.preflight import is_taken, read_data
+from ptq.recipe import LoadedRecipe, read_recipe
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `run` and `check` share."""
+    parser.add_argument("recipe", type=Path, help="recipe in YAML")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting, such as dataset.calibration.samples=128; may be repeated",
+    )
+
+
+def prepare(loaded: LoadedRecipe, *, force: bool) -> tuple[Plan, dict[str, TokenSet]]:
+    """Open a recipe's model, plan the run, and read its data by split.
+
+    Raises:
+        RecipeError: the recipe does not fit the model, or its data cannot be used.
+        CheckpointError: the model's files are damaged.
+    """
+    checkpoint = Checkpoint.open(loaded.recipe.model.path)
+    plan = build_plan(loaded.recipe, checkpoint, loaded.where, force=force)
+    return plan, read_data(loaded.recipe)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check a recipe and print its plan; 0 where it would run."""
+    parser = argparse.ArgumentParser(prog="ptq check", description=(__doc__ or "").split("\n\n")[0])
+    add_recipe_arguments(parser)
+    arguments = parser.parse_args(argv)
+    plan, data = prepare(read_recipe(arguments.recipe, arguments.set), force=True)
+    print("\n".join(describe_plan(plan, data)))
+    return 0
+
+
+def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
+    """What a run would do, line by line."""
+    recipe, model, scheme = plan.recipe, plan.model, plan.recipe.scheme
+    yield (
+        f"model        {recipe.model.path}: {model.model_type}, {model.blocks} blocks, "
+        f"{model.parameters / 1e6:.1f} M parameters, {model.dtype}, {_size(model.nbytes)}"
+    )
+    yield f"scheme       {scheme.wac}"
+    for row in group_modules(plan):
+        yield f"  {row}"
+    if scheme.kv_cache is not None:
+        kv = scheme.kv_cache
+        yield f"  K and V of {model.blocks} blocks: {kv.dtype} {kv.granularity}, static"
+    yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
+    if plan.smoothing:
+        yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"
+    for split, tokens in data.items():
+        yield (
+            f"{split:<13}{tokens.source}: {len(tokens.ids)} sequences, {tokens.tokens} tokens, "
+            f"fingerprint {tokens.fingerprint[:12]}"
+        )
+    yield (
+        f"predicted    checkpoint {_size(plan.prediction.checkpoint_bytes)} (original "
+        f"{_size(model.nbytes)}), working memory about {_size(plan.prediction.memory_bytes)}"
+    )
+    taken = " (exists: run with --force)" if is_taken(recipe.output.path) else ""
+    yield f"output       {recipe.output.path}{taken}"
+
+
+def group_modules(plan: Plan) -> Iterator[str]:
+    """Linear layers with the same fate in one row, whatever their block."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for module in plan.modules:
+        name = re.sub(r"\.\d+\.", ".*.", module.name)
+        index = re.search(r"\.(\d+)\.", module.name)
+        shape = "x".join(map(str, module.shape))
+        row = groups.setdefault((name, shape, module.action, module.reason), [])
+        row += [int(index[1])] if index else []
+    width = max(len(name) for name, *_ in groups)
+    for (name, shape, action, reason), indices in groups.items():
+        blocks = f"blocks {_ranges(indices)}" if indices else ""
+        yield f"{name:<{width}}  {shape:>11}  {blocks:<14}  {action:<8}  {reason}".rstrip()
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as ranges, such as `0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e9 else f"{nbytes / 1e9:.2f} GB"
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

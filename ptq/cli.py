@@ -1,0 +1,77 @@
+"""The `ptq` command: hands over to the command asked for, and imports nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import sys
+import tomllib
+from collections.abc import Sequence
+
+from formats.command import run_command
+from formats.errors import RequestError
+from ptq.rooms import ROOT, require_own
+
+COMMANDS = {
+    "run": ("ptq.run", "quantize a model as a recipe says, and report what it cost"),
+    "check": ("ptq.check", "check a recipe against its model and show the plan; changes nothing"),
+    "predict": ("inference.predict", "complete a prompt or a file of prompts"),
+    "report": ("ptq.report", "measure a finished run again and write its report"),
+    "bench": ("inference.bench", "measure tokens per second, latencies and memory"),
+    "inspect": ("ptq.inspect", "show a checkpoint's scales, outlier channels and sizes"),
+}
+
+
+def version() -> str:
+    """Version of the installed package, or of the checkout that this file lies in."""
+    try:
+        return importlib.metadata.version("ptq")
+    except importlib.metadata.PackageNotFoundError:
+        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text)["project"]["version"]
+
+
+def usage() -> str:
+    """The text of `ptq --help`."""
+    rows = "\n".join(f"  {name:<9}{text}" for name, (_, text) in COMMANDS.items())
+    return (
+        "usage: ptq COMMAND [arguments]\n\n"
+        "Post-training quantization of language models, and the runtime for what it makes.\n\n"
+        f"commands:\n{rows}\n\n"
+        "`ptq COMMAND --help` tells a command's arguments; `ptq --version` the version. Each\n"
+        "command is also `python -m` of its module, such as `python -m ptq.run`."
+    )
+
+
+def dispatch(argv: Sequence[str] | None) -> int:
+    """Run the command that the first argument names, with the others; returns its exit code.
+
+    Raises:
+        RequestError: there is no such command.
+        EngineError: another project's package stands in the way.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"ptq {version()}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1, cutoff=0.5)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        names = ", ".join(COMMANDS)
+        raise RequestError(f"no command {arguments[0]!r}; {guess}commands: {names}")
+    require_own("calibrate", "inference")
+    module = importlib.import_module(COMMANDS[arguments[0]][0])
+    return module.main(arguments[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the console command `ptq`; errors are printed and give exit code 2."""
+    return run_command(dispatch, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,248 @@
+"""The plan: what happens to each module of a model, decided before any work is done.
+
+A recipe is held against a model's configuration and the headers of its files; no weight is read.
+All that could stop a run later is looked for here, and everything found is said at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import pandas as pd
+from torch import nn
+
+from calibrate.stream import BlockStream
+from formats.checkpoint import Checkpoint
+from formats.compressed_tensors import is_ignored
+from formats.scheme import Strict
+from ptq import preflight
+from ptq.methods.specs import SmoothingKind, SmoothQuantSpec
+from ptq.problems import Problem, Where, recipe_error
+from ptq.recipe import Recipe
+from ptq.strict_yaml import Key
+
+# Layers that runtimes fuse into one: they read the same input and must share its scale and type.
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+# What can be divided by a channel's factor, and the layers that are then multiplied by it.
+SMOOTHED: dict[SmoothingKind, tuple[str, tuple[str, ...]]] = {
+    "attention_input": ("input_layernorm", FUSED["self_attn.qkv_proj"]),
+    "attention_output": ("self_attn.v_proj", ("self_attn.o_proj",)),
+    "mlp_input": ("post_attention_layernorm", FUSED["mlp.gate_up_proj"]),
+    "mlp_output": ("mlp.up_proj", ("mlp.down_proj",)),
+}
+
+
+class ModulePlan(Strict):
+    """What happens to one linear layer.
+
+    Attributes:
+        name: Full name.
+        action: Whether its weight and input are quantized or stay as they are.
+        reason: Why, for a person.
+        shape: Of its weight: (out, in).
+        fused_group: Full name of the fused layer that it becomes a part of at run time, if any.
+    """
+
+    name: str
+    action: Literal["quantize", "float"]
+    reason: str
+    shape: tuple[int, int]
+    fused_group: str | None
+
+
+class SmoothingGroup(Strict):
+    """A source whose output channels can be divided while its consumers are multiplied.
+
+    Attributes:
+        kind: Which of a block's groups it is; see `SmoothQuantSpec`.
+        block: Full name of the decoder block.
+        source: Full name of the norm, or of the linear layer v_proj or up_proj, that is divided
+            (with its bias, where it has one).
+        consumers: Full names of the linear layers that read it.
+    """
+
+    kind: SmoothingKind
+    block: str
+    source: str
+    consumers: tuple[str, ...]
+
+
+class ModelSummary(Strict):
+    """The model that is quantized: its family, sizes and element type."""
+
+    model_type: str
+    blocks: int
+    parameters: int
+    nbytes: int
+    dtype: str
+
+
+class Prediction(Strict):
+    """Bytes that a run takes: of the checkpoint's weight files, and of working memory."""
+
+    checkpoint_bytes: int
+    memory_bytes: int
+
+
+class Plan(Strict):
+    """Everything that the driver needs to know.
+
+    Attributes:
+        recipe: The resolved recipe.
+        modules: Every linear layer of the model, in its order.
+        smoothing: Groups that the recipe wants smoothed, block by block; none without SmoothQuant.
+        blocks: Full names of the decoder blocks, in their order.
+        model: The model as it comes.
+        prediction: What the run will take.
+    """
+
+    recipe: Recipe
+    modules: tuple[ModulePlan, ...]
+    smoothing: tuple[SmoothingGroup, ...]
+    blocks: tuple[str, ...]
+    model: ModelSummary
+    prediction: Prediction
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Full names of the linear layers that are quantized, in the model's order."""
+        return tuple(module.name for module in self.modules if module.action == "quantize")
+
+    def to_table(self) -> pd.DataFrame:
+        """One row for each linear layer: name, action, reason, shape, fused_group."""
+        return pd.DataFrame([module.model_dump() for module in self.modules])
+
+
+def build_plan(
+    recipe: Recipe, checkpoint: Checkpoint, where: Where | None = None, *, force: bool = False
+) -> Plan:
+    """Decide what happens to each module, and look for everything that would stop the run.
+
+    Args:
+        recipe: The run.
+        checkpoint: The model that the recipe names.
+        where: Origins of the recipe's values, for messages.
+        force: Whether an existing output may be replaced.
+
+    Raises:
+        RecipeError: tells all that was found: an unsupported, quantized or incomplete model, a
+            missing or foreign tokenizer, ignored layers that do not exist or split a fused group,
+            sequences that are too long, an output that is taken or does not fit on its disk.
+    """
+    where = where or Where()
+    config = preflight.read_config(checkpoint, where)
+    blocks = BlockStream(config, checkpoint.tensor).blocks
+    model = preflight.meta_model(config)
+    shapes = {
+        name: (part.out_features, part.in_features)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear)
+    }
+    modules = tuple(_plan_module(recipe, blocks, name, shape) for name, shape in shapes.items())
+    quantized = {module.name for module in modules if module.action == "quantize"}
+    size = preflight.predict_checkpoint(checkpoint, config, recipe.scheme, quantized)
+    problems: list[tuple[Key, str]] = [
+        *preflight.check_tensors(checkpoint, config, model),
+        *preflight.check_tokenizer(checkpoint, config),
+        *preflight.check_data(recipe),
+        *preflight.check_lengths(recipe, config),
+        *preflight.check_ignore(recipe, shapes),
+        *_check_groups(recipe, modules),
+        *preflight.check_output(recipe, size, force),
+    ]
+    if problems:
+        raise recipe_error(Problem(where(key), key, message) for key, message in problems)
+    return Plan(
+        recipe=recipe,
+        modules=modules,
+        smoothing=tuple(_smoothing_groups(recipe, blocks)),
+        blocks=blocks,
+        model=_summary(checkpoint, len(blocks)),
+        prediction=Prediction(
+            checkpoint_bytes=size,
+            memory_bytes=preflight.predict_memory(recipe, checkpoint, config, blocks),
+        ),
+    )
+
+
+def _plan_module(
+    recipe: Recipe, blocks: tuple[str, ...], name: str, shape: tuple[int, int]
+) -> ModulePlan:
+    block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+    ignored = next((entry for entry in recipe.ignore if is_ignored(name, [entry])), None)
+    scheme, action = recipe.scheme, "float"
+    if block is None:
+        reason = "outside of the decoder blocks"
+    elif scheme.weights is None or scheme.activations is None:
+        reason = f"scheme {scheme.wac} quantizes the cache only"
+    elif ignored is not None:
+        reason = f"ignored by {ignored!r}"
+    else:
+        action = "quantize"
+        how = "dynamic" if scheme.activations.dynamic else "static"
+        reason = (
+            f"{scheme.weights.dtype} weights {scheme.weights.granularity}, {how} "
+            f"{scheme.activations.dtype} inputs {scheme.activations.granularity}"
+        )
+    part = name.removeprefix(f"{block}.")
+    fused = next((fused for fused, parts in FUSED.items() if part in parts), None)
+    return ModulePlan(
+        name=name,
+        action=action,
+        reason=reason,
+        shape=shape,
+        fused_group=f"{block}.{fused}" if block and fused else None,
+    )
+
+
+def _check_groups(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[tuple[Key, str]]:
+    """Fused layers of which only some are ignored, and a scheme that finds nothing to quantize."""
+    groups: dict[str, list[ModulePlan]] = {}
+    for module in modules:
+        if module.fused_group is not None:
+            groups.setdefault(module.fused_group, []).append(module)
+    for group, members in groups.items():
+        kept = [m.name.rpartition(".")[2] for m in members if m.action == "float"]
+        if 0 < len(kept) < len(members):
+            names = ", ".join(m.name.rpartition(".")[2] for m in members)
+            entries = [
+                i
+                for i, entry in enumerate(recipe.ignore)
+                if any(is_ignored(m.name, [entry]) for m in members)
+            ]
+            yield (
+                ("ignore", entries[0]),
+                f"{group} fuses {names}, but only {', '.join(kept)} "
+                f"{'is' if len(kept) == 1 else 'are'} ignored; ignore all of them or none",
+            )
+    if recipe.scheme.weights is not None and all(m.action == "float" for m in modules):
+        yield ("ignore",), f"leaves no layer to the scheme {recipe.scheme.wac}; ignore fewer"
+
+
+def _smoothing_groups(recipe: Recipe, blocks: tuple[str, ...]) -> Iterator[SmoothingGroup]:
+    spec = next((m for m in recipe.methods if isinstance(m, SmoothQuantSpec)), None)
+    for block in blocks if spec is not None else ():
+        for kind in spec.targets if spec is not None else ():
+            source, consumers = SMOOTHED[kind]
+            yield SmoothingGroup(
+                kind=kind,
+                block=block,
+                source=f"{block}.{source}",
+                consumers=tuple(f"{block}.{consumer}" for consumer in consumers),
+            )
+
+
+def _summary(checkpoint: Checkpoint, blocks: int) -> ModelSummary:
+    dtypes = sorted({str(checkpoint.dtype(n)).removeprefix("torch.") for n in checkpoint.names()})
+    return ModelSummary(
+        model_type=checkpoint.config["model_type"],
+        blocks=blocks,
+        parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
+        nbytes=checkpoint.nbytes,
+        dtype=", ".join(dtypes),
+    )

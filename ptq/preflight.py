@@ -1,0 +1,222 @@
+"""What is looked for before a run: each check gives the problems that it finds.
+
+Nothing here reads a weight: shapes come from the headers of the checkpoint's files and from
+transformers' own modelling code on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from calibrate.data import TokenSet, load_tokens
+from calibrate.stream import SUPPORTED
+from formats.checkpoint import Checkpoint
+from formats.compressed_tensors import is_ignored
+from formats.scheme import Scheme
+from ptq.problems import Problem, Where, recipe_error, suggestion
+from ptq.recipe import Recipe
+from ptq.strict_yaml import Key
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+MODEL: Key = ("model", "path")
+
+
+def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
+    """The model's configuration.
+
+    Raises:
+        RecipeError: of another family than those supported, quantized already, or not valid.
+    """
+    found = str(checkpoint.config.get("model_type"))
+    problems = []
+    if found not in SUPPORTED:
+        message = f"model_type {found!r} of {checkpoint.path} is not supported"
+        problems.append(Problem(where(MODEL), MODEL, f"{message}; {suggestion(found, SUPPORTED)}"))
+    if checkpoint.scheme.quantizes_anything:
+        message = (
+            f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
+            "model in FP16, BF16 or FP32"
+        )
+        problems.append(Problem(where(MODEL), MODEL, message))
+    if problems:
+        raise recipe_error(problems)
+    try:
+        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        message = f"{checkpoint.path / 'config.json'} is not a valid configuration: {reason}"
+        raise recipe_error([Problem(where(MODEL), MODEL, message)]) from error
+
+
+def meta_model(config: PretrainedConfig) -> nn.Module:
+    """The model with shapes only."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def check_tensors(
+    checkpoint: Checkpoint, config: PretrainedConfig, model: nn.Module
+) -> Iterator[tuple[Key, str]]:
+    """Tensors that the configuration asks for and the files do not have, or have otherwise."""
+    tied = "lm_head.weight" if config.tie_word_embeddings else ""
+    missing, misshaped = [], []
+    for name, tensor in model.state_dict().items():
+        if name not in checkpoint:
+            missing += [] if name == tied else [name]
+        elif checkpoint.shape(name) != tuple(tensor.shape):
+            shapes = f"{list(checkpoint.shape(name))}, needed is {list(tensor.shape)}"
+            misshaped.append(f"{name} is {shapes}")
+        elif not checkpoint.dtype(name).is_floating_point:
+            misshaped.append(f"{name} is {checkpoint.dtype(name)}, needed is a floating point type")
+    for names, verb in ((missing, "misses "), (misshaped, "does not fit its config.json: ")):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield MODEL, f"{checkpoint.path} {verb}{'; '.join(names[:3])}{more}"
+
+
+def check_tokenizer(checkpoint: Checkpoint, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
+    """A tokenizer that is missing, damaged or larger than the model's vocabulary."""
+    folder, vocabulary = checkpoint.path, config.vocab_size
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        files = ", ".join(TOKENIZER_FILES)
+        yield MODEL, f"{folder} has no tokenizer; needed is one of {files} beside the weights"
+        return
+    try:
+        if (folder / "tokenizer.json").is_file():
+            json.loads((folder / "tokenizer.json").read_bytes())
+        size = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        yield MODEL, f"the tokenizer of {folder} cannot be loaded: {' '.join(str(error).split())}"
+        return
+    if size > vocabulary:
+        yield (
+            MODEL,
+            f"the tokenizer of {folder} has {size} tokens, the model a vocabulary of {vocabulary}; "
+            "they do not belong together",
+        )
+
+
+def check_data(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """Local files of data that are not there."""
+    for field in ("name", "evaluation_name"):
+        source = getattr(recipe.dataset, field)
+        if source is not None and Path(source).is_absolute() and not Path(source).exists():
+            yield ("dataset", field), f"no such file: {source}"
+
+
+def read_data(recipe: Recipe) -> dict[str, TokenSet]:
+    """Tokens of both splits, so that a fault of the evaluation data shows before calibration.
+
+    Raises:
+        RecipeError: a source is missing, empty, unreadable or too short.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    return {
+        "calibration": load_tokens(recipe.dataset, tokenizer, "calibration"),
+        "evaluation": load_tokens(recipe.dataset, tokenizer, "evaluation"),
+    }
+
+
+def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
+    """Sequences that are longer than the model's positions."""
+    most = config.max_position_embeddings
+    for split in ("calibration", "evaluation"):
+        length = getattr(recipe.dataset, split).sequence_length
+        if length > most:
+            message = f"found {length}; the model has {most} positions"
+            yield ("dataset", split, "sequence_length"), message
+    speed = recipe.report.speed
+    if speed is not None and speed.prompt_tokens + speed.new_tokens > most:
+        total = f"{speed.prompt_tokens} prompt and {speed.new_tokens} new tokens"
+        yield ("report", "speed"), f"found {total}; the model has {most} positions"
+
+
+def check_ignore(recipe: Recipe, linears: Mapping[str, object]) -> Iterator[tuple[Key, str]]:
+    """Entries of `ignore` that match no linear layer."""
+    for i, entry in enumerate(recipe.ignore):
+        if not any(is_ignored(name, [entry]) for name in linears):
+            yield ("ignore", i), f"{entry!r} matches no linear layer; {_nearest(entry, linears)}"
+
+
+def _nearest(entry: str, linears: Mapping[str, object]) -> str:
+    """What the writer of a pattern may have meant."""
+    text = re.sub(r"[^\w.]|\.(?=[*+?$])", "", entry.removeprefix("re:")).strip(".")
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    by_name = suggestion(text, list(linears)).partition("allowed: ")[0]
+    if "layers" in text and by_name:
+        return f"{by_name}A full name is needed, or `re:` and a pattern for its start"
+    by_kind = suggestion(text.rpartition(".")[2], [f"re:.*{kind}" for kind in kinds])
+    return f"{by_kind} (a full name, or `re:` and a pattern for its start)"
+
+
+def is_taken(path: Path) -> bool:
+    """Whether an output path holds anything."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:
+    """An output folder that is taken, holds the model, or lies on a disk that is too small."""
+    key, path = ("output", "path"), recipe.output.path
+    if is_taken(path) and (not force or not path.is_dir()):
+        yield key, f"{path} exists already; give --force to replace it, or another --output"
+    if recipe.model.path.resolve().is_relative_to(path.resolve()):
+        yield key, f"{path} holds the model itself; give another --output"
+    parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        yield key, f"needs about {needed / 1e6:.0f} MB; {parent} has {free / 1e6:.0f} MB free"
+
+
+def predict_checkpoint(
+    checkpoint: Checkpoint, config: PretrainedConfig, scheme: Scheme, quantized: Collection[str]
+) -> int:
+    """Bytes of the weights that will be written, with their scales.
+
+    A quantized layer [out, in] takes one byte an element, an fp32 scale for each output channel,
+    and one for a static input; all else keeps its type. The cache takes fp32 scales for K and V.
+    """
+    total = 0
+    for name in checkpoint.names():
+        elements = math.prod(checkpoint.shape(name))
+        module, _, leaf = name.rpartition(".")
+        if module in quantized and leaf == "weight":
+            static = scheme.activations is not None and not scheme.activations.dynamic
+            total += elements + 4 * (checkpoint.shape(name)[0] + static)
+        else:
+            total += elements * checkpoint.dtype(name).itemsize
+    if scheme.kv_cache is not None:
+        scales = config.num_key_value_heads if scheme.kv_cache.granularity == "per_head" else 1
+        total += config.num_hidden_layers * 2 * 4 * scales
+    return total
+
+
+def predict_memory(
+    recipe: Recipe, checkpoint: Checkpoint, config: PretrainedConfig, blocks: Collection[str]
+) -> int:
+    """Peak bytes of what quantization holds at once, the process itself aside.
+
+    One block in fp32 with a second, quantized, copy of it; the embedding in fp32; the hidden states
+    of every calibration token; the widest activations of one sequence. The count of blocks does not
+    enter.
+    """
+    of_block = dict.fromkeys(blocks, 0)
+    for name in checkpoint.names():
+        block = ".".join(name.split(".")[:3])
+        if block in of_block:
+            of_block[block] += math.prod(checkpoint.shape(name))
+    samples, length = recipe.dataset.calibration.samples, recipe.dataset.calibration.sequence_length
+    embedding = config.vocab_size * config.hidden_size
+    states = samples * length * config.hidden_size
+    widest = length * 4 * (config.intermediate_size + config.hidden_size)
+    widest += config.num_attention_heads * length * length
+    return 4 * (2 * max(of_block.values()) + embedding + states + widest)

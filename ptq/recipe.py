@@ -1,0 +1,236 @@
+"""The recipe: everything that a run needs, in one strict file.
+
+    model: {path: tiny-python}              # a folder, relative to the recipe's own
+    dataset:
+      name: stdlib                          # or a local file, or a name that `datasets` knows
+      calibration: {samples: 64, sequence_length: 512}
+      evaluation: {samples: 64, sequence_length: 512}
+    scheme: a8w8c8                          # a preset, or weights, activations and kv_cache
+    observers:
+      input: {method: absmax}
+      kv_cache: {method: absmax}
+    methods:
+      - smoothquant: {alpha: search}
+      - rtn
+    ignore: [lm_head, 're:.*layers\\.0\\.mlp\\.down_proj']
+    output: {path: output/a8w8c8}           # relative to the current directory
+    report:
+      thresholds: {perplexity_ratio: 1.01, kl: 0.01}
+      speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
+
+Paths of the model and of data are relative to the recipe's folder, so that a recipe and what it
+uses can be moved together. The output path, and every path given on the command line, is relative
+to the current directory. A loaded recipe holds absolute paths and every default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from calibrate.data import DatasetSpec
+from calibrate.observers import ObserverSpec
+from formats.errors import RecipeError
+from formats.scheme import Scheme, Strict
+from ptq.draft import Draft
+from ptq.methods.specs import MethodSpec
+from ptq.problems import Origin, Problem, Where, recipe_error, suggestion
+from ptq.strict_yaml import dump, parse
+
+RESOLVED = "# Every setting of a run, defaults included; `ptq run` on this file repeats it.\n"
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _compiles(pattern: str) -> str:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+
+
+class ModelSpec(Strict):
+    """The model to quantize: a local folder in the transformers layout with safetensors.
+
+    YAML: ``model: {path: tiny-python}``
+    """
+
+    path: Path
+
+
+class ObserversSpec(Strict):
+    """How clipping ranges are chosen for the static inputs of linear layers and for K and V.
+
+    YAML: ``observers: {input: {method: absmax}, kv_cache: {method: absmax}}``
+    """
+
+    input: ObserverSpec = ObserverSpec()
+    kv_cache: ObserverSpec = ObserverSpec()
+
+
+class OutputSpec(Strict):
+    """The folder that receives the checkpoint, the report and the resolved recipe.
+
+    YAML: ``output: {path: output/a8w8c8}``
+    """
+
+    path: Path
+
+
+class ThresholdsSpec(Strict):
+    """What the quantized model must hold against the original; what is null is not checked.
+
+    `perplexity_ratio` and `kl` (mean KL divergence in nats) are upper bounds, `top1_agreement` (the
+    share of positions with the same most likely token) a lower one.
+
+    YAML: ``thresholds: {perplexity_ratio: 1.01, kl: 0.01, top1_agreement: 0.97}``
+    """
+
+    perplexity_ratio: Positive | None = None
+    kl: Positive | None = None
+    top1_agreement: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+
+
+class SpeedSpec(Strict):
+    """What the report's measurement of speed runs: equal requests of fixed lengths.
+
+    YAML: ``speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}``
+    """
+
+    batch: Count = 4
+    prompt_tokens: Count = 128
+    new_tokens: Annotated[int, Field(ge=2)] = 64
+
+
+class ReportSpec(Strict):
+    """What the report checks and measures.
+
+    `speed` is null (in YAML also `false`) where speed is not to be measured.
+    """
+
+    thresholds: ThresholdsSpec = ThresholdsSpec()
+    speed: SpeedSpec | None = SpeedSpec()
+
+
+class Recipe(Strict):
+    """One run, with nothing left open; see the module's docstring for its YAML.
+
+    Linear layers matched by `ignore` (full names, or `re:` patterns matched from the name's start)
+    stay in floating point; `lm_head` always does. Methods work in the order given.
+
+    Raises:
+        ValueError: methods do not fit the scheme, or a pattern is not a regular expression.
+    """
+
+    model: ModelSpec
+    dataset: DatasetSpec = DatasetSpec()
+    scheme: Scheme
+    observers: ObserversSpec = ObserversSpec()
+    methods: Annotated[tuple[MethodSpec, ...], Field(validate_default=True)] = ()
+    ignore: tuple[Pattern, ...] = ("lm_head",)
+    output: OutputSpec
+    report: ReportSpec = ReportSpec()
+
+    @field_validator("scheme")
+    @classmethod
+    def _quantizes(cls, scheme: Scheme) -> Scheme:
+        if not scheme.quantizes_anything:
+            raise ValueError("quantizes nothing; give weights and activations, kv_cache, or both")
+        return scheme
+
+    @field_validator("methods")
+    @classmethod
+    def _fit_the_scheme(
+        cls, methods: tuple[MethodSpec, ...], info: ValidationInfo
+    ) -> tuple[MethodSpec, ...]:
+        scheme: Scheme | None = info.data.get("scheme")
+        names = [method.name for method in methods]
+        if len(set(names)) < len(names):
+            raise ValueError(f"found {', '.join(names)}; give each method once")
+        if scheme is not None and scheme.weights is None and names:
+            raise ValueError(
+                f"found {', '.join(names)}, but the scheme {scheme.wac} leaves weights and "
+                "activations in floating point; remove the methods or quantize weights"
+            )
+        if scheme is not None and scheme.weights is not None and names[-1:] != ["rtn"]:
+            raise ValueError(
+                f"found {', '.join(names) or 'none'}; the scheme {scheme.wac} quantizes weights, "
+                "and the last method must do so: end the list with rtn"
+            )
+        return methods
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML with every default spelled out; loading it gives an equal recipe."""
+    data: dict[str, Any] = recipe.model_dump(mode="json")
+    data["methods"] = [{options.pop("name"): options} for options in data["methods"]]
+    data["report"]["speed"] = data["report"]["speed"] or False
+    return (
+        "# Every setting of a run, defaults included: `ptq run` on this file repeats it.\n"
+        + dump(data)
+    )
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe and where each of its values was written, for messages."""
+
+    recipe: Recipe
+    where: Where
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `read_recipe` without the origins."""
+    return read_recipe(path, overrides).recipe
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: The YAML file.
+        overrides: `key.key=value` each, the value in YAML; list items by their index from 0.
+
+    Raises:
+        RecipeError: tells everything that is wrong, each with its line or override, its key, what
+            was found and what is allowed.
+    """
+    path = Path(path)
+    document = parse(_read_text(path))
+    draft = Draft(
+        document.data,
+        {key: Origin(str(path), line) for key, line in document.lines.items()},
+        [Problem(Origin(str(path), f.line), f.key, f.message) for f in document.faults],
+    )
+    if not isinstance(draft.data, dict):
+        empty = draft.at((), "found no keys; a recipe needs model, scheme and output")
+        raise recipe_error(draft.problems or [empty])
+    draft.expand()
+    for text in overrides:
+        draft.override(text)
+    draft.unusable = draft.expand()
+    draft.anchor_paths(path.absolute().parent)
+    return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8"
+        ) from error
+    except OSError as error:
+        beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        near = f"; {suggestion(path.name, beside)}" if beside else ""
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}){near}") from error
