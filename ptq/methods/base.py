@@ -1,0 +1,159 @@
+"""What a method is, and the block that methods work on.
+
+A method is pure maths on tensors behind four calls, made block by block:
+
+    prepare(work) -> observe(name, x) for every sample -> solve(work) -> commit(work)
+
+`prepare` may look at the weights; `observe` sees the input of every linear layer for one sample at
+a time and only accumulates; `solve` decides, with the statistics of the whole calibration set in
+`work.statistics`; `commit` alone changes the block: it folds float weights into each other or hands
+over quantized ones. Methods run one after the other, each on what the one before left.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from calibrate.observers import ObserverSpec, TensorStatistics, choose_absmax
+from calibrate.statistics import Statistics
+from calibrate.stream import Block
+from formats.scheme import Scheme
+from kernels.numerics import block_absmax, choose_scale, dequantize, fake_quantize, quantize
+from ptq.plan import SmoothingGroup
+from ptq.result import Event, SmoothingRow
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """A linear layer as it will be stored.
+
+    Attributes:
+        weight: int8 [out, in].
+        scale: fp32 [out, 1], one multiplier for each output channel.
+        input_scale: fp32 [1], or None where each token is scaled when it arrives.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    input_scale: Tensor | None
+
+    def dequantized(self) -> Tensor:
+        """The weight that the integers stand for: fp32 [out, in]."""
+        return dequantize(self.weight, self.scale)
+
+
+@dataclass
+class BlockWork:
+    """One decoder block on its way from float to quantized: all that a method sees.
+
+    Attributes:
+        block: The block with its float weights as they are now, and its inputs.
+        scheme: What is to be quantized, and how.
+        targets: Full names of this block's linear layers that are to be quantized.
+        fused: Layers that become one at run time and share their input, by full name: its name.
+        groups: Smoothing groups of this block.
+        head_dim: Elements of one attention head.
+        input_observer: How the clipping range of a static input is found.
+        dtype_of: Element type that a tensor has in the checkpoint, by its full name.
+        statistics: Of the inputs of the block's linear layers, of K and of V, for the weights as
+            they were when the samples last ran; None before that.
+        folded: Float tensors that a method changed, by full name, in the checkpoint's type.
+        quantized: The solved layers, by full name.
+        events: What a person should know.
+        smoothing: What was chosen for each smoothing group.
+    """
+
+    block: Block
+    scheme: Scheme
+    targets: tuple[str, ...]
+    fused: Mapping[str, str]
+    groups: tuple[SmoothingGroup, ...]
+    head_dim: int
+    input_observer: ObserverSpec
+    dtype_of: Callable[[str], torch.dtype]
+    statistics: Statistics | None = None
+    folded: dict[str, Tensor] = field(default_factory=dict)
+    quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    smoothing: list[SmoothingRow] = field(default_factory=list)
+
+    def module(self, name: str) -> nn.Module:
+        """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
+        return self.block.module.get_submodule(name.removeprefix(f"{self.block.name}."))
+
+    def samples(self, most: int) -> Sequence[int]:
+        """The first `most` samples: the driver has put them in an order set by their content."""
+        return range(min(most, len(self.block.inputs)))
+
+    def observed(self, name: str, role: str) -> TensorStatistics:
+        """What the samples showed of a linear layer's `input`, or of the `k_cache` or `v_cache`."""
+        assert self.statistics is not None, "the samples have not run"
+        return self.statistics[name, role]
+
+    def input_scale(self, name: str) -> Tensor | None:
+        """Static scale of a linear layer's input, fp32 [1]; None where each token has its own."""
+        if self.scheme.activations is None or self.scheme.activations.dynamic:
+            return None
+        return choose_scale(torch.tensor([self.input_absmax(name)], dtype=torch.float32))
+
+    def input_absmax(self, name: str) -> float:
+        """Magnitude at which the recipe's observer clips a linear layer's input."""
+        return choose_absmax(self.observed(name, "input"), self.input_observer)
+
+
+class Method(ABC):
+    """Base of the methods; see the module's docstring for what each call may do."""
+
+    def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
+        """Look at a new block before its samples run."""
+
+    def observe(self, name: str, x: Tensor) -> None:  # noqa: B027
+        """Accumulate what one sample brings to linear layer `name`; `x` is [tokens, in] fp32."""
+
+    @abstractmethod
+    def solve(self, work: BlockWork) -> None:
+        """Decide, changing nothing of the block."""
+
+    @abstractmethod
+    def commit(self, work: BlockWork) -> None:
+        """Change the block as decided."""
+
+
+def quantize_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight to the nearest int8: ([out, in] int8, [out, 1] fp32 scale)."""
+    scale = choose_scale(block_absmax(weight, (1, -1)))
+    return quantize(weight, scale), scale
+
+
+def fake_quantize_input(x: Tensor, scale: Tensor | None) -> Tensor:
+    """What the kernels see of `x` [..., in]: with a static scale, or (None) one for each row."""
+    if scale is not None:
+        return fake_quantize(x, scale.reshape(()))
+    rows = x.reshape(-1, x.shape[-1])
+    return fake_quantize(rows, choose_scale(block_absmax(rows, (1, -1)))).reshape(x.shape)
+
+
+@contextmanager
+def replaced(
+    linear: nn.Linear, weight: Tensor, on_input: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Let `linear` compute with another weight and a function of its input, for a while."""
+    original = linear.weight
+    set_parameter(linear, "weight", weight)
+    handle = linear.register_forward_pre_hook(lambda _, args: (on_input(args[0]), *args[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+        linear.weight = original
+
+
+def set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module a new parameter; the old tensor is left as it is."""
+    setattr(module, name, nn.Parameter(value, requires_grad=False))

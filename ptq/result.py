@@ -1,0 +1,180 @@
+"""The record of a quantization run: what the report and a later reader know of how it went.
+
+Everything measured on the way is here: seconds by phase, peak memory, the calibration tokens, the
+smoothing that was chosen and the error of every module. `<output>/quantization.json` holds it; the
+scale table stays in the checkpoint, its only home.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from formats.checkpoint import Checkpoint
+from formats.errors import CheckpointError
+from formats.scale_table import ScaleTable
+from formats.scheme import Strict
+
+CHECKPOINT_FOLDER = "checkpoint"
+RESULT_FILE = "quantization.json"
+
+
+class Event(Strict):
+    """Something that a person should know of one module.
+
+    Kinds: `smoothing_skipped` (a group could not be folded), `fallback` (a method did worse than
+    doing nothing and was not applied), `worse_than_baseline` (a module's output is noisier than
+    with round-to-nearest alone), `clipping` (an observer cut off many values).
+    """
+
+    module: str
+    kind: Literal["smoothing_skipped", "fallback", "worse_than_baseline", "clipping"]
+    message: str
+
+
+class Candidate(Strict):
+    """One smoothing strength that was tried; `alpha` None is no smoothing.
+
+    `error` is the squared error of the block's output divided by the sum of its squares.
+    """
+
+    alpha: float | None
+    error: float
+
+
+class SmoothingRow(Strict):
+    """What was chosen for one smoothing group; `alpha` None means that it was left alone.
+
+    `scale_min` and `scale_max` bound the factors that the source was divided by.
+    """
+
+    source: str
+    consumers: tuple[str, ...]
+    alpha: float | None
+    error: float
+    scale_min: float
+    scale_max: float
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def unsmoothed_error(self) -> float:
+        """Error of the block's output with this group quantized but not smoothed."""
+        return next(row.error for row in self.candidates if row.alpha is None)
+
+
+class ModuleRow(Strict):
+    """Signal-to-quantization-noise ratios of one linear layer in dB; None means lossless.
+
+    `weight` compares the stored weight with the (smoothed) float weight; `output` compares the
+    layer's output on calibration samples with its weight and its input quantized. The baseline is
+    plain round-to-nearest on the model as it came.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    weight_sqnr_db: float | None
+    output_sqnr_db: float | None
+    baseline_weight_sqnr_db: float | None
+    baseline_output_sqnr_db: float | None
+
+
+class CalibrationSummary(Strict):
+    """The tokens that the statistics were taken from."""
+
+    source: str
+    split: str
+    sequences: int
+    tokens: int
+    fingerprint: str
+
+
+class QuantizationRecord(Strict):
+    """What `quantization.json` holds.
+
+    Attributes:
+        seconds: Wall time by phase; `total` is the whole.
+        peak_rss_bytes: Peak resident memory of the process up to the end of the run.
+        calibration: The tokens used.
+        events: What a person should know, in block order.
+        smoothing: One row for each smoothing group that was solved.
+        modules: One row for each quantized linear layer.
+    """
+
+    seconds: dict[str, float]
+    peak_rss_bytes: int
+    calibration: CalibrationSummary
+    events: tuple[Event, ...]
+    smoothing: tuple[SmoothingRow, ...]
+    modules: tuple[ModuleRow, ...]
+
+
+class QuantizationResult(QuantizationRecord):
+    """Outcome of `ptq.pipeline.quantize`: the record, the checkpoint and its scale table."""
+
+    checkpoint: Path
+    scale_table: ScaleTable
+
+    def to_json(self) -> str:
+        """The record as JSON text; paths stay out, so that the output directory may be moved."""
+        return self.model_dump_json(exclude={"checkpoint", "scale_table"}, indent=2) + "\n"
+
+
+def load_result(output: Path) -> QuantizationResult:
+    """Rebuild the result of a finished run from its output directory.
+
+    Raises:
+        CheckpointError: the record or the checkpoint is missing or damaged.
+    """
+    path = output / RESULT_FILE
+    try:
+        record = QuantizationRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"{path}: not a readable record of a quantization run ({error}). Give the output "
+            "directory of a finished run, or run the recipe again"
+        ) from error
+    checkpoint = Checkpoint.open(output / CHECKPOINT_FOLDER)
+    if checkpoint.scale_table is None:
+        raise CheckpointError(f"{checkpoint.path}: found no scale table; run the recipe again")
+    return QuantizationResult(
+        **dict(record), checkpoint=checkpoint.path, scale_table=checkpoint.scale_table
+    )
+
+
+def peak_rss_bytes() -> int:
+    """Peak resident memory of this process so far."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # ru_maxrss may be that of the process that started this one
+        line = next(row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class Stopwatch:
+    """Wall time by phase; a phase that is entered again adds to its time."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time until the context is left for phase `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase, and `total` since the watch was made."""
+        return self._seconds | {"total": time.perf_counter() - self._start}

@@ -1,0 +1,88 @@
+"""What the tests of methods and driver share: small recipes, tokens, observed blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from calibrate.data import DatasetSpec, SplitSpec, TokenSet
+from calibrate.stream import BlockStream
+from formats.checkpoint import Checkpoint
+from formats.scheme import PRESETS, Scheme
+from ptq.methods.base import BlockWork
+from ptq.methods.specs import RTNSpec, SmoothQuantSpec
+from ptq.pipeline import block_work, observe
+from ptq.plan import Plan, build_plan
+from ptq.recipe import ModelSpec, ObserversSpec, OutputSpec, Recipe, ReportSpec
+
+SMOOTH = (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3), RTNSpec())
+DATA = DatasetSpec(
+    calibration=SplitSpec(samples=8, sequence_length=64),
+    evaluation=SplitSpec(samples=2, sequence_length=64),
+)
+
+
+def make_plan(
+    model: Path,
+    output: Path,
+    scheme: str | Scheme = "a8w8c8",
+    *,
+    methods: tuple = SMOOTH,
+    ignore: tuple[str, ...] = ("lm_head",),
+    observers: ObserversSpec | None = None,
+) -> Plan:
+    recipe = Recipe(
+        model=ModelSpec(path=model),
+        dataset=DATA,
+        scheme=PRESETS[scheme] if isinstance(scheme, str) else scheme,
+        observers=observers or ObserversSpec(),
+        methods=methods,
+        ignore=ignore,
+        output=OutputSpec(path=output),
+        report=ReportSpec(speed=None),
+    )
+    return build_plan(recipe, Checkpoint.open(model), force=True)
+
+
+def random_tokens(sequences: int = 6, length: int = 40, vocabulary: int = 384) -> TokenSet:
+    """Random tokens; every second sequence ends in padding."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, vocabulary, (sequences, length), generator=generator)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[::2, length - 5 :] = False
+    return TokenSet(ids=ids.masked_fill(~mask, 0), mask=mask, source="random", split="calibration")
+
+
+def observed_work(plan: Plan, index: int = 0) -> BlockWork:
+    """A block of the plan's model after the samples ran through it."""
+    checkpoint = Checkpoint.open(plan.recipe.model.path)
+    config = AutoConfig.from_pretrained(plan.recipe.model.path)
+    stream = BlockStream(config, checkpoint.tensor)
+    stream.start(random_tokens().sequences())
+    work = block_work(plan, checkpoint, stream.load(index))
+    observe(work)
+    return work
+
+
+def edit_model(source: Path, target: Path, change) -> Path:
+    """Copy a model of one file and let `change` edit the mapping of its tensors."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.name != "model.safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(source / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def add_outliers(tensors: dict[str, torch.Tensor]) -> None:
+    """Give the input of every down_proj three channels a hundred times as large as the others."""
+    for name, tensor in tensors.items():
+        if name.endswith("up_proj.weight"):
+            tensor[[3, 50, 101]] *= 100
+        if name.endswith("down_proj.weight"):
+            tensor[:, [3, 50, 101]] /= 64
