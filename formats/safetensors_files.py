@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from formats.errors import CheckpointError
@@ -45,17 +43,29 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors, self.metadata = _read_header(path)
-        self._handle: Any = None
+        self.tensors, self.metadata, self._spans = _read_header(path)
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
-        if self._handle is None:
-            self._handle = safe_open(self.path, framework="pt")
-        return self._handle.get_tensor(name)
+        """Read one tensor.
+
+        It is read and not mapped: pages of a mapped file stay in memory as long as it is open, so
+        that going through a model block by block would take as much as the whole of it.
+        """
+        (dtype, shape), (start, end) = self.tensors[name], self._spans[name]
+        if start == end:
+            return torch.empty(shape, dtype=dtype)
+        data = bytearray(end - start)
+        with self.path.open("rb") as file:
+            file.seek(start)
+            if file.readinto(data) != len(data):
+                raise _damaged(self.path, f"{name} ends early")
+        return torch.frombuffer(data, dtype=dtype).reshape(shape)
 
 
-def _read_header(path: Path) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict]:
+def _read_header(
+    path: Path,
+) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], dict, dict[str, tuple[int, int]]]:
+    """Type and shape of each tensor, the metadata, and where in the file each tensor lies."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -78,7 +88,9 @@ def _read_header(path: Path) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ..
         position = end
     if position != size - 8 - length:
         raise _damaged(path, f"its data are {size - 8 - length} bytes, the header says {position}")
-    return {name: row[:2] for name, row in tensors.items()}, metadata
+    start = 8 + length
+    spans = {name: (start + row[2][0], start + row[2][1]) for name, row in tensors.items()}
+    return {name: row[:2] for name, row in tensors.items()}, metadata, spans
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
