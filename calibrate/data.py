@@ -6,41 +6,55 @@ Sources, by `DatasetSpec.name`:
   of modules for calibration and evaluation;
 - a path to a text (.txt, .md, .py), JSON lines, Parquet or Arrow file, or a folder of them;
 - anything else: a name for `datasets.load_dataset`.
+
+No document serves both splits. A source that serves both is divided: its distinct documents, in the
+order of their SHA-256, go in turn to calibration and to evaluation; a single document is cut at a
+line's end near its middle. Where evaluation has its own source or split, documents that calibration
+also has are left out of it.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import json
-import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from calibrate.sources import (
+    STDLIB,
+    TABLES,
+    TEXT,
+    Convert,
+    Split,
+    chat_text,
+    divided,
+    local_documents,
+    named_documents,
+    plain_text,
+    stdlib_documents,
+)
 from formats.errors import RecipeError
 from formats.scheme import Strict
 
-Split = Literal["calibration", "evaluation"]
-STDLIB: dict[Split, tuple[str, ...]] = {
-    "calibration": tuple(
-        "argparse ast bdb calendar cmd codecs configparser contextlib csv dataclasses difflib"
-        " doctest enum fileinput fractions ftplib functools gettext gzip heapq imaplib inspect"
-        " ipaddress mailbox modulefinder optparse".split()
-    ),
-    "evaluation": tuple(
-        "os pdb pickle pickletools platform plistlib pprint profile pstats pydoc random runpy"
-        " selectors shelve shlex shutil smtplib socket socketserver statistics subprocess tarfile"
-        " tempfile textwrap threading tokenize trace traceback typing uuid weakref".split()
-    ),
-}
-TEXT = (".txt", ".md", ".py")
-TABLES = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+__all__ = [
+    "STDLIB",
+    "TABLES",
+    "TEXT",
+    "DatasetSpec",
+    "Split",
+    "SplitSpec",
+    "TokenSet",
+    "load_tokens",
+]
+CHARACTERS_PER_TOKEN = 64  # read for each token asked for: far more than any tokenizer needs
+FEWEST_CHARACTERS = 4 << 20  # a source up to here is tokenized whole
+
+Encode = Callable[[str, int | None], list[int]]  # text, most tokens -> ids
 
 
 class SplitSpec(Strict):
@@ -51,7 +65,7 @@ class SplitSpec(Strict):
 
     samples: int = Field(default=64, ge=1)
     sequence_length: int = Field(default=512, ge=2)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
 
 class DatasetSpec(Strict):
@@ -73,6 +87,7 @@ class DatasetSpec(Strict):
         column: Column of the text in tables.
         messages_column: Column of lists of {role, content} instead, rendered by the tokenizer's
             chat template.
+        chat_template_kwargs: Variables for that template, such as `{enable_thinking: false}`.
         pack: Join documents with the end-of-text token and cut the stream into full sequences;
             otherwise one document a sequence, cut at its length and padded.
         calibration: Amount for calibration.
@@ -86,18 +101,21 @@ class DatasetSpec(Strict):
     evaluation_name: str | None = None
     column: str = "text"
     messages_column: str | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     pack: bool = True
     calibration: SplitSpec = SplitSpec()
     evaluation: SplitSpec = SplitSpec()
 
     @model_validator(mode="after")
-    def _names(self) -> DatasetSpec:
+    def _consistent(self) -> DatasetSpec:
         if not self.name or self.evaluation_name == "":
             raise ValueError("a dataset's name must not be empty")
+        if self.chat_template_kwargs and self.messages_column is None:
+            raise ValueError("chat_template_kwargs need messages_column: no chat is rendered")
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenSet:
     """Token sequences of one split.
 
@@ -136,6 +154,9 @@ def load_tokens(
 ) -> TokenSet:
     """Read, tokenize and cut one split.
 
+    Plain documents are tokenized as a prompt is, with the special tokens that the tokenizer adds;
+    rendered chats bring their own.
+
     Args:
         spec: What to read.
         tokenizer: A transformers tokenizer.
@@ -146,22 +167,31 @@ def load_tokens(
         RecipeError: the source is missing, empty, unreadable or too short.
     """
     amount = spec.calibration if split == "calibration" else spec.evaluation
-    other = spec.evaluation_name if split == "evaluation" else None
-    source = other or spec.name
-    documents = _documents(spec, source, split, root or Path.cwd(), tokenizer)
-    options = {"add_special_tokens": not spec.pack, "verbose": False}  # length is cut below
-    encoded = [tokenizer(text, **options)["input_ids"] for text in documents]
-    encoded = [ids for ids in encoded if len(ids) > 1]
-    if not encoded:
+    source = (spec.evaluation_name if split == "evaluation" else None) or spec.name
+    documents = _documents(spec, split, root or Path.cwd(), tokenizer)
+    encode = _encoder(tokenizer, special_tokens=spec.messages_column is None)
+    if spec.pack:
+        sequences, found = _packed(documents, amount, encode, tokenizer.eos_token_id)
+        needed, unit = f" of {amount.sequence_length} tokens each", "tokens"
+    else:
+        sequences, found = _unpacked(documents, amount, encode)
+        needed, unit = ", one document each", "documents with text"
+    if found == 0:
         raise RecipeError(
             f"dataset {source!r}: its {split} documents hold no text ({len(documents)} documents, "
             "all empty or padding). Check the column and the file's content"
         )
-    cut = _packed if spec.pack else _unpacked
-    sequences = cut(encoded, amount, tokenizer.eos_token_id, source, split)
-    longest = max(map(len, sequences))
-    pad = tokenizer.pad_token_id or 0
-    ids = torch.full((len(sequences), longest), pad, dtype=torch.int64)
+    if len(sequences) < amount.samples:
+        raise RecipeError(
+            f"dataset {source!r}: {split} needs {amount.samples} samples{needed}; found {found} "
+            f"{unit}, enough for {len(sequences)}. Lower dataset.{split}.samples, give more text"
+            f"{', or lower sequence_length' if spec.pack else ''}"
+        )
+    return _padded(sequences, tokenizer.pad_token_id or 0, source, split)
+
+
+def _padded(sequences: list[list[int]], pad: int, source: str, split: Split) -> TokenSet:
+    ids = torch.full((len(sequences), max(map(len, sequences))), pad, dtype=torch.int64)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.tensor(sequence)
@@ -170,185 +200,111 @@ def load_tokens(
 
 
 def _packed(
-    encoded: list[list[int]], amount: SplitSpec, eos: int | None, source: str, split: Split
-) -> list[list[int]]:
-    """Windows of the joined documents, chosen by the seed."""
-    end = [] if eos is None else [eos]
-    stream = [token for ids in encoded for token in (*ids, *end)]
+    documents: list[str], amount: SplitSpec, encode: Encode, eos: int | None
+) -> tuple[list[list[int]], int]:
+    """Windows of the joined documents, chosen by the seed; and the tokens there are."""
+    stream: list[int] = []
+    for text in _enough(documents, amount):
+        ids = encode(text, None)
+        stream += ids if not ids or eos is None or ids[-1] == eos else [*ids, eos]
     length = amount.sequence_length
-    windows = len(stream) // length
-    if windows < amount.samples:
-        raise RecipeError(
-            f"dataset {source!r}: {split} needs {amount.samples} x {length} tokens = "
-            f"{amount.samples * length}, found {len(stream)}. Lower dataset.{split}.samples to at "
-            f"most {windows}, shorten sequence_length, or give more text"
-        )
-    return [stream[i * length : (i + 1) * length] for i in _choose(windows, amount)]
+    order = _permutation(len(stream) // length, amount)[: amount.samples]
+    return [stream[i * length : (i + 1) * length] for i in order], len(stream)
 
 
 def _unpacked(
-    encoded: list[list[int]], amount: SplitSpec, eos: int | None, source: str, split: Split
-) -> list[list[int]]:
-    """Documents chosen by the seed, cut at the sequence length."""
-    if len(encoded) < amount.samples:
-        raise RecipeError(
-            f"dataset {source!r}: {split} needs {amount.samples} documents, found {len(encoded)}. "
-            f"Lower dataset.{split}.samples, or give more text"
-        )
-    return [encoded[i][: amount.sequence_length] for i in _choose(len(encoded), amount)]
+    documents: list[str], amount: SplitSpec, encode: Encode
+) -> tuple[list[list[int]], int]:
+    """Documents chosen by the seed, cut at the sequence length; and how many were found."""
+    length, sequences = amount.sequence_length, []
+    for i in _permutation(len(documents), amount):
+        ids = encode(documents[i][: CHARACTERS_PER_TOKEN * length], length)
+        sequences += [ids] if ids else []
+        if len(sequences) == amount.samples:
+            break
+    return sequences, len(sequences)
 
 
-def _choose(available: int, amount: SplitSpec) -> list[int]:
-    generator = torch.Generator().manual_seed(amount.seed)
-    return torch.randperm(available, generator=generator)[: amount.samples].tolist()
-
-
-def _documents(
-    spec: DatasetSpec, source: str, split: Split, root: Path, tokenizer: Any
-) -> list[str]:
-    """Texts of one split."""
-    if source == "stdlib":
-        folder = Path(sysconfig.get_path("stdlib"))
-        return [_read_text(folder / f"{module}.py") for module in STDLIB[split]]
-    path = root / source
-    if path.exists():
-        documents = _local_documents(spec, path, tokenizer)
-    elif path.suffix in (*TEXT, *TABLES) or source.startswith((".", "/", "~")):
-        raise RecipeError(f"dataset {source!r}: {path} does not exist")
-    else:
-        documents = _named_documents(spec, source, split, tokenizer)
-        if spec.evaluation_split is not None:
-            return documents
-    if spec.evaluation_name is not None and spec.evaluation_name != spec.name:
+def _enough(documents: list[str], amount: SplitSpec) -> list[str]:
+    """All documents, or of a large source as many, chosen by the seed, as can be needed."""
+    wanted = CHARACTERS_PER_TOKEN * amount.samples * amount.sequence_length
+    most = max(FEWEST_CHARACTERS, wanted)
+    if sum(map(len, documents)) <= most:
         return documents
-    return _side(documents, split)
+    chosen, held = [], 0
+    for i in _permutation(len(documents), amount):
+        chosen.append(i)
+        held += len(documents[i])
+        if held >= most:
+            break
+    return [documents[i][:most] for i in sorted(chosen)]
 
 
-def _side(documents: list[str], split: Split) -> list[str]:
-    """Documents of one side of a source that serves both, told apart by their content's hash.
-
-    A single document is cut in the middle, at a line's end.
-    """
-    if len(documents) == 1:
-        lines = documents[0].splitlines(keepends=True)
-        half = len(lines) // 2
-        return ["".join(lines[:half] if split == "calibration" else lines[half:])]
-    wanted = 0 if split == "calibration" else 1
-    return [text for text in documents if hashlib.sha256(text.encode()).digest()[0] % 2 == wanted]
+def _permutation(count: int, amount: SplitSpec) -> list[int]:
+    generator = torch.Generator().manual_seed(amount.seed)
+    return torch.randperm(count, generator=generator).tolist()
 
 
-def _local_documents(spec: DatasetSpec, path: Path, tokenizer: Any) -> list[str]:
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    texts: list[str] = []
-    known = [file for file in files if file.suffix in (*TEXT, *TABLES)]
-    if not known:
+def _encoder(tokenizer: Any, *, special_tokens: bool) -> Encode:
+    """Text to its token ids; none where there is no more than special tokens, or a single one."""
+    special = set(tokenizer.all_special_ids)
+
+    def encode(text: str, most: int | None) -> list[int]:
+        options = {"add_special_tokens": special_tokens, "verbose": False}  # no word on its length
+        ids = tokenizer(text, **options)["input_ids"][:most]
+        return ids if len(ids) > 1 and not special.issuperset(ids) else []
+
+    return encode
+
+
+def _documents(spec: DatasetSpec, split: Split, root: Path, tokenizer: Any) -> list[str]:
+    """Texts of one split; none of the other split's."""
+    chats = spec.messages_column is not None
+    convert = chat_text(tokenizer, spec.chat_template_kwargs) if chats else plain_text
+
+    def read(source: str, part: str) -> list[str]:
+        return _read(spec, source, part, split, root, convert)
+
+    other = spec.evaluation_name if spec.evaluation_name != spec.name else None
+    if other is None and spec.evaluation_split is None:
+        documents = read(spec.name, spec.split)
+        return documents if spec.name == "stdlib" else divided(documents, split)
+    if split == "calibration":
+        return read(spec.name, spec.split)
+    documents = read(other or spec.name, spec.evaluation_split or spec.split)
+    used = set(_documents(spec, "calibration", root, tokenizer))
+    unseen = [text for text in documents if text not in used]
+    if documents and not unseen:
         raise RecipeError(
-            f"dataset {str(path)!r}: found no file of a known kind. Known: "
-            f"{', '.join((*TEXT, *TABLES))}"
+            f"dataset {other or spec.name!r}: evaluation would use the documents of calibration. "
+            "Set dataset.evaluation_name or dataset.evaluation_split to other ones, or leave both "
+            "out, and one source is divided"
         )
-    for file in known:
-        if file.suffix in TEXT:
-            texts.append(_read_text(file))
-        elif file.suffix == ".jsonl":
-            texts += _texts(spec, _json_rows(file), str(file), tokenizer)
-        else:
-            texts += _texts(spec, _table_rows(file), str(file), tokenizer)
-    return texts
+    return unseen
 
 
-def _named_documents(spec: DatasetSpec, source: str, split: Split, tokenizer: Any) -> list[str]:
-    import datasets
-
-    part = spec.evaluation_split if split == "evaluation" and spec.evaluation_split else spec.split
-    try:
-        rows = datasets.load_dataset(source, spec.config, split=part)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise RecipeError(
-            f"dataset {source!r}: datasets.load_dataset cannot read it ({error}). Check the name, "
-            "its config and split, and the network; or give a local file, or `stdlib`"
-        ) from error
-    return _texts(spec, rows, source, tokenizer)  # pyright: ignore[reportArgumentType]
-
-
-def _texts(
-    spec: DatasetSpec, rows: Iterable[dict[str, Any]], source: str, tokenizer: Any
+def _read(
+    spec: DatasetSpec, source: str, part: str, split: Split, root: Path, convert: Convert
 ) -> list[str]:
-    """The text of every row, by its column or its rendered messages."""
+    """Texts of a source."""
     column = spec.messages_column or spec.column
-    texts = []
-    for number, row in enumerate(rows, 1):
-        if column not in row:
-            near = difflib.get_close_matches(column, list(row), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise RecipeError(
-                f"dataset {source!r}, row {number}: no column {column!r}{hint} Found: "
-                f"{', '.join(row)}. Set dataset.column or dataset.messages_column"
-            )
-        value = row[column]
-        if spec.messages_column is not None:
-            value = _render(tokenizer, value, source, number)
-        if not isinstance(value, str):
-            raise RecipeError(
-                f"dataset {source!r}, row {number}: column {column!r} holds "
-                f"{type(value).__name__}, not text. Lists of messages go to dataset.messages_column"
-            )
-        texts.append(value)
-    return texts
+    path = root / Path(source).expanduser()
+    if source == "stdlib" or path.exists():
+        _refuse_parts(spec, source)
+        stdlib = source == "stdlib"
+        return stdlib_documents(split) if stdlib else local_documents(path, column, convert)
+    if path.suffix in (*TEXT, *TABLES) or source.startswith((".", "/", "~")):
+        raise RecipeError(f"dataset {source!r}: {path} does not exist. Give an existing file")
+    return named_documents(source, spec.config, part, column, convert)
 
 
-def _render(tokenizer: Any, messages: Any, source: str, number: int) -> str:
-    if not getattr(tokenizer, "chat_template", None):
+def _refuse_parts(spec: DatasetSpec, source: str) -> None:
+    """Refuse `config` and splits where no source has them."""
+    parts = {"config": spec.config, "evaluation_split": spec.evaluation_split}
+    parts["split"] = None if spec.split == "train" else spec.split
+    given = sorted(f"dataset.{key}" for key, value in parts.items() if value is not None)
+    if given and spec.evaluation_name is None:
         raise RecipeError(
-            f"dataset {source!r}: the model's tokenizer has no chat template, so "
-            "dataset.messages_column cannot be used; give text in dataset.column"
+            f"dataset {source!r}: {', '.join(given)} can only be set for a name that "
+            "datasets.load_dataset reads. Leave it out; dataset.evaluation_name takes another file"
         )
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise RecipeError(
-            f"dataset {source!r}, row {number}: the chat template cannot render it ({error})"
-        ) from error
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{file}: not UTF-8 at byte {error.start} ({error.reason}). Convert it to UTF-8"
-        ) from error
-    except OSError as error:
-        raise RecipeError(f"{file}: cannot be read ({error.strerror})") from error
-
-
-def _json_rows(file: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(_read_text(file).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RecipeError(f"{file}:{number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise RecipeError(f"{file}:{number}: a row is an object of columns, found {line[:40]}")
-        rows.append(row)
-    return rows
-
-
-def _table_rows(file: Path) -> Sequence[dict[str, Any]]:
-    import pyarrow
-
-    try:
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
-
-            return pyarrow.parquet.read_table(file).to_pylist()
-        with pyarrow.memory_map(str(file)) as source:
-            try:
-                return pyarrow.ipc.open_file(source).read_all().to_pylist()
-            except pyarrow.ArrowInvalid:
-                source.seek(0)
-                return pyarrow.ipc.open_stream(source).read_all().to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise RecipeError(f"{file}: not a readable {file.suffix[1:]} file ({error})") from error

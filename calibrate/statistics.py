@@ -1,16 +1,19 @@
 """The statistics artifact: what calibration saw of every tensor, to be solved as often as wanted.
 
 On disk: one safetensors file with the arrays of `TensorStatistics.state` under the name
-`<module>/<role>/<array>`. Nothing in it is code.
+`<module>/<role>/<array>`, occupied bins only, and their SHA-256 in its JSON header. Nothing in it
+is code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from calibrate.observers import TensorStatistics
@@ -61,11 +64,11 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
     def save(self, path: Path) -> None:
         """Write the file; it is replaced at once or not at all."""
         arrays = {
-            f"{module}/{role}/{name}": array
+            f"{module}/{role}/{name}": array.clone()
             for (module, role), stats in self.items()
             for name, array in stats.state().items()
         }
-        replace_file(path, save(arrays, metadata={"format": "pt"}))
+        replace_file(path, save(arrays, metadata=_header(arrays)))
 
     @classmethod
     def load(cls, path: Path) -> Statistics:
@@ -76,14 +79,32 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         """
         states: dict[Key, dict[str, Tensor]] = {}
         try:
-            for name, array in load_file(path).items():
+            with safe_open(path, framework="pt") as file:
+                header = file.metadata()
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if header != _header(arrays):
+                raise ValueError(f"found header {header}, its contents need {_header(arrays)}")
+            for name, array in arrays.items():
                 module, role, kind = name.rsplit("/", 2)
                 states.setdefault((module, role), {})[kind] = array
             restored = cls()
             for key, state in states.items():
                 restored[key] = TensorStatistics.from_state(state)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: not a statistics file ({error}). Run the recipe again to write it"
             ) from error
         return restored
+
+
+def _header(arrays: Mapping[str, Tensor]) -> dict[str, str]:
+    """What the file says of itself: its version, and the SHA-256 of names, shapes and contents.
+
+    One entry, as safetensors writes several in no certain order.
+    """
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {tuple(array.shape)}\n".encode())
+        digest.update(array.contiguous().numpy().tobytes())
+    about = {"version": 1, "sha256": digest.hexdigest()}
+    return {"ptq_statistics": json.dumps(about)}

@@ -11,7 +11,7 @@ size, and padding cannot enter it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from formats.errors import RecipeError
+from formats.errors import CheckpointError, RecipeError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 _ATTENTION = "ptq_observed"
@@ -174,6 +174,9 @@ class BlockStream:
 
         Args:
             sequences: Token ids of each sample: int64 [tokens], at least one.
+
+        Raises:
+            CheckpointError: the embedding has another shape than the configuration says.
         """
         decoder = self._decoder
         config = decoder.config
@@ -181,7 +184,7 @@ class BlockStream:
         decoder.layers = nn.ModuleList(recorders)
         decoder.norm = nn.Identity()
         decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(self._device)
-        weight = self._read("model.embed_tokens.weight").to(self._device, self._dtype)
+        weight = self._weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         decoder.embed_tokens = nn.Embedding.from_pretrained(weight)
         self._inputs = []
         for ids in sequences:
@@ -194,12 +197,16 @@ class BlockStream:
         decoder.embed_tokens = nn.Identity()  # no longer needed
 
     def load(self, index: int) -> Block:
-        """Read a block's weights; its samples are those that `start` or `advance` left."""
+        """Read a block's weights; its samples are those that `start` or `advance` left.
+
+        Raises:
+            CheckpointError: a weight has another shape than the configuration says.
+        """
         name = self.blocks[index]
         module = copy.deepcopy(self._meta_blocks[index])
         state = {
-            key: self._read(f"{name}.{key}").to(self._device, self._dtype)
-            for key in module.state_dict()
+            key: self._weight(f"{name}.{key}", meta.shape)
+            for key, meta in module.state_dict().items()
         }
         module.load_state_dict(state, assign=True)
         for parameter in module.parameters():
@@ -207,6 +214,27 @@ class BlockStream:
         return Block(name, module.eval(), self._inputs, self._kwargs[index])
 
     def advance(self, block: Block) -> None:
-        """Replace the samples by the block's outputs, with its weights as they are now."""
+        """Replace the samples by the block's outputs, with its weights as they are now.
+
+        The block's weights are freed, whoever still holds the block.
+
+        Raises:
+            RecipeError: an output holds NaN or infinity.
+        """
         for sample in range(len(self._inputs)):
-            self._inputs[sample] = block.run(sample)
+            out = block.run(sample)
+            if not bool(torch.isfinite(out).all()):
+                raise RecipeError(
+                    f"{block.name}: its output holds NaN or infinity. Check the model's weights"
+                )
+            self._inputs[sample] = out
+        block.module.to("meta")
+
+    def _weight(self, name: str, shape: Sequence[int]) -> Tensor:
+        tensor = self._read(name)
+        if tuple(tensor.shape) != tuple(shape):
+            raise CheckpointError(
+                f"{name}: found shape {tuple(tensor.shape)}; the model's configuration says "
+                f"{tuple(shape)}. The checkpoint and its config.json do not belong together"
+            )
+        return tensor.to(self._device, self._dtype)

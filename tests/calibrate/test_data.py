@@ -9,6 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from calibrate.data import STDLIB, DatasetSpec, SplitSpec, load_tokens
+from calibrate.sources import divided, local_documents, named_documents, plain_text
 from formats.errors import RecipeError
 
 SMALL = SplitSpec(samples=3, sequence_length=16)
@@ -33,6 +34,13 @@ def test_stdlib_splits_share_no_module(tokenizer):
     assert a.tokens == b.tokens == 48
     assert a.fingerprint != b.fingerprint
     assert a.fingerprint == load_tokens(small(), tokenizer, "calibration").fingerprint
+
+
+def test_the_default_amounts_are_there(tokenizer):
+    for split in ("calibration", "evaluation"):
+        tokens = load_tokens(DatasetSpec(), tokenizer, split)
+        assert tokens.ids.shape == (64, 512)
+        assert tokens.mask.all()
 
 
 def test_the_seed_chooses_the_windows(tokenizer):
@@ -133,14 +141,113 @@ def test_chats_are_rendered_by_the_template(tokenizer, tmp_path):
     assert "[user]hello" in tokenizer.decode(tokens.ids.flatten())
 
 
-def test_a_name_that_datasets_reads(tokenizer, tmp_path):
+def test_the_templates_variables(tokenizer, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"hello {i}"}]} for i in range(40)]
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer.chat_template = "{% for m in messages %}{{ mood }} {{ m.content }}{% endfor %}"
+    spec = small(
+        name="c.jsonl", messages_column="messages", chat_template_kwargs={"mood": "kindly"}
+    )
+    try:
+        tokens = load_tokens(spec, tokenizer, "calibration", tmp_path)
+    finally:
+        tokenizer.chat_template = None
+    assert "kindly hello" in tokenizer.decode(tokens.ids.flatten())
+
+
+def test_special_tokens_are_added_to_documents_but_not_to_chats(tiny_llama, tmp_path):
+    """A rendered chat begins with the template's own special tokens; twice would be wrong."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.chat_template = "<|endoftext|>{% for m in messages %}{{ m.content }}{% endfor %}"
+    rows = [{"text": text, "messages": [{"role": "user", "content": text}]} for text in documents()]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for values in ({}, {"messages_column": "messages"}):
+        spec = small(name="d.jsonl", pack=False, **values)
+        for ids in load_tokens(spec, tokenizer, "calibration", tmp_path).sequences():
+            assert (ids == 0).nonzero().flatten().tolist() == [0]
+    spec = small(name="d.jsonl", calibration=SplitSpec(samples=8, sequence_length=64))
+    packed = load_tokens(spec, tokenizer, "calibration", tmp_path).ids.flatten()
+    ends = (packed[:-1] == 0).nonzero().flatten()
+    assert (packed[ends + 1] == 0).any()  # the end of one document, the beginning of the next
+
+
+def test_a_name_that_datasets_reads(tokenizer, tmp_path, monkeypatch):
     """The hub's code path, on a folder that `datasets` itself loads."""
     from calibrate import data
 
     folder = tmp_path / "repository"
     folder.mkdir()
-    rows = "\n".join(json.dumps({"content": text}) for text in documents())
-    (folder / "train.jsonl").write_text(rows)
-    spec = small(name=str(folder), column="content")
-    texts = data._named_documents(spec, str(folder), "calibration", tokenizer)
-    assert texts == documents()
+    for part, texts in (("train", documents()), ("test", documents(60))):
+        rows = "\n".join(json.dumps({"content": text}) for text in texts)
+        (folder / f"{part}.jsonl").write_text(rows)
+    assert named_documents(str(folder), None, "train", "content", plain_text) == documents()
+    with pytest.raises(RecipeError, match="did you mean 'content'"):
+        named_documents(str(folder), None, "train", "contents", plain_text)
+    monkeypatch.setattr(
+        data, "_read", lambda spec, source, part, *_: documents(40 if part == "train" else 60)
+    )
+    spec = small(name="some/name", evaluation_split="test", pack=False)
+    wide = spec.model_copy(update={"evaluation": SplitSpec(samples=20, sequence_length=64)})
+    tokens = load_tokens(wide, tokenizer, "evaluation")
+    numbers = {int(tokenizer.decode(ids).split("_")[1].split("(")[0]) for ids in tokens.sequences()}
+    assert numbers == set(range(40, 60))  # those of train were left out
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_documents_are_divided_evenly_and_without_overlap(count):
+    texts = [*documents(count), *documents(count), "  \n"]
+    a, b = divided(texts, "calibration"), divided(texts, "evaluation")
+    assert not set(a) & set(b)
+    assert set(a) | set(b) == set(documents(count))
+    assert abs(len(a) - len(b)) <= 2
+    assert divided(texts[::-1], "calibration") == a[::-1]
+
+
+def test_a_single_line_is_cut_at_a_space():
+    parts = [divided(["one two three four"], split) for split in ("calibration", "evaluation")]
+    assert parts == [["one two "], ["three four"]]
+
+
+def test_of_a_large_source_only_a_part_is_tokenized(tokenizer, tmp_path, monkeypatch):
+    from calibrate import data
+
+    monkeypatch.setattr(data, "FEWEST_CHARACTERS", 0)
+    (tmp_path / "d.jsonl").write_text(
+        "\n".join(json.dumps({"text": text * 20}) for text in documents(400))
+    )
+    seen: list[int] = []
+
+    class Counting(type(tokenizer)):
+        def __call__(self, text, **options):
+            seen.append(len(text))
+            return super().__call__(text, **options)
+
+    counting = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    counting.__class__ = Counting
+    tokens = load_tokens(small(name="d.jsonl"), counting, "calibration", tmp_path)
+    assert tokens.tokens == 48
+    assert sum(seen) < 2 * 64 * 48
+    other = small(name="d.jsonl", calibration=SMALL.model_copy(update={"seed": 1}))
+    assert load_tokens(other, counting, "calibration", tmp_path).fingerprint != tokens.fingerprint
+
+
+def test_a_folder_with_tables_is_not_read_for_its_readme(tokenizer, tmp_path):
+    folder = tmp_path / "d"
+    (folder / ".cache").mkdir(parents=True)
+    (folder / ".cache" / "x.jsonl").write_text(json.dumps({"other": "x"}))
+    (folder / "README.md").write_text("About the data.")
+    (folder / "d.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in documents()))
+    assert local_documents(folder, "text", plain_text) == documents()
+
+
+def test_line_ends_and_byte_order_mark_and_separators_inside_strings(tmp_path):
+    (tmp_path / "w.txt").write_bytes("\ufeffone\r\ntwo\r\n".encode())
+    assert local_documents(tmp_path / "w.txt", "text", plain_text) == ["one\ntwo\n"]
+    row = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False)
+    (tmp_path / "d.jsonl").write_text(f"{row}\r\n{row}", encoding="utf-8", newline="")
+    assert local_documents(tmp_path / "d.jsonl", "text", plain_text) == ["a\u2028b\x85c"] * 2

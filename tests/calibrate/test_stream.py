@@ -9,13 +9,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from calibrate.data import TokenSet
+from calibrate.observers import ObserverSpec, choose_absmax
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
 from formats.checkpoint import Checkpoint
-from formats.errors import RecipeError
+from formats.errors import CheckpointError, RecipeError
 from tests.conftest import write_model
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
+WINDOWED = {  # the second block of two, where layers may differ
+    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "mistral": {"sliding_window": 16},
+}
 
 
 def samples(count=6, seed=0) -> list[torch.Tensor]:
@@ -23,8 +30,9 @@ def samples(count=6, seed=0) -> list[torch.Tensor]:
     return [torch.randint(1, 384, (n,), generator=generator) for n in range(20, 20 + 7 * count, 7)]
 
 
-def open_stream(folder) -> BlockStream:
-    return BlockStream(AutoConfig.from_pretrained(folder), Checkpoint.open(folder).tensor)
+def open_stream(folder, dtype=torch.float32) -> BlockStream:
+    read = Checkpoint.open(folder).tensor
+    return BlockStream(AutoConfig.from_pretrained(folder), read, dtype=dtype)
 
 
 def collect(folder, sequences) -> Statistics:
@@ -45,11 +53,11 @@ def collect(folder, sequences) -> Statistics:
     return statistics
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_block_gives_what_the_whole_model_gives(make_model, family):
-    overrides = {"sliding_window": 16} if family == "mistral" else {}
-    folder = make_model(family, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def test_every_block_gives_what_the_whole_model_gives(make_model, family, dtype):
+    folder = make_model(family)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     outputs: dict[tuple[int, int], torch.Tensor] = {}
     caches = []
     sequences = samples()
@@ -64,7 +72,7 @@ def test_every_block_gives_what_the_whole_model_gives(make_model, family):
             caches.append(model(ids[None], use_cache=True).past_key_values)
         for hook in hooks:
             hook.remove()
-    stream = open_stream(folder)
+    stream = open_stream(folder, dtype)
     stream.start(sequences)
     for index in range(2):
         block = stream.load(index)
@@ -72,14 +80,36 @@ def test_every_block_gives_what_the_whole_model_gives(make_model, family):
             seen = []
             out = block.run(number, on_kv=lambda k, v, seen=seen: seen.extend((k, v)))
             assert torch.equal(out, outputs[index, number].view_as(out))
-            if family != "mistral":  # its cache keeps the window only
-                layer = caches[number].layers[index]
-                assert torch.equal(seen[0], layer.keys[0].transpose(0, 1))
-                assert torch.equal(seen[1], layer.values[0].transpose(0, 1))
+            layer = caches[number].layers[index]
+            assert torch.equal(seen[0], layer.keys[0].transpose(0, 1))
+            assert torch.equal(seen[1], layer.values[0].transpose(0, 1))
         stream.advance(block)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_are_those_of_the_whole_model(make_model, family):
+    folder, ids = make_model(family, **WINDOWED[family]), samples()[-1]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
+    whole = [None, None]
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda _, __, out, i=i: whole.__setitem__(i, out[0]))
+    with torch.no_grad():
+        model(ids[None])
+    full = open_stream(make_model(family))
+    stream = open_stream(folder)
+    stream.start([ids])
+    full.start([ids])
+    for index in range(2):
+        block, unlimited = stream.load(index), full.load(index)
+        out = block.run(0)
+        assert torch.equal(out, whole[index].view_as(out))
+        limited = family == "mistral" or index == 1
+        assert torch.allclose(out, unlimited.run(0), atol=1e-5) != limited
+        stream.advance(block)
+        full.advance(unlimited)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_do_not_depend_on_the_order_of_samples_or_on_how_they_are_batched(
     make_model, family
 ):
@@ -97,25 +127,66 @@ def test_statistics_do_not_depend_on_the_order_of_samples_or_on_how_they_are_bat
         assert all(merged[key] == whole[key] for key in whole)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_nothing(make_model, family):
+    """Samples of unequal length: alone, padded to the longest, and padded further."""
+    folder, sequences = make_model(family), samples(4)
+    alone = collect(folder, sequences)
+    for extra, filler in ((0, 0), (9, 7), (50, 383)):
+        width = max(map(len, sequences)) + extra
+        ids = torch.full((len(sequences), width), filler)
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = sequence
+            mask[row, : len(sequence)] = True
+        padded = TokenSet(ids, mask, "random", "calibration")
+        assert collect(folder, padded.sequences()) == alone
+    for method in ("absmax", "percentile", "mse"):
+        scales = scales_of_a_padded_batch(folder, sequences, ObserverSpec(method=method))
+        for name, absmax in scales.items():
+            chosen = choose_absmax(alone[name, "input"], ObserverSpec(method=method))
+            assert chosen == pytest.approx(absmax, rel=0.01)
+
+
+def scales_of_a_padded_batch(folder, sequences, spec: ObserverSpec) -> dict[str, float]:
+    """Ranges from transformers' own forward of one padded batch, its padding cut away after."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], True)
+    statistics = Statistics()
+    for name, module in model.model.named_modules(prefix="model"):
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(
+                lambda _, x, name=name: statistics.observe(name, "input", x[0][mask.bool()])
+            )
+    with torch.no_grad():
+        model(torch.nn.utils.rnn.pad_sequence(sequences, True), attention_mask=mask)
+    return {name: choose_absmax(stats, spec) for (name, _), stats in statistics.items()}
+
+
 def test_one_block_is_in_memory_at_a_time(make_model):
     folder = make_model("llama", layers=5)
     checkpoint = Checkpoint.open(folder)
-    alive: list[tuple[str, weakref.ref]] = []
+    alive: list[tuple[str, weakref.ref]] = []  # of the memory: a tensor may be wrapped anew
 
     def read(name):
-        tensor = checkpoint.tensor(name).float()
-        alive.append((name, weakref.ref(tensor)))
-        return tensor
+        memory = checkpoint.tensor(name).float().numpy().copy()
+        alive.append((name, weakref.ref(memory)))
+        return torch.from_numpy(memory)
 
     stream = BlockStream(AutoConfig.from_pretrained(folder), read)
+    assert not alive  # nothing is read before it is needed
     stream.start(samples(2))
+    assert [name for name, _ in alive] == ["model.embed_tokens.weight"]
+    blocks = []
     for index in range(5):
-        block = stream.load(index)
+        blocks.append(stream.load(index))
         gc.collect()
         held = {name.split(".")[2] for name, ref in alive if ref() is not None}
-        assert held <= {str(index)}, held
-        stream.advance(block)
-        del block
+        assert held == {str(index)}, held
+        stream.advance(blocks[-1])
+    gc.collect()
+    assert not [name for name, ref in alive if ref() is not None]  # though the blocks are held
+    assert len(alive) == len({name for name, _ in alive}) == 1 + 5 * 9  # each is read once
 
 
 def test_hooks_leave_nothing_behind(make_model):
@@ -151,3 +222,35 @@ def test_nan_weights_are_refused_by_the_modules_name(tmp_path):
     stream.advance(stream.load(0))
     with pytest.raises(RecipeError, match=r"model\.layers\.1\.mlp\.down_proj.*NaN"):
         stream.load(1).run(0, on_input=lambda name, x: statistics.observe(name, "input", x))
+
+
+def test_nan_that_no_linear_layer_sees_is_refused_by_the_blocks_name(make_model):
+    folder = make_model("llama")
+    checkpoint = Checkpoint.open(folder)
+
+    def read(name):
+        tensor = checkpoint.tensor(name).float()
+        if name == "model.layers.1.mlp.down_proj.weight":
+            tensor[3, 4] = float("inf")
+        return tensor
+
+    stream = BlockStream(AutoConfig.from_pretrained(folder), read)
+    stream.start(samples(1))
+    stream.advance(stream.load(0))
+    with pytest.raises(RecipeError, match=r"model\.layers\.1: .*NaN"):
+        stream.advance(stream.load(1))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_of_another_shape_are_refused_by_name(make_model, name):
+    folder = make_model("llama")
+    checkpoint = Checkpoint.open(folder)
+
+    def read(wanted):
+        tensor = checkpoint.tensor(wanted)
+        return tensor[:-1] if wanted == name else tensor
+
+    stream = BlockStream(AutoConfig.from_pretrained(folder), read)
+    step = stream.load if "layers" in name else lambda _: stream.start(samples(1))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.") + ".*config"):
+        step(0)

@@ -37,15 +37,22 @@ def test_too_short(tokenizer, tmp_path, pack):
     refused(tokenizer, tmp_path, "d.txt", "samples", "found", name="d.txt", pack=pack)
 
 
-def test_nothing_but_padding(tokenizer, tmp_path):
-    rows = [json.dumps({"text": "<|endoftext|>"})] * 50
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("text", ["<|endoftext|>", "<|endoftext|>" * 30, "  \n", ""])
+def test_nothing_but_padding(tokenizer, tmp_path, pack, text):
+    rows = [json.dumps({"text": text * n}) for n in range(1, 50)]
     (tmp_path / "d.jsonl").write_text("\n".join(rows))
-    refused(tokenizer, tmp_path, "padding", name="d.jsonl")
+    refused(tokenizer, tmp_path, "d.jsonl", "padding", name="d.jsonl", pack=pack)
 
 
 def test_not_utf8(tokenizer, tmp_path):
     (tmp_path / "d.txt").write_bytes(b"fine\n" * 10 + b"\xff\xfe" + b"fine\n")
     refused(tokenizer, tmp_path, "d.txt", "byte 50", "UTF-8", name="d.txt")
+
+
+def test_half_a_surrogate_pair(tokenizer, tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"text": "fine"}\n{"text": "\\ud800"}')
+    refused(tokenizer, tmp_path, "d.jsonl", "row 2", "surrogate", name="d.jsonl")
 
 
 @pytest.mark.parametrize("name", ["absent.txt", "./absent", "/absent/data.parquet"])
@@ -61,7 +68,7 @@ def test_a_folder_without_data(tokenizer, tmp_path):
 
 def test_a_column_that_is_not_there(tokenizer, tmp_path):
     (tmp_path / "d.jsonl").write_text(json.dumps({"texts": "x", "id": 1}))
-    refused(tokenizer, tmp_path, "row 1", "did you mean 'texts'", name="d.jsonl")
+    refused(tokenizer, tmp_path, "d.jsonl:1", "did you mean 'texts'", name="d.jsonl")
 
 
 def test_a_column_that_is_no_text(tokenizer, tmp_path):
@@ -75,6 +82,61 @@ def test_rows_that_are_no_json(tokenizer, tmp_path, line):
     refused(tokenizer, tmp_path, "d.jsonl:2", name="d.jsonl")
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_column_that_no_table_has(tokenizer, tmp_path, kind):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, table = tmp_path / f"d.{kind}", pa.table({"contents": ["x"]})
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    values = {"name": path.name, "column": "content"}
+    refused(tokenizer, tmp_path, path.name, "did you mean 'contents'", **values)
+
+
+def test_a_chat_that_the_template_refuses(tokenizer, tmp_path):
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [{"role": "x", "content": "y"}]}))
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    try:
+        refused(
+            tokenizer,
+            tmp_path,
+            "c.jsonl",
+            "row 1",
+            "must alternate",
+            name="c.jsonl",
+            messages_column="messages",
+        )
+    finally:
+        tokenizer.chat_template = None
+
+
+@pytest.mark.parametrize("other", ["./d.jsonl", "copy.jsonl", "."])
+def test_evaluation_on_calibrations_documents(tokenizer, tmp_path, other):
+    rows = "\n".join(json.dumps({"text": f"def f{i}(): return {i}"}) for i in range(40))
+    (tmp_path / "d.jsonl").write_text(rows)
+    (tmp_path / "copy.jsonl").write_text(rows)
+    spec = DatasetSpec(name="d.jsonl", evaluation_name=other, calibration=SMALL, evaluation=SMALL)
+    load_tokens(spec, tokenizer, "calibration", tmp_path)
+    with pytest.raises(RecipeError, match="would use the documents of calibration"):
+        load_tokens(spec, tokenizer, "evaluation", tmp_path)
+
+
+@pytest.mark.parametrize("key", ["config", "split", "evaluation_split"])
+@pytest.mark.parametrize("name", ["stdlib", "d.txt"])
+def test_parts_of_a_source_that_has_none(tokenizer, tmp_path, name, key):
+    (tmp_path / "d.txt").write_text("some words\n" * 50)
+    refused(tokenizer, tmp_path, name, f"dataset.{key}", name=name, **{key: "test"})
+
+
+def test_a_python_without_its_standard_library(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    refused(tokenizer, tmp_path, "argparse.py", "dataset.name", name="stdlib")
+
+
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
 def test_damaged_tables(tokenizer, tmp_path, name):
     (tmp_path / name).write_bytes(b"not a table")
@@ -82,5 +144,6 @@ def test_damaged_tables(tokenizer, tmp_path, name):
 
 
 def test_a_name_that_nobody_knows(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     refused(tokenizer, tmp_path, "datasets.load_dataset", "stdlib", name="no-such/data-set")
