@@ -1,0 +1,289 @@
+"""What quantization cost: a quantized engine against the original on the same text.
+
+Both engines score every sequence on their real kernels, cache included; logits are compared in
+fp64, one sequence at a time. For row i of a sequence's logits, with p the original's and q the
+quantized model's distribution over the vocabulary and x the token that follows:
+
+    nll_i = -ln p(x)        perplexity = exp(mean nll)        KL_i = sum_v p(v) ln(p(v) / q(v))
+
+Tokens of one text depend on each other, so intervals come from resampling whole sequences: the
+percentile bootstrap (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13).
+One draw of sequences gives both perplexities and their ratio, which makes the ratio's interval a
+paired one (Koehn, "Statistical Significance Tests for Machine Translation Evaluation", EMNLP 2004):
+what the text itself makes hard cancels out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from formats.errors import EngineError, RequestError
+from formats.scheme import Strict
+
+RESAMPLES = 4000
+SEED = 0
+TOP = 5
+CHUNK_ELEMENTS = 1 << 22  # logits that are widened to fp64 at a time: 32 MB
+FIRST_BUCKET = 16
+
+Interval = tuple[float, float]
+
+
+class Scorer(Protocol):
+    """What is needed of an engine; `inference.engine.Engine` is one."""
+
+    def score(self, ids: Tensor) -> Tensor:
+        """Logits fp32 [T, vocabulary] of token ids [T]."""
+        ...
+
+
+class PositionBucket(Strict):
+    """Results of the predictions made at positions [start, end) of their sequences.
+
+    Position i is a prediction from i + 1 tokens of context.
+    """
+
+    start: int
+    end: int
+    tokens: int
+    perplexity_original: float
+    perplexity_quantized: float
+    kl_mean: float
+    top1_agreement: float
+
+
+class Accuracy(Strict):
+    """Accuracy of a quantized model against its original.
+
+    Intervals (`_ci`) are 95% ones; None where there is only one sequence to tell them from.
+
+    Attributes:
+        sequences: Sequences compared.
+        tokens: Predictions compared: every token but the first of each sequence.
+        perplexity_original: exp of the mean negative log-likelihood, natural logarithm.
+        perplexity_quantized: The same of the quantized model.
+        perplexity_ratio: Quantized over original; 1 is no loss.
+        kl_mean: Mean KL(original || quantized) in nats; 0 is no loss.
+        kl_p50: Its median over all predictions; likewise the 90th and 99th percentile and the
+            largest value.
+        top1_agreement: Share of predictions where both have the same most likely token.
+        top5_agreement: Share of the original's 5 most likely tokens that are among the quantized
+            model's 5 most likely, in any order, averaged over predictions.
+        positions: The same by position in the sequence.
+    """
+
+    sequences: int
+    tokens: int
+    perplexity_original: float
+    perplexity_original_ci: Interval | None
+    perplexity_quantized: float
+    perplexity_quantized_ci: Interval | None
+    perplexity_ratio: float
+    perplexity_ratio_ci: Interval | None
+    kl_mean: float
+    kl_mean_ci: Interval | None
+    kl_p50: float
+    kl_p90: float
+    kl_p99: float
+    kl_max: float
+    top1_agreement: float
+    top5_agreement: float
+    positions: tuple[PositionBucket, ...]
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """Results of one sequence of T tokens, each fp64 [T - 1] in the order of its predictions.
+
+    Attributes:
+        nll_original: Negative log-likelihood of the token that follows.
+        nll_quantized: The same of the quantized model.
+        kl: KL(original || quantized).
+        top1: 1 where both have the same most likely token, else 0.
+        top5: Share of the 5 most likely tokens that both have in common.
+    """
+
+    nll_original: Tensor
+    nll_quantized: Tensor
+    kl: Tensor
+    top1: Tensor
+    top5: Tensor
+
+
+def compare(
+    original: Scorer, quantized: Scorer, sequences: Sequence[Tensor], *, progress: bool = False
+) -> Accuracy:
+    """Score sequences with both engines and compare what they predict.
+
+    Args:
+        original: The reference.
+        quantized: What is judged.
+        sequences: Token ids, int64 [T] each, T at least 2.
+        progress: Show a progress bar.
+
+    Raises:
+        RequestError: there is no sequence, or one has no token to predict.
+        EngineError: logits hold NaN or infinity, or the vocabularies differ.
+    """
+    short = [i for i, ids in enumerate(sequences) if len(ids) < 2]
+    if short or not sequences:
+        found = f"sequence {short[0]} has fewer than 2 tokens" if short else "there are none"
+        raise RequestError(
+            f"sequences: {found}; a comparison needs at least one, of 2 tokens or more", "sequences"
+        )
+    bar = tqdm(sequences, desc="Comparing", unit="seq", disable=not progress)
+    scores = []
+    for i, ids in enumerate(bar):
+        both = original.score(ids), quantized.score(ids)
+        _check_logits(*both, where=f"sequence {i} ({len(ids)} tokens)")
+        scores.append(compare_logits(*both, ids))
+    return summarize(scores)
+
+
+def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> SequenceScores:
+    """Compare two models' logits for one text.
+
+    Args:
+        original: fp32 [T, vocabulary]; row i predicts token i + 1.
+        quantized: Likewise.
+        ids: Token ids int64 [T].
+    """
+    rows = max(1, CHUNK_ELEMENTS // original.shape[1])
+    parts = [
+        _compare_rows(*part)
+        for part in zip(
+            original[:-1].split(rows), quantized[:-1].split(rows), ids[1:].split(rows), strict=True
+        )
+    ]
+    return SequenceScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _compare_rows(original: Tensor, quantized: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Fields of `SequenceScores` for some rows."""
+    log_p, log_q = (x.double().log_softmax(-1) for x in (original, quantized))
+    nll_p, nll_q = (-x.gather(-1, targets[:, None])[:, 0] for x in (log_p, log_q))
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0.0)  # rounding may leave -1e-17
+    top1 = (original.argmax(-1) == quantized.argmax(-1)).double()
+    top = min(TOP, original.shape[1])
+    p, q = original.topk(top).indices, quantized.topk(top).indices
+    common = (p[:, :, None] == q[:, None, :]).any(-1).double().mean(-1)
+    return nll_p, nll_q, kl, top1, common
+
+
+def _check_logits(original: Tensor, quantized: Tensor, *, where: str) -> None:
+    if original.shape != quantized.shape:
+        raise EngineError(
+            f"{where}: logits are {tuple(original.shape)} of the original and "
+            f"{tuple(quantized.shape)} of the quantized model; compare models with one vocabulary"
+        )
+    for name, logits in (("original", original), ("quantized", quantized)):
+        bad = (~torch.isfinite(logits).all(-1)).nonzero()
+        if len(bad):
+            raise EngineError(
+                f"{where}: the {name} model's logits hold NaN or infinity from position "
+                f"{int(bad[0])} on; check its checkpoint with `ptq inspect`"
+            )
+
+
+def summarize(scores: Sequence[SequenceScores]) -> Accuracy:
+    """Put the results of all sequences together."""
+    nll_p, nll_q, kl, top1, top5 = (
+        torch.cat([getattr(score, name) for score in scores])
+        for name in ("nll_original", "nll_quantized", "kl", "top1", "top5")
+    )
+    original, quantized = nll_p.mean(), nll_q.mean()
+    p50, p90, p99 = np.quantile(kl.numpy(), [0.5, 0.9, 0.99]).tolist()
+    ends = _intervals(scores)
+    return Accuracy(
+        sequences=len(scores),
+        tokens=len(kl),
+        perplexity_original=_exp(original),
+        perplexity_original_ci=ends[0],
+        perplexity_quantized=_exp(quantized),
+        perplexity_quantized_ci=ends[1],
+        perplexity_ratio=_exp(quantized - original),
+        perplexity_ratio_ci=ends[2],
+        kl_mean=kl.mean().item(),
+        kl_mean_ci=ends[3],
+        kl_p50=p50,
+        kl_p90=p90,
+        kl_p99=p99,
+        kl_max=kl.max().item(),
+        top1_agreement=top1.mean().item(),
+        top5_agreement=top5.mean().item(),
+        positions=_by_position(scores),
+    )
+
+
+def _exp(mean: Tensor) -> float:
+    """exp without an overflow error: a broken model's perplexity is infinite."""
+    return mean.exp().item()
+
+
+def _intervals(scores: Sequence[SequenceScores]) -> list[Interval | None]:
+    """Bootstrap intervals of both perplexities, their ratio, and the mean KL divergence."""
+    if len(scores) < 2:
+        return [None] * 4
+    sums = torch.tensor(
+        [[s.nll_original.sum(), s.nll_quantized.sum(), s.kl.sum(), len(s.kl)] for s in scores],
+        dtype=torch.float64,
+    )  # [sequences, 4]
+    drawn = resampled_sums(sums)
+    original, quantized, kl = (drawn[:, :3] / drawn[:, 3:]).T
+    perplexities = original.exp(), quantized.exp(), (quantized - original).exp()
+    return [percentile_interval(values) for values in (*perplexities, kl)]
+
+
+def resampled_sums(sums: Tensor) -> Tensor:
+    """Column sums of sequences drawn with replacement.
+
+    Args:
+        sums: One row a sequence: fp64 [sequences, columns].
+
+    Returns:
+        One row a draw of as many sequences: fp64 [RESAMPLES, columns]. The draws are always the
+        same ones.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    drawn = torch.zeros(RESAMPLES, sums.shape[1], dtype=torch.float64)
+    for _ in range(len(sums)):  # one draw at a time keeps memory small
+        drawn += sums[torch.randint(len(sums), (RESAMPLES,), generator=generator)]
+    return drawn
+
+
+def percentile_interval(values: Tensor) -> Interval:
+    """The middle 95% of bootstrap values, which may be infinite."""
+    low, high = np.quantile(values.numpy(), [0.025, 0.975], method="inverted_cdf").tolist()
+    return low, high
+
+
+def _by_position(scores: Sequence[SequenceScores]) -> tuple[PositionBucket, ...]:
+    """Buckets [0, 16), [16, 32), [32, 64), ... up to the longest sequence."""
+    longest = max(len(score.kl) for score in scores)
+    buckets, start, end = [], 0, FIRST_BUCKET
+    while start < longest:
+        columns = [
+            torch.cat([getattr(score, name)[start:end] for score in scores])
+            for name in ("nll_original", "nll_quantized", "kl", "top1")
+        ]
+        original, quantized, kl, top1 = (column.mean() for column in columns)
+        buckets.append(
+            PositionBucket(
+                start=start,
+                end=min(end, longest),
+                tokens=len(columns[0]),
+                perplexity_original=_exp(original),
+                perplexity_quantized=_exp(quantized),
+                kl_mean=kl.item(),
+                top1_agreement=top1.item(),
+            )
+        )
+        start, end = end, 2 * end
+    return tuple(buckets)
