@@ -1,0 +1,267 @@
+"""`ptq report`: what the quantization cost, measured on the real kernels.
+
+    ptq report OUTPUT
+
+`ptq run` ends with the same. Both models run in this project's engine: the original as it came, the
+quantized one with its integer kernels and its quantized cache. The report lies in OUTPUT/report as
+one HTML file, as Markdown and as JSON. Exit codes: 0 where the thresholds of the recipe hold, 1
+where they do not, 2 for errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from calibrate.data import TokenSet, load_tokens
+from calibrate.statistics import Statistics
+from formats.checkpoint import Checkpoint
+from formats.command import run_command
+from formats.files import building_directory, write_bytes
+from inference.accuracy import compare
+from inference.bench import environment, measure_in_turns
+from inference.bench_worker import Load, run_once
+from inference.engine import Engine, EngineConfig
+from inference.kv_cache import blocks_for
+from ptq.next_steps import typed_path
+from ptq.outliers import activation_outliers
+from ptq.plan import Plan, build_plan
+from ptq.recipe import ModelSpec, OutputSpec, Recipe, SpeedSpec, load_recipe, resolved_yaml
+from ptq.report_data import (
+    KVScales,
+    ReportData,
+    Sizes,
+    SpeedPair,
+    check_thresholds,
+    failure,
+)
+from ptq.report_html import render_html, render_markdown
+from ptq.report_plots import draw_plots
+from ptq.report_summary import summary_rows
+from ptq.result import (
+    CalibrationSummary,
+    QuantizationRecord,
+    QuantizationResult,
+    Stopwatch,
+    load_result,
+)
+
+REPORT_FOLDER = "report"
+STATISTICS_FILE = "statistics.safetensors"
+RECIPE_FILE = "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Outcome of a report.
+
+    Attributes:
+        passed: Whether every threshold of the recipe holds.
+        failures: A sentence for each that does not.
+        summary_rows: Head and rows of the table that a run ends with.
+        folder: Where report.html, report.md and report.json lie.
+        data: Everything that was measured.
+    """
+
+    passed: bool
+    failures: tuple[str, ...]
+    summary_rows: tuple[tuple[str, ...], ...]
+    folder: Path
+    data: ReportData
+
+
+def make_report(result: QuantizationResult, plan: Plan, *, progress: bool = True) -> Report:
+    """Compare a quantized checkpoint with its original, and write the report beside it.
+
+    Args:
+        result: The finished quantization.
+        plan: What it followed; its recipe says what is measured and where the output lies.
+        progress: Show progress bars.
+
+    Raises:
+        RecipeError: the evaluation text cannot be used.
+        CheckpointError: a checkpoint is damaged, or the report cannot be written.
+        EngineError: a model gives NaN or infinity.
+    """
+    data = measure(result, plan, progress=progress)
+    folder = plan.recipe.output.path / REPORT_FOLDER
+    write_report(data, folder)
+    return Report(data.passed, data.failures, tuple(summary_rows(data)), folder, data)
+
+
+def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) -> ReportData:
+    """Run both models and gather the report's data; arguments and errors as in `make_report`."""
+    recipe, watch = plan.recipe, Stopwatch()
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
+    config = _engine_config(evaluation, recipe.report.speed)
+    with watch.phase("loading both models"):
+        original = Engine.from_pretrained(recipe.model.path, config=config)
+        quantized = Engine.from_pretrained(result.checkpoint, config=config)
+    with watch.phase("comparison"):
+        accuracy = compare(original, quantized, evaluation.sequences(), progress=progress)
+    with watch.phase("speed"):
+        speed = _measure_speed(original, quantized, recipe.report.speed)
+    checks = check_thresholds(recipe.report.thresholds, accuracy)
+    statistics = result.checkpoint.parent / STATISTICS_FILE
+    scheme = quantized.checkpoint.scheme.wac
+    seconds = watch.seconds()
+    seconds.pop("total")
+    return ReportData(
+        title=f"{recipe.model.path.name} in {scheme}",
+        passed=all(check.holds for check in checks),
+        checks=checks,
+        failures=tuple(failure(check) for check in checks if not check.holds),
+        model=plan.model,
+        scheme=scheme,
+        accuracy=accuracy,
+        sizes=_sizes(original, quantized),
+        speed=speed,
+        evaluation=_shown_text(_summary(evaluation)),
+        quantization=_record(result),
+        scale_table=result.scale_table,
+        kv_scales=_kv_scales(quantized.checkpoint),
+        outliers=tuple(activation_outliers(Statistics.load(statistics))),
+        environment=environment(),
+        seconds=seconds,
+        recipe=resolved_yaml(_shown_recipe(recipe)),
+    )
+
+
+def write_report(data: ReportData, folder: Path) -> None:
+    """Write report.html, report.md and report.json; the folder is replaced at once or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    page = render_html(data, draw_plots(data))
+    with building_directory(folder, replace=True) as temporary:
+        write_bytes(temporary / "report.html", page.encode())
+        write_bytes(temporary / "report.md", render_markdown(data).encode())
+        write_bytes(temporary / "report.json", (data.model_dump_json(indent=1) + "\n").encode())
+
+
+def _engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
+    """Room for the longest sequence, and for the measurement of speed at once."""
+    longest, places, blocks = max(evaluation.ids.shape[1], 2), 1, 1
+    if speed is not None:
+        total = speed.prompt_tokens + speed.new_tokens
+        longest, places = max(longest, total), speed.batch
+        blocks = places * blocks_for(total)
+    return EngineConfig(
+        max_batch_size=places, max_model_len=longest, kv_blocks=max(blocks, blocks_for(longest))
+    )
+
+
+def _measure_speed(
+    original: Engine, quantized: Engine, speed: SpeedSpec | None
+) -> SpeedPair | None:
+    if speed is None:
+        return None
+    load = Load(**speed.model_dump())
+    runners = [partial(run_once, engine) for engine in (original, quantized)]
+    before, after = measure_in_turns(runners, load)
+    return SpeedPair(original=before, quantized=after)
+
+
+def _sizes(original: Engine, quantized: Engine) -> Sizes:
+    shape = quantized.model.config
+    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    own = original.checkpoint.dtype("model.layers.0.self_attn.k_proj.weight").itemsize
+    return Sizes(
+        original_weights=original.checkpoint.nbytes,
+        quantized_weights=quantized.checkpoint.nbytes,
+        original_kv=elements * own,
+        quantized_kv=elements * (1 if quantized.quantized_kv else own),
+        original_kv_here=original.kv_bytes_per_token,
+        quantized_kv_here=quantized.kv_bytes_per_token,
+    )
+
+
+def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
+    return tuple(
+        KVScales(module=name, k=tuple(k.tolist()), v=tuple(v.tolist()))
+        for name, (k, v) in checkpoint.kv_scales.items()
+    )
+
+
+def _summary(tokens: TokenSet) -> CalibrationSummary:
+    return CalibrationSummary(
+        source=tokens.source,
+        split=tokens.split,
+        sequences=len(tokens.ids),
+        tokens=tokens.tokens,
+        fingerprint=tokens.fingerprint,
+    )
+
+
+def _record(result: QuantizationResult) -> QuantizationRecord:
+    return QuantizationRecord(
+        seconds=result.seconds,
+        peak_rss_bytes=result.peak_rss_bytes,
+        calibration=_shown_text(result.calibration),
+        events=result.events,
+        smoothing=result.smoothing,
+        modules=result.modules,
+    )
+
+
+def shown_path(path: str | Path) -> str:
+    """A path for others to read: relative where it lies below the current directory, else a name.
+
+    A report is passed on; it does not tell where on this machine things lie.
+    """
+    typed = Path(typed_path(Path(path)))
+    return typed.name if typed.is_absolute() else str(typed)
+
+
+def _shown_text(text: CalibrationSummary) -> CalibrationSummary:
+    return text.model_copy(update={"source": shown_path(text.source)})
+
+
+def _shown_recipe(recipe: Recipe) -> Recipe:
+    data = {"name": shown_path(recipe.dataset.name)}
+    if recipe.dataset.evaluation_name is not None:
+        data["evaluation_name"] = shown_path(recipe.dataset.evaluation_name)
+    return recipe.model_copy(
+        update={
+            "model": ModelSpec(path=Path(shown_path(recipe.model.path))),
+            "dataset": recipe.dataset.model_copy(update=data),
+            "output": OutputSpec(path=Path(shown_path(recipe.output.path))),
+        }
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
+    from ptq.run import format_table
+
+    parser = argparse.ArgumentParser(
+        prog="ptq report",
+        description="Measure a finished run again and write its report.",
+        epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
+    )
+    parser.add_argument("output", type=Path, help="output directory of a finished `ptq run`")
+    output = parser.parse_args(argv).output
+    result = load_result(output)
+    here = f"output.path={json.dumps(str(output))}"  # it may have been moved since
+    recipe = load_recipe(output / RECIPE_FILE, [here])
+    plan = build_plan(recipe, Checkpoint.open(recipe.model.path), force=True)
+    report = make_report(result, plan)
+    print()
+    print(format_table(report.summary_rows))
+    print()
+    for text in report.failures:
+        print(f"FAILED: {text}")
+    print(f"report: {typed_path(report.folder / 'report.html')}")
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
