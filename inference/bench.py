@@ -30,7 +30,8 @@ from formats.errors import RequestError
 from formats.files import replace_file
 from formats.scheme import Strict
 from inference.bench_worker import Load, Run, Worker, run_once
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.kv_cache import blocks_for
 
 Runner = Callable[[Load], Run]

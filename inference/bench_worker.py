@@ -16,7 +16,8 @@ from pydantic import Field
 
 from formats.errors import EngineError, PTQError, RequestError
 from formats.scheme import Strict
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.kv_cache import blocks_for
 from inference.request import SamplingParams
 

@@ -10,60 +10,26 @@ own.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from formats.checkpoint import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
-from formats.scheme import Strict
-from inference.detokenizer import Detokenizer
-from inference.kv_cache import BlockManager, KVStats, blocks_for, make_pools
+from inference.active import ActiveRequest
+from inference.config import EngineConfig
+from inference.kv_cache import BlockManager, KVStats, make_pools
 from inference.load import load_model
 from inference.models.llama import LlamaModel
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.runner import run_slices
-from inference.sampler import sample, top_logprobs
 from inference.scheduler import Scheduler, Slice
 from inference.scheduler import Sequence as TokenSequence
 from kernels.ops import KV_BLOCK
-
-MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked
-MOST_BLOCKS = 512  # default size of the cache, unless one request needs more
-
-
-class EngineConfig(Strict):
-    """Sizes of an engine.
-
-    Attributes:
-        max_batch_size: Most requests that run at once.
-        max_batched_tokens: Most tokens of a step; longer prompts are computed in chunks.
-        max_model_len: Most tokens of a request, prompt and output; default: what the model allows,
-            up to 4096.
-        kv_blocks: Blocks of 64 tokens in the cache; default: enough for all places, up to 512.
-    """
-
-    max_batch_size: int = Field(default=16, ge=1)
-    max_batched_tokens: int = Field(default=2048, ge=1)
-    max_model_len: int | None = Field(default=None, ge=2)
-    kv_blocks: int | None = Field(default=None, ge=1)
-
-
-@dataclass
-class _Request:
-    sequence: TokenSequence
-    params: SamplingParams
-    output: RequestOutput
-    detokenizer: Detokenizer
-    generator: torch.Generator | None
-    ends: frozenset[int]
 
 
 class Engine:
@@ -88,18 +54,7 @@ class Engine:
     ) -> None:
         self.checkpoint, self.model, self.tokenizer = checkpoint, model, tokenizer
         shape = model.config
-        length = config.max_model_len or min(shape.max_positions, MOST_POSITIONS)
-        if length > shape.max_positions:
-            raise EngineError(
-                f"max_model_len {length} is more than the model's {shape.max_positions} positions"
-            )
-        each = blocks_for(length)
-        blocks = config.kv_blocks or max(each, min(each * config.max_batch_size, MOST_BLOCKS))
-        if blocks < each:
-            raise EngineError(
-                f"kv_blocks {blocks} of {KV_BLOCK} tokens cannot hold one request of "
-                f"max_model_len {length}; {each} are needed"
-            )
+        length, blocks = config.sizes(shape.max_positions)
         self.config = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         self._length = length
         self.quantized_kv = quantized_kv and bool(checkpoint.kv_scales)
@@ -108,7 +63,7 @@ class Engine:
         self._pools = make_pools(blocks, shape.kv_heads, shape.head_dim, scales, torch.float32)
         self._blocks = BlockManager(blocks)
         self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, ActiveRequest] = {}
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
         self._ends = _end_tokens(checkpoint, tokenizer)
@@ -193,21 +148,10 @@ class Engine:
         text = isinstance(prompt, str)
         tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
         self._check_prompt(tokens)
-        generator = None
-        if params.temperature > 0:
-            generator = torch.Generator()
-            if params.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(params.seed)
-        output = RequestOutput(name, list(tokens), arrival=time.perf_counter())
-        output.logprobs = None if params.logprobs is None else []
-        output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
-        sequence = TokenSequence(name, tokens)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
-        detokenizer = Detokenizer(self.tokenizer, params.stop)
-        self._requests[name] = _Request(sequence, params, output, detokenizer, generator, ends)
-        self._scheduler.add(sequence)
+        request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
+        self._requests[name] = request
+        self._scheduler.add(request.sequence)
         return name
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -231,13 +175,14 @@ class Engine:
         if not slices:
             return outputs
         try:
-            whole = {part.sequence.name for part in slices if self._wants_prompt_logprobs(part)}
+            names = [part.sequence.name for part in slices]
+            whole = {name for name in names if self._requests[name].wants_prompt_logits}
             logits = run_slices(self.model, self._pools, slices, self._blocks, whole)
             self._scheduler.advance(slices)
             for part in slices:
                 rows = logits.get(part.sequence.name)
                 if rows is not None:
-                    outputs += self._postprocess(part, rows, part.sequence.name in whole)
+                    outputs += self._postprocess(part, rows)
         except PTQError:
             self._drop_all()
             raise
@@ -350,76 +295,23 @@ class Engine:
                 f"prompt: token {bad[0]!r} is not in the vocabulary of {vocabulary}", "prompt"
             )
 
-    def _wants_prompt_logprobs(self, part: Slice) -> bool:
-        request = self._requests[part.sequence.name]
-        got = request.output.prompt_logprobs
-        return got is not None and len(got) < len(request.output.prompt_token_ids)
-
-    def _postprocess(self, part: Slice, logits: Tensor, whole: bool) -> list[RequestOutput]:
-        """Take a request's logits: prompt log probabilities, and the next token if it is due."""
+    def _postprocess(self, part: Slice, logits: Tensor) -> list[RequestOutput]:
+        """Give a request its logits: for the prompt's log probabilities, and for its next token."""
         request = self._requests[part.sequence.name]
         if not bool(torch.isfinite(logits).all()):
             request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
             return [self._finish(request, "error")]
-        if whole:
-            self._note_prompt(request, part, logits)
-        return [self._append(request, logits[-1])] if part.samples else []
+        if request.wants_prompt_logits:
+            request.note_prompt(part, logits)
+        if not part.samples:
+            return []
+        reason = request.take(logits[-1])
+        return [self._finish(request, reason) if reason else request.snapshot()]
 
-    def _note_prompt(self, request: _Request, part: Slice, logits: Tensor) -> None:
-        prompt, found = request.output.prompt_token_ids, request.output.prompt_logprobs
-        assert found is not None
-        for row, position in zip(logits, range(part.start + 1, len(prompt)), strict=False):
-            if position == len(found):  # not yet known from before a preemption
-                number = request.params.prompt_logprobs or 0
-                found.append(top_logprobs(row, prompt[position], number))
-
-    def _append(self, request: _Request, logits: Tensor) -> RequestOutput:
-        """Choose a token, add it, and see whether it is the last."""
-        params, output = request.params, request.output
-        made = len(output.token_ids)
-        forbidden = sorted(request.ends) if made < params.min_tokens else ()
-        token = sample(
-            logits,
-            output.prompt_token_ids,
-            output.token_ids,
-            params,
-            forbidden,
-            request.generator,
-        )
-        if output.logprobs is not None:
-            output.logprobs.append(top_logprobs(logits, token, params.logprobs or 0))
-        output.token_ids.append(token)
-        output.token_times.append(time.perf_counter())
-        request.sequence.tokens.append(token)
-        if token in request.ends:
-            return self._finish(request, "stop")
-        request.detokenizer.add(token)
-        if request.detokenizer.stopped and made + 1 >= params.min_tokens:
-            return self._finish(request, "stop")
-        full = len(request.sequence.tokens) >= self._length
-        if made + 1 >= params.max_tokens or full:
-            return self._finish(request, "length")
-        return self._snapshot(request)
-
-    def _finish(self, request: _Request, reason: FinishReason) -> RequestOutput:
-        request.detokenizer.finish()
-        if request.detokenizer.stopped and reason == "length":
-            reason = "stop"  # what was held back completed a stop text
-        request.output.finish_reason = reason
+    def _finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
         self._scheduler.remove(request.sequence)
         del self._requests[request.output.request_id]
-        return self._snapshot(request)
-
-    def _snapshot(self, request: _Request) -> RequestOutput:
-        """The request's state as it is now, safe from later steps."""
-        output, text = request.output, request.detokenizer.text
-        output.delta, output.text = text[len(output.text) :], text
-        return replace(
-            output,
-            token_ids=list(output.token_ids),
-            token_times=list(output.token_times),
-            logprobs=None if output.logprobs is None else list(output.logprobs),
-        )
+        return request.close(reason)
 
     def _drop_all(self) -> None:
         for request in list(self._requests.values()):

@@ -27,7 +27,8 @@ from tqdm import tqdm
 from formats.command import run_command
 from formats.errors import EngineError, RequestError
 from formats.files import replace_file
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.request import SamplingParams
 
 

@@ -27,7 +27,8 @@ from formats.files import building_directory, write_bytes
 from inference.accuracy import compare
 from inference.bench import environment, measure_in_turns
 from inference.bench_worker import Load, run_once
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.kv_cache import blocks_for
 from ptq.next_steps import typed_path
 from ptq.outliers import activation_outliers

@@ -18,7 +18,8 @@ from inference.accuracy import (
     resampled_sums,
     summarize,
 )
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 
 VOCABULARY = 11
 

@@ -11,7 +11,8 @@ from formats.errors import CheckpointError, EngineError, RequestError
 from inference import bench
 from inference.bench import describe, measure_in_turns, measure_speed, summarize
 from inference.bench_worker import Load, Run, Worker, run_once
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 
 LOAD = Load(batch=2, prompt_tokens=10, new_tokens=3)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from formats.errors import EngineError, RequestError
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 from inference.request import SamplingParams
 
 PROMPTS = [

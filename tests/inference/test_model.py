@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
-from inference.engine import Engine, EngineConfig
+from inference.config import EngineConfig
+from inference.engine import Engine
 from kernels.numerics import dequantize, fake_quantize
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]

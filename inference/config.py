@@ -1,0 +1,50 @@
+"""Sizes of an engine."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from formats.errors import EngineError
+from formats.scheme import Strict
+from inference.kv_cache import blocks_for
+from kernels.ops import KV_BLOCK
+
+MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked
+MOST_BLOCKS = 512  # default size of the cache, unless one request needs more
+
+
+class EngineConfig(Strict):
+    """Sizes of an engine.
+
+    Attributes:
+        max_batch_size: Most requests that run at once.
+        max_batched_tokens: Most tokens of a step; longer prompts are computed in chunks.
+        max_model_len: Most tokens of a request, prompt and output; default: what the model allows,
+            up to 4096.
+        kv_blocks: Blocks of 64 tokens in the cache; default: enough for all places, up to 512.
+    """
+
+    max_batch_size: int = Field(default=16, ge=1)
+    max_batched_tokens: int = Field(default=2048, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+    kv_blocks: int | None = Field(default=None, ge=1)
+
+    def sizes(self, positions: int) -> tuple[int, int]:
+        """Most tokens of a request, and blocks of the cache, for a model of so many positions.
+
+        Raises:
+            EngineError: the model has fewer positions, or the cache cannot hold one request.
+        """
+        length = self.max_model_len or min(positions, MOST_POSITIONS)
+        if length > positions:
+            raise EngineError(
+                f"max_model_len {length} is more than the model's {positions} positions"
+            )
+        each = blocks_for(length)
+        blocks = self.kv_blocks or max(each, min(each * self.max_batch_size, MOST_BLOCKS))
+        if blocks < each:
+            raise EngineError(
+                f"kv_blocks {blocks} of {KV_BLOCK} tokens cannot hold one request of "
+                f"max_model_len {length}; {each} are needed"
+            )
+        return length, blocks
