@@ -196,13 +196,15 @@ def _upper(edges: Tensor) -> Tensor:
     return bin_edge((edges.float().view(torch.int32) >> 16) + 1)
 
 
-def choose_absmax(stats: TensorStatistics, spec: ObserverSpec) -> float:
+def choose_absmax(
+    stats: TensorStatistics, spec: ObserverSpec, dtype: QuantizedType = INT8
+) -> float:
     """Clipping magnitude of a tensor (of one head, for `stats.head(i)`)."""
     if spec.method == "absmax" or stats.absmax == 0:
         return stats.absmax
     if spec.method == "percentile":
         return percentile(stats, spec.percentile)
-    return mse(stats) if spec.method == "mse" else entropy(stats)
+    return mse(stats, dtype) if spec.method == "mse" else entropy(stats, dtype)
 
 
 def percentile(stats: TensorStatistics, share: float) -> float:
@@ -223,7 +225,7 @@ def mse(stats: TensorStatistics, dtype: QuantizedType = INT8) -> float:
     values, weights = _sampled(stats)
 
     def error(octaves: float) -> float:
-        scale = stats.absmax * 2.0**-octaves / dtype.q_max
+        scale = stats.absmax * 2.0**-octaves / dtype.top
         return _squared_error(values, weights, scale, dtype)
 
     coarse = min((step / 4 for step in range(65)), key=error)
@@ -242,7 +244,7 @@ def entropy(stats: TensorStatistics, dtype: QuantizedType = INT8, cells: int = 2
     values, weights = _sampled(stats)
     cell = (values / stats.absmax * cells).long().clamp(max=cells - 1)
     mass = torch.zeros(cells, dtype=torch.float64).scatter_add_(0, cell, weights)
-    levels = dtype.q_max + 1
+    levels = 128 if dtype.storage.is_floating_point else dtype.q_max + 1
     best, least = cells, math.inf
     for i in range(levels, cells + 1, 8):
         inside = mass[:i]
@@ -290,5 +292,9 @@ def _sampled(stats: TensorStatistics) -> tuple[Tensor, Tensor]:
 
 
 def _squared_error(values: Tensor, weights: Tensor, scale: float, dtype: QuantizedType) -> float:
-    quantized = (values / scale).round().clamp(max=dtype.q_max) * scale
+    steps = (values / scale).clamp(max=dtype.q_max)
+    if dtype.storage.is_floating_point:
+        quantized = steps.float().to(dtype.storage).double() * scale
+    else:
+        quantized = steps.round() * scale
     return (weights * (values - quantized).square()).sum().item()

@@ -1,7 +1,7 @@
 """Reading a checkpoint folder: float, or quantized in the compressed-tensors layout.
 
     config.json                    with `quantization_config` where weights are quantized
-    model*.safetensors (+ index)   X.weight int8 [N, K], X.weight_scale [N, 1], X.input_scale [1]
+    model*.safetensors (+ index)   a layer's weight as `formats.weights` says, X.input_scale [1]
     tokenizer and generation files
     quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
     quant/scale_table.json         every scale and where it came from
@@ -28,11 +28,20 @@ from formats.files import safe_join, sha256_file
 from formats.safetensors_files import SafetensorsFile, open_weights
 from formats.scale_table import ScaleTable
 from formats.scheme import KVCacheSpec, Scheme
+from formats.weights import (
+    LEAVES,
+    StoredWeight,
+    check_scale,
+    check_weight,
+    needed_leaves,
+    read_weight,
+)
 
 KV_SCALES = "quant/kv_scales.safetensors"
 SCALE_TABLE = "quant/scale_table.json"
 MANIFEST = "quant/manifest.json"
 NOT_AUXILIARY = {"config.json", "model.safetensors.index.json", "README.md"}
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 AUXILIARY = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 
 
@@ -45,7 +54,8 @@ class Checkpoint:
         ignore: Linear layers that the quantization left alone, as `quantization_config` says.
         scheme: What is quantized.
         quantized_modules: Full names of the quantized linear layers, sorted.
-        kv_scales: (K, V) scales, fp32 [Hkv], of each attention module by its full name.
+        kv_scales: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by channel),
+            of each attention module by its full name.
         scale_table: Where the scales came from, or None for a foreign or float checkpoint.
     """
 
@@ -59,9 +69,9 @@ class Checkpoint:
         self.scheme = scheme.model_copy(update={"kv_cache": self._kv_spec()})
         self.quantized_modules = tuple(
             sorted(
-                name.removesuffix(".weight")
+                name.rpartition(".")[0]
                 for name, file in self._files.items()
-                if file.tensors[name][0] == torch.int8
+                if name.endswith(".weight_packed") or file.tensors[name][0] in QUANTIZED
             )
         )
         self.kv_scales = self._read_kv_scales()
@@ -105,6 +115,16 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """Read one tensor from its file."""
         return self._file(name).tensor(name)
+
+    def weight(self, module: str) -> StoredWeight:
+        """The quantized weight of a linear layer, checked."""
+        return read_weight(self.scheme, module, self.tensor)
+
+    def weight_shape(self, module: str) -> tuple[int, ...]:
+        """Outputs and inputs of a linear layer, quantized or not."""
+        if f"{module}.weight_shape" in self._files:
+            return tuple(self.tensor(f"{module}.weight_shape").flatten().tolist())
+        return self.shape(f"{module}.weight")
 
     @property
     def nbytes(self) -> int:
@@ -150,50 +170,64 @@ class Checkpoint:
             ) from error
 
     def _read_kv_scales(self) -> dict[str, tuple[Tensor, Tensor]]:
-        if self._kv_file is None or self.scheme.kv_cache is None:
+        if self._kv_file is None or self.scheme.kv_cache is None or self.scheme.kv_cache.dynamic:
             return {}
-        heads = int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
+        queries = int(self.config["num_attention_heads"])
+        heads = int(self.config.get("num_key_value_heads") or queries)
+        dim = int(self.config.get("head_dim") or self.config["hidden_size"] // queries)
         attentions = [
             f"model.layers.{i}.self_attn" for i in range(self.config.get("num_hidden_layers", 0))
         ]
         wanted = {f"{a}.{kind}_scale" for a in attentions for kind in "kv"}
         _same_names(wanted, set(self._kv_file.tensors), f"{KV_SCALES}: ")
-        count = heads if self.scheme.kv_cache.granularity == "per_head" else 1
-        for name in wanted:
-            _check_scale(name, self._kv_file.tensor(name), ((count,),))
-        read = self._kv_file.tensor
-        return {
-            a: (read(f"{a}.k_scale").expand(heads), read(f"{a}.v_scale").expand(heads))
-            for a in attentions
-        }
+        spec, scales = self.scheme.kv_cache, {}
+        for attention in attentions:
+            pair = []
+            for role in ("k_cache", "v_cache"):
+                scale = self._kv_file.tensor(name := f"{attention}.{role[0]}_scale")
+                check_scale(name, scale, (spec.scale_shape(role, heads, dim),))
+                pair.append(scale.expand(heads) if scale.numel() == 1 else scale)
+            scales[attention] = (pair[0], pair[1])
+        return scales
 
     def _read_scale_table(self) -> ScaleTable | None:
         path = self.path / SCALE_TABLE
         return ScaleTable.from_json(path.read_bytes()) if path.is_file() else None
 
     def _check_quantized(self) -> None:
-        """Every quantized layer has its scales, and there are no others."""
+        """Every quantized layer has the tensors of its scheme, and there are no others."""
         quantized = set(self.quantized_modules)
         projections = {
-            name.removesuffix(".weight") for name in self._files if name.endswith("_proj.weight")
+            name.rpartition(".")[0]
+            for name in self._files
+            if name.endswith(("_proj.weight", "_proj.weight_packed"))
         }
-        if self.scheme.weights is not None:
-            wanted = {name for name in projections if not is_ignored(name, self.ignore)}
-            _same_names(wanted, quantized, "int8 weights by config.json: ")
-        elif quantized:
-            raise CheckpointError(
-                f"{min(quantized)}.weight is int8, but config.json has no quantization_config"
-            )
+        known = (*LEAVES[1:], "input_scale", "input_zero_point", "weight_g_idx")
+        found = {
+            name
+            for name in self._files
+            if name.rpartition(".")[2] in known or name.endswith(("_scale", "_zero_point"))
+        }
+        if self.scheme.weights is None:
+            if quantized:
+                raise CheckpointError(
+                    f"{min(quantized)}: its weight is quantized, but config.json has no "
+                    "quantization_config"
+                )
+            _same_names(set(), found, "")
+            return
+        wanted = {name for name in projections if not is_ignored(name, self.ignore)}
+        _same_names(wanted, quantized, f"{self.scheme.weights.dtype} weights by config.json: ")
+        leaves = needed_leaves(self.scheme)
         static = self.scheme.activations is not None and not self.scheme.activations.dynamic
-        scales = {f"{name}.weight_scale" for name in quantized}
-        scales |= {f"{name}.input_scale" for name in quantized} if static else set()
-        _same_names(scales, {n for n in self._files if n.endswith(("_scale", "_zero_point"))}, "")
+        leaves |= {"input_scale"} if static else set()
+        tensors = {f"{name}.{leaf}" for name in quantized for leaf in leaves}
+        found |= {f"{name}.weight" for name in quantized if f"{name}.weight" in self._files}
+        _same_names(tensors, found, "")
         for name in quantized:
-            rows = self.shape(f"{name}.weight")[0]
-            _check_scale(f"{name}.weight_scale", self.tensor(f"{name}.weight_scale"), ((rows, 1),))
+            check_weight(self.scheme, name, lambda n: self._file(n).tensors[n], self.tensor)
             if static:
-                scale = self.tensor(f"{name}.input_scale")
-                _check_scale(f"{name}.input_scale", scale, ((1,), ()))
+                check_scale(f"{name}.input_scale", self.tensor(f"{name}.input_scale"), ((1,), ()))
 
     def _check_scale_table(self) -> None:
         if self.scale_table is None:
@@ -259,18 +293,3 @@ def _same_names(wanted: set[str], found: set[str], where: str) -> None:
                 f"{where}{min(names)}{more}: {verb}. Every quantized layer needs exactly the "
                 "scales of its scheme; write the checkpoint again"
             )
-
-
-def _check_scale(name: str, scale: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
-    if not scale.dtype.is_floating_point or tuple(scale.shape) not in shapes:
-        raise CheckpointError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)}; needed is a float tensor of shape "
-            f"{' or '.join(map(str, shapes))}"
-        )
-    wide = scale.float()
-    if not bool((torch.isfinite(wide) & (wide > 0)).all()):
-        bad = wide[~(torch.isfinite(wide) & (wide > 0))].flatten()[0].item()
-        raise CheckpointError(
-            f"{name} holds {bad}; a scale is finite and positive. The checkpoint is damaged or was "
-            "written by faulty software; write it again"
-        )

@@ -11,16 +11,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from formats.errors import CheckpointError
-from formats.scheme import ActivationSpec, Scheme, WeightSpec
+from formats.scheme import BLOCK, ActivationSpec, Scheme, WeightSpec
+from formats.weights import storage_format
 
 SUPPORTED = (
-    "int8 weights, symmetric, one scale a channel, with int8 symmetric activations, static per "
-    "tensor or dynamic per token (format `int-quantized`)"
+    "int8, int4 (packed) and fp8 e4m3 weights per channel, int8 and int4 in groups of 32, 64 or "
+    "128, fp8 per tensor or in blocks of 128 x 128; activations unquantized, int8 or fp8, static "
+    "per tensor, dynamic per token, or (fp8) dynamic in groups of 128"
 )
-_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-_STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor"}
-_DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token"}
+_STRATEGY = {"per_tensor": "tensor", "per_channel": "channel", "group": "group", "block": "block"}
+_INPUT_STRATEGY = {"per_tensor": "tensor", "per_token": "token", "group": "group"}
+_TYPES = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "fp8_e4m3"}
 
 
 def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any] | None:
@@ -30,20 +34,20 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
         scheme: What is quantized.
         ignore: Linear layers left alone: full names, or `re:` patterns for `re.match`.
     """
-    if scheme.weights is None or scheme.activations is None:
+    if scheme.weights is None:
         return None
-    dynamic = scheme.activations.dynamic
+    layout = storage_format(scheme)
     group = {
         "targets": ["Linear"],
-        "format": "int-quantized",
-        "weights": _WEIGHTS | {"dynamic": False},
-        "input_activations": (_DYNAMIC if dynamic else _STATIC) | {"dynamic": dynamic},
+        "format": layout,
+        "weights": _weight_args(scheme.weights),
+        "input_activations": scheme.activations and _input_args(scheme.activations),
         "output_activations": None,
     }
     return {
         "quant_method": "compressed-tensors",
         "version": "0.17.0",
-        "format": "int-quantized",
+        "format": layout,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "config_groups": {"group_0": group},
@@ -52,6 +56,34 @@ def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]
         "sparsity_config": {},
         "transform_config": {},
     }
+
+
+def _weight_args(spec: WeightSpec) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "num_bits": spec.bits,
+        "type": "float" if spec.dtype == "fp8_e4m3" else "int",
+        "symmetric": spec.symmetric,
+        "strategy": _STRATEGY[spec.granularity],
+        "dynamic": False,
+    }
+    if spec.granularity == "group":
+        args["group_size"] = spec.group_size
+    if spec.granularity == "block":
+        args["block_structure"] = [BLOCK, BLOCK]
+    return args
+
+
+def _input_args(spec: ActivationSpec) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "num_bits": spec.bits,
+        "type": "float" if spec.dtype == "fp8_e4m3" else "int",
+        "symmetric": True,
+        "strategy": _INPUT_STRATEGY[spec.granularity],
+        "dynamic": spec.dynamic,
+    }
+    if spec.granularity == "group":
+        args["group_size"] = BLOCK
+    return args
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme:
@@ -77,13 +109,52 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
             f"targets {group.get('targets') if isinstance(group, Mapping) else group}"
         )
     weights, inputs = group.get("weights"), group.get("input_activations")
-    if not _holds(weights, _WEIGHTS, dynamic=False) or group.get("output_activations"):
-        raise _unsupported(f"weights {weights}")
-    if _holds(inputs, _DYNAMIC, dynamic=True):
-        return Scheme(weights=WeightSpec(), activations=ActivationSpec(granularity="per_token"))
-    if _holds(inputs, _STATIC, dynamic=False):
-        return Scheme(weights=WeightSpec(), activations=ActivationSpec(granularity="per_tensor"))
-    raise _unsupported(f"input_activations {inputs}")
+    if not isinstance(weights, Mapping) or group.get("output_activations"):
+        raise _unsupported(f"weights {weights}, output_activations")
+    try:
+        scheme = Scheme(weights=_read_weights(weights), activations=_read_inputs(inputs))
+    except (ValidationError, KeyError, TypeError) as error:
+        raise _unsupported(f"weights {weights} with input_activations {inputs}") from error
+    layout = group.get("format") or config.get("format")
+    if layout not in (None, storage_format(scheme)):
+        raise _unsupported(f"format {layout!r} for weights {weights}")
+    return scheme
+
+
+def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
+    """Raises KeyError or ValidationError where there is no such specification."""
+    strategy = _ours(_STRATEGY, args)
+    if args.get("dynamic") or args.get("actorder") not in (None, "weight", "static"):
+        raise KeyError("dynamic or act-order weights")
+    if strategy == "block" and list(args.get("block_structure") or ()) != [BLOCK, BLOCK]:
+        raise KeyError("block structure")
+    return WeightSpec(
+        dtype=_dtype(args),
+        granularity=strategy,
+        group_size=args.get("group_size") if strategy == "group" else None,
+        symmetric=bool(args.get("symmetric", True)),
+    )
+
+
+def _read_inputs(args: Mapping[str, Any] | None) -> ActivationSpec | None:
+    """Raises KeyError or ValidationError where there is no such specification."""
+    if args is None:
+        return None
+    strategy = _ours(_INPUT_STRATEGY, args)
+    spec = ActivationSpec(dtype=_dtype(args), granularity=strategy)
+    size = args.get("group_size") if strategy == "group" else BLOCK
+    symmetric = args.get("symmetric", True)
+    if bool(args.get("dynamic")) != spec.dynamic or not symmetric or size != BLOCK:
+        raise KeyError("static groups, asymmetric activations, or another group size")
+    return spec
+
+
+def _ours(strategies: Mapping[str, str], args: Mapping[str, Any]) -> Any:
+    return {theirs: ours for ours, theirs in strategies.items()}[str(args.get("strategy"))]
+
+
+def _dtype(args: Mapping[str, Any]) -> Any:
+    return _TYPES[args.get("type", "int"), args.get("num_bits", 8)]
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:
@@ -95,16 +166,6 @@ def is_ignored(module: str, ignore: Sequence[str]) -> bool:
         elif entry == module:
             return True
     return False
-
-
-def _holds(spec: Any, wanted: Mapping[str, Any], *, dynamic: bool) -> bool:
-    """Whether a spec says what is wanted; keys that change nothing on disk may say anything."""
-    if not isinstance(spec, Mapping) or bool(spec.get("dynamic", False)) != dynamic:
-        return False
-    if spec.get("actorder") not in (None, "weight", "static"):
-        return False
-    defaults = {"num_bits": 8, "type": "int", "symmetric": True}
-    return all(spec.get(key, defaults.get(key)) == value for key, value in wanted.items())
 
 
 def _unsupported(found: str) -> CheckpointError:

@@ -20,57 +20,128 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+WeightType = Literal["int8", "int4", "fp8_e4m3"]
+ActivationType = Literal["int8", "fp8_e4m3"]
+BITS = {"int8": 8, "int4": 4, "fp8_e4m3": 8}
+BLOCK = 128  # rows and columns of a block, and elements of a group of activations
+
+
 class WeightSpec(Strict):
     """How a linear layer's weight `[out, in]` is stored.
 
-    YAML: ``weights: {dtype: int8, granularity: per_channel}``
+    `per_channel` has a scale for each output channel, `group` one for every `group_size`
+    neighbouring inputs of it, `block` one for 128 x 128 weights, `per_tensor` one for all.
+
+    YAML: ``weights: {dtype: int4, granularity: group, group_size: 128, symmetric: true}``
     """
 
-    dtype: Literal["int8"] = "int8"
-    granularity: Literal["per_channel"] = "per_channel"
+    dtype: WeightType = "int8"
+    granularity: Literal["per_tensor", "per_channel", "group", "block"] = "per_channel"
+    group_size: Literal[32, 64, 128] | None = None
+    symmetric: bool = True
+
+    @model_validator(mode="after")
+    def _is_run_somewhere(self) -> WeightSpec:
+        integer = self.dtype != "fp8_e4m3"
+        if integer and self.granularity not in ("per_channel", "group"):
+            raise ValueError(
+                f"{self.dtype} weights {self.granularity} are not supported; use per_channel or "
+                "group"
+            )
+        if not integer and self.granularity == "group":
+            raise ValueError(
+                "fp8 weights in groups are not supported; use per_tensor, per_channel or block"
+            )
+        if not integer and not self.symmetric:
+            raise ValueError("fp8 weights have no zero point; set symmetric: true")
+        if (self.group_size is not None) != (self.granularity == "group"):
+            raise ValueError(
+                f"found granularity {self.granularity} with group_size {self.group_size}; "
+                "granularity group needs a group_size of 32, 64 or 128, the others have none"
+            )
+        return self
 
     @property
     def bits(self) -> int:
         """Bits of one stored weight."""
-        return 8
+        return BITS[self.dtype]
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; -1 for all."""
+        blocks = {"per_tensor": (-1, -1), "per_channel": (1, -1), "block": (BLOCK, BLOCK)}
+        return blocks.get(self.granularity, (1, self.group_size or -1))
+
+    @property
+    def text(self) -> str:
+        """A few words for a person."""
+        size = f" of {self.group_size}" if self.group_size else ""
+        kind = "" if self.symmetric else ", asymmetric"
+        return f"{self.dtype} weights {self.granularity}{size}{kind}"
 
 
 class ActivationSpec(Strict):
     """How a linear layer's input `[tokens, in]` is quantized.
 
     `per_tensor` is static: one calibrated scale. `per_token` is dynamic: each row is scaled by its
-    own absmax when it arrives.
+    own absmax when it arrives; `group` is dynamic too, with a scale for every 128 elements of a
+    row.
 
     YAML: ``activations: {dtype: int8, granularity: per_tensor}``
     """
 
-    dtype: Literal["int8"] = "int8"
-    granularity: Literal["per_tensor", "per_token"] = "per_tensor"
+    dtype: ActivationType = "int8"
+    granularity: Literal["per_tensor", "per_token", "group"] = "per_tensor"
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale is computed at run time."""
-        return self.granularity == "per_token"
+        return self.granularity != "per_tensor"
+
+    @property
+    def group(self) -> int:
+        """Elements of a row that share a dynamic scale; -1 for all."""
+        return BLOCK if self.granularity == "group" else -1
 
     @property
     def bits(self) -> int:
         """Bits of one quantized activation."""
-        return 8
+        return BITS[self.dtype]
+
+    @property
+    def text(self) -> str:
+        """A few words for a person."""
+        return f"{'dynamic' if self.dynamic else 'static'} {self.dtype} inputs {self.granularity}"
 
 
 class KVCacheSpec(Strict):
-    """How K (after RoPE) and V are stored in the cache, with calibrated static scales.
+    """How K (after RoPE) and V are stored in the cache.
+
+    `per_head` and `per_tensor` have calibrated static scales; `per_channel` one for each channel of
+    K and each head of V, also calibrated; `per_token_head` is dynamic: each head of each token is
+    scaled by its own absmax.
 
     YAML: ``kv_cache: {dtype: int8, granularity: per_head}``
     """
 
-    dtype: Literal["int8"] = "int8"
-    granularity: Literal["per_head", "per_tensor"] = "per_head"
+    dtype: ActivationType = "int8"
+    granularity: Literal["per_head", "per_tensor", "per_channel", "per_token_head"] = "per_head"
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether scales are computed at run time."""
+        return self.granularity == "per_token_head"
 
     @property
     def bits(self) -> int:
         """Bits of one cached element."""
-        return 8
+        return BITS[self.dtype]
+
+    def scale_shape(self, role: Literal["k_cache", "v_cache"], heads: int, dim: int) -> tuple:
+        """Shape of the static scales of K or V, for KV heads of `dim` elements."""
+        if self.granularity == "per_tensor":
+            return (1,)
+        return (heads, dim) if self.granularity == "per_channel" and role == "k_cache" else (heads,)
 
 
 class Scheme(Strict):
@@ -91,18 +162,23 @@ class Scheme(Strict):
                 "activations are quantized but weights are not; no kernel multiplies integer "
                 "activations with floating-point weights. Add weights or drop activations"
             )
-        if self.weights is not None and self.activations is None:
-            raise ValueError(
-                "int8 weights without quantized activations are not supported; add activations "
-                "(per_tensor or per_token) or drop weights"
-            )
+        if self.weights is not None and (message := _mismatch(self.weights, self.activations)):
+            raise ValueError(message)
         return self
 
     @property
     def wac(self) -> str:
-        """Short name in the field's notation, such as `a8w8c8`, `a8w8`, `c8`; `float` for none."""
+        """Short name in the field's notation, such as `a8w8c8` or `c8`; `float` for none.
+
+        Parts in fp8 are marked: `af8wf8`.
+        """
         parts = (("a", self.activations), ("w", self.weights), ("c", self.kv_cache))
-        return "".join(f"{letter}{spec.bits}" for letter, spec in parts if spec) or "float"
+        names = [
+            f"{letter}{'f' if spec.dtype == 'fp8_e4m3' else ''}{spec.bits}"
+            for letter, spec in parts
+            if spec
+        ]
+        return "".join(names) or "float"
 
     @property
     def quantizes_anything(self) -> bool:
@@ -110,16 +186,65 @@ class Scheme(Strict):
         return self.weights is not None or self.kv_cache is not None
 
 
+def _mismatch(weights: WeightSpec, activations: ActivationSpec | None) -> str | None:
+    """Why weights and activations do not go together, or None."""
+    if activations is None:
+        if weights.granularity in ("block", "per_tensor"):
+            return (
+                f"fp8 weights {weights.granularity} need activations: "
+                f"{'group' if weights.granularity == 'block' else 'per_tensor'}"
+            )
+        return None
+    if (weights.dtype == "fp8_e4m3") != (activations.dtype == "fp8_e4m3"):
+        return (
+            f"{weights.dtype} weights with {activations.dtype} activations are not supported: "
+            "no kernel multiplies them. Use the same kind of type for both"
+        )
+    if not weights.symmetric:
+        return "asymmetric weights are for weight-only schemes; set symmetric: true"
+    if weights.dtype == "fp8_e4m3":
+        wanted = {"per_tensor": "per_tensor", "per_channel": "per_token", "block": "group"}
+        needed = wanted[weights.granularity]
+        if activations.granularity != needed:
+            return (
+                f"fp8 weights {weights.granularity} with activations {activations.granularity} "
+                f"are not supported; use activations {needed}"
+            )
+        return None
+    if activations.granularity == "group":
+        return "int8 activations in groups are not supported; use per_tensor or per_token"
+    if weights.dtype == "int8" and weights.granularity != "per_channel":
+        return "int8 weights in groups are for weight-only schemes; use per_channel"
+    if weights.dtype == "int4" and not activations.dynamic:
+        return "int4 weights with static activations are not supported; use per_token"
+    return None
+
+
+_INT8, _FP8 = ActivationSpec(), ActivationSpec(dtype="fp8_e4m3")
+_PER_TOKEN = ActivationSpec(granularity="per_token")
+_W4 = WeightSpec(dtype="int4", granularity="group", group_size=128)
+_KV, _KV_FP8 = KVCacheSpec(), KVCacheSpec(dtype="fp8_e4m3")
+_W_FP8 = WeightSpec(dtype="fp8_e4m3")
+_A_FP8_TOKEN = ActivationSpec(dtype="fp8_e4m3", granularity="per_token")
 PRESETS: dict[str, Scheme] = {
-    "a8w8c8": Scheme(weights=WeightSpec(), activations=ActivationSpec(), kv_cache=KVCacheSpec()),
-    "a8w8": Scheme(weights=WeightSpec(), activations=ActivationSpec()),
-    "a8w8_dynamic": Scheme(
-        weights=WeightSpec(), activations=ActivationSpec(granularity="per_token")
+    "w8": Scheme(weights=WeightSpec()),
+    "w4": Scheme(weights=_W4),
+    "a8w8": Scheme(weights=WeightSpec(), activations=_INT8),
+    "a8w8c8": Scheme(weights=WeightSpec(), activations=_INT8, kv_cache=_KV),
+    "a8w8_dynamic": Scheme(weights=WeightSpec(), activations=_PER_TOKEN),
+    "a8w8c8_dynamic": Scheme(weights=WeightSpec(), activations=_PER_TOKEN, kv_cache=_KV),
+    "a8w4": Scheme(weights=_W4, activations=_PER_TOKEN),
+    "a8w4c8": Scheme(weights=_W4, activations=_PER_TOKEN, kv_cache=_KV),
+    "fp8_tensor": Scheme(
+        weights=WeightSpec(dtype="fp8_e4m3", granularity="per_tensor"), activations=_FP8
     ),
-    "a8w8c8_dynamic": Scheme(
-        weights=WeightSpec(),
-        activations=ActivationSpec(granularity="per_token"),
-        kv_cache=KVCacheSpec(),
+    "fp8_channel": Scheme(weights=_W_FP8, activations=_A_FP8_TOKEN),
+    "fp8_block": Scheme(
+        weights=WeightSpec(dtype="fp8_e4m3", granularity="block"),
+        activations=ActivationSpec(dtype="fp8_e4m3", granularity="group"),
     ),
-    "c8": Scheme(kv_cache=KVCacheSpec()),
+    "fp8_c8": Scheme(weights=_W_FP8, activations=_A_FP8_TOKEN, kv_cache=_KV_FP8),
+    "w4c8": Scheme(weights=_W4, kv_cache=_KV),
+    "c8": Scheme(kv_cache=_KV),
+    "c8_fp8": Scheme(kv_cache=_KV_FP8),
 }

@@ -22,6 +22,7 @@ from formats.files import building_directory, fsync_path, sha256_file, write_byt
 from formats.safetensors_files import INDEX, SINGLE
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
+from formats.weights import StoredWeight, weight_tensors
 
 
 class CheckpointWriter:
@@ -91,7 +92,8 @@ class CheckpointWriter:
         """Add a tensor as it is; it is on the disk as soon as its shard is full."""
         if name in self._digests:
             raise CheckpointError(f"{name} was added twice")
-        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+        wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no isfinite
+        if tensor.dtype.is_floating_point and not bool(torch.isfinite(wide).all()):
             raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
         tensor = tensor.detach().contiguous()
         if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > (
@@ -105,8 +107,8 @@ class CheckpointWriter:
     def add_linear(
         self,
         module: str,
-        q: Tensor,
-        scale: Tensor,
+        weight: StoredWeight,
+        dtype: torch.dtype,
         bias: Tensor | None = None,
         input_scale: Tensor | None = None,
     ) -> None:
@@ -114,20 +116,20 @@ class CheckpointWriter:
 
         Args:
             module: Full name.
-            q: int8 [N, K].
-            scale: fp32 [N, 1].
+            weight: Its weight.
+            dtype: The type that the weight has in the unquantized model.
             bias: [N] in the model's type, or None.
             input_scale: fp32 [1] where activations are static, else None.
         """
-        self.add(f"{module}.weight", q)
-        self.add(f"{module}.weight_scale", scale.float())
+        for leaf, tensor in weight_tensors(self.scheme, weight, dtype).items():
+            self.add(f"{module}.{leaf}", tensor)
         if bias is not None:
             self.add(f"{module}.bias", bias)
         if input_scale is not None:
             self.add(f"{module}.input_scale", input_scale.float().reshape(1))
 
     def set_kv_scales(self, attention: str, k: Tensor, v: Tensor) -> None:
-        """Set the cache's scales of an attention module: fp32 [Hkv], or [1] per tensor."""
+        """Set the cache's scales of an attention module: shapes as the scheme says."""
         self._kv_scales[f"{attention}.k_scale"] = k.float().contiguous()
         self._kv_scales[f"{attention}.v_scale"] = v.float().contiguous()
 

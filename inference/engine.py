@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
 from inference.active import ActiveRequest
 from inference.config import EngineConfig
-from inference.kv_cache import BlockManager, KVStats, make_pools
+from inference.kv_cache import BlockManager, KVStats, make_pool
 from inference.load import load_model
 from inference.models.llama import LlamaModel
 from inference.request import FinishReason, RequestOutput, SamplingParams
@@ -40,7 +40,7 @@ class Engine:
         model: The decoder.
         tokenizer: A transformers tokenizer.
         config: Sizes, all resolved.
-        quantized_kv: Whether K and V are cached as int8.
+        quantized_kv: Whether K and V are quantized in the cache.
     """
 
     def __init__(
@@ -57,10 +57,13 @@ class Engine:
         length, blocks = config.sizes(shape.max_positions)
         self.config = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         self._length = length
-        self.quantized_kv = quantized_kv and bool(checkpoint.kv_scales)
-        names = [f"model.layers.{i}.self_attn" for i in range(shape.layers)]
-        scales = [checkpoint.kv_scales.get(name) if quantized_kv else None for name in names]
-        self._pools = make_pools(blocks, shape.kv_heads, shape.head_dim, scales, torch.float32)
+        kv_cache = checkpoint.scheme.kv_cache if quantized_kv else None
+        self.quantized_kv = kv_cache is not None
+        pool = (blocks, shape.kv_heads, KV_BLOCK, shape.head_dim)
+        self._pools = [
+            make_pool(pool, torch.float32, kv_cache, checkpoint.kv_scales.get(name))
+            for name in (f"model.layers.{i}.self_attn" for i in range(shape.layers))
+        ]
         self._blocks = BlockManager(blocks)
         self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
         self._requests: dict[str, ActiveRequest] = {}
@@ -83,7 +86,7 @@ class Engine:
             path: Its folder.
             config: Sizes.
             device: Where it runs.
-            quantized_kv: Cache K and V as int8 where the checkpoint has scales for them.
+            quantized_kv: Quantize K and V in the cache as the checkpoint says.
 
         Raises:
             CheckpointError: it is damaged, or of a kind that is not run here.
@@ -105,8 +108,7 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers."""
-        pools = [tensor for pool in self._pools for tensor in (pool.k, pool.v)]
-        return sum(t[0].nbytes for t in pools) // KV_BLOCK
+        return sum(pool.nbytes_per_token for pool in self._pools)
 
     def stats(self) -> KVStats:
         """Blocks of the cache."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from formats.errors import EngineError
+from formats.scheme import KVCacheSpec
+from kernels.numerics import TYPES
 from kernels.ops import KV_BLOCK
 
 
@@ -88,29 +90,45 @@ class KVPool:
     """Cache of one layer.
 
     Attributes:
-        k: [blocks, Hkv, 64, D], int8 with scales, float without.
+        k: [blocks, Hkv, 64, D], int8 or fp8 with scales, float without.
         v: Likewise.
-        k_scale: fp32 [Hkv] or None.
-        v_scale: fp32 [Hkv] or None.
+        k_scale: Static: fp32 [Hkv] or [Hkv, D]; dynamic: [blocks, Hkv, 64]; or None.
+        v_scale: Static: fp32 [Hkv]; dynamic: [blocks, Hkv, 64]; or None.
+        dynamic: Whether scales are taken from the data and cached with them.
     """
 
     k: Tensor
     v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    dynamic: bool = False
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """Bytes of one token's K and V, and of its scales where it has its own."""
+        tensors = [self.k, self.v]
+        tensors += [s for s in (self.k_scale, self.v_scale) if s is not None and self.dynamic]
+        return sum(tensor[0].nbytes for tensor in tensors) // KV_BLOCK
 
 
-def make_pools(
-    blocks: int,
-    kv_heads: int,
-    head_dim: int,
-    scales: list[tuple[Tensor, Tensor] | None],
+def make_pool(
+    shape: tuple[int, int, int, int],
     dtype: torch.dtype,
-) -> list[KVPool]:
-    """Allocate the cache of every layer: int8 where the layer has scales, else `dtype`."""
-    shape = (blocks, kv_heads, KV_BLOCK, head_dim)
-    pools = []
-    for pair in scales:
-        k, v = (torch.zeros(shape, dtype=torch.int8 if pair else dtype) for _ in range(2))
-        pools.append(KVPool(k, v, *(pair or (None, None))))
-    return pools
+    spec: KVCacheSpec | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> KVPool:
+    """Allocate the cache of one layer.
+
+    Args:
+        shape: blocks, KV heads, 64, head_dim.
+        dtype: Of K and V where they are not quantized.
+        spec: How they are quantized, or None.
+        scales: Static scales of K and V, where the specification has them.
+    """
+    if spec is None:
+        return KVPool(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+    k, v = (torch.zeros(shape, dtype=TYPES[spec.dtype].storage) for _ in range(2))
+    if spec.dynamic:
+        return KVPool(k, v, torch.ones(shape[:3]), torch.ones(shape[:3]), dynamic=True)
+    assert scales is not None
+    return KVPool(k, v, *scales)

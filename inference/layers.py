@@ -10,6 +10,8 @@ from torch import Tensor
 
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
+from formats.scheme import ActivationSpec
+from kernels.numerics import TYPES, dequantize, fake_quantize_activations
 from kernels.ops import (
     FloatWeight,
     Int8Weight,
@@ -64,7 +66,38 @@ class Int8Linear:
         return self.weight.nbytes
 
 
-Linear = FloatLinear | Int8Linear
+@dataclass(frozen=True)
+class DequantizedLinear:
+    """Any other scheme: the numbers that the stored weight stands for, held in floating point.
+
+    The input goes through the same quantization as in a kernel of integers or fp8, so that the
+    result is that of one up to the rounding of sums; memory and speed are those of a float layer.
+
+    Attributes:
+        weight: The dequantized weight, in fp32.
+        activations: How the input is quantized, or None.
+        input_scale: fp32, one element, where that is static.
+    """
+
+    weight: FloatWeight
+    activations: ActivationSpec | None
+    input_scale: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] float -> [T, N] in the type of `x`."""
+        seen, spec = x, self.activations
+        if spec is not None:
+            kind = TYPES[spec.dtype]
+            seen = fake_quantize_activations(x, self.input_scale, kind, spec.group)
+        return float_linear(seen, self.weight).to(x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.weight.nbytes
+
+
+Linear = FloatLinear | Int8Linear | DequantizedLinear
 
 
 def load_linear(
@@ -88,22 +121,36 @@ def load_linear(
             f"{', '.join(modules)} share one input, but only some are quantized; quantize all of "
             "them or ignore all of them"
         )
-    weights = [checkpoint.tensor(f"{module}.weight") for module in modules]
-    if len({weight.shape[1] for weight in weights}) > 1:
+    shapes = [checkpoint.weight_shape(module) for module in modules]
+    if len({columns for _, columns in shapes}) > 1:
         raise CheckpointError(f"{', '.join(modules)} share one input, but differ in its width")
     biases = [f"{module}.bias" in checkpoint for module in modules]
     bias = None
     if any(biases):
         parts = [
-            checkpoint.tensor(f"{module}.bias").float() if has else torch.zeros(len(weight))
-            for module, weight, has in zip(modules, weights, biases, strict=True)
+            checkpoint.tensor(f"{module}.bias").float() if has else torch.zeros(shape[0])
+            for module, shape, has in zip(modules, shapes, biases, strict=True)
         ]
         bias = torch.cat(parts)
     if not quantized[0]:
-        return FloatLinear(pack_float_weight(torch.cat(weights), bias, dtype, device))
-    scale = torch.cat([checkpoint.scale(f"{module}.weight_scale") for module in modules])
-    packed = pack_int8_weight(torch.cat(weights), scale, bias, device)
-    return Int8Linear(packed, _input_scale(checkpoint, modules, device))
+        weight = torch.cat([checkpoint.tensor(f"{module}.weight") for module in modules])
+        return FloatLinear(pack_float_weight(weight, bias, dtype, device))
+    return _quantized_linear(checkpoint, modules, bias, device)
+
+
+def _quantized_linear(
+    checkpoint: Checkpoint, modules: Sequence[str], bias: Tensor | None, device: torch.device
+) -> Linear:
+    spec, activations = checkpoint.scheme.weights, checkpoint.scheme.activations
+    assert spec is not None
+    input_scale = _input_scale(checkpoint, modules, device)
+    weights = [checkpoint.weight(module) for module in modules]
+    if spec.dtype == "int8" and activations is not None:
+        q, scale = torch.cat([w.q for w in weights]), torch.cat([w.scale for w in weights])
+        return Int8Linear(pack_int8_weight(q, scale, bias, device), input_scale)
+    values = [dequantize(w.q, w.scale, w.zero_point, spec.block) for w in weights]
+    packed = pack_float_weight(torch.cat(values), bias, torch.float32, device)
+    return DequantizedLinear(packed, activations, input_scale)
 
 
 def _input_scale(

@@ -5,9 +5,11 @@ per-token: a tensor is cut into blocks, each block has one scale, and
 
     q = clamp(round_half_even(x / scale), q_min, q_max),        x' = q * scale.
 
-Symmetric int8 is [-127, 127] with scale = absmax / 127, so that negation is exact. Scales are
-fp32. A block of zeros gets `TINY_SCALE`, so that a scale is always finite and positive. The
-division is a true fp32 division: fake quantization in calibration, the packed file and every
+Symmetric int8 is [-127, 127] with scale = absmax / 127, so that negation is exact; int4 is [-8, 7]
+with absmax / 7.5; fp8 is e4m3 with absmax / 448, clamped before the cast, which rounds half to
+even. Asymmetric integers have a zero point z: q = clamp(round(x / scale) + z), x' = (q - z) scale.
+Scales are fp32. A block of zeros gets `TINY_SCALE`, so that a scale is always finite and positive.
+The division is a true fp32 division: fake quantization in calibration, the packed file and every
 kernel agree bit for bit on the integers.
 """
 
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TINY_SCALE = 2.0**-60  # scale of an all-zero block: positive, and its square is still normal
@@ -24,16 +27,29 @@ TINY_SCALE = 2.0**-60  # scale of an all-zero block: positive, and its square is
 
 @dataclass(frozen=True)
 class QuantizedType:
-    """A storage type and the range of integers that quantization uses of it."""
+    """A storage type, the range of values that quantization uses of it, and what absmax maps to.
+
+    Attributes:
+        name: As recipes and scale tables call it.
+        storage: Element type that holds it; int4 is held one a byte until it is packed.
+        q_min: Smallest value.
+        q_max: Largest value.
+        top: The value that the largest magnitude of a block is scaled to. For int4 it is 7.5, half
+            a step beyond the range: the step is finer, and the one value that is cut loses no more
+            than rounding loses elsewhere.
+    """
 
     name: str
     storage: torch.dtype
     q_min: int
     q_max: int
+    top: float
 
 
-INT8 = QuantizedType("int8", torch.int8, -127, 127)
-TYPES: dict[str, QuantizedType] = {INT8.name: INT8}
+INT8 = QuantizedType("int8", torch.int8, -127, 127, 127.0)
+INT4 = QuantizedType("int4", torch.int8, -8, 7, 7.5)
+FP8 = QuantizedType("fp8_e4m3", torch.float8_e4m3fn, -448, 448, 448.0)
+TYPES: dict[str, QuantizedType] = {kind.name: kind for kind in (INT8, INT4, FP8)}
 
 
 def block_view(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -60,35 +76,77 @@ def block_view(x: Tensor, block: Sequence[int]) -> Tensor:
     return x.reshape(shape)
 
 
+def pad_to_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
+    """`x` with zeros appended to each dimension up to whole blocks."""
+    missing = [0 if n == -1 else -size % n for size, n in zip(x.shape, block, strict=True)]
+    if not any(missing):
+        return x
+    return F.pad(x, [amount for size in reversed(missing) for amount in (0, size)])
+
+
 def block_absmax(x: Tensor, block: Sequence[int]) -> Tensor:
     """Largest magnitude of each block: fp32, one element a block, same number of dimensions.
 
-    NaN propagates: a block with a NaN has absmax NaN, which `choose_scale` refuses.
+    Blocks at an edge may be smaller. NaN propagates: a block with a NaN has absmax NaN, which
+    `choose_scale` refuses.
     """
     inner = tuple(range(1, 2 * x.dim(), 2))
-    return block_view(x.float().abs(), block).amax(dim=inner)
+    return block_view(pad_to_blocks(x.float().abs(), block), block).amax(dim=inner)
 
 
 def choose_scale(absmax: Tensor, dtype: QuantizedType = INT8) -> Tensor:
-    """Symmetric scale absmax / q_max in fp32, `TINY_SCALE` where absmax is (nearly) zero.
+    """Symmetric scale absmax / top in fp32, `TINY_SCALE` where absmax is (nearly) zero.
 
     Raises:
         ValueError: absmax holds NaN, infinity or a negative number.
     """
     if not bool((torch.isfinite(absmax) & (absmax >= 0)).all()):
         raise ValueError("absmax must be finite and not negative; the data hold NaN or infinity")
-    return (absmax.float() / dtype.q_max).clamp(min=TINY_SCALE)
+    return (absmax.float() / dtype.top).clamp(min=TINY_SCALE)
 
 
-def expand_scale(scale: Tensor, shape: Sequence[int]) -> Tensor:
-    """Repeat one scale a block to a tensor of `shape` (broadcastable where a block spans a dim)."""
+def choose_affine(low: Tensor, high: Tensor, dtype: QuantizedType) -> tuple[Tensor, Tensor]:
+    """Scale and zero point that map [low, high], widened to contain 0, onto the whole range.
+
+    Args:
+        low: Smallest value of each block, finite.
+        high: Largest value of each block, finite.
+        dtype: An integer type.
+
+    Returns:
+        (fp32 scale, zero point in the type's storage): x' = (q - zero_point) * scale, and 0 is
+        exactly representable.
+    """
+    low, high = low.float().clamp(max=0), high.float().clamp(min=0)
+    if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
+        raise ValueError("range must be finite; the data hold NaN or infinity")
+    scale = ((high - low) / (dtype.q_max - dtype.q_min)).clamp(min=TINY_SCALE)
+    zero_point = (dtype.q_min - torch.round(low / scale)).clamp(dtype.q_min, dtype.q_max)
+    return scale, zero_point.to(dtype.storage)
+
+
+def expand_scale(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None = None) -> Tensor:
+    """Repeat one scale a block to a tensor of `shape` (broadcastable where a block spans a dim).
+
+    Args:
+        scale: One element a block.
+        shape: Of the tensor that is scaled.
+        block: Block lengths, needed where blocks at an edge are smaller.
+    """
     for dim, (blocks, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if blocks not in (1, size):
-            scale = scale.repeat_interleave(size // blocks, dim=dim)
+            length = size // blocks if block is None else block[dim]
+            scale = scale.repeat_interleave(length, dim=dim).narrow(dim, 0, size)
     return scale
 
 
-def quantize(x: Tensor, scale: Tensor, dtype: QuantizedType = INT8) -> Tensor:
+def quantize(
+    x: Tensor,
+    scale: Tensor,
+    dtype: QuantizedType = INT8,
+    zero_point: Tensor | None = None,
+    block: Sequence[int] | None = None,
+) -> Tensor:
     """Quantize with given scales.
 
     Args:
@@ -96,26 +154,63 @@ def quantize(x: Tensor, scale: Tensor, dtype: QuantizedType = INT8) -> Tensor:
         scale: fp32 scales, one a block with as many dimensions as `x` (see `block_absmax`), or a
             0-dimensional tensor for the whole of `x`.
         dtype: Storage type and range.
+        zero_point: Of the scale's shape, or None for symmetric quantization.
+        block: Block lengths, needed where blocks at an edge are smaller.
 
     Returns:
         Tensor of `dtype.storage` with the shape of `x`.
     """
     if scale.dim():
-        scale = expand_scale(scale, x.shape)
-    q = torch.round(x.float() / scale).clamp_(dtype.q_min, dtype.q_max)
-    return q.to(dtype.storage)
+        scale = expand_scale(scale, x.shape, block)
+    q = x.float() / scale
+    if not dtype.storage.is_floating_point:
+        q = torch.round(q)
+    if zero_point is not None:
+        q = q + expand_scale(zero_point.float(), x.shape, block)
+    return q.clamp_(dtype.q_min, dtype.q_max).to(dtype.storage)
 
 
-def dequantize(q: Tensor, scale: Tensor) -> Tensor:
-    """q * scale in fp32; `scale` as in `quantize`."""
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    block: Sequence[int] | None = None,
+) -> Tensor:
+    """(q - zero_point) * scale in fp32; arguments as in `quantize`."""
     if scale.dim():
-        scale = expand_scale(scale, q.shape)
-    return q.float() * scale
+        scale = expand_scale(scale, q.shape, block)
+    wide = q.float()
+    if zero_point is not None:
+        wide = wide - expand_scale(zero_point.float(), q.shape, block)
+    return wide * scale
 
 
 def fake_quantize(x: Tensor, scale: Tensor, dtype: QuantizedType = INT8) -> Tensor:
     """Quantize and dequantize: what the kernels will see of `x`, in fp32."""
     return dequantize(quantize(x, scale, dtype), scale)
+
+
+def fake_quantize_activations(
+    x: Tensor, scale: Tensor | None, dtype: QuantizedType = INT8, group: int = -1
+) -> Tensor:
+    """What a quantized linear layer sees of its input.
+
+    Args:
+        x: [..., K].
+        scale: Static scale, one element, or None where scales follow from the data.
+        dtype: Quantized type.
+        group: Elements of a row that share a scale where it follows from the data; -1 for all.
+
+    Returns:
+        fp32, of the shape of `x`.
+    """
+    if scale is not None:
+        return fake_quantize(x, scale.reshape(()), dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    block = (1, group)
+    scales = choose_scale(block_absmax(rows, block), dtype)
+    q = quantize(rows, scales, dtype, block=block)
+    return dequantize(q, scales, block=block).reshape(x.shape)
 
 
 def sqnr_db(signal: Tensor, noisy: Tensor) -> float:

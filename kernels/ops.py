@@ -85,9 +85,9 @@ _register(
 )
 _register(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, "
-    "Tensor? k_scale, Tensor? v_scale) -> ()",
+    "Tensor(c!)? k_scale, Tensor(d!)? v_scale, bool dynamic) -> ()",
     cpu_attention.write_kv,
-    lambda k, v, k_pool, v_pool, slots, k_scale, v_scale: None,
+    lambda k, v, k_pool, v_pool, slots, k_scale, v_scale, dynamic: None,
 )
 _register(
     "paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_tables, "
@@ -259,19 +259,25 @@ def write_kv(
     slots: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    dynamic: bool = False,
 ) -> None:
     """Put the keys (after RoPE) and values of new tokens into the paged cache, quantizing them.
+
+    Static scales say how; with `dynamic`, each head of each token is scaled by its own absmax, and
+    its scale is put where the tensors of scales have a place for it.
 
     Args:
         k: [T, Hkv, D].
         v: [T, Hkv, D].
-        k_pool: [blocks, Hkv, 64, D]; int8 with scales, float without. Changed in place.
+        k_pool: [blocks, Hkv, 64, D]; int8 or fp8 with scales, float without. Changed in place.
         v_pool: Likewise.
         slots: int64 [T], block * 64 + offset; no two alike.
-        k_scale: fp32 [Hkv] or None.
-        v_scale: fp32 [Hkv] or None.
+        k_scale: fp32 [Hkv], [Hkv, D] (a scale for each channel), with `dynamic` [blocks, Hkv, 64],
+            changed in place, or None.
+        v_scale: fp32 [Hkv], with `dynamic` [blocks, Hkv, 64], changed in place, or None.
+        dynamic: Whether scales are taken from the data.
     """
-    torch.ops.ptq.write_kv(k, v, k_pool, v_pool, slots, k_scale, v_scale)
+    torch.ops.ptq.write_kv(k, v, k_pool, v_pool, slots, k_scale, v_scale, dynamic)
 
 
 def paged_attention(
@@ -294,14 +300,14 @@ def paged_attention(
 
     Args:
         q: [T, Hq, D], the sequences' queries one after another.
-        k_pool: [blocks, Hkv, 64, D], int8 with scales, float without.
+        k_pool: [blocks, Hkv, 64, D], int8 or fp8 with scales, float without.
         v_pool: Likewise.
         block_tables: int64 [S, M], the blocks of each sequence in order; entries beyond its
             context are ignored but must be valid block numbers.
         query_start: int64 [S + 1] on the CPU, where each sequence's queries begin in `q`.
         context_len: int64 [S] on the CPU, tokens in the cache, new ones included.
-        k_scale: fp32 [Hkv] or None.
-        v_scale: fp32 [Hkv] or None.
+        k_scale: fp32 [Hkv], [Hkv, D], [blocks, Hkv, 64] (one for each cached token) or None.
+        v_scale: fp32 [Hkv], [blocks, Hkv, 64] or None.
         softmax_scale: Factor of q k^T, usually 1 / sqrt(D).
         sliding_window: Positions seen, or None for all.
 

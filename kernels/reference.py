@@ -78,15 +78,22 @@ def write_kv(
     slots: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    dynamic: bool = False,
 ) -> None:
     """Token by token, head by head."""
     for x, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
-        size = pool.shape[2]
+        size, top = pool.shape[2], 127.0 if pool.dtype == torch.int8 else 448.0
         for token, slot in enumerate(slots.tolist()):
             for head in range(pool.shape[1]):
-                row = x[token, head]
-                stored = row if scale is None else quantize_static(row, scale[head])
-                pool[slot // size, head, slot % size] = stored.to(pool.dtype)
+                row, place = x[token, head].float(), (slot // size, head, slot % size)
+                if scale is not None and dynamic:
+                    scale[place] = (row.abs().max() / top).clamp(min=TINY_SCALE)
+                    row = row / scale[place]
+                elif scale is not None:
+                    row = row / scale[head]
+                if scale is not None:
+                    row = (row.round() if pool.dtype == torch.int8 else row).clamp(-top, top)
+                pool[place] = row.to(pool.dtype)
 
 
 def paged_attention(
@@ -105,10 +112,10 @@ def paged_attention(
     out = torch.zeros_like(q)
     group = q.shape[1] // k_pool.shape[1]
     for s, context in enumerate(context_len.tolist()):
-        k = k_pool[block_tables[s]].double().transpose(1, 2).flatten(0, 1)  # [positions, Hkv, D]
-        v = v_pool[block_tables[s]].double().transpose(1, 2).flatten(0, 1)
-        k = k if k_scale is None else k * k_scale.double()[None, :, None]
-        v = v if v_scale is None else v * v_scale.double()[None, :, None]
+        k, v = (
+            _values(pool, scale, block_tables[s]).transpose(1, 2).flatten(0, 1)
+            for pool, scale in ((k_pool, k_scale), (v_pool, v_scale))
+        )  # [positions, Hkv, D]
         first, last = query_start[s : s + 2].tolist()
         for row in range(first, last):
             position = context - (last - row)
@@ -118,3 +125,13 @@ def paged_attention(
                 weights = torch.softmax(keys @ q[row, head].double() * softmax_scale, dim=0)
                 out[row, head] = (weights @ values).to(q.dtype)
     return out
+
+
+def _values(pool: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """What cached numbers stand for: fp64 [blocks, Hkv, 64, D]."""
+    values = pool[blocks].double()
+    if scale is None:
+        return values
+    if scale.dim() == 3:  # one for each cached token
+        return values * scale[blocks].double()[..., None]
+    return values * scale.double().reshape(1, scale.shape[0], 1, -1)

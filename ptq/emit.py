@@ -16,9 +16,11 @@ from formats.checkpoint import Checkpoint
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
 from formats.writer import CheckpointWriter
-from kernels.numerics import choose_scale
-from ptq.methods.base import BlockWork
+from kernels.numerics import TYPES, QuantizedType, choose_scale, expand_scale
+from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import ModuleRow
+
+ROLES: tuple[Role, Role] = ("k_cache", "v_cache")
 
 
 def emit_rest(writer: CheckpointWriter, checkpoint: Checkpoint, blocks: tuple[str, ...]) -> None:
@@ -41,7 +43,8 @@ def emit_block(writer: CheckpointWriter, checkpoint: Checkpoint, work: BlockWork
         elif leaf == "weight":
             solved, bias = work.quantized[module], work.block.linears[module].bias
             stored = None if bias is None else bias.to(checkpoint.dtype(f"{module}.bias"))
-            writer.add_linear(module, solved.weight, solved.scale, stored, solved.input_scale)
+            dtype = checkpoint.dtype(name)
+            writer.add_linear(module, solved.weight, dtype, stored, solved.input_scale)
 
 
 def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
@@ -49,32 +52,38 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
     entries: list[ScaleEntry] = []
     for row in rows:
         solved = work.quantized[row.module]
+        weight = work.block.linears[row.module].weight
         entries.append(
             _entry(
                 f"{row.module}.weight_scale",
                 "weight",
-                solved.scale,
-                granularity="per_channel",
-                statistic="absmax",
-                absmax=work.block.linears[row.module].weight.abs().max().item(),
+                stored_scale(solved),
+                dtype=solved.spec.dtype,
+                granularity=solved.spec.granularity,
+                statistic=solved.statistic,
+                absmax=weight.abs().max().item(),
                 tokens=0,
-                clip_fraction=0.0,
+                clip_fraction=weight_clip_fraction(weight, solved),
                 sqnr_db=row.weight_sqnr_db,
             )
         )
-        if solved.input_scale is not None:
+        activations = work.scheme.activations
+        if solved.input_scale is not None and activations is not None:
             stats = work.observed(row.module, "input")
             entries.append(
                 _entry(
                     f"{row.module}.input_scale",
                     "input",
                     solved.input_scale,
+                    dtype=activations.dtype,
                     granularity="per_tensor",
                     statistic=work.input_observer.method,
                     absmax=stats.absmax,
                     tokens=stats.tokens,
                     clip_fraction=clip_fraction(stats, work.input_absmax(row.module)),
-                    sqnr_db=estimated_sqnr_db(stats, solved.input_scale.item()),
+                    sqnr_db=estimated_sqnr_db(
+                        stats, solved.input_scale.item(), TYPES[activations.dtype]
+                    ),
                 )
             )
     return entries
@@ -84,36 +93,79 @@ def emit_kv_scales(
     writer: CheckpointWriter, work: BlockWork, spec: KVCacheSpec, observer: ObserverSpec
 ) -> list[ScaleEntry]:
     """Set the static scales of a block's cached K and V; returns their rows of the scale table."""
+    if spec.dynamic:
+        return []
     attention, scales, entries = work.block.attention, [], []
-    roles: tuple[Role, Role] = ("k_cache", "v_cache")
-    for role in roles:
+    for role in ROLES:
         stats = work.observed(attention, role)
-        per_head = spec.granularity == "per_head"
-        parts = [stats.head(h) for h in range(stats.heads)] if per_head else [stats]
-        ranges = [choose_absmax(part, observer) for part in parts]
-        scale = choose_scale(torch.tensor(ranges, dtype=torch.float32))
+        scale, clipped, sqnr_db = kv_scale(stats, role, spec, observer)
         scales.append(scale)
-        clipped = [clip_fraction(part, limit) for part, limit in zip(parts, ranges, strict=True)]
         entries.append(
             _entry(
                 f"{attention}.{role[0]}_scale",
                 role,
                 scale,
-                granularity=spec.granularity,
+                dtype=spec.dtype,
+                granularity="per_head" if scale.dim() == 1 and len(scale) > 1 else spec.granularity,
                 statistic=observer.method,
                 absmax=stats.absmax,
                 tokens=stats.tokens,
-                clip_fraction=sum(clipped) / len(clipped),  # heads have equal counts
-                sqnr_db=_worst_sqnr_db(parts, scale),
+                clip_fraction=clipped,
+                sqnr_db=sqnr_db,
             )
         )
     writer.set_kv_scales(attention, *scales)
     return entries
 
 
-def _worst_sqnr_db(parts: list[TensorStatistics], scale: Tensor) -> float | None:
+def kv_scale(
+    stats: TensorStatistics, role: Role, spec: KVCacheSpec, observer: ObserverSpec
+) -> tuple[Tensor, float, float | None]:
+    """Static scale of K or V, the share of values that it cuts off, and its SQNR in dB.
+
+    Channels of K are scaled by their absmax, whatever the observer: a channel has no histogram.
+    The ratio is then that of the head's worst channel scale.
+    """
+    kind = TYPES[spec.dtype]
+    if spec.granularity == "per_channel" and role == "k_cache":
+        absmax = stats.channel_absmax.reshape(stats.heads, -1)
+        scale = choose_scale(absmax, kind)
+        parts = [(stats.head(h) if stats.heads > 1 else stats) for h in range(stats.heads)]
+        return scale, 0.0, _worst_sqnr_db(parts, scale.amax(dim=1), kind)
+    parts = [stats]
+    if spec.granularity != "per_tensor":
+        parts = [stats.head(h) for h in range(stats.heads)] if stats.heads > 1 else parts
+    ranges = [choose_absmax(part, observer, kind) for part in parts]
+    scale = choose_scale(torch.tensor(ranges, dtype=torch.float32), kind)
+    clipped = [clip_fraction(part, limit) for part, limit in zip(parts, ranges, strict=True)]
+    # heads have equal counts
+    return scale, sum(clipped) / len(clipped), _worst_sqnr_db(parts, scale, kind)
+
+
+def stored_scale(solved: QuantizedLinear) -> Tensor:
+    """A weight's scales in the shape that the checkpoint has."""
+    scale = solved.weight.scale
+    return scale.reshape(1) if solved.spec.granularity == "per_tensor" else scale
+
+
+def weight_clip_fraction(weight: Tensor, solved: QuantizedLinear) -> float:
+    """Share of the weights that lie beyond the range of their scale by more than half a step."""
+    kind, stored = TYPES[solved.spec.dtype], solved.weight
+    if kind.storage.is_floating_point:
+        return 0.0
+    scale = expand_scale(stored.scale, weight.shape, solved.spec.block)
+    steps = weight / scale
+    if stored.zero_point is not None:
+        steps = steps + expand_scale(stored.zero_point.float(), weight.shape, solved.spec.block)
+    beyond = (steps > kind.q_max + 0.5) | (steps < kind.q_min - 0.5)
+    return beyond.float().mean().item()
+
+
+def _worst_sqnr_db(
+    parts: list[TensorStatistics], scale: Tensor, kind: QuantizedType
+) -> float | None:
     """The lowest ratio of all heads; None if every one is lossless."""
-    ratios = [estimated_sqnr_db(p, s.item()) for p, s in zip(parts, scale, strict=True)]
+    ratios = [estimated_sqnr_db(p, s.item(), kind) for p, s in zip(parts, scale, strict=True)]
     return min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
@@ -122,6 +174,7 @@ def _entry(
     role: Role,
     scale: Tensor,
     *,
+    dtype: str,
     granularity: str,
     statistic: str,
     absmax: float,
@@ -132,7 +185,7 @@ def _entry(
     return ScaleEntry(
         module=tensor.rpartition(".")[0],
         role=role,
-        dtype="int8",
+        dtype=dtype,
         granularity=granularity,
         shape=tuple(scale.shape),
         tensor=tensor,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import functional as F
 
-from ptq.methods.base import BlockWork, QuantizedLinear, fake_quantize_input
+from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import Event, ModuleRow
 
 SAMPLES = 8  # sequences that outputs are compared on
@@ -32,7 +32,7 @@ def measure(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> Ratios:
     def compare(name: str, x: Tensor) -> None:
         if name in layers:
             exact = F.linear(x, work.block.linears[name].weight)
-            seen = fake_quantize_input(x, layers[name].input_scale)
+            seen = work.seen_input(x, layers[name].input_scale)
             powers[name].append(_powers(exact, F.linear(seen, weights[name])))
 
     for sample in work.samples(SAMPLES) if layers else ():

@@ -225,10 +225,8 @@ def observe(work: BlockWork, methods: Sequence[Method] = (), *, histograms: bool
     """
     for method in methods:
         method.prepare(work)
-    first: dict[str, str] = {}  # fused group, or layer, to the layer that is observed for it
-    for name in work.block.linears:
-        first.setdefault(work.fused.get(name, name), name)
-    observed, statistics = set(first.values()), Statistics()
+    stand_in, statistics = work.observed_for, Statistics()
+    observed = set(stand_in.values())
 
     def on_input(name: str, x: Tensor) -> None:
         for method in methods:
@@ -243,7 +241,7 @@ def observe(work: BlockWork, methods: Sequence[Method] = (), *, histograms: bool
     for sample in range(len(work.block.inputs)):
         work.block.run(sample, on_input=on_input, on_kv=on_kv)
     for name in work.block.linears:
-        statistics[name, "input"] = statistics[first[work.fused.get(name, name)], "input"]
+        statistics[name, "input"] = statistics[stand_in[name], "input"]
     work.statistics = statistics
 
 

@@ -18,7 +18,7 @@ from formats.checkpoint import Checkpoint
 from formats.compressed_tensors import is_ignored
 from formats.scheme import Strict
 from ptq import preflight
-from ptq.methods.specs import SmoothingKind, SmoothQuantSpec
+from ptq.methods.specs import AWQSpec, SmoothingKind, SmoothQuantSpec
 from ptq.problems import Problem, Where, recipe_error
 from ptq.recipe import Recipe
 from ptq.strict_yaml import Key
@@ -178,17 +178,14 @@ def _plan_module(
     scheme, action = recipe.scheme, "float"
     if block is None:
         reason = "outside of the decoder blocks"
-    elif scheme.weights is None or scheme.activations is None:
+    elif scheme.weights is None:
         reason = f"scheme {scheme.wac} quantizes the cache only"
     elif ignored is not None:
         reason = f"ignored by {ignored!r}"
     else:
         action = "quantize"
-        how = "dynamic" if scheme.activations.dynamic else "static"
-        reason = (
-            f"{scheme.weights.dtype} weights {scheme.weights.granularity}, {how} "
-            f"{scheme.activations.dtype} inputs {scheme.activations.granularity}"
-        )
+        parts = (scheme.weights, scheme.activations)
+        reason = ", ".join(part.text for part in parts if part is not None)
     part = name.removeprefix(f"{block}.")
     fused = next((fused for fused, parts in FUSED.items() if part in parts), None)
     return ModulePlan(
@@ -220,14 +217,42 @@ def _check_groups(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[t
                 f"{group} fuses {names}, but only {', '.join(kept)} "
                 f"{'is' if len(kept) == 1 else 'are'} ignored; ignore all of them or none",
             )
+    yield from _check_divisible(recipe, modules)
     if recipe.scheme.weights is not None and all(m.action == "float" for m in modules):
         yield ("ignore",), f"leaves no layer to the scheme {recipe.scheme.wac}; ignore fewer"
 
 
+def _check_divisible(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[tuple[Key, str]]:
+    """Layers whose inputs are not whole groups, or whose outputs do not fill packed words."""
+    spec = recipe.scheme.weights
+    if spec is None:
+        return
+    for module in modules:
+        rows, columns = module.shape
+        if module.action != "quantize":
+            continue
+        if spec.group_size is not None and columns % spec.group_size:
+            fits = [size for size in (128, 64, 32) if columns % size == 0]
+            hint = f"group_size {fits[0]} divides it" if fits else "add the layer to ignore"
+            yield (
+                ("scheme", "weights", "group_size"),
+                f"{spec.group_size} does not divide the {columns} inputs of {module.name}; {hint}",
+            )
+        if not spec.symmetric and rows % (32 // spec.bits):
+            yield (
+                ("scheme", "weights", "symmetric"),
+                f"zero points are packed {32 // spec.bits} a word, which does not divide the "
+                f"{rows} outputs of {module.name}; use symmetric: true or add the layer to ignore",
+            )
+
+
 def _smoothing_groups(recipe: Recipe, blocks: tuple[str, ...]) -> Iterator[SmoothingGroup]:
-    spec = next((m for m in recipe.methods if isinstance(m, SmoothQuantSpec)), None)
-    for block in blocks if spec is not None else ():
-        for kind in spec.targets if spec is not None else ():
+    kinds: dict[SmoothingKind, None] = {}
+    for method in recipe.methods:
+        if isinstance(method, SmoothQuantSpec | AWQSpec):
+            kinds |= dict.fromkeys(method.targets)
+    for block in blocks:
+        for kind in kinds:
             source, consumers = SMOOTHED[kind]
             yield SmoothingGroup(
                 kind=kind,

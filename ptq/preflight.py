@@ -23,6 +23,7 @@ from calibrate.stream import SUPPORTED
 from formats.checkpoint import Checkpoint
 from formats.compressed_tensors import is_ignored
 from formats.scheme import Scheme
+from formats.weights import scale_shape, storage_format
 from ptq.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe import Recipe
 from ptq.strict_yaml import Key
@@ -182,22 +183,36 @@ def predict_checkpoint(
 ) -> int:
     """Bytes of the weights that will be written, with their scales.
 
-    A quantized layer [out, in] takes one byte an element, an fp32 scale for each output channel,
-    and one for a static input; all else keeps its type. The cache takes fp32 scales for K and V.
+    A quantized layer [out, in] takes its bits an element, its scales and zero points, and an fp32
+    scale for a static input; all else keeps its type. A static cache takes fp32 scales.
     """
     total = 0
     for name in checkpoint.names():
-        elements = math.prod(checkpoint.shape(name))
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
         module, _, leaf = name.rpartition(".")
-        if module in quantized and leaf == "weight":
-            static = scheme.activations is not None and not scheme.activations.dynamic
-            total += elements + 4 * (checkpoint.shape(name)[0] + static)
+        if module in quantized and leaf == "weight" and scheme.weights is not None:
+            total += _weight_bytes(scheme, (shape[0], shape[1]), dtype)
         else:
-            total += elements * checkpoint.dtype(name).itemsize
-    if scheme.kv_cache is not None:
-        scales = config.num_key_value_heads if scheme.kv_cache.granularity == "per_head" else 1
-        total += config.num_hidden_layers * 2 * 4 * scales
+            total += math.prod(shape) * dtype.itemsize
+    if scheme.kv_cache is not None and not scheme.kv_cache.dynamic:
+        heads = config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for role in ("k_cache", "v_cache"):
+            scales = math.prod(scheme.kv_cache.scale_shape(role, heads, dim))
+            total += config.num_hidden_layers * 4 * scales
     return total
+
+
+def _weight_bytes(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes of a quantized layer [out, in], without its bias, for a model in `dtype`."""
+    assert scheme.weights is not None
+    spec, scales = scheme.weights, math.prod(scale_shape(scheme.weights, shape))
+    static = scheme.activations is not None and not scheme.activations.dynamic
+    packed = storage_format(scheme) == "pack-quantized"
+    total = math.prod(shape) * spec.bits // 8 + scales * (dtype.itemsize if packed else 4)
+    total += 16 if packed else 0  # its shape
+    total += 0 if spec.symmetric else scales * spec.bits // 8
+    return total + (4 if static else 0)
 
 
 def predict_memory(

@@ -38,7 +38,7 @@ from calibrate.observers import ObserverSpec
 from formats.errors import RecipeError
 from formats.scheme import Scheme, Strict
 from ptq.draft import Draft
-from ptq.methods.specs import MethodSpec
+from ptq.methods.specs import ROUNDING, MethodSpec
 from ptq.problems import Origin, Problem, Where, recipe_error, suggestion
 from ptq.strict_yaml import dump, parse
 
@@ -162,11 +162,16 @@ class Recipe(Strict):
                 f"found {', '.join(names)}, but the scheme {scheme.wac} leaves weights and "
                 "activations in floating point; remove the methods or quantize weights"
             )
-        if scheme is not None and scheme.weights is not None and names[-1:] != ["rtn"]:
+        if scheme is None or scheme.weights is None:
+            return methods
+        allowed = " or ".join(ROUNDING)
+        if not names or names[-1] not in ROUNDING:
             raise ValueError(
                 f"found {', '.join(names) or 'none'}; the scheme {scheme.wac} quantizes weights, "
-                "and the last method must do so: end the list with rtn"
+                f"and the last method must do so: end the list with {allowed}"
             )
+        if early := [name for name in names[:-1] if name in ROUNDING]:
+            raise ValueError(f"found {', '.join(names)}; {early[0]} can only be the last method")
         return methods
 
 

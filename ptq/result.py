@@ -31,11 +31,14 @@ class Event(Strict):
 
     Kinds: `smoothing_skipped` (a group could not be folded), `fallback` (a method did worse than
     doing nothing and was not applied), `worse_than_baseline` (a module's output is noisier than
-    with round-to-nearest alone), `clipping` (an observer cut off many values).
+    with round-to-nearest alone), `clipping` (an observer cut off many values), `damping_raised` (a
+    Hessian needed more damping than asked for).
     """
 
     module: str
-    kind: Literal["smoothing_skipped", "fallback", "worse_than_baseline", "clipping"]
+    kind: Literal[
+        "smoothing_skipped", "fallback", "worse_than_baseline", "clipping", "damping_raised"
+    ]
     message: str
 
 

@@ -105,17 +105,20 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     from formats.checkpoint import Checkpoint
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
+    from formats.weights import storage_format
     from formats.writer import CheckpointWriter
-    from kernels.numerics import block_absmax, choose_scale, quantize
+    from ptq.emit import stored_scale
+    from ptq.methods.base import QuantizedLinear
+    from ptq.methods.rounding import round_weight
 
     scheme, model = PRESETS[preset], Checkpoint.open(source)
     rows: list[ScaleEntry] = []
 
-    def row(module: str, role: str, scale: torch.Tensor, tensor: str) -> None:
+    def row(role: str, scale: torch.Tensor, tensor: str) -> None:
         low, high = scale.min().item(), scale.max().item()
         rows.append(
             ScaleEntry(
-                module=module,
+                module=tensor.rpartition(".")[0],
                 role=role,  # pyright: ignore[reportArgumentType]
                 dtype="int8",
                 granularity={"weight": "per_channel", "input": "per_tensor"}.get(role, "per_head"),
@@ -139,24 +142,26 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
                 if not (name.endswith("_proj.bias") and scheme.weights is not None):
                     file.add(name, model.tensor(name))
                 continue
-            weight = model.tensor(name).float()
-            scale = choose_scale(block_absmax(weight, (1, -1)))
+            packed = storage_format(scheme) == "pack-quantized"
+            dtype = model.dtype(name)
+            stored = round_weight(
+                model.tensor(name).float(), scheme.weights, dtype if packed else torch.float32
+            )
             static = scheme.activations is not None and not scheme.activations.dynamic
             input_scale = torch.tensor([0.05]) if static else None
             bias = model.tensor(f"{module}.bias") if f"{module}.bias" in model else None
-            file.add_linear(module, quantize(weight, scale), scale, bias, input_scale)
-            row(module, "weight", scale, f"{module}.weight_scale")
+            file.add_linear(module, stored, dtype, bias, input_scale)
+            solved = QuantizedLinear(stored, scheme.weights, input_scale)
+            row("weight", stored_scale(solved), f"{module}.weight_scale")
             if input_scale is not None:
-                row(module, "input", input_scale, f"{module}.input_scale")
+                row("input", input_scale, f"{module}.input_scale")
         for layer in range(model.config["num_hidden_layers"] if scheme.kv_cache else 0):
-            attention, heads = (
-                f"model.layers.{layer}.self_attn",
-                model.config["num_key_value_heads"],
-            )
+            attention = f"model.layers.{layer}.self_attn"
+            heads = model.config["num_key_value_heads"]
             k, v = torch.linspace(0.03, 0.04, heads), torch.linspace(0.02, 0.03, heads)
             file.set_kv_scales(attention, k, v)
-            row(attention, "k_cache", k, f"{attention}.k_scale")
-            row(attention, "v_cache", v, f"{attention}.v_scale")
+            row("k_cache", k, f"{attention}.k_scale")
+            row("v_cache", v, f"{attention}.v_scale")
         return file.finish(ScaleTable(entries=tuple(rows)))
 
 

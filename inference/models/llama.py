@@ -213,7 +213,7 @@ class LlamaModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, c.eps), rms_norm(k, layer.k_norm, c.eps)
         q, k = apply_rope(q, k, cos, sin)
-        write_kv(k, v, pool.k, pool.v, batch.slots, pool.k_scale, pool.v_scale)
+        write_kv(k, v, pool.k, pool.v, batch.slots, pool.k_scale, pool.v_scale, pool.dynamic)
         out = paged_attention(
             q,
             pool.k,

@@ -1,7 +1,8 @@
 """Attention over the paged cache on the CPU, of torch's batched fp32 matrix products.
 
-The cache's integers are multiplied as they are: the scale of K, like 1/sqrt(D), is folded into the
-query and the scale of V into the output, both constant for a head.
+The cache's integers are multiplied as they are: the scale of K (of a head, or of each of its
+channels), like 1/sqrt(D), is folded into the query and the scale of V into the output. Where each
+token has scales of its own, that of K multiplies its score and that of V its weight.
 
 For a query with scores s_t over its visible positions, out = sum_t e^(s_t - m) v_t / sum_t
 e^(s_t - m) with m = max_t s_t. Scores and products are taken block by block of 64 positions, always
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.linear import pad_rows
-from kernels.numerics import quantize
+from kernels.numerics import FP8, INT8, block_absmax, choose_scale, quantize
 
 KV_BLOCK = 64
+_BY_STORAGE = {kind.storage: kind for kind in (INT8, FP8)}
 SCORES_AT_ONCE = 1 << 22  # elements; bounds the memory of a long prefill
 
 
@@ -32,12 +34,21 @@ def write_kv(
     slots: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    dynamic: bool,
 ) -> None:
     """See `kernels.ops.write_kv`."""
     block, offset = slots // KV_BLOCK, slots % KV_BLOCK
     for x, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
-        stored = x if scale is None else quantize(x, scale.reshape(1, -1, 1))
-        pool[block, :, offset] = stored.to(pool.dtype)
+        if scale is None:
+            pool[block, :, offset] = x.to(pool.dtype)
+            continue
+        kind = _BY_STORAGE[pool.dtype]
+        if dynamic:
+            own = choose_scale(block_absmax(x, (1, 1, -1)), kind)  # [T, Hkv, 1]
+            scale[block, :, offset] = own[..., 0]
+        else:
+            own = scale.reshape(1, scale.shape[0], -1)  # [1, Hkv, 1 or D]
+        pool[block, :, offset] = quantize(x, own, kind)
 
 
 def paged_attention(
@@ -56,8 +67,9 @@ def paged_attention(
     kv_heads = k_pool.shape[1]
     group = q.shape[1] // kv_heads
     fold = torch.full((kv_heads, 1, 1), softmax_scale)
-    if k_scale is not None:
-        fold = fold * k_scale.reshape(-1, 1, 1)
+    per_token = k_scale is not None and k_scale.dim() == 3
+    if k_scale is not None and not per_token:
+        fold = fold * k_scale.reshape(kv_heads, 1, -1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, contexts = query_start.tolist(), context_len.tolist()
     for first, last in _equal_runs(starts):  # sequences with as many queries each
@@ -73,6 +85,9 @@ def paged_attention(
             position = context[:, None] - count + torch.arange(begin, end)  # [S, n]
             blocks = -(-(longest - count + end) // KV_BLOCK)
             table = block_tables[first:last, :blocks]
+            token_scales = None
+            if per_token and k_scale is not None and v_scale is not None:
+                token_scales = (k_scale[table], v_scale[table])
             rows = sequences[:, begin:end].unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4)
             result = _attend(
                 rows.flatten(2, 3).float() * fold,  # [S, Hkv, n * group, D]
@@ -80,8 +95,9 @@ def paged_attention(
                 v_pool[table],
                 position.repeat_interleave(group, dim=1),
                 sliding_window,
+                token_scales,
             )
-            if v_scale is not None:
+            if v_scale is not None and not per_token:
                 result = result * v_scale.reshape(-1, 1, 1)
             result = result.unflatten(2, (end - begin, group)).permute(0, 2, 1, 3, 4)
             target[:, begin:end] = result.flatten(2, 3).to(out.dtype)
@@ -101,7 +117,12 @@ def _equal_runs(starts: list[int]) -> list[tuple[int, int]]:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, position: Tensor, sliding_window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    sliding_window: int | None,
+    scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Attention of one batch of equally many queries.
 
@@ -111,13 +132,16 @@ def _attend(
         v: Likewise.
         position: int64 [S, R], position of each row's query.
         sliding_window: Positions seen, or None.
+        scales: Of each token's K and V, fp32 [S, B, Hkv, 64] both, or None.
 
     Returns:
-        fp32 [S, Hkv, R, D], before the scale of V.
+        fp32 [S, Hkv, R, D], before a static scale of V.
     """
     rows, blocks = q.shape[2], k.shape[1]
     q = pad_rows(q).unsqueeze(1)  # [S, 1, Hkv, R, D]
     scores = torch.matmul(q, k.float().transpose(-1, -2))  # [S, B, Hkv, R, 64]
+    if scales is not None:
+        scores = scores * scales[0].unsqueeze(3)
     key = torch.arange(blocks * KV_BLOCK).view(1, blocks, 1, 1, KV_BLOCK)
     own = torch.nn.functional.pad(position, (0, q.shape[3] - rows))[:, None, None, :, None]
     hidden = key > own
@@ -126,8 +150,10 @@ def _attend(
     scores = scores.masked_fill_(hidden, -torch.inf)
     top = scores.amax(dim=(1, 4), keepdim=True).clamp_(min=-1e30)  # finite if all is hidden
     weights = torch.exp(scores.sub_(top))
-    products = torch.matmul(weights, v.float())  # [S, B, Hkv, R, D]
     sums = weights.sum(dim=-1, keepdim=True)  # [S, B, Hkv, R, 1]
+    if scales is not None:
+        weights = weights * scales[1].unsqueeze(3)
+    products = torch.matmul(weights, v.float())  # [S, B, Hkv, R, D]
     numerator, denominator = products[:, 0], sums[:, 0]
     for block in range(1, blocks):
         numerator = numerator + products[:, block]

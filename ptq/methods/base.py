@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from calibrate.observers import ObserverSpec, TensorStatistics, choose_absmax
 from calibrate.statistics import Statistics
 from calibrate.stream import Block
-from formats.scheme import Scheme
-from kernels.numerics import block_absmax, choose_scale, dequantize, fake_quantize, quantize
+from formats.scheme import Scheme, WeightSpec
+from formats.weights import StoredWeight, storage_format
+from kernels.numerics import INT8, TYPES, choose_scale, dequantize, fake_quantize_activations
 from ptq.plan import SmoothingGroup
 from ptq.result import Event, SmoothingRow
 
@@ -34,18 +35,21 @@ class QuantizedLinear:
     """A linear layer as it will be stored.
 
     Attributes:
-        weight: int8 [out, in].
-        scale: fp32 [out, 1], one multiplier for each output channel.
-        input_scale: fp32 [1], or None where each token is scaled when it arrives.
+        weight: The quantized weight [out, in] with its scales.
+        spec: How it is stored.
+        input_scale: fp32 [1], or None where inputs are not quantized or scaled when they arrive.
+        statistic: How the clipping range of the weight was found.
     """
 
-    weight: Tensor
-    scale: Tensor
+    weight: StoredWeight
+    spec: WeightSpec
     input_scale: Tensor | None
+    statistic: str = "absmax"
 
     def dequantized(self) -> Tensor:
-        """The weight that the integers stand for: fp32 [out, in]."""
-        return dequantize(self.weight, self.scale)
+        """The weight that is multiplied: fp32 [out, in]."""
+        w = self.weight
+        return dequantize(w.q, w.scale, w.zero_point, self.spec.block)
 
 
 @dataclass
@@ -97,14 +101,47 @@ class BlockWork:
         return self.statistics[name, role]
 
     def input_scale(self, name: str) -> Tensor | None:
-        """Static scale of a linear layer's input, fp32 [1]; None where each token has its own."""
-        if self.scheme.activations is None or self.scheme.activations.dynamic:
+        """Static scale of a linear layer's input, fp32 [1]; None where there is none."""
+        spec = self.scheme.activations
+        if spec is None or spec.dynamic:
             return None
-        return choose_scale(torch.tensor([self.input_absmax(name)], dtype=torch.float32))
+        absmax = torch.tensor([self.input_absmax(name)], dtype=torch.float32)
+        return choose_scale(absmax, TYPES[spec.dtype])
+
+    def seen_input(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """What the kernels see of a quantized layer's input [..., in], with its static scale."""
+        spec = self.scheme.activations
+        if spec is None:
+            return x
+        return fake_quantize_activations(x, scale, TYPES[spec.dtype], spec.group)
+
+    @property
+    def observed_for(self) -> dict[str, str]:
+        """Each linear layer's stand-in for what its input shows: the first of its fused group."""
+        first: dict[str, str] = {}
+        for name in self.block.linears:
+            first.setdefault(self.fused.get(name, name), name)
+        return {name: first[self.fused.get(name, name)] for name in self.block.linears}
+
+    def scale_dtype(self, name: str) -> torch.dtype:
+        """Type in which a layer's weight scales are stored: the model's where weights are packed.
+
+        A scale is rounded to it before it is used, so that the stored one is the one that counts.
+        """
+        packed = storage_format(self.scheme) == "pack-quantized"
+        return self.dtype_of(f"{name}.weight") if packed else torch.float32
+
+    @property
+    def weight_spec(self) -> WeightSpec:
+        """How the weights of `targets` are to be stored."""
+        assert self.scheme.weights is not None
+        return self.scheme.weights
 
     def input_absmax(self, name: str) -> float:
         """Magnitude at which the recipe's observer clips a linear layer's input."""
-        return choose_absmax(self.observed(name, "input"), self.input_observer)
+        spec = self.scheme.activations
+        kind = TYPES[spec.dtype] if spec is not None else INT8
+        return choose_absmax(self.observed(name, "input"), self.input_observer, kind)
 
 
 class Method(ABC):
@@ -123,20 +160,6 @@ class Method(ABC):
     @abstractmethod
     def commit(self, work: BlockWork) -> None:
         """Change the block as decided."""
-
-
-def quantize_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight to the nearest int8: ([out, in] int8, [out, 1] fp32 scale)."""
-    scale = choose_scale(block_absmax(weight, (1, -1)))
-    return quantize(weight, scale), scale
-
-
-def fake_quantize_input(x: Tensor, scale: Tensor | None) -> Tensor:
-    """What the kernels see of `x` [..., in]: with a static scale, or (None) one for each row."""
-    if scale is not None:
-        return fake_quantize(x, scale.reshape(()))
-    rows = x.reshape(-1, x.shape[-1])
-    return fake_quantize(rows, choose_scale(block_absmax(rows, (1, -1)))).reshape(x.shape)
 
 
 @contextmanager

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from ptq.methods.awq import AWQ
 from ptq.methods.base import Method
+from ptq.methods.gptq import GPTQ
 from ptq.methods.rtn import RoundToNearest
 from ptq.methods.smoothquant import SmoothQuant
-from ptq.methods.specs import MethodSpec, RTNSpec
+from ptq.methods.specs import MethodSpec
+
+_CLASSES: dict[str, Callable[[Any], Method]] = {
+    "smoothquant": SmoothQuant,
+    "awq": AWQ,
+    "rtn": RoundToNearest,
+    "gptq": GPTQ,
+}
 
 
 def build_methods(specs: Sequence[MethodSpec]) -> list[Method]:
     """The methods of a recipe, in its order."""
-    return [RoundToNearest() if isinstance(spec, RTNSpec) else SmoothQuant(spec) for spec in specs]
+    return [_CLASSES[spec.name](spec) for spec in specs]

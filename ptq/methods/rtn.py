@@ -1,36 +1,57 @@
-"""Round to nearest: each weight to the closest int8 multiple of its output channel's scale.
+"""Round to nearest: each weight to the closest multiple of its block's scale.
 
-    scale_n = max_k |W_nk| / 127,    q_nk = round(W_nk / scale_n)
+    q = clamp(round(W / scale) + zero_point),   scale by the largest magnitude, or searched
 
-No data is needed for the weights; static input scales come from the calibration statistics. It is
-the last method of a recipe, and the baseline that others are measured against.
+Without a search no data is needed for the weights; static input scales come from the calibration
+statistics. With absmax scales it is the baseline that other methods are measured against.
 """
 
 from __future__ import annotations
 
-from ptq.methods.base import BlockWork, Method, QuantizedLinear, quantize_per_channel
+from torch import Tensor
+
+from ptq.methods.base import BlockWork, Method, QuantizedLinear
+from ptq.methods.moments import Moments
+from ptq.methods.rounding import round_weight
+from ptq.methods.specs import RTNSpec, ScaleSearch
 
 
-def round_to_nearest(work: BlockWork) -> dict[str, QuantizedLinear]:
+def round_to_nearest(
+    work: BlockWork, search: ScaleSearch = "absmax", moments: Moments | None = None
+) -> dict[str, QuantizedLinear]:
     """Quantize the block's target layers as they are now, by full name."""
     solved = {}
     for name in work.targets:
-        weight, scale = quantize_per_channel(work.block.linears[name].weight)
-        solved[name] = QuantizedLinear(weight, scale, work.input_scale(name))
+        weight, inputs = work.block.linears[name].weight, moments and moments.of(name)
+        spec, dtype = work.weight_spec, work.scale_dtype(name)
+        stored = round_weight(weight, spec, dtype, search, inputs)
+        solved[name] = QuantizedLinear(stored, spec, work.input_scale(name), search)
     return solved
 
 
 class RoundToNearest(Method):
     """Hands over every target layer of a block, rounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: RTNSpec) -> None:
+        self.spec = spec
+        self.moments: Moments | None = None
         self.solved: dict[str, QuantizedLinear] = {}
+
+    def prepare(self, work: BlockWork) -> None:
+        """Collect second moments where the search weighs errors with them."""
+        if self.spec.scale in ("weighted_mse", "output_mse"):
+            self.moments = Moments(work, full=self.spec.scale == "output_mse")
+
+    def observe(self, name: str, x: Tensor) -> None:
+        """Add a sample's second moments."""
+        if self.moments is not None:
+            self.moments.observe(name, x)
 
     def solve(self, work: BlockWork) -> None:
         """Round the weights and choose the input scales."""
-        self.solved = round_to_nearest(work)
+        self.solved = round_to_nearest(work, self.spec.scale, self.moments)
 
     def commit(self, work: BlockWork) -> None:
         """Hand the rounded layers over."""
         work.quantized.update(self.solved)
-        self.solved = {}
+        self.solved, self.moments = {}, None

@@ -1,54 +1,24 @@
 """SmoothQuant: moves the outliers of activations into weights, where int8 can hold them.
 
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
-Models", ICML 2023 (arXiv 2211.10438). With a factor s_j for each channel j that a source hands to
-its consumers, Y = (X diag(s)^-1) (diag(s) W^T) is the same function (Eq. 3), and
+Models", ICML 2023 (arXiv 2211.10438), with factors (Eq. 4)
 
-    s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)                                            (Eq. 4)
+    s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
 
-balances the two. diag(s)^-1 is folded into the source, so that nothing remains to be done when the
-model runs. Sources and consumers here:
-
-    norm -> q, k, v        norm -> gate, up        v -> o        up -> down
-
-v -> o holds as attention mixes tokens, not channels; a KV channel is shared by the query heads of
-its group, so max|X_j| and max|W_j| run over all of them. up -> down holds as down reads
-act(gate) * up, which is linear in up: this is where the massive activations of SwiGLU sit.
-
-Norm weights and biases are stored in the checkpoint's type. The factor that counts is therefore
-not s but old / rounded(old / s): consumers are multiplied by that, and rounding costs nothing. Rows
-of v and up are quantized per output channel, so their scales absorb any factor.
-
-alpha is fixed or searched for each group, against the squared error of the block's output with the
-inputs and weights of the group's consumers fake-quantized (and V, where the cache is quantized and
-v is the source) and all else in float. Static input scales are those of absmax, which for a
-smoothed input is known without running it: max_j max|X_j| / s_j. Where no strength beats leaving
-the group alone, it is left alone.
+for every group of `ptq.methods.migration`. alpha is fixed or searched for each group. Static input
+scales are those of absmax, which for a smoothed input is known without running it:
+max_j max|X_j| / s_j.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from formats.scheme import KVCacheSpec
-from kernels.numerics import block_absmax, choose_scale, dequantize, fake_quantize
-from ptq.methods.base import (
-    BlockWork,
-    Method,
-    fake_quantize_input,
-    quantize_per_channel,
-    replaced,
-    set_parameter,
-)
+from ptq.methods.migration import Migration, SmoothedGroup
 from ptq.methods.specs import SmoothQuantSpec
-from ptq.plan import SmoothingGroup
-from ptq.result import Candidate, Event, SmoothingRow
 
 
 def smoothing_scale(x_absmax: Tensor, w_absmax: Tensor, alpha: float) -> Tensor:
@@ -67,228 +37,19 @@ def smoothing_scale(x_absmax: Tensor, w_absmax: Tensor, alpha: float) -> Tensor:
     return torch.where((x > 0) & (w > 0), scale, torch.ones_like(scale))
 
 
-def fold_vector(vector: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Divide a stored vector by `scale` and find the factor that its rounding made of it.
-
-    Args:
-        vector: Norm weight or bias [channels], exactly representable in `dtype`.
-        scale: Wanted factors [channels].
-        dtype: Element type of the checkpoint.
-
-    Returns:
-        (vector / scale in `dtype`, effective factors [channels] fp64): their product is `vector`
-        exactly. A channel whose quotient leaves the range of `dtype` keeps its value and factor 1.
-    """
-    exact = vector.double()
-    folded = (exact / scale).to(dtype)
-    effective = exact / folded.double()
-    out_of_range = (exact != 0) & ((folded == 0) | torch.isinf(folded))
-    effective = torch.where(exact == 0, scale.double(), effective)
-    return (
-        torch.where(out_of_range, vector.to(dtype), folded),
-        torch.where(out_of_range, torch.ones_like(effective), effective),
-    )
-
-
-@dataclass(frozen=True)
-class Folding:
-    """A group's factors as they can be stored.
-
-    Attributes:
-        scale: Effective factor of each source channel [channels] fp64.
-        vector: The source's norm weight or bias after division, in the checkpoint's type; None
-            where the source is a linear layer without bias.
-    """
-
-    scale: Tensor
-    vector: Tensor | None
-
-
-class SmoothedGroup:
-    """One group of a block: its ranges, and trials of its factors."""
-
-    def __init__(self, work: BlockWork, group: SmoothingGroup) -> None:
-        self.work, self.group = work, group
-        self.source = work.module(group.source)
-        self.consumers = [work.block.linears[name] for name in group.consumers]
-        channels = self.source.get_parameter("weight").shape[0]
-        self.channel = source_channel(channels, self.consumers[0].in_features, work.head_dim)
-        self.x_absmax = self._by_channel(
-            work.observed(group.consumers[0], "input").channel_absmax, channels
-        )
-        columns = torch.stack([linear.weight.abs().amax(dim=0) for linear in self.consumers])
-        self.w_absmax = self._by_channel(columns.amax(dim=0), channels)
-
-    def _by_channel(self, absmax: Tensor, channels: int) -> Tensor:
-        """Maximum over the consumers' input channels that read one source channel."""
-        zero = torch.zeros(channels, dtype=torch.float64)
-        return zero.scatter_reduce(0, self.channel, absmax.double(), "amax")
-
-    @property
-    def vector_name(self) -> str | None:
-        """Full name of the stored vector that is divided: norm weight or bias, if there is one."""
-        if not isinstance(self.source, nn.Linear):
-            return f"{self.group.source}.weight"
-        return f"{self.group.source}.bias" if self.source.bias is not None else None
-
-    def fold(self, alpha: float | None) -> Folding:
-        """The factors of strength `alpha` (None: all 1) that can be stored without loss."""
-        if alpha is None:
-            return Folding(torch.ones_like(self.x_absmax), None)
-        scale = smoothing_scale(self.x_absmax, self.w_absmax, alpha)
-        if self.vector_name is None:
-            return Folding(scale, None)
-        vector = self.source.get_parameter(self.vector_name.rpartition(".")[2])
-        folded, effective = fold_vector(vector, scale, self.work.dtype_of(self.vector_name))
-        return Folding(effective, folded)
-
-    def error(self, folding: Folding, reference: Sequence[Tensor]) -> float:
-        """Squared error of the block's outputs on the first samples, this group as `folding` says.
-
-        Summed exactly over samples, so that their order does not matter.
-        """
-        with self._simulated(folding):
-            return math.fsum(
-                (self.work.block.run(sample).double() - y.double()).square().sum().item()
-                for sample, y in enumerate(reference)
-            )
-
-    def commit(self, folding: Folding) -> None:
-        """Divide the source and multiply the consumers, in the block's float weights."""
-        if isinstance(self.source, nn.Linear):
-            rows = self.source.weight.double() / folding.scale[:, None]
-            set_parameter(self.source, "weight", rows.float())
-        if folding.vector is not None and self.vector_name is not None:
-            set_parameter(self.source, self.vector_name.rpartition(".")[2], folding.vector.float())
-            self.work.folded[self.vector_name] = folding.vector
-        for linear in self.consumers:
-            set_parameter(linear, "weight", self._smoothed_weight(linear, folding))
-
-    def _smoothed_weight(self, linear: nn.Linear, folding: Folding) -> Tensor:
-        """A consumer's weight with its columns multiplied: fp32 [out, in]."""
-        return (linear.weight.double() * folding.scale[self.channel]).float()
-
-    @contextmanager
-    def _simulated(self, folding: Folding) -> Iterator[None]:
-        """Let the consumers compute as they will once they are smoothed and quantized."""
-        assert self.work.scheme.activations is not None
-        divisor = folding.scale[self.channel].float()  # [in]
-        absmax = (self.x_absmax / folding.scale).max().float()
-        scale = None if self.work.scheme.activations.dynamic else choose_scale(absmax)
-
-        def seen(x: Tensor) -> Tensor:
-            return fake_quantize_input(x / divisor, scale)
-
-        with ExitStack() as stack:
-            for linear in self.consumers:
-                weight = quantize_per_channel(self._smoothed_weight(linear, folding))
-                stack.enter_context(replaced(linear, dequantize(*weight), seen))
-            if self.group.kind == "attention_output" and self.work.scheme.kv_cache is not None:
-                stack.enter_context(self._quantized_v(folding, self.work.scheme.kv_cache))
-            yield
-
-    @contextmanager
-    def _quantized_v(self, folding: Folding, spec: KVCacheSpec) -> Iterator[None]:
-        """Let V pass through the cache: smoothed, rounded with static scales, and back."""
-        shape = (-1, self.work.head_dim)  # [kv heads, head_dim]
-        observed = self.work.observed(self.work.block.attention, "v_cache")
-        absmax = observed.channel_absmax.double() / folding.scale.view(
-            shape
-        )  # [kv heads, head_dim]
-        block = (1, -1) if spec.granularity == "per_head" else (-1, -1)
-        scale = choose_scale(block_absmax(absmax, block))
-        factor = folding.scale.view(shape).float()
-
-        def stored(_: nn.Module, __: tuple, v: Tensor) -> Tensor:
-            heads = v.reshape(-1, *factor.shape) / factor  # [tokens, kv heads, head_dim]
-            return (fake_quantize(heads, scale[None]) * factor).reshape(v.shape)
-
-        handle = self.source.register_forward_hook(stored)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-
-def source_channel(source_channels: int, inputs: int, head_dim: int) -> Tensor:
-    """Which channel of the source each input channel of a consumer reads: int64 [inputs].
-
-    They are the same but for v -> o under grouped-query attention, where consecutive query heads
-    share one KV head.
-    """
-    index = torch.arange(inputs)
-    if inputs == source_channels:
-        return index
-    queries_per_kv = inputs // source_channels
-    return index // (head_dim * queries_per_kv) * head_dim + index % head_dim
-
-
-class SmoothQuant(Method):
+class SmoothQuant(Migration):
     """Smooths every group of a block that can be folded; see the module's docstring."""
 
     def __init__(self, spec: SmoothQuantSpec) -> None:
-        self.spec = spec
-        self.groups: list[SmoothingGroup] = []
-        self.solved: list[tuple[SmoothedGroup, Folding]] = []
-
-    def prepare(self, work: BlockWork) -> None:
-        """Keep the groups whose consumers, and source if it is linear, are all quantized."""
-        self.groups = []
-        for group in work.groups:
-            linear_source = group.source in work.block.linears
-            members = (*group.consumers, *((group.source,) if linear_source else ()))
-            kept = [name for name in members if name not in work.targets]
-            if not kept:
-                self.groups.append(group)
-            elif len(kept) < len(members):
-                message = f"not smoothed: {', '.join(kept)} is kept in float"
-                work.events.append(
-                    Event(module=group.source, kind="smoothing_skipped", message=message)
-                )
-
-    def solve(self, work: BlockWork) -> None:
-        """Choose the strength of each group on the first `search_samples` samples."""
-        self.solved = []
-        reference = [work.block.run(sample) for sample in work.samples(self.spec.search_samples)]
-        power = math.fsum(y.double().square().sum().item() for y in reference)
-        for group in self.groups:
-            self.solved.append(self._solve_group(SmoothedGroup(work, group), reference, power))
-
-    def _solve_group(
-        self, group: SmoothedGroup, reference: list[Tensor], power: float
-    ) -> tuple[SmoothedGroup, Folding]:
-        """Try no smoothing and every strength; keep the best, the earlier one of equals."""
-        foldings = {alpha: group.fold(alpha) for alpha in (None, *self.alphas)}
-        errors = {alpha: group.error(folding, reference) for alpha, folding in foldings.items()}
-        best = min(errors, key=lambda alpha: errors[alpha])
-        chosen = foldings[best]
-        work, source = group.work, group.group.source
-        if best is None:
-            tried = ", ".join(f"{alpha:g}" for alpha in self.alphas)
-            message = f"not smoothed: the block's output is no better with alpha {tried}"
-            work.events.append(Event(module=source, kind="fallback", message=message))
-        work.smoothing.append(
-            SmoothingRow(
-                source=source,
-                consumers=group.group.consumers,
-                alpha=best,
-                error=errors[best] / power,
-                scale_min=chosen.scale.min().item(),
-                scale_max=chosen.scale.max().item(),
-                candidates=tuple(
-                    Candidate(alpha=alpha, error=error / power) for alpha, error in errors.items()
-                ),
-            )
-        )
-        return group, chosen
+        super().__init__()
+        self.spec, self.targets, self.search_samples = spec, spec.targets, spec.search_samples
 
     @property
     def alphas(self) -> tuple[float, ...]:
         """The strengths to try."""
         return self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
 
-    def commit(self, work: BlockWork) -> None:
-        """Fold the chosen factors into the block's float weights."""
-        for group, folding in self.solved:
-            group.commit(folding)
-        self.groups, self.solved = [], []
+    def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
+        """Equation 4 for each strength."""
+        x, w = group.x_absmax, group.w_absmax
+        return {alpha: smoothing_scale(x, w, alpha) for alpha in self.alphas}

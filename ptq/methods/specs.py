@@ -49,17 +49,67 @@ class SmoothQuantSpec(Strict):
     targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
 
 
-class RTNSpec(Strict):
-    """Round to nearest: needs no options.
+class AWQSpec(Strict):
+    """AWQ: channels that large activations meet are scaled up before weights are rounded.
 
-    YAML: ``rtn``
+    YAML::
+
+        awq:
+          steps: 20               # exponents 0, 1/20, ... that the search tries
+          search_samples: 8       # calibration sequences that it measures its error on
+          targets: [attention_input, attention_output, mlp_input, mlp_output]
+
+    The targets are those of SmoothQuant. AWQ's clipping is the scale search `output_mse` of the
+    method that rounds.
+    """
+
+    name: Literal["awq"] = "awq"
+    steps: Annotated[int, Field(ge=1, le=100)] = 20
+    search_samples: Annotated[int, Field(ge=1)] = 8
+    targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
+
+
+ScaleSearch = Literal["absmax", "mse", "weighted_mse", "output_mse"]
+
+
+class RTNSpec(Strict):
+    """Round to nearest.
+
+    YAML: ``rtn: {scale: absmax}``
+
+    `scale` chooses the scales of the weights: `absmax` cuts nothing; `mse` minimizes the squared
+    error of each block of weights, `weighted_mse` with the inputs' second moments as weights,
+    `output_mse` the error of the block's contribution to the output.
     """
 
     name: Literal["rtn"] = "rtn"
+    scale: ScaleSearch = "absmax"
 
 
-MethodSpec = Annotated[SmoothQuantSpec | RTNSpec, Field(discriminator="name")]
-METHODS: dict[str, type[SmoothQuantSpec] | type[RTNSpec]] = {
+class GPTQSpec(Strict):
+    """GPTQ: rounds column by column, later columns make up for the error of earlier ones.
+
+    YAML::
+
+        gptq:
+          scale: weighted_mse     # as of rtn
+          act_order: true         # important columns first; leaves no trace on disk
+          damp: 0.01              # share of the Hessian's mean diagonal that is added to it
+          block_size: 128         # columns between two updates of the rest
+    """
+
+    name: Literal["gptq"] = "gptq"
+    scale: ScaleSearch = "weighted_mse"
+    act_order: bool = True
+    damp: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.01
+    block_size: Annotated[int, Field(ge=1)] = 128
+
+
+MethodSpec = Annotated[SmoothQuantSpec | AWQSpec | RTNSpec | GPTQSpec, Field(discriminator="name")]
+METHODS: dict[str, type[Strict]] = {
     "smoothquant": SmoothQuantSpec,
+    "awq": AWQSpec,
     "rtn": RTNSpec,
+    "gptq": GPTQSpec,
 }
+ROUNDING = ("rtn", "gptq")  # methods that hand over quantized weights; one ends every recipe

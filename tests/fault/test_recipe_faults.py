@@ -123,7 +123,7 @@ def test_all_faults_at_once_in_the_order_of_lines(tmp_path):
     ("override", "expected"),
     [
         ("report.treshold.kl=1", "--set report.treshold.kl=1: report.treshold: unknown key; did you mean 'thresholds'?"),
-        ("scheme.weights.granularity=per_chanel", "--set scheme.weights.granularity=per_chanel: scheme.weights.granularity: found the text 'per_chanel'; needed is 'per_channel'"),
+        ("scheme.weights.granularity=per_chanel", "--set scheme.weights.granularity=per_chanel: scheme.weights.granularity: found the text 'per_chanel'; needed is 'per_tensor', 'per_channel', 'group' or 'block'"),
         ("methods.5.rtn=1", "--set methods.5.rtn=1: methods.5: no such item"),
         ("methods.2=rtn", "--set methods.2=rtn: methods.2: no such item; needed is an index from 0 to 1"),
         ("model.path.x=1", "--set model.path.x=1: model.path: holds '.', not a mapping"),

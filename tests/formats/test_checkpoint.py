@@ -13,8 +13,9 @@ from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.scale_table import ScaleTable
 from formats.scheme import PRESETS, Scheme
+from formats.weights import StoredWeight
 from formats.writer import CheckpointWriter
-from kernels.numerics import dequantize, fake_quantize
+from kernels.numerics import dequantize, expand_scale, fake_quantize
 from tests.conftest import write_quantized
 
 
@@ -28,10 +29,18 @@ def test_round_trip(tiny_llama, tmp_path, preset, shard_bytes):
     expected = 14 if PRESETS[preset].weights else 0
     assert len(written.quantized_modules) == expected
     for name in source.names():
-        if written.dtype(name) == torch.int8:
-            scale = written.tensor(f"{name}_scale")
-            back = dequantize(written.tensor(name), scale)
-            assert ((back - source.tensor(name).float()).abs() <= scale * 0.5001).all()
+        module = name.removesuffix(".weight")
+        if module in written.quantized_modules:
+            spec, stored = written.scheme.weights, written.weight(module)
+            assert spec is not None
+            weight = source.tensor(name).float()
+            back = dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
+            step = expand_scale(stored.scale, weight.shape, spec.block)
+            if spec.dtype == "fp8_e4m3":  # 3 bits of mantissa
+                step = step.maximum(weight.abs() / 8)
+            most = 0.5001 if spec.dtype != "int4" else 0.53  # 7.5 and a rounded scale map to 7
+            assert ((back - weight).abs() <= step * most).all()
+            assert written.weight_shape(module) == tuple(weight.shape)
         else:
             assert torch.equal(written.tensor(name), source.tensor(name))
     assert len(written.kv_scales) == (2 if PRESETS[preset].kv_cache else 0)
@@ -56,7 +65,8 @@ def test_golden_bytes(tmp_path):
         tmp_path / "out", config={"model_type": "llama"}, scheme=PRESETS["a8w8_dynamic"]
     ) as writer:
         q = torch.tensor([[1, -2], [127, -127]], dtype=torch.int8)
-        writer.add_linear("m.q_proj", q, torch.tensor([[0.5], [0.25]]))
+        stored = StoredWeight(q, torch.tensor([[0.5], [0.25]]))
+        writer.add_linear("m.q_proj", stored, torch.bfloat16)
         row = {
             "module": "m.q_proj",
             "role": "weight",

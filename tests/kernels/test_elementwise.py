@@ -62,7 +62,7 @@ def cases():
     yield ops.silu_mul, (torch.randn(5, 64), torch.randn(5, 64))
     yield ops.apply_rope, (rows, rows, torch.randn(5, 16), torch.randn(5, 16))
     slots = torch.arange(70, 75)
-    yield ops.write_kv, (rows, rows, pool, pool.clone(), slots, heads, heads)
+    yield ops.write_kv, (rows, rows, pool, pool.clone(), slots, heads, heads, False)
     args = (rows, pool, pool.clone(), table, start, context, heads, heads, 0.25, None)
     yield ops.paged_attention, args
 

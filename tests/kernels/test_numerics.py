@@ -6,11 +6,17 @@ import pytest
 import torch
 
 from kernels.numerics import (
+    FP8,
+    INT4,
+    INT8,
     TINY_SCALE,
     block_absmax,
+    block_view,
+    choose_affine,
     choose_scale,
     dequantize,
     fake_quantize,
+    fake_quantize_activations,
     quantize,
     sqnr_db,
 )
@@ -48,11 +54,58 @@ def test_nan_survives_the_absmax():
     assert block_absmax(torch.tensor([[1.0, float("nan")]]), (-1, -1)).isnan().all()
 
 
-def test_a_block_that_does_not_divide_is_refused():
+def test_a_view_in_blocks_needs_whole_ones():
     with pytest.raises(ValueError, match="does not divide"):
-        block_absmax(torch.zeros(4, 6), (1, 4))
+        block_view(torch.zeros(4, 6), (1, 4))
     with pytest.raises(ValueError, match="dimensions"):
-        block_absmax(torch.zeros(4, 6), (4,))
+        block_view(torch.zeros(4, 6), (4,))
+
+
+@pytest.mark.parametrize("kind", [INT8, INT4, FP8], ids=lambda kind: kind.name)
+def test_blocks_at_an_edge_are_smaller(kind):
+    torch.manual_seed(0)
+    x, block = torch.randn(300, 200), (128, 128)
+    absmax = block_absmax(x, block)
+    assert absmax.shape == (3, 2)
+    assert absmax[2, 1] == x[256:, 128:].abs().max()
+    scale = choose_scale(absmax, kind)
+    back = dequantize(quantize(x, scale, kind, block=block), scale, block=block)
+    for rows, columns in ((slice(0, 128), slice(0, 128)), (slice(256, 300), slice(128, 200))):
+        own = scale[rows.start // 128, columns.start // 128]
+        part = x[rows, columns]
+        assert torch.equal(back[rows, columns], dequantize(quantize(part, own, kind), own))
+    assert (back - x).abs().max() < x.abs().max() / 14
+
+
+def test_asymmetric_integers_keep_zero_and_both_ends():
+    x = torch.tensor([[0.0, 1.0, 2.0, 3.0], [-3.0, 0.0, 1.0, 4.5], [-4.0, -3.0, -1.0, 0.0]])
+    scale, zero_point = choose_affine(x.amin(1, keepdim=True), x.amax(1, keepdim=True), INT4)
+    q = quantize(x, scale, INT4, zero_point)
+    assert q.dtype == zero_point.dtype == torch.int8
+    assert zero_point.flatten().tolist() == [-8, -2, 7]
+    assert (q.amin(1).tolist(), q.amax(1).tolist()) == ([-8, -8, -8], [7, 7, 7])
+    back = dequantize(q, scale, zero_point)
+    assert (back[x == 0] == 0).all()
+    assert ((back - x).abs() <= scale / 2 * 1.0001).all()
+
+
+def test_fp8_is_clamped_and_rounds_to_even():
+    x = torch.tensor([500.0, -1e9, 17.0, 19.0, 2.0**-10, 0.0])  # at 16 the step is 2
+    q = quantize(x, torch.tensor(1.0), FP8)
+    assert q.dtype == torch.float8_e4m3fn
+    assert q.float().tolist() == [448.0, -448.0, 16.0, 20.0, 0.0, 0.0]
+
+
+def test_dynamic_input_scales_each_row_or_group_alone():
+    x = torch.tensor([[1.0, 0.4, -0.2, 8.0], [100.0, 40.0, -20.0, 800.0]])[None]
+    seen = fake_quantize_activations(x, None)
+    assert seen.shape == x.shape
+    assert torch.allclose(seen[0, 1], seen[0, 0] * 100)
+    assert torch.equal(fake_quantize_activations(x[:, :1], None), seen[:, :1])
+    grouped = fake_quantize_activations(x, None, FP8, 2)
+    assert torch.equal(grouped[..., :2], fake_quantize_activations(x[..., :2], None, FP8))
+    static = fake_quantize_activations(x, torch.tensor([0.1]))
+    assert static.abs().max() == 127 * torch.tensor(0.1)
 
 
 def test_signal_to_noise():

@@ -11,8 +11,11 @@ from transformers import AutoConfig
 from calibrate.data import DatasetSpec, SplitSpec, TokenSet
 from calibrate.stream import BlockStream
 from formats.checkpoint import Checkpoint
-from formats.scheme import PRESETS, Scheme
+from formats.scheme import PRESETS, Scheme, WeightSpec
 from ptq.methods.base import BlockWork
+from ptq.methods.migration import Folding, SmoothedGroup
+from ptq.methods.rounding import round_weight
+from ptq.methods.smoothquant import smoothing_scale
 from ptq.methods.specs import RTNSpec, SmoothQuantSpec
 from ptq.pipeline import block_work, observe
 from ptq.plan import Plan, build_plan
@@ -77,6 +80,17 @@ def edit_model(source: Path, target: Path, change) -> Path:
     change(tensors)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def per_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight rounded to int8 with a scale for each output channel, and the scales."""
+    stored = round_weight(weight, WeightSpec(), torch.float32)
+    return stored.q, stored.scale
+
+
+def fold_alpha(group: SmoothedGroup, alpha: float) -> Folding:
+    """SmoothQuant's factors of a strength."""
+    return group.fold(smoothing_scale(group.x_absmax, group.w_absmax, alpha))
 
 
 def add_outliers(tensors: dict[str, torch.Tensor]) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantizing import add_outliers, edit_model, make_plan, observed_work, random_tokens
+from quantizing import (
+    add_outliers,
+    edit_model,
+    make_plan,
+    observed_work,
+    per_channel,
+    random_tokens,
+)
 from transformers import AutoModelForCausalLM
 
 from calibrate.data import TokenSet
@@ -18,8 +25,8 @@ from calibrate.statistics import Statistics
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from formats.scheme import KVCacheSpec, Scheme
-from kernels.numerics import dequantize
-from ptq.methods.base import BlockWork, Method, fake_quantize_input, quantize_per_channel
+from kernels.numerics import dequantize, fake_quantize_activations
+from ptq.methods.base import BlockWork, Method
 from ptq.methods.specs import RTNSpec
 from ptq.pipeline import observe, quantize, quantize_tokens
 from ptq.recipe import ObserversSpec, load_recipe
@@ -49,7 +56,7 @@ def simulated_logits(checkpoint: Checkpoint, ids: torch.Tensor, original: Path) 
         static = f"{module}.input_scale" in checkpoint
         input_scale = checkpoint.tensor(f"{module}.input_scale") if static else None
         model.get_submodule(module).register_forward_pre_hook(
-            lambda _, args, scale=input_scale: (fake_quantize_input(args[0], scale),)
+            lambda _, args, scale=input_scale: (fake_quantize_activations(args[0], scale),)
         )
     model.load_state_dict(state)
     with torch.no_grad():
@@ -115,7 +122,7 @@ def test_checkpoint_holds_exactly_the_rounded_weights_and_observed_scales(make_m
     checkpoint, source = Checkpoint.open(result.checkpoint), Checkpoint.open(model)
     statistics = Statistics.load(tmp_path / "out" / "statistics.safetensors")
     for module in checkpoint.quantized_modules:
-        q, scale = quantize_per_channel(source.tensor(f"{module}.weight"))
+        q, scale = per_channel(source.tensor(f"{module}.weight"))
         assert torch.equal(checkpoint.tensor(f"{module}.weight"), q)
         assert torch.equal(checkpoint.tensor(f"{module}.weight_scale"), scale)
         seen = statistics[module, "input"]

@@ -112,7 +112,7 @@ def test_defaults_are_spelled_out(tmp_path):
     assert data["scheme"]["kv_cache"] == {"dtype": "int8", "granularity": "per_head"}
     assert data["ignore"] == ["lm_head"]
     assert data["model"]["path"] == str(tmp_path)
-    assert data["methods"] == [{"rtn": {}}]
+    assert data["methods"] == [{"rtn": {"scale": "absmax"}}]
 
 
 def test_short_forms(tmp_path):

@@ -6,18 +6,20 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from quantizing import add_outliers, edit_model, make_plan, observed_work
-
-from kernels.numerics import dequantize
-from ptq.methods.base import fake_quantize_input, quantize_per_channel, replaced
-from ptq.methods.rtn import round_to_nearest
-from ptq.methods.smoothquant import (
-    SmoothedGroup,
-    SmoothQuant,
-    fold_vector,
-    smoothing_scale,
-    source_channel,
+from quantizing import (
+    add_outliers,
+    edit_model,
+    fold_alpha,
+    make_plan,
+    observed_work,
+    per_channel,
 )
+
+from kernels.numerics import dequantize, fake_quantize_activations
+from ptq.methods.base import replaced
+from ptq.methods.migration import SmoothedGroup, fold_vector, source_channel
+from ptq.methods.rtn import round_to_nearest
+from ptq.methods.smoothquant import SmoothQuant, smoothing_scale
 from ptq.methods.specs import RTNSpec, SmoothQuantSpec
 from ptq.pipeline import observe
 
@@ -76,7 +78,7 @@ def test_smoothing_preserves_the_float_function(make_model, tmp_path, family):
     norm = work.module("model.layers.0.input_layernorm").get_parameter("weight").clone()
     assert {group.kind for group in work.groups} == set(SmoothQuantSpec().targets)
     for group in [SmoothedGroup(work, group) for group in work.groups]:
-        folding = group.fold(0.7)
+        folding = fold_alpha(group, 0.7)
         assert folding.scale.max() / folding.scale.min() > 1.5
         group.commit(folding)
     for sample, expected in enumerate(before):
@@ -100,7 +102,7 @@ def test_smoothing_bounds_inputs_as_predicted(tiny_llama, tmp_path):
     work = observed_work(make_plan(tiny_llama, tmp_path, methods=methods()))
     predicted = {}
     for group in [SmoothedGroup(work, group) for group in work.groups]:
-        folding = group.fold(0.8)
+        folding = fold_alpha(group, 0.8)
         predicted[group.group.consumers[0]] = (group.x_absmax / folding.scale).max().item()
         group.commit(folding)
     observe(work)
@@ -117,7 +119,7 @@ def test_trial_equals_the_real_thing(tiny_llama, tmp_path, scheme):
     for index in range(4):
         work = observed_work(plan)
         group = SmoothedGroup(work, work.groups[index])
-        folding = group.fold(0.6)
+        folding = fold_alpha(group, 0.6)
         tried = group.error(folding, reference)
         group.commit(folding)
         observe(work)
@@ -129,7 +131,7 @@ def test_trial_equals_the_real_thing(tiny_llama, tmp_path, scheme):
                     replaced(
                         work.block.linears[name],
                         solved[name].dequantized(),
-                        lambda x, scale=scale: fake_quantize_input(x, scale),
+                        lambda x, scale=scale: fake_quantize_activations(x, scale),
                     )
                 )
             outputs = [work.block.run(sample) for sample in range(3)]
@@ -147,7 +149,7 @@ def test_trial_of_v_includes_the_quantized_cache(tiny_llama, tmp_path):
         reference = [work.block.run(sample) for sample in range(2)]
         group = next(g for g in work.groups if g.kind == "attention_output")
         smoothed = SmoothedGroup(work, group)
-        errors[scheme] = smoothed.error(smoothed.fold(0.5), reference)
+        errors[scheme] = smoothed.error(fold_alpha(smoothed, 0.5), reference)
     assert errors["a8w8c8"] > 1.05 * errors["a8w8"]
 
 
@@ -226,11 +228,11 @@ def test_weights_of_v_and_up_round_to_the_same_integers(tiny_llama, tmp_path):
     """Dividing the rows of a source changes its scales, not its integers."""
     work = observed_work(make_plan(tiny_llama, tmp_path, methods=methods()))
     up = work.module("model.layers.0.mlp.up_proj")
-    q, scale = quantize_per_channel(up.get_parameter("weight"))
+    q, scale = per_channel(up.get_parameter("weight"))
     group = SmoothedGroup(work, next(g for g in work.groups if g.kind == "mlp_output"))
-    folding = group.fold(0.9)
+    folding = fold_alpha(group, 0.9)
     group.commit(folding)
-    q_after, scale_after = quantize_per_channel(up.get_parameter("weight"))
+    q_after, scale_after = per_channel(up.get_parameter("weight"))
     assert (q != q_after).float().mean() < 1e-3
     restored = dequantize(q_after, scale_after) * folding.scale[:, None].float()
     assert torch.allclose(restored, dequantize(q, scale), atol=scale.max().item() * 1.01)

@@ -1,0 +1,35 @@
+"""Small integers in 32-bit words, as compressed-tensors' `pack-quantized` stores them.
+
+Source: compressed-tensors, `pack_quantized`: element k of a row lies in word k // n, at bit
+b (k % n), where a word holds n = 32 / b values, each stored as value + 2^(b - 1). Weights are
+packed along their inputs, zero points along the outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack_words(values: Tensor, bits: int) -> Tensor:
+    """Pack signed integers along the last dimension.
+
+    Args:
+        values: int8 [..., K] in [-2^(bits-1), 2^(bits-1) - 1].
+        bits: 4 or 8.
+
+    Returns:
+        int32 [..., ceil(K bits / 32)]; places beyond K hold zero bits.
+    """
+    count = 32 // bits
+    stored = (values.to(torch.int32) + (1 << (bits - 1))) & ((1 << bits) - 1)
+    stored = torch.nn.functional.pad(stored, (0, -values.shape[-1] % count))
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=values.device)
+    return (stored.unflatten(-1, (-1, count)) << shifts).sum(dim=-1, dtype=torch.int32)
+
+
+def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of `pack_words`: the first `count` values of [..., words], int8 [..., count]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    stored = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return (stored.flatten(-2)[..., :count] - (1 << (bits - 1))).to(torch.int8)

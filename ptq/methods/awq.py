@@ -1,0 +1,59 @@
+"""AWQ: scales up the channels of a weight that large activations meet, before it is rounded.
+
+Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys
+2024 (arXiv 2306.00978). A column that is multiplied by s > 1 while its input is divided by s is
+rounded to finer steps as long as it does not set its group's largest magnitude. The factors are
+
+    s = s_X^alpha,    s_X = mean|X_j|,    alpha in 0, 1/n, ..., 1                       (Eq. 4, 5)
+
+divided by sqrt(max s min s), for every group of `ptq.methods.migration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ptq.methods.base import BlockWork
+from ptq.methods.migration import Migration, SmoothedGroup
+from ptq.methods.specs import AWQSpec
+
+
+def activation_scale(x_mean: Tensor, alpha: float) -> Tensor:
+    """Equation 4 with the normalization above, for mean|X_j| [channels]: fp64."""
+    scale = x_mean.double().pow(alpha).clamp(min=1e-4)
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+class AWQ(Migration):
+    """Scales every group of a block that can be folded; see the module's docstring."""
+
+    def __init__(self, spec: AWQSpec) -> None:
+        super().__init__()
+        self.spec, self.targets, self.search_samples = spec, spec.targets, spec.search_samples
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: dict[str, int] = {}
+        self._consumers: set[str] = set()
+
+    def prepare(self, work: BlockWork) -> None:
+        """Keep the groups that can be folded; nothing is seen of their inputs yet."""
+        super().prepare(work)
+        self._sums, self._tokens = {}, {}
+        self._consumers = {group.consumers[0] for group in self.groups}
+
+    def observe(self, name: str, x: Tensor) -> None:
+        """Add the magnitudes of a sample's channels."""
+        if name in self._consumers:
+            total = x.double().abs().sum(dim=0)
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            self._tokens[name] = self._tokens.get(name, 0) + len(x)
+
+    def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
+        """Equation 4 for each exponent but 0, which changes nothing."""
+        name = group.group.consumers[0]
+        mean = group.mean_by_channel(self._sums[name] / self._tokens[name])
+        mean = torch.where(mean > 0, mean, mean.max())  # a dead channel needs no help
+        steps = self.spec.steps
+        return {i / steps: activation_scale(mean, i / steps) for i in range(1, steps + 1)}

@@ -1,0 +1,209 @@
+"""GPTQ: rounds a weight column by column and lets the columns to come make up for the error.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+ICLR 2023 (arXiv 2210.17323). For each layer it minimizes ||W X - Q X||^2 = tr(E H E^T), E = W - Q,
+H = E[x x^T] + lambda I. With U the upper Cholesky factor of H^-1 (Step 3), column j in turn:
+
+    e = (w_j - q_j) / U_jj,        w_k -= e U_jk  for all k > j                     (Eq. 2, 3)
+
+Columns go in blocks; the columns beyond a block are updated once, when it is done (Step 2). With
+`act_order` columns go by falling diagonal of H; scales and zero points are chosen before, for
+groups of neighbouring columns as they stand in the checkpoint ("static groups"), so that nothing of
+the order remains on disk. Layers that share an input share H and are solved as one.
+
+lambda is `damp` times the mean of H's diagonal. If H does not factor, lambda is raised tenfold
+until it does; if it never does, or if a layer's error tr(E H E^T) comes out larger than that of
+rounding with the same scales, the layer is rounded. Each of these is a reported event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from formats.scheme import WeightSpec
+from formats.weights import StoredWeight
+from kernels.numerics import TYPES, QuantizedType, dequantize, quantize
+from ptq.methods.base import BlockWork, Method, QuantizedLinear
+from ptq.methods.moments import Moments
+from ptq.methods.rounding import choose_qparams, expanded
+from ptq.methods.specs import GPTQSpec
+from ptq.result import Event
+
+MOST_DAMP = 10.0
+
+
+def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor, float] | None:
+    """Upper Cholesky factor of the damped inverse.
+
+    Args:
+        hessian: [K, K], its dead diagonal entries replaced.
+        damp: Share of the mean diagonal that is added to it.
+
+    Returns:
+        (U with U^T U = (H + lambda I)^-1, fp32 [K, K], the share that was needed), or None if
+        no share up to 10 makes it positive definite.
+    """
+    wide = hessian.double()
+    mean = wide.diagonal().mean()
+    identity = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
+    while damp <= MOST_DAMP:
+        lower, failed = torch.linalg.cholesky_ex(wide + damp * mean * identity)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and bool(torch.isfinite(upper).all()):
+                return upper.float(), damp
+        damp = max(damp * 10, 1e-3)
+    return None
+
+
+def gptq(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    spec: WeightSpec,
+    factor: Tensor,
+    order: Tensor,
+    block_size: int,
+) -> Tensor:
+    """Quantize a weight with given scales, column by column.
+
+    Args:
+        weight: [N, K] float.
+        scale: Of the spec's blocks.
+        zero_point: Likewise, or None.
+        spec: How it is stored.
+        factor: U of the Hessian with its rows and columns in `order` [K, K].
+        order: int64 [K], columns in the order in which they are solved.
+        block_size: Columns between two updates of the rest.
+
+    Returns:
+        q [N, K] in the type's storage, columns as in `weight`.
+    """
+    kind = TYPES[spec.dtype]
+    columns = weight.T[order].float().contiguous()  # [K, N]: a column is contiguous
+    scales = expanded(scale, weight, spec).T[order].contiguous()
+    zeros = None if zero_point is None else expanded(zero_point, weight, spec).T[order].float()
+    q = torch.empty_like(columns, dtype=kind.storage)
+    for start in range(0, len(order), block_size):
+        stop = min(start + block_size, len(order))
+        errors = torch.empty_like(columns[start:stop])
+        for j in range(start, stop):
+            offset = None if zeros is None else zeros[j]
+            q[j] = _round(columns[j], scales[j], kind, offset)
+            known = q[j].float() if offset is None else q[j].float() - offset
+            error = (columns[j] - known * scales[j]) / factor[j, j]
+            columns[j + 1 : stop].addr_(factor[j, j + 1 : stop], error, alpha=-1.0)
+            errors[j - start] = error
+        columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)
+    restored = torch.empty_like(q)
+    restored[order] = q
+    return restored.T.contiguous()
+
+
+def _round(column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None) -> Tensor:
+    q = column / scale
+    q = q if kind.storage.is_floating_point else torch.round(q)
+    q = q if zeros is None else q + zeros
+    return q.clamp_(kind.q_min, kind.q_max).to(kind.storage)
+
+
+def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
+    """e H e^T of each row of a weight's error [N, K]: fp64 [N]."""
+    return ((error.double() @ hessian.double()) * error.double()).sum(dim=1)
+
+
+class GPTQ(Method):
+    """Solves every target layer of a block; see the module's docstring."""
+
+    def __init__(self, spec: GPTQSpec) -> None:
+        self.spec = spec
+        self.moments: Moments | None = None
+        self.solved: dict[str, QuantizedLinear] = {}
+
+    def prepare(self, work: BlockWork) -> None:
+        """Start with no Hessian."""
+        self.moments = Moments(work, full=True)
+
+    def observe(self, name: str, x: Tensor) -> None:
+        """Add a sample to the Hessian of its layer."""
+        assert self.moments is not None
+        self.moments.observe(name, x)
+
+    def solve(self, work: BlockWork) -> None:
+        """Solve the layers, those of one input together."""
+        together: dict[str, list[str]] = {}
+        for name in work.targets:
+            together.setdefault(work.observed_for[name], []).append(name)
+        self.solved = dict(part for names in together.values() for part in self._solve(work, names))
+
+    def commit(self, work: BlockWork) -> None:
+        """Hand the solved layers over, in the model's order."""
+        work.quantized.update({name: self.solved[name] for name in work.targets})
+        self.solved, self.moments = {}, None
+
+    def _solve(self, work: BlockWork, names: list[str]) -> Iterator[tuple[str, QuantizedLinear]]:
+        """Layers that read one input, their output channels stacked."""
+        assert self.moments is not None
+        hessian, spec = self.moments.of(names[0]), work.weight_spec
+        weights = [work.block.linears[name].weight for name in names]
+        params = [
+            choose_qparams(w, spec, work.scale_dtype(n), self.spec.scale, hessian)
+            for n, w in zip(names, weights, strict=True)
+        ]
+        rounded = [
+            quantize(w, scale, TYPES[spec.dtype], zeros, spec.block)
+            for w, (scale, zeros) in zip(weights, params, strict=True)
+        ]
+        solved = self._gptq(work, names, weights, params, hessian) or rounded
+        for name, w, (scale, zeros), q, plain in zip(
+            names, weights, params, solved, rounded, strict=True
+        ):
+            ours, theirs = (
+                output_errors(w - dequantize(x, scale, zeros, spec.block), hessian).sum().item()
+                for x in (q, plain)
+            )
+            if ours > theirs:
+                message = f"GPTQ's error {ours:.3g} exceeds {theirs:.3g} of rounding; it is rounded"
+                work.events.append(Event(module=name, kind="fallback", message=message))
+                q = plain
+            stored = StoredWeight(q, scale, zeros)
+            yield name, QuantizedLinear(stored, spec, work.input_scale(name), self.spec.scale)
+
+    def _gptq(
+        self,
+        work: BlockWork,
+        names: list[str],
+        weights: list[Tensor],
+        params: list[tuple[Tensor, Tensor | None]],
+        hessian: Tensor,
+    ) -> list[Tensor] | None:
+        """The integers of each layer, or None where the Hessian cannot be used."""
+        dead = hessian.diagonal() == 0
+        hessian = hessian + torch.diag(dead.float())  # an input that is always zero decides nothing
+        order = torch.arange(len(hessian))
+        if self.spec.act_order:
+            order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        found = inverse_factor(hessian[order][:, order], self.spec.damp)
+        if found is None:
+            message = f"its Hessian cannot be factored with damping up to {MOST_DAMP}; rounded"
+            work.events.append(Event(module=names[0], kind="fallback", message=message))
+            return None
+        factor, damp = found
+        if damp != self.spec.damp:
+            message = f"damping raised from {self.spec.damp:g} to {damp:g} to factor the Hessian"
+            work.events.append(Event(module=names[0], kind="damping_raised", message=message))
+        spec = work.weight_spec
+        joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row
+        if not joined:
+            return [
+                gptq(w, s, z, spec, factor, order, self.spec.block_size)
+                for w, (s, z) in zip(weights, params, strict=True)
+            ]
+        scale = torch.cat([s for s, _ in params])
+        zeros = [z for _, z in params if z is not None]
+        zero_point = torch.cat(zeros) if zeros else None
+        q = gptq(torch.cat(weights), scale, zero_point, spec, factor, order, self.spec.block_size)
+        return list(q.split([len(w) for w in weights]))

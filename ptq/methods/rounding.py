@@ -1,0 +1,140 @@
+"""Scales of weights, searched or not, and rounding to the nearest.
+
+A block of a weight (a channel, a group, ...) is rounded with a scale; the largest magnitude gives
+one that cuts nothing, a smaller scale cuts the largest values and renders the others finer.
+Searches try a grid of factors of the first and keep, for each block, the one of least error:
+
+    mse           sum_k e_k^2                      e = W - Q(W)
+    weighted_mse  sum_k E[x_k^2] e_k^2             the inputs' second moments as importance
+    output_mse    sum_kl e_k E[x_k x_l] e_l        k, l of one group: AWQ's clipping (Lin et al.
+                                                   2023, section 3.2), the error of its output
+
+all in fp32, with the earlier candidate of equals.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from formats.scheme import WeightSpec
+from formats.weights import StoredWeight
+from kernels.numerics import (
+    TYPES,
+    block_absmax,
+    block_view,
+    choose_affine,
+    choose_scale,
+    dequantize,
+    expand_scale,
+    pad_to_blocks,
+    quantize,
+)
+from ptq.methods.specs import ScaleSearch
+
+FACTORS = tuple(1.0 - 0.02 * i for i in range(30))  # of the scale that cuts nothing
+
+
+def round_weight(
+    weight: Tensor,
+    spec: WeightSpec,
+    dtype: torch.dtype,
+    search: ScaleSearch = "absmax",
+    moments: Tensor | None = None,
+) -> StoredWeight:
+    """Round a weight to the nearest, with scales by absmax or the best of a search.
+
+    Args:
+        weight: [out, in], float.
+        spec: How it is stored.
+        dtype: Type in which the scales are stored.
+        search: How scales are chosen; see the module's docstring.
+        moments: E[x x^T] of the inputs [in, in] for `output_mse`, its diagonal [in] or itself for
+            `weighted_mse`.
+    """
+    scale, zero_point = choose_qparams(weight, spec, dtype, search, moments)
+    q = quantize(weight, scale, TYPES[spec.dtype], zero_point, spec.block)
+    return StoredWeight(q, scale, zero_point)
+
+
+def choose_qparams(
+    weight: Tensor,
+    spec: WeightSpec,
+    dtype: torch.dtype,
+    search: ScaleSearch = "absmax",
+    moments: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point of each block of a weight; arguments as of `round_weight`."""
+    best, zero_point = _qparams(weight, spec, dtype, 1.0)
+    if search == "absmax":
+        return best, zero_point
+    least = _errors(weight, best, zero_point, spec, search, moments)
+    for factor in FACTORS[1:]:
+        scale, zeros = _qparams(weight, spec, dtype, factor)
+        errors = _errors(weight, scale, zeros, spec, search, moments)
+        better = errors < least
+        least = torch.where(better, errors, least)
+        best = torch.where(better, scale, best)
+        if zeros is not None and zero_point is not None:
+            zero_point = torch.where(better, zeros, zero_point)
+    return best, zero_point
+
+
+def _qparams(
+    weight: Tensor, spec: WeightSpec, dtype: torch.dtype, factor: float
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point for the range of each block times `factor`."""
+    kind = TYPES[spec.dtype]
+    if spec.symmetric:
+        scale = choose_scale(block_absmax(weight, spec.block) * factor, kind)
+        return storable(scale, dtype), None
+    blocks = block_view(weight.float(), spec.block)
+    low, high = blocks.amin(dim=(1, 3)) * factor, blocks.amax(dim=(1, 3)) * factor
+    scale, _ = choose_affine(low, high, kind)
+    scale = storable(scale, dtype)
+    zero_point = (kind.q_min - torch.round(low.clamp(max=0) / scale)).clamp(kind.q_min, kind.q_max)
+    return scale, zero_point.to(kind.storage)
+
+
+def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as the checkpoint holds them: rounded to `dtype`, still positive, in fp32."""
+    if dtype == torch.float16:
+        scale = scale.clamp(min=torch.finfo(dtype).smallest_normal)
+    return scale.to(dtype).float()
+
+
+def _errors(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    spec: WeightSpec,
+    search: ScaleSearch,
+    moments: Tensor | None,
+) -> Tensor:
+    """Error of each block, of the shape of the scales."""
+    q = quantize(weight, scale, TYPES[spec.dtype], zero_point, spec.block)
+    error = weight - dequantize(q, scale, zero_point, spec.block)
+    if search == "output_mse":
+        assert moments is not None
+        return _output_errors(error, scale.shape[1], moments)
+    squared = error.square()
+    if search == "weighted_mse":
+        assert moments is not None
+        squared = squared * (moments if moments.dim() == 1 else moments.diagonal())
+    return block_view(pad_to_blocks(squared, spec.block), spec.block).sum(dim=(1, 3))
+
+
+def _output_errors(error: Tensor, groups: int, moments: Tensor) -> Tensor:
+    """e H e^T within each group of inputs: [out, groups]."""
+    size = error.shape[1] // groups
+    parts = []
+    for group in range(groups):
+        span = slice(group * size, (group + 1) * size)
+        part = error[:, span]
+        parts.append(((part @ moments[span, span]) * part).sum(dim=1))
+    return torch.stack(parts, dim=1)
+
+
+def expanded(scale: Tensor, weight: Tensor, spec: WeightSpec) -> Tensor:
+    """One scale for each element of a weight [out, in]."""
+    return expand_scale(scale, weight.shape, spec.block).expand(weight.shape)
