@@ -59,6 +59,11 @@ class TensorStatistics:
         return self.channel_absmax.shape[0] if self.channel_absmax.dim() == 2 else 1
 
     @property
+    def counted(self) -> bool:
+        """Whether magnitudes were counted, not only the largest kept."""
+        return len(self._counts) > 0
+
+    @property
     def absmax(self) -> float:
         """Largest magnitude, exact."""
         return self.channel_absmax.max().item()
@@ -202,6 +207,8 @@ def choose_absmax(
     """Clipping magnitude of a tensor (of one head, for `stats.head(i)`)."""
     if spec.method == "absmax" or stats.absmax == 0:
         return stats.absmax
+    if not stats.counted:
+        raise ValueError(f"{spec.method} needs a histogram, and only maxima were observed")
     if spec.method == "percentile":
         return percentile(stats, spec.percentile)
     return mse(stats, dtype) if spec.method == "mse" else entropy(stats, dtype)

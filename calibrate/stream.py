@@ -11,12 +11,13 @@ size, and padding cannot enter it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -69,15 +70,22 @@ class Block:
         module: The block; its float weights may be replaced by methods.
         linears: Its linear layers by full name.
         inputs: Hidden states of each sample: [tokens, hidden].
+        quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, inputs: list[Tensor], kwargs: dict[int, dict[str, Any]]
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: list[Tensor],
+        kwargs: dict[int, dict[str, Any]],
+        quantized_inputs: list[Tensor] | None = None,
     ) -> None:
         self.name = name
         self.attention = f"{name}.self_attn"
         self.module = module
         self.inputs = inputs
+        self.quantized_inputs = quantized_inputs
         self.linears = {
             f"{name}.{path}": part
             for path, part in module.named_modules()
@@ -99,9 +107,19 @@ class Block:
         Returns:
             Hidden states [tokens, hidden].
         """
-        hidden = self.inputs[sample]
         with self._hooks(on_input, on_kv):
-            out = self.module(hidden[None], **self._kwargs[len(hidden)])
+            return self.forward(self.inputs[sample])
+
+    def forward(self, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The block's function, with gradients: hidden states [tokens, hidden] to the same.
+
+        Args:
+            hidden: As long as one of the samples.
+            weights: Weights to compute with in place of those of linear layers, by the layer's
+                full name.
+        """
+        given = {f"{n.removeprefix(f'{self.name}.')}.weight": w for n, w in (weights or {}).items()}
+        out = functional_call(self.module, given, (hidden[None],), self._kwargs[len(hidden)])
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     @contextmanager
@@ -129,6 +147,12 @@ class BlockStream:
         read: Gives a tensor of the checkpoint by its name.
         device: Where blocks run.
         dtype: Type they are computed in.
+        quantized_path: Whether to keep, beside each sample's hidden states in the float model,
+            those after the quantized blocks.
+
+    Attributes:
+        inputs: Hidden states of each sample before the next block: [tokens, hidden].
+        quantized_inputs: Those after the quantized blocks, or None where they are not kept.
 
     Raises:
         RecipeError: the model's family is not supported.
@@ -141,6 +165,7 @@ class BlockStream:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        quantized_path: bool = False,
     ) -> None:
         if config.model_type not in SUPPORTED:
             raise RecipeError(
@@ -156,7 +181,8 @@ class BlockStream:
         self._decoder = model.model.eval()
         self._meta_blocks = list(self._decoder.layers)
         self.blocks = tuple(f"model.layers.{i}" for i in range(len(self._meta_blocks)))
-        self._inputs: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+        self.quantized_inputs: list[Tensor] | None = [] if quantized_path else None
         self._kwargs: list[dict[int, dict[str, Any]]] = [{} for _ in self.blocks]
 
     def linears(self, block: str) -> tuple[str, ...]:
@@ -186,15 +212,25 @@ class BlockStream:
         decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(self._device)
         weight = self._weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         decoder.embed_tokens = nn.Embedding.from_pretrained(weight)
-        self._inputs = []
+        self.inputs = []
         for ids in sequences:
             decoder(input_ids=ids[None].to(self._device), use_cache=False)
             hidden = recorders[0].hidden
             assert hidden is not None
-            self._inputs.append(hidden[0])
+            self.inputs.append(hidden[0])
             for kwargs, recorder in zip(self._kwargs, recorders, strict=True):
                 kwargs.setdefault(len(ids), recorder.kwargs)
         decoder.embed_tokens = nn.Identity()  # no longer needed
+        if self.quantized_inputs is not None:
+            self.quantized_inputs = list(self.inputs)
+
+    def go_on(self, inputs: list[Tensor], quantized_inputs: list[Tensor] | None) -> None:
+        """Take up hidden states that were kept, in place of those that `start` made."""
+        assert [len(x) for x in inputs] == [len(x) for x in self.inputs]
+        self.inputs = [x.to(self._device) for x in inputs]
+        if self.quantized_inputs is not None:
+            assert quantized_inputs is not None
+            self.quantized_inputs = [x.to(self._device) for x in quantized_inputs]
 
     def load(self, index: int) -> Block:
         """Read a block's weights; its samples are those that `start` or `advance` left.
@@ -211,23 +247,37 @@ class BlockStream:
         module.load_state_dict(state, assign=True)
         for parameter in module.parameters():
             parameter.requires_grad_(False)
-        return Block(name, module.eval(), self._inputs, self._kwargs[index])
+        kwargs = self._kwargs[index]
+        return Block(name, module.eval(), self.inputs, kwargs, self.quantized_inputs)
 
-    def advance(self, block: Block) -> None:
-        """Replace the samples by the block's outputs, with its weights as they are now.
+    def advance(
+        self,
+        block: Block,
+        outputs: Sequence[Tensor] | None = None,
+        quantized_outputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Replace the samples by the block's outputs.
 
         The block's weights are freed, whoever still holds the block.
+
+        Args:
+            block: The block that was loaded last.
+            outputs: Its outputs, where they are known; else it is run with its weights as they are.
+            quantized_outputs: Those of the quantized block, where the stream keeps them.
 
         Raises:
             RecipeError: an output holds NaN or infinity.
         """
-        for sample in range(len(self._inputs)):
-            out = block.run(sample)
+        for sample in range(len(self.inputs)):
+            out = block.run(sample) if outputs is None else outputs[sample]
             if not bool(torch.isfinite(out).all()):
                 raise RecipeError(
                     f"{block.name}: its output holds NaN or infinity. Check the model's weights"
                 )
-            self._inputs[sample] = out
+            self.inputs[sample] = out
+        if self.quantized_inputs is not None:
+            assert quantized_outputs is not None
+            self.quantized_inputs[:] = quantized_outputs
         block.module.to("meta")
 
     def _weight(self, name: str, shape: Sequence[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,12 +120,31 @@ class Draft:
             typed = key[0] == "output" or not Where(self.origins)(key).line
             base = Path.cwd() if typed else folder
             if isinstance(value, str) and (key[0] != "dataset" or _is_file(base, value)):
-                section[key[1]] = str(base / Path(value).expanduser())
+                section[key[1]] = os.path.normpath(base / Path(value).expanduser())
+
+    def check_model(self) -> None:
+        """Note a problem where the model's folder is none."""
         model = self.data.get("model")
         path = model.get("path") if isinstance(model, dict) else None
         if isinstance(path, str) and not Path(path).is_dir():
             message = f"no such folder: {path}. Paths in a recipe are relative to its own folder"
             self.problems.append(self.at(("model", "path"), message))
+
+    def laid_over(self, base: Draft) -> Draft:
+        """What this one says over what `base` says; where values came from is kept."""
+        origins = dict(base.origins)
+
+        def merge(key: Key, low: Any, high: Any) -> Any:
+            if isinstance(low, dict) and isinstance(high, dict):
+                merged = {k: merge((*key, k), low.get(k, MISSING), v) for k, v in high.items()}
+                return low | merged
+            if low is not MISSING:
+                for known in [k for k in origins if k[: len(key)] == key]:
+                    del origins[known]
+            return high
+
+        data = merge((), base.data, self.data)
+        return Draft(data, origins | self.origins, [*base.problems, *self.problems])
 
     def validate(self, model: type[M]) -> M:
         """The checked model of the data.

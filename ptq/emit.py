@@ -15,6 +15,7 @@ from calibrate.observers import (
 from formats.checkpoint import Checkpoint
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
+from formats.weights import weight_tensors
 from formats.writer import CheckpointWriter
 from kernels.numerics import TYPES, QuantizedType, choose_scale, expand_scale
 from ptq.methods.base import BlockWork, QuantizedLinear
@@ -31,20 +32,25 @@ def emit_rest(writer: CheckpointWriter, checkpoint: Checkpoint, blocks: tuple[st
             writer.add(name, checkpoint.tensor(name))
 
 
-def emit_block(writer: CheckpointWriter, checkpoint: Checkpoint, work: BlockWork) -> None:
-    """Write a block: its quantized layers and folded vectors; all else is copied bit for bit."""
+def block_tensors(checkpoint: Checkpoint, work: BlockWork) -> dict[str, Tensor]:
+    """A block's quantized layers and folded vectors as stored; all else bit for bit as it was."""
+    tensors: dict[str, Tensor] = {}
     for name in checkpoint.names():
         module, _, leaf = name.rpartition(".")
         if not name.startswith(f"{work.block.name}."):
             continue
         if module not in work.quantized:
-            tensor = work.folded.get(name)
-            writer.add(name, checkpoint.tensor(name) if tensor is None else tensor)
+            folded = work.folded.get(name)
+            tensors[name] = checkpoint.tensor(name) if folded is None else folded
         elif leaf == "weight":
             solved, bias = work.quantized[module], work.block.linears[module].bias
-            stored = None if bias is None else bias.to(checkpoint.dtype(f"{module}.bias"))
-            dtype = checkpoint.dtype(name)
-            writer.add_linear(module, solved.weight, dtype, stored, solved.input_scale)
+            stored = weight_tensors(work.scheme, solved.weight, checkpoint.dtype(name))
+            if bias is not None:
+                stored["bias"] = bias.to(checkpoint.dtype(f"{module}.bias"))
+            if solved.input_scale is not None:
+                stored["input_scale"] = solved.input_scale
+            tensors |= {f"{module}.{kind}": tensor for kind, tensor in stored.items()}
+    return tensors
 
 
 def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
@@ -89,16 +95,18 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
     return entries
 
 
-def emit_kv_scales(
-    writer: CheckpointWriter, work: BlockWork, spec: KVCacheSpec, observer: ObserverSpec
-) -> list[ScaleEntry]:
-    """Set the static scales of a block's cached K and V; returns their rows of the scale table."""
+def kv_scales(
+    work: BlockWork, spec: KVCacheSpec, observer: ObserverSpec
+) -> tuple[dict[str, tuple[Tensor, Tensor]], list[ScaleEntry]]:
+    """The static scales of a block's cached K and V, and their rows of the scale table."""
     if spec.dynamic:
-        return []
+        return {}, []
     attention, scales, entries = work.block.attention, [], []
     for role in ROLES:
         stats = work.observed(attention, role)
         scale, clipped, sqnr_db = kv_scale(stats, role, spec, observer)
+        by_head = spec.granularity == "per_channel" and role == "v_cache"
+        granularity = "per_head" if by_head else spec.granularity
         scales.append(scale)
         entries.append(
             _entry(
@@ -106,7 +114,7 @@ def emit_kv_scales(
                 role,
                 scale,
                 dtype=spec.dtype,
-                granularity="per_head" if scale.dim() == 1 and len(scale) > 1 else spec.granularity,
+                granularity=granularity,
                 statistic=observer.method,
                 absmax=stats.absmax,
                 tokens=stats.tokens,
@@ -114,8 +122,7 @@ def emit_kv_scales(
                 sqnr_db=sqnr_db,
             )
         )
-    writer.set_kv_scales(attention, *scales)
-    return entries
+    return {attention: (scales[0], scales[1])}, entries
 
 
 def kv_scale(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import Event, ModuleRow
 
-SAMPLES = 8  # sequences that outputs are compared on
+SAMPLES = 4  # sequences that outputs are compared on
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event
 
 Ratios = dict[str, tuple[float | None, float | None]]  # by layer: (weight, output) in dB

@@ -3,18 +3,21 @@
     load a block -> run the samples -> method by method: prepare, observe, solve, commit
                  -> measure -> write -> hand its float outputs to the next block
 
-At any time one block, the samples' hidden states and one shard are in memory. Blocks see the
-outputs of the float model, so a block's scales do not depend on how those before it were quantized.
-Samples are put in an order set by their content, and sums over them are exact: the checkpoint has
-the same bytes however the data set is shuffled.
+At any time one block, the samples' hidden states and one shard are in memory. Each solved block is
+stored with the hidden states after it (`ptq.resume`), so that a run that was killed goes on there.
+Blocks see the outputs of the float model, so a block's scales do not depend on how those before it
+were quantized. Samples are put in an order set by their content, and sums over them are exact: the
+checkpoint has the same bytes however the data set is shuffled.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
@@ -23,12 +26,14 @@ from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
 from calibrate.stream import Block, BlockStream
 from formats.checkpoint import Checkpoint
+from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.writer import CheckpointWriter
-from ptq.emit import emit_block, emit_kv_scales, emit_rest, linear_entries
-from ptq.measure import measure, module_rows
-from ptq.methods.base import BlockWork, Method
+from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
+from ptq.measure import Ratios, measure, module_rows
+from ptq.methods.base import BlockWork, Method, quantized_block
+from ptq.methods.refine import Refine
 from ptq.methods.registry import build_methods
 from ptq.methods.rtn import round_to_nearest
 from ptq.plan import Plan
@@ -44,6 +49,7 @@ from ptq.result import (
     Stopwatch,
     peak_rss_bytes,
 )
+from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
 
 RECIPE_FILE = "recipe.yaml"
 STATISTICS_FILE = "statistics.safetensors"
@@ -51,7 +57,9 @@ CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
 SMALLEST_SHARD = 16 << 20  # bytes
 
 
-def quantize(plan: Plan, *, force: bool = False, progress: bool = True) -> QuantizationResult:
+def quantize(
+    plan: Plan, *, force: bool = False, progress: bool = True, keep: bool = False
+) -> QuantizationResult:
     """Quantize a model as planned.
 
     Writes below the recipe's output path: `checkpoint/` (whole or not at all), `recipe.yaml`
@@ -61,6 +69,7 @@ def quantize(plan: Plan, *, force: bool = False, progress: bool = True) -> Quant
         plan: From `ptq.plan.build_plan`.
         force: Replace an existing checkpoint, once the new one is complete.
         progress: Show a progress bar.
+        keep: Leave what a run needs to go on after its end, until `ptq.resume.discard`.
 
     Raises:
         RecipeError: the calibration data cannot be used, or activations hold NaN or infinity.
@@ -70,7 +79,7 @@ def quantize(plan: Plan, *, force: bool = False, progress: bool = True) -> Quant
     with watch.phase("data"):
         tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.path, local_files_only=True)
         tokens = load_tokens(plan.recipe.dataset, tokenizer, "calibration")
-    return quantize_tokens(plan, tokens, force=force, progress=progress, watch=watch)
+    return quantize_tokens(plan, tokens, force=force, progress=progress, keep=keep, watch=watch)
 
 
 def quantize_tokens(
@@ -79,13 +88,20 @@ def quantize_tokens(
     *,
     force: bool = False,
     progress: bool = True,
+    keep: bool = False,
     watch: Stopwatch | None = None,
 ) -> QuantizationResult:
     """`quantize` with given calibration tokens; arguments and errors as there."""
-    watch = watch or Stopwatch()
-    driver = _Driver(plan, watch)
-    table = driver.run(in_canonical_order(tokens.sequences()), force=force, progress=progress)
-    output = plan.recipe.output.path
+    watch, output = watch or Stopwatch(), plan.recipe.output.path
+    driver = _Driver(plan, watch, tokens.fingerprint)
+    try:
+        table = driver.run(in_canonical_order(tokens.sequences()), force=force, progress=progress)
+    except RecipeError:  # it would come to the same end
+        discard(output)
+        raise
+    finally:
+        if driver.store.done == 0:  # nothing to go on with
+            discard(output)
     with watch.phase("write"):
         driver.statistics.save(output / STATISTICS_FILE)
         replace_file(output / RECIPE_FILE, resolved_yaml(plan.recipe).encode())
@@ -104,8 +120,11 @@ def quantize_tokens(
         events=tuple(driver.events),
         smoothing=tuple(driver.smoothing),
         modules=tuple(driver.modules),
+        resumed_blocks=driver.resumed,
     )
     replace_file(output / RESULT_FILE, result.to_json().encode())
+    if not keep:
+        discard(output)
     return result
 
 
@@ -117,11 +136,14 @@ def in_canonical_order(sequences: list[Tensor]) -> list[Tensor]:
 class _Driver:
     """Walks the blocks; what it gathers on the way is the record of the run."""
 
-    def __init__(self, plan: Plan, watch: Stopwatch) -> None:
+    def __init__(self, plan: Plan, watch: Stopwatch, fingerprint: str) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
         self.checkpoint = Checkpoint.open(plan.recipe.model.path)
         self.config = AutoConfig.from_pretrained(plan.recipe.model.path, local_files_only=True)
         self.methods = build_methods(plan.recipe.methods)
+        key = run_key(plan.recipe, self.checkpoint, fingerprint)
+        self.store = ResumableRun(plan.recipe.output.path, key)
+        self.resumed = self.store.done
         self.statistics = Statistics()
         self.entries: list[ScaleEntry] = []
         self.events: list[Event] = []
@@ -130,8 +152,9 @@ class _Driver:
 
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
-        with self._writer(force) as writer:
-            stream = BlockStream(self.config, self.checkpoint.tensor)
+        with self._writer(force or self.resumed > 0) as writer:
+            needs_path = any(isinstance(method, Refine) for method in self.methods)
+            stream = BlockStream(self.config, self.checkpoint.tensor, quantized_path=needs_path)
             with self.watch.phase("write"):
                 emit_rest(writer, self.checkpoint, stream.blocks)
             with self.watch.phase("forward"):
@@ -139,6 +162,11 @@ class _Driver:
             bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
             for index, name in enumerate(bar):
                 bar.set_postfix_str(name)
+                if index < self.resumed:
+                    self._emit(writer, self.store.block(index))
+                    continue
+                if index == self.resumed > 0:
+                    stream.go_on(*self.store.states())
                 self._block(stream, index, writer)
             table = ScaleTable(entries=tuple(self.entries))
             with self.watch.phase("write"):
@@ -163,42 +191,77 @@ class _Driver:
         """Take one block from float to the writer."""
         with self.watch.phase("load"):
             work = block_work(self.plan, self.checkpoint, stream.load(index))
-        with self.watch.phase("observe"):
-            observe(work, self.methods[:1], histograms=self._histograms(0))
-        with self.watch.phase("measure"):
-            baseline = measure(work, round_to_nearest(work))
-        for i, method in enumerate(self.methods):
-            if i:
-                with self.watch.phase("observe"):
-                    observe(work, [method], histograms=self._histograms(i))
-            with self.watch.phase(self.recipe.methods[i].name):
-                method.solve(work)
-                method.commit(work)
+        outputs: list[Tensor] = []
+        baseline: Ratios = {}
+        for start, stop in self._stages:
+            stage, last = self.methods[start:stop], stop == len(self.methods)
+            with self.watch.phase("observe"):
+                seen = observe(work, stage, histograms=self.histograms(last))
+            if start == 0:  # methods keep the block's function
+                outputs = seen
+                with self.watch.phase("measure"):
+                    baseline = measure(work, round_to_nearest(work))
+            for method, spec in zip(stage, self.recipe.methods[start:stop], strict=True):
+                with self.watch.phase(spec.name):
+                    method.solve(work)
+                    method.commit(work)
         with self.watch.phase("measure"):
             rows = module_rows(work, baseline)
-        with self.watch.phase("write"):
-            self._emit(writer, work, rows)
+        solved = self._solved(work, rows)
         with self.watch.phase("forward"):
-            stream.advance(work.block)
+            stream.advance(work.block, outputs, quantized_outputs(work))
+        with self.watch.phase("write"):
+            self.store.save(solved, stream.inputs, stream.quantized_inputs)
+            self._emit(writer, solved)
 
-    def _histograms(self, method: int) -> bool:
-        """Whether the pass before a method counts magnitudes: the last does, for the artifact."""
-        last = method >= len(self.methods) - 1
-        return last or self.recipe.observers.input.method != "absmax"
+    @property
+    def _stages(self) -> list[tuple[int, int]]:
+        """Runs of methods, as (first, one past the last), that one pass over the samples serves.
 
-    def _emit(self, writer: CheckpointWriter, work: BlockWork, rows: list[ModuleRow]) -> None:
-        """Write a solved block and keep its rows of the record."""
-        emit_block(writer, self.checkpoint, work)
-        entries = linear_entries(work, rows)
+        A pass serves methods up to the first that changes the float block.
+        """
+        ends = [i + 1 for i, method in enumerate(self.methods) if method.folds]
+        if not ends or ends[-1] != len(self.methods):
+            ends.append(len(self.methods))
+        return list(itertools.pairwise((0, *ends)))
+
+    def histograms(self, last: bool) -> bool:
+        """Whether a pass counts magnitudes: where static scales follow from more than the largest.
+
+        The last pass counts them for every static scale, so that the artifact serves all observers.
+        """
+        scheme = self.recipe.scheme
+        parts = [part for part in (scheme.activations, scheme.kv_cache) if part is not None]
+        static = any(not part.dynamic for part in parts)
+        return static and (last or self.recipe.observers.input.method != "absmax")
+
+    def _solved(self, work: BlockWork, rows: list[ModuleRow]) -> SolvedBlock:
+        """What is kept of a solved block."""
+        entries, scales = linear_entries(work, rows), {}
         kv_cache = self.recipe.scheme.kv_cache
         if kv_cache is not None:
-            entries += emit_kv_scales(writer, work, kv_cache, self.recipe.observers.kv_cache)
+            scales, cached = kv_scales(work, kv_cache, self.recipe.observers.kv_cache)
+            entries += cached
         assert work.statistics is not None
-        self.statistics.merge(work.statistics)
-        self.entries += entries
-        self.events += [*work.events, *map(_clipping_event, filter(_clips_much, entries))]
-        self.smoothing += work.smoothing
-        self.modules += rows
+        record = BlockRecord(
+            entries=tuple(entries),
+            events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
+            smoothing=tuple(work.smoothing),
+            modules=tuple(rows),
+        )
+        return SolvedBlock(block_tensors(self.checkpoint, work), scales, record, work.statistics)
+
+    def _emit(self, writer: CheckpointWriter, solved: SolvedBlock) -> None:
+        """Write a solved block and keep its rows of the record."""
+        for name, tensor in solved.tensors.items():
+            writer.add(name, tensor)
+        for attention, (k, v) in solved.kv_scales.items():
+            writer.set_kv_scales(attention, k, v)
+        self.statistics.merge(solved.statistics)
+        self.entries += solved.record.entries
+        self.events += solved.record.events
+        self.smoothing += solved.record.smoothing
+        self.modules += solved.record.modules
 
 
 def block_work(plan: Plan, checkpoint: Checkpoint, block: Block) -> BlockWork:
@@ -217,11 +280,25 @@ def block_work(plan: Plan, checkpoint: Checkpoint, block: Block) -> BlockWork:
     )
 
 
-def observe(work: BlockWork, methods: Sequence[Method] = (), *, histograms: bool = True) -> None:
+def quantized_outputs(work: BlockWork) -> list[Tensor] | None:
+    """Outputs of the quantized block for what the quantized blocks before it hand over, if kept."""
+    inputs = work.block.quantized_inputs
+    if inputs is None:
+        return None
+    with quantized_block(work), torch.no_grad():
+        return [work.block.forward(x) for x in inputs]
+
+
+def observe(
+    work: BlockWork, methods: Sequence[Method] = (), *, histograms: bool = True
+) -> list[Tensor]:
     """Run every sample through the block as it is now, for its statistics and for `methods`.
 
     Without `histograms` only maxima are kept, which all that smoothing needs is derived from.
     Layers that are fused at run time read one input: it is observed once for all of them.
+
+    Returns:
+        The block's output for each sample.
     """
     for method in methods:
         method.prepare(work)
@@ -238,15 +315,18 @@ def observe(work: BlockWork, methods: Sequence[Method] = (), *, histograms: bool
         statistics.observe(work.block.attention, "k_cache", k, histogram=histograms)
         statistics.observe(work.block.attention, "v_cache", v, histogram=histograms)
 
-    for sample in range(len(work.block.inputs)):
+    outputs = [
         work.block.run(sample, on_input=on_input, on_kv=on_kv)
+        for sample in range(len(work.block.inputs))
+    ]
     for name in work.block.linears:
         statistics[name, "input"] = statistics[stand_in[name], "input"]
     work.statistics = statistics
+    return outputs
 
 
 def _clips_much(entry: ScaleEntry) -> bool:
-    return entry.clip_fraction >= CLIPPING_EVENT
+    return entry.role != "weight" and entry.clip_fraction >= CLIPPING_EVENT
 
 
 def _clipping_event(entry: ScaleEntry) -> Event:

@@ -26,6 +26,7 @@ from formats.scheme import Scheme
 from formats.weights import scale_shape, storage_format
 from ptq.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe import Recipe
+from ptq.resume import unfinished
 from ptq.strict_yaml import Key
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -161,8 +162,8 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether an output path holds anything."""
-    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+    """Whether an output path holds anything but what an interrupted run left to go on with."""
+    return not unfinished(path) and path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:

@@ -18,6 +18,9 @@
       thresholds: {perplexity_ratio: 1.01, kl: 0.01}
       speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
 
+A recipe may start from another one, `base: other.yaml`: what it says itself goes over what the base
+says, mappings key by key, lists and values as a whole.
+
 Paths of the model and of data are relative to the recipe's folder, so that a recipe and what it
 uses can be moved together. The output path, and every path given on the command line, is relative
 to the current directory. A loaded recipe holds absolute paths and every default.
@@ -164,14 +167,20 @@ class Recipe(Strict):
             )
         if scheme is None or scheme.weights is None:
             return methods
-        allowed = " or ".join(ROUNDING)
-        if not names or names[-1] not in ROUNDING:
+        solving = names[:-1] if names[-1:] == ["refine"] else names
+        if not solving or solving[-1] not in ROUNDING:
             raise ValueError(
                 f"found {', '.join(names) or 'none'}; the scheme {scheme.wac} quantizes weights, "
-                f"and the last method must do so: end the list with {allowed}"
+                f"and the last method must do so: end the list with {' or '.join(ROUNDING)}, which "
+                "refine may follow"
             )
-        if early := [name for name in names[:-1] if name in ROUNDING]:
-            raise ValueError(f"found {', '.join(names)}; {early[0]} can only be the last method")
+        if early := [name for name in solving[:-1] if name in (*ROUNDING, "refine")]:
+            raise ValueError(
+                f"found {', '.join(names)}; {early[0]} hands over quantized weights, which "
+                f"{solving[-1]} cannot solve again: keep one of them"
+            )
+        if "refine" in names and scheme.weights.dtype == "fp8_e4m3":
+            raise ValueError("refine moves integers; it is not for fp8 weights")
         return methods
 
 
@@ -210,13 +219,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
         RecipeError: tells everything that is wrong, each with its line or override, its key, what
             was found and what is allowed.
     """
-    path = Path(path)
-    document = parse(_read_text(path))
-    draft = Draft(
-        document.data,
-        {key: Origin(str(path), line) for key, line in document.lines.items()},
-        [Problem(Origin(str(path), f.line), f.key, f.message) for f in document.faults],
-    )
+    draft = _read_draft(Path(path), ())
     if not isinstance(draft.data, dict):
         empty = draft.at((), "found no keys; a recipe needs model, scheme and output")
         raise recipe_error(draft.problems or [empty])
@@ -224,8 +227,40 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     for text in overrides:
         draft.override(text)
     draft.unusable = draft.expand()
-    draft.anchor_paths(path.absolute().parent)
+    draft.anchor_paths(Path(path).absolute().parent)
+    draft.check_model()
     return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))
+
+
+def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:
+    """A file as it stands, laid over its base, if it names one."""
+    document = parse(_read_text(path))
+    draft = Draft(
+        document.data,
+        {key: Origin(str(path), line) for key, line in document.lines.items()},
+        [Problem(Origin(str(path), f.line), f.key, f.message) for f in document.faults],
+    )
+    if not isinstance(draft.data, dict):
+        return draft
+    if above:  # a base: its paths are relative to its own folder
+        draft.anchor_paths(path.absolute().parent)
+    if above or "base" in draft.data:
+        draft.expand()
+    if "base" not in draft.data:
+        return draft
+    base = draft.data.pop("base")
+    if not isinstance(base, str):
+        message = f"found {base!r}; needed is the path of another recipe"
+        draft.problems.append(draft.at(("base",), message))
+        return draft
+    under = path.parent / base
+    chain = (*above, path.resolve())
+    if under.resolve() in chain:
+        circle = " -> ".join(p.name for p in (*chain, under))
+        draft.problems.append(draft.at(("base",), f"the bases go in a circle: {circle}"))
+        return draft
+    lower = _read_draft(under, chain)
+    return draft.laid_over(lower) if isinstance(lower.data, dict) else draft
 
 
 def _read_text(path: Path) -> str:

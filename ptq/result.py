@@ -108,6 +108,7 @@ class QuantizationRecord(Strict):
         events: What a person should know, in block order.
         smoothing: One row for each smoothing group that was solved.
         modules: One row for each quantized linear layer.
+        resumed_blocks: Blocks that an earlier, interrupted run had solved; `seconds` is without it.
     """
 
     seconds: dict[str, float]
@@ -116,6 +117,7 @@ class QuantizationRecord(Strict):
     events: tuple[Event, ...]
     smoothing: tuple[SmoothingRow, ...]
     modules: tuple[ModuleRow, ...]
+    resumed_blocks: int = 0
 
 
 class QuantizationResult(QuantizationRecord):

@@ -19,6 +19,7 @@ from ptq.check import add_recipe_arguments, prepare
 from ptq.next_steps import forced_command, next_commands, typed_path
 from ptq.preflight import is_taken
 from ptq.recipe import LoadedRecipe, read_recipe
+from ptq.resume import discard, unfinished
 from ptq.rooms import require_own
 
 REPORT_FOLDER = "report"
@@ -34,9 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = _read(arguments)
     output = loaded.recipe.output.path
     plan, _ = prepare(loaded, force=arguments.force)
-    result = quantize(plan, force=arguments.force)
+    if unfinished(output):
+        print(f"{typed_path(output)}: an earlier run was stopped; going on where it was")
+    result = quantize(plan, force=arguments.force, keep=True)
     shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
     report = make_report(result, plan)
+    discard(output)
     print()
     print(format_table(report.summary_rows))
     print()

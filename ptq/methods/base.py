@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -145,7 +145,14 @@ class BlockWork:
 
 
 class Method(ABC):
-    """Base of the methods; see the module's docstring for what each call may do."""
+    """Base of the methods; see the module's docstring for what each call may do.
+
+    Attributes:
+        folds: Whether `commit` changes the block's float weights, so that methods after it must see
+            the samples run again.
+    """
+
+    folds = False
 
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
         """Look at a new block before its samples run."""
@@ -160,6 +167,19 @@ class Method(ABC):
     @abstractmethod
     def commit(self, work: BlockWork) -> None:
         """Change the block as decided."""
+
+
+@contextmanager
+def quantized_block(work: BlockWork) -> Iterator[None]:
+    """Let the block compute with its solved layers, for a while; its cache stays in float."""
+    with ExitStack() as stack:
+        for name, layer in work.quantized.items():
+
+            def seen(x: Tensor, scale: Tensor | None = layer.input_scale) -> Tensor:
+                return work.seen_input(x, scale)
+
+            stack.enter_context(replaced(work.block.linears[name], layer.dequantized(), seen))
+        yield
 
 
 @contextmanager

@@ -214,6 +214,7 @@ class Migration(Method):
     A subclass gives the candidates of a group.
     """
 
+    folds = True
     search_samples: int
     targets: tuple[str, ...]
 

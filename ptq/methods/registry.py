@@ -8,6 +8,7 @@ from typing import Any
 from ptq.methods.awq import AWQ
 from ptq.methods.base import Method
 from ptq.methods.gptq import GPTQ
+from ptq.methods.refine import Refine
 from ptq.methods.rtn import RoundToNearest
 from ptq.methods.smoothquant import SmoothQuant
 from ptq.methods.specs import MethodSpec
@@ -17,6 +18,7 @@ _CLASSES: dict[str, Callable[[Any], Method]] = {
     "awq": AWQ,
     "rtn": RoundToNearest,
     "gptq": GPTQ,
+    "refine": Refine,
 }
 
 

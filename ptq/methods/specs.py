@@ -92,24 +92,46 @@ class GPTQSpec(Strict):
     YAML::
 
         gptq:
-          scale: weighted_mse     # as of rtn
+          scale: output_mse       # as of rtn
           act_order: true         # important columns first; leaves no trace on disk
           damp: 0.01              # share of the Hessian's mean diagonal that is added to it
           block_size: 128         # columns between two updates of the rest
     """
 
     name: Literal["gptq"] = "gptq"
-    scale: ScaleSearch = "weighted_mse"
+    scale: ScaleSearch = "output_mse"
     act_order: bool = True
     damp: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.01
     block_size: Annotated[int, Field(ge=1)] = 128
 
 
-MethodSpec = Annotated[SmoothQuantSpec | AWQSpec | RTNSpec | GPTQSpec, Field(discriminator="name")]
+class RefineSpec(Strict):
+    """Gradient descent on roundings and scales, after a method that rounds.
+
+    YAML::
+
+        refine:
+          iterations: 100         # steps for each block
+          batch: 4                # calibration sequences of a step
+          learning_rate: 0.005    # in steps of the integers; falls linearly to 0
+          seed: 0
+    """
+
+    name: Literal["refine"] = "refine"
+    iterations: Annotated[int, Field(ge=1)] = 100
+    batch: Annotated[int, Field(ge=1)] = 4
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.005
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+MethodSpec = Annotated[
+    SmoothQuantSpec | AWQSpec | RTNSpec | GPTQSpec | RefineSpec, Field(discriminator="name")
+]
 METHODS: dict[str, type[Strict]] = {
     "smoothquant": SmoothQuantSpec,
     "awq": AWQSpec,
     "rtn": RTNSpec,
     "gptq": GPTQSpec,
+    "refine": RefineSpec,
 }
-ROUNDING = ("rtn", "gptq")  # methods that hand over quantized weights; one ends every recipe
+ROUNDING = ("rtn", "gptq")  # methods that hand over quantized weights; refine may follow them

@@ -15,12 +15,12 @@ from formats.scale_table import ScaleTable
 from formats.scheme import PRESETS, Scheme
 from formats.weights import StoredWeight
 from formats.writer import CheckpointWriter
-from kernels.numerics import dequantize, expand_scale, fake_quantize
+from kernels.numerics import TYPES, dequantize, expand_scale, fake_quantize_activations
 from tests.conftest import write_quantized
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-@pytest.mark.parametrize("shard_bytes", [2 << 30, 100_000])
+@pytest.mark.parametrize("shard_bytes", [2 << 30, 40_000])
 def test_round_trip(tiny_llama, tmp_path, preset, shard_bytes):
     out = write_quantized(tiny_llama, tmp_path / "out", preset, shard_bytes=shard_bytes)
     source, written = Checkpoint.open(tiny_llama), Checkpoint.open(out, verify=True)
@@ -47,7 +47,7 @@ def test_round_trip(tiny_llama, tmp_path, preset, shard_bytes):
     for k, v in written.kv_scales.values():
         assert k.shape == v.shape == (2,)
     shards = list(out.glob("*.safetensors"))
-    assert (len(shards) > 3) == (shard_bytes == 100_000)
+    assert (len(shards) > 3) == (shard_bytes == 40_000)
     assert not list(tmp_path.glob(".*"))
     assert (out / "tokenizer.json").read_bytes() == (tiny_llama / "tokenizer.json").read_bytes()
 
@@ -130,8 +130,12 @@ def test_golden_bytes(tmp_path):
     assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("preset", ["a8w8c8", "a8w8_dynamic"])
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+OPENED = [(family, preset) for family in FAMILIES for preset in ("a8w8c8", "a8w8_dynamic", "w4")]
+OPENED += [("llama", p) for p in ("w8", "a8w4", "fp8_tensor", "fp8_channel", "fp8_block")]
+
+
+@pytest.mark.parametrize(("family", "preset"), OPENED)
 def test_transformers_opens_it_as_the_same_function(make_model, make_quantized, family, preset):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
@@ -139,23 +143,27 @@ def test_transformers_opens_it_as_the_same_function(make_model, make_quantized, 
     source = make_model(family)
     out = make_quantized(source, preset)
     written = Checkpoint.open(out)
+    spec, activations = written.scheme.weights, written.scheme.activations
+    assert spec is not None
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     for name in written.quantized_modules:
-        linear = ours.get_submodule(name)
-        linear.weight.data = dequantize(
-            written.tensor(f"{name}.weight"), written.tensor(f"{name}.weight_scale")
-        )
-        scale = written.tensor(f"{name}.input_scale")[0] if preset == "a8w8c8" else None
+        linear, stored = ours.get_submodule(name), written.weight(name)
+        linear.weight.data = dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
+        static = f"{name}.input_scale" in written
+        scale = written.tensor(f"{name}.input_scale")[0] if static else None
 
         def hook(module, inputs, scale=scale):
-            if scale is not None:
-                return (fake_quantize(inputs[0], scale),)
+            assert activations is not None
+            kind = TYPES[activations.dtype]
+            if scale is not None or activations.dtype == "fp8_e4m3":
+                return (fake_quantize_activations(inputs[0], scale, kind, activations.group),)
             # Theirs: ours divides by 127.
             step = (inputs[0].abs().amax(-1, keepdim=True) / 127.5).clamp(min=1e-12)
             return ((inputs[0] / step).round().clamp(-128, 127) * step,)
 
-        linear.register_forward_pre_hook(hook)
+        if activations is not None:
+            linear.register_forward_pre_hook(hook)
     ids = torch.arange(40)[None] % 384
     with torch.no_grad():
         a, b = theirs(ids).logits, ours(ids).logits

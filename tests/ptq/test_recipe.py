@@ -95,7 +95,9 @@ def test_shipped_recipe_loads_and_its_resolved_form_repeats_it(path, tmp_path):
 
 def test_the_recipes_that_are_promised_are_there():
     names = {path.stem for path in RECIPES}
-    assert names >= {"a8w8c8", "a8w8c8_unsmoothed", "a8w8", "a8w8_dynamic", "c8"}
+    assert names >= {"a8w8c8", "a8w8c8_unsmoothed", "a8w8", "a8w8_dynamic", "c8", "a8w8c8_gptq"}
+    assert names >= {"w8_rtn", "w4_rtn", "w4_gptq", "w4_awq", "w4_best", "a8w4", "a8w4c8"}
+    assert names >= {"fp8_tensor", "fp8_channel", "fp8_block", "a8w8c8_fp8"}
 
 
 def test_the_unsmoothed_recipe_is_the_main_one_without_smoothing(tmp_path):

@@ -60,7 +60,8 @@ def calls(monkeypatch) -> list[str]:
     """Replaces quantization and report by ones that only say that they were called."""
     made: list[str] = []
 
-    def quantize(plan, *, force=False, progress=True):
+    def quantize(plan, *, force=False, progress=True, keep=False):
+        assert keep
         made.append(f"quantize force={force}")
         folder = plan.recipe.output.path / "checkpoint"
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,221 @@
+"""Runs that go on where they were killed: finished blocks, and the activations after the last.
+
+Beside the checkpoint that is being made, in `<output>/.resume`:
+
+    progress.json                  what the run is (`run_key`) and how many blocks are done
+    block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, its
+                                   cache scales under `k/<attention>`, `v/<attention>`
+    block-00003.json               its rows of the record
+    block-00003.statistics         what calibration saw of it
+    states-00003.safetensors       hidden states of every sample after it; of the last block only
+
+A block's files are whole on the disk before `progress.json` counts it, and states are stored, not
+computed again: a run that was killed at any moment and started again writes the same bytes as one
+that was not. A run of another recipe, model, data, code or number of threads starts over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from calibrate.statistics import Statistics
+from formats.checkpoint import Checkpoint
+from formats.errors import CheckpointError
+from formats.files import fsync_path, replace_file, sha256_file, writing
+from formats.scale_table import ScaleEntry
+from formats.scheme import Strict
+from ptq.recipe import Recipe
+from ptq.result import Event, ModuleRow, SmoothingRow
+
+FOLDER = ".resume"
+PROGRESS = "progress.json"
+ROOMS = ("kernels", "formats", "calibrate", "ptq")  # whose code decides on a checkpoint's bytes
+
+
+class BlockRecord(Strict):
+    """Rows of the record that a block brings."""
+
+    entries: tuple[ScaleEntry, ...] = ()
+    events: tuple[Event, ...] = ()
+    smoothing: tuple[SmoothingRow, ...] = ()
+    modules: tuple[ModuleRow, ...] = ()
+
+
+@dataclass
+class SolvedBlock:
+    """All that is left of a block once it is solved.
+
+    Attributes:
+        tensors: For the checkpoint, by their full name, in the order in which they are written.
+        kv_scales: Static scales of K and V by the name of the attention.
+        record: Rows of the record.
+        statistics: What calibration saw.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    record: BlockRecord = field(default_factory=BlockRecord)
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Progress(Strict):
+    """How far a run has come, and which run it is."""
+
+    key: str
+    blocks: int
+
+
+def run_key(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> str:
+    """SHA-256 of all that decides on the bytes of a checkpoint.
+
+    These are the recipe but for its output and report, the tokens, the model (each file's name,
+    size and time of change; the whole of small ones), our code, torch's version and its threads.
+    """
+    digest = hashlib.sha256()
+    digest.update(recipe.model_dump_json(exclude={"output", "report"}).encode())
+    threads = torch.get_num_threads()
+    digest.update(f"{fingerprint} torch {torch.__version__} threads {threads}\n".encode())
+    for path in sorted(checkpoint.path.iterdir()):
+        if path.is_file():
+            about = path.stat()
+            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+            digest.update(sha256_file(path).encode() if about.st_size < 1 << 24 else b"")
+    root = Path(__file__).resolve().parents[1]
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+class ResumableRun:
+    """The store of one run; see the module's docstring.
+
+    Args:
+        output: The run's output folder.
+        key: From `run_key`; what another key has left is removed.
+
+    Attributes:
+        done: Blocks that are stored.
+    """
+
+    def __init__(self, output: Path, key: str) -> None:
+        self._folder, self._key = output / FOLDER, key
+        self.done = 0
+        try:
+            found = Progress.model_validate_json((self._folder / PROGRESS).read_bytes())
+        except (OSError, ValidationError):
+            found = None
+        if found is not None and found.key == key:
+            self.done = found.blocks
+            return
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._progress(0)
+
+    def save(
+        self, solved: SolvedBlock, states: Sequence[Tensor], quantized: Sequence[Tensor] | None
+    ) -> None:
+        """Store the next block and the hidden states after it, float and, if kept, quantized."""
+        name = self._name(self.done)
+        arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
+        for attention, (k, v) in solved.kv_scales.items():
+            arrays |= {f"k/{attention}": k, f"v/{attention}": v}
+        order = {"order": json.dumps(list(solved.tensors))}
+        self._write(f"{name}.safetensors", arrays, order)
+        replace_file(self._folder / f"{name}.json", solved.record.model_dump_json().encode())
+        solved.statistics.save(self._folder / f"{name}.statistics")
+        hidden = {f"float/{i}": state for i, state in enumerate(states)}
+        hidden |= {f"quantized/{i}": state for i, state in enumerate(quantized or ())}
+        self._write(self._states(self.done), hidden)
+        self._progress(self.done + 1)
+        if self.done > 1:
+            (self._folder / self._states(self.done - 2)).unlink(missing_ok=True)
+
+    def block(self, index: int) -> SolvedBlock:
+        """A stored block.
+
+        Raises:
+            CheckpointError: its files are damaged.
+        """
+        path = self._folder / self._name(index)
+        try:
+            arrays = load_file(f"{path}.safetensors")
+            record = BlockRecord.model_validate_json(Path(f"{path}.json").read_bytes())
+        except (OSError, ValidationError, SafetensorError) as error:
+            raise self._damaged(error) from error
+        attentions = [key.removeprefix("k/") for key in arrays if key.startswith("k/")]
+        return SolvedBlock(
+            tensors={key[7:]: arrays[key] for key in arrays if key.startswith("tensor/")},
+            kv_scales={name: (arrays[f"k/{name}"], arrays[f"v/{name}"]) for name in attentions},
+            record=record,
+            statistics=Statistics.load(Path(f"{path}.statistics")),
+        )
+
+    def states(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Hidden states after the last stored block: of the float model, and quantized if kept.
+
+        Raises:
+            CheckpointError: their file is damaged.
+        """
+        try:
+            arrays = load_file(self._folder / self._states(self.done - 1))
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(error) from error
+        count = sum(key.startswith("float/") for key in arrays)
+        quantized = [arrays[f"quantized/{i}"] for i in range(count) if f"quantized/{i}" in arrays]
+        return [arrays[f"float/{i}"] for i in range(count)], quantized or None
+
+    def _progress(self, blocks: int) -> None:
+        progress = Progress(key=self._key, blocks=blocks)
+        replace_file(self._folder / PROGRESS, progress.model_dump_json().encode())
+        self.done = blocks
+
+    def _write(
+        self, name: str, arrays: dict[str, Tensor], metadata: dict[str, str] | None = None
+    ) -> None:
+        with writing(self._folder):
+            temporary = self._folder / f"{name}.tmp"
+            save_file({key: t.contiguous() for key, t in arrays.items()}, temporary, metadata)
+            fsync_path(temporary)
+            os.replace(temporary, self._folder / name)
+            fsync_path(self._folder)
+
+    def _damaged(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: what an earlier run left is damaged ({error}). Remove the folder and "
+            "run the recipe again"
+        )
+
+    @staticmethod
+    def _name(index: int) -> str:
+        return f"block-{index:05d}"
+
+    @staticmethod
+    def _states(index: int) -> str:
+        return f"states-{index:05d}.safetensors"
+
+
+def unfinished(output: Path) -> bool:
+    """Whether a run of this output folder was stopped before its end."""
+    return (output / FOLDER / PROGRESS).is_file()
+
+
+def discard(output: Path) -> None:
+    """Remove what is kept for going on, and the output folder where nothing else is in it."""
+    shutil.rmtree(output / FOLDER, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        output.rmdir()

@@ -1,0 +1,71 @@
+"""Packed integers, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from formats.pack import pack_words, unpack_words
+from formats.scheme import PRESETS, Scheme, WeightSpec
+from formats.weights import StoredWeight, read_weight, weight_tensors
+
+
+def test_golden_words():
+    nibbles = torch.tensor([[-8, -7, 0, 7, 1, 2, 3, -1]], dtype=torch.int8)
+    assert pack_words(nibbles, 4).tolist() == [[0x7BA9F810]]
+    bytes_ = torch.tensor([[-128, 127, 0, -1]], dtype=torch.int8)
+    assert pack_words(bytes_, 8).tolist() == [[0x7F80FF00]]
+    assert pack_words(torch.full((1, 8), 7, dtype=torch.int8), 4).tolist() == [[-1]]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [1, 7, 8, 12, 64])
+def test_round_trip(bits, columns):
+    generator = torch.Generator().manual_seed(0)
+    half = 1 << (bits - 1)
+    q = torch.randint(-half, half, (5, columns), generator=generator).to(torch.int8)
+    words = pack_words(q, bits)
+    assert words.shape == (5, -(-columns * bits // 32))
+    assert torch.equal(unpack_words(words, bits, columns), q)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_are_those_of_compressed_tensors(bits):
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    generator = torch.Generator().manual_seed(0)
+    half = 1 << (bits - 1)
+    q = torch.randint(-half, half, (16, 64), generator=generator).to(torch.int8)
+    assert torch.equal(pack_words(q, bits), helpers.pack_to_int32(q, bits))
+    packed = helpers.pack_to_int32(q, bits, packed_dim=0)
+    assert torch.equal(pack_words(q.T, bits).T, packed)
+
+
+def test_asymmetric_groups_keep_their_zero_points():
+    spec = WeightSpec(dtype="int4", granularity="group", group_size=32, symmetric=False)
+    scheme = Scheme(weights=spec)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-8, 8, (16, 64), generator=generator).to(torch.int8)
+    zeros = torch.randint(-8, 8, (16, 2), generator=generator).to(torch.int8)
+    weight = StoredWeight(q, torch.rand(16, 2, generator=generator).bfloat16().float(), zeros)
+    tensors = weight_tensors(scheme, weight, torch.bfloat16)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {
+        "weight_packed": (16, 8),
+        "weight_scale": (16, 2),
+        "weight_shape": (2,),
+        "weight_zero_point": (2, 2),
+    }
+    back = read_weight(scheme, "m", lambda name: tensors[name.removeprefix("m.")])
+    assert torch.equal(back.q, q)
+    assert torch.equal(back.scale, weight.scale)
+    assert back.zero_point is not None
+    assert torch.equal(back.zero_point, zeros)
+
+
+def test_short_names_follow_the_types():
+    names = {name: scheme.wac for name, scheme in PRESETS.items()}
+    assert names["a8w8c8"] == "a8w8c8"
+    assert names["w4"] == "w4"
+    assert names["a8w4c8"] == "a8w4c8"
+    assert names["fp8_c8"] == "af8wf8cf8"
+    assert names["c8_fp8"] == "cf8"
