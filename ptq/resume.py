@@ -121,7 +121,7 @@ class ResumableRun:
         if found is not None and found.key == key:
             self.done = found.blocks
             return
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _clear(self._folder)
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         self._progress(0)
@@ -216,6 +216,12 @@ def unfinished(output: Path) -> bool:
 
 def discard(output: Path) -> None:
     """Remove what is kept for going on, and the output folder where nothing else is in it."""
-    shutil.rmtree(output / FOLDER, ignore_errors=True)
+    _clear(output / FOLDER)
     with contextlib.suppress(OSError):
         output.rmdir()
+
+
+def _clear(folder: Path) -> None:
+    """Remove the folder; what counts its blocks goes first, so that a kill leaves nothing to trust."""
+    (folder / PROGRESS).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -185,3 +185,34 @@ def test_a_missing_file_names_its_neighbours(tmp_path):
     write(tmp_path, SMALL)
     with pytest.raises(RecipeError, match=r"recipy\.yaml: cannot be read .*'recipe\.yaml'"):
         load_recipe(tmp_path / "recipy.yaml")
+
+
+def test_a_recipe_may_start_from_another(tmp_path):
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "model").mkdir()
+    low = SMALL.replace("path: .", "path: ../model") + "report: {thresholds: {kl: 0.5}}\n"
+    (tmp_path / "bases" / "low.yaml").write_text(low)
+    text = "base: bases/low.yaml\nscheme: {kv_cache: {granularity: per_tensor}}\nreport: {speed: false}\n"
+    recipe = load_recipe(write(tmp_path, text), ["report.thresholds.perplexity_ratio=2.0"])
+    assert recipe.model.path == tmp_path / "model"
+    assert recipe.scheme.weights == PRESETS["a8w8c8"].weights
+    assert recipe.scheme.kv_cache is not None
+    assert recipe.scheme.kv_cache.granularity == "per_tensor"
+    assert recipe.report.thresholds.kl == 0.5
+    assert recipe.report.thresholds.perplexity_ratio == 2.0
+    assert recipe.report.speed is None
+    assert "base" not in yaml.safe_load(resolved_yaml(recipe))
+
+
+def test_faults_of_bases_say_whose_they_are(tmp_path):
+    (tmp_path / "low.yaml").write_text(SMALL + "observers: {inputs: {}}\n")
+    with pytest.raises(RecipeError, match=r"low\.yaml:\d+: observers\.inputs: unknown key"):
+        load_recipe(write(tmp_path, "base: low.yaml\nscheme: c8\nmethods: []\n"))
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(RecipeError, match=r"circle: a\.yaml -> b\.yaml -> a\.yaml"):
+        load_recipe(tmp_path / "a.yaml")
+    with pytest.raises(RecipeError, match="needed is the path of another recipe"):
+        load_recipe(write(tmp_path, SMALL + "base: [x]\n"))
+    with pytest.raises(RecipeError, match=r"nowhere\.yaml: cannot be read"):
+        load_recipe(write(tmp_path, "base: nowhere.yaml\n"))

@@ -1,0 +1,179 @@
+"""A run that is killed goes on where it was and ends with the same bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from quantizing import make_plan, random_tokens
+
+from formats.checkpoint import Checkpoint
+from formats.errors import CheckpointError, RecipeError
+from formats.scheme import PRESETS
+from ptq import pipeline
+from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.preflight import is_taken
+from ptq.resume import FOLDER, ResumableRun, run_key, unfinished
+
+ROOT = Path(__file__).resolve().parents[2]
+SOLVES = {
+    "a8w8c8": (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=2), RTNSpec()),
+    "w4": (GPTQSpec(), RefineSpec(iterations=3, batch=2)),
+}
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(checkpoint).as_posix(): path.read_bytes()
+        for path in checkpoint.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(scope="module")
+def model(make_model) -> Path:
+    return make_model("llama", layers=4)
+
+
+class Stop(BaseException):
+    """Stands for a kill: nothing of ours catches it."""
+
+
+@pytest.mark.parametrize("scheme", SOLVES)
+@pytest.mark.parametrize("stopped_at", [1, 2, 3, 4])
+def test_a_stopped_run_goes_on(model, tmp_path, monkeypatch, scheme, stopped_at):
+    whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
+    expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
+    plan = make_plan(model, tmp_path / "out", scheme, methods=SOLVES[scheme])
+    save, saved = ResumableRun.save, []
+
+    def save_and_stop(self, *arguments):
+        save(self, *arguments)
+        saved.append(1)
+        if len(saved) == stopped_at:
+            raise Stop
+
+    monkeypatch.setattr(ResumableRun, "save", save_and_stop)
+    with pytest.raises(Stop):
+        pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert unfinished(tmp_path / "out")
+    assert not is_taken(tmp_path / "out")
+    states = list((tmp_path / "out" / FOLDER).glob("states-*"))
+    assert 1 <= len(states) <= 2
+    monkeypatch.setattr(ResumableRun, "save", save)
+    found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert found.resumed_blocks == stopped_at
+    assert files(found.checkpoint) == files(expected.checkpoint)
+    for name in ("statistics.safetensors",):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (found.modules, found.smoothing, found.events) == (
+        expected.modules,
+        expected.smoothing,
+        expected.events,
+    )
+    assert not unfinished(tmp_path / "out")
+    assert is_taken(tmp_path / "out")
+
+
+def test_another_run_starts_over(model, tmp_path):
+    checkpoint, output = Checkpoint.open(model), tmp_path / "out"
+    recipe = make_plan(model, output).recipe
+    key = run_key(recipe, checkpoint, "f")
+    assert key == run_key(make_plan(model, tmp_path / "elsewhere").recipe, checkpoint, "f")
+    others = {
+        run_key(recipe, checkpoint, "other tokens"),
+        run_key(make_plan(model, output, "a8w8").recipe, checkpoint, "f"),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        others.add(run_key(recipe, checkpoint, "f"))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(others | {key}) == 4
+    ResumableRun(output, key)._progress(3)
+    assert ResumableRun(output, key).done == 3
+    (output / FOLDER / "block-00000.json").write_text("of the first run")
+    assert ResumableRun(output, "another").done == 0
+    assert not (output / FOLDER / "block-00000.json").exists()
+
+
+def test_damaged_leftovers_are_named(model, tmp_path):
+    run = ResumableRun(tmp_path, "key")
+    run._progress(1)
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.block(0)
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.states()
+
+
+def test_an_error_of_the_recipe_leaves_nothing_to_go_on_with(model, tmp_path, monkeypatch):
+    plan = make_plan(model, tmp_path / "out", methods=(RTNSpec(),))
+    monkeypatch.setattr(pipeline, "module_rows", lambda *_: (_ for _ in ()).throw(RecipeError("x")))
+    with pytest.raises(RecipeError):
+        pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[3], sys.argv[3] + "/tests/ptq"]
+import ptq
+import torch
+torch.set_num_threads(1)
+from quantizing import make_plan, random_tokens
+from ptq.methods.specs import GPTQSpec, RefineSpec
+from ptq.pipeline import quantize_tokens
+methods = (GPTQSpec(), RefineSpec(iterations=3, batch=2))
+plan = make_plan(Path(sys.argv[1]), Path(sys.argv[2]), "w4", methods=methods)
+print("start", flush=True)
+quantize_tokens(plan, random_tokens(), progress=False)
+print("end", flush=True)
+"""
+
+
+def start(model: Path, output: Path) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(model), str(output), str(ROOT)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "start\n"
+    return process
+
+
+@pytest.mark.timeout(300)
+def test_kill_9_at_any_moment(model, tmp_path):
+    """Killed again and again, a little later each time, until it comes to its end."""
+    begin = time.perf_counter()
+    with start(model, tmp_path / "whole") as process:
+        assert process.wait() == 0
+    seconds = time.perf_counter() - begin
+    expected = files(tmp_path / "whole" / "checkpoint")
+    kills, wait = 0, 0.02
+    while True:
+        with start(model, tmp_path / "out") as process:
+            try:
+                process.wait(timeout=wait)
+                break
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+        kills, wait = kills + 1, wait * 1.35
+        if (tmp_path / "out").exists() and is_taken(tmp_path / "out"):
+            break  # killed after its end
+        assert wait < 4 * seconds
+    assert kills >= 3
+    assert files(tmp_path / "out" / "checkpoint") == expected
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        p.name for p in (tmp_path / "whole").iterdir()
+    )
+    assert PRESETS["w4"] == Checkpoint.open(tmp_path / "out" / "checkpoint", verify=True).scheme
