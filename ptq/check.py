@@ -64,7 +64,10 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
         yield f"  {row}"
     if scheme.kv_cache is not None:
         kv = scheme.kv_cache
-        yield f"  K and V of {model.blocks} blocks: {kv.dtype} {kv.granularity}, static"
+        yield (
+            f"  K and V of {model.blocks} blocks: {kv.dtype} {kv.granularity}, "
+            f"{'dynamic' if kv.dynamic else 'static'}"
+        )
     yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
     if plan.smoothing:
         yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"

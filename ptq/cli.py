@@ -16,6 +16,9 @@ from ptq.rooms import ROOT, require_own
 COMMANDS = {
     "run": ("ptq.run", "quantize a model as a recipe says, and report what it cost"),
     "check": ("ptq.check", "check a recipe against its model and show the plan; changes nothing"),
+    "explain": ("ptq.explain", "show what a recipe does to each module, step by step"),
+    "diff": ("ptq.diff", "show what differs between two recipes or two checkpoints"),
+    "compare": ("ptq.compare", "put the reports of several runs into one table and one plot"),
     "predict": ("inference.predict", "complete a prompt or a file of prompts"),
     "report": ("ptq.report", "measure a finished run again and write its report"),
     "bench": ("inference.bench", "measure tokens per second, latencies and memory"),

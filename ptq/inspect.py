@@ -78,7 +78,7 @@ def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 
         outliers += activation_outliers(Statistics.load(statistics), channels)
     scales = _scales(checkpoint)
     modules = {row["module"] for row in scales} | {row.module for row in outliers}
-    kept = {name for name in modules if pattern is None or _matches(name, pattern)}
+    kept = {name for name in modules if pattern is None or matches(name, pattern)}
     if pattern is not None and not kept:
         raise RequestError(
             f"--module {pattern!r} matches none of {len(modules)} modules, such as "
@@ -94,7 +94,8 @@ def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 
     )
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's name contains a pattern, or matches it where it has `*` or `?`."""
     if "*" in pattern or "?" in pattern:
         return fnmatchcase(name, pattern)
     return pattern in name
@@ -119,16 +120,24 @@ def _scales(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 def _sizes(checkpoint: Checkpoint) -> tuple[SizeRow, ...]:
     counts: dict[str, tuple[int, int, int]] = {}
 
-    def add(kind: str, elements: int, itemsize: int) -> None:
+    def add(kind: str, elements: int, itemsize: float) -> None:
         tensors, before, nbytes = counts.get(kind, (0, 0, 0))
-        counts[kind] = (tensors + 1, before + elements, nbytes + elements * itemsize)
+        counts[kind] = (tensors + 1, before + elements, nbytes + round(elements * itemsize))
 
     for name in checkpoint.names():
-        dtype = checkpoint.dtype(name)
+        dtype, (module, _, leaf) = checkpoint.dtype(name), name.rpartition(".")
         kind = f"{str(dtype).removeprefix('torch.')} weights"
-        if name.endswith("_scale"):
+        elements = math.prod(checkpoint.shape(name))
+        itemsize = float(dtype.itemsize)
+        if leaf == "weight_packed" and checkpoint.scheme.weights is not None:
+            kind = f"{checkpoint.scheme.weights.dtype} weights, packed"
+            packed, elements = elements, math.prod(checkpoint.weight_shape(module))
+            itemsize *= packed / elements
+        elif leaf in ("weight_shape", "weight_zero_point"):
+            kind = "shapes and zero points of packed weights"
+        elif name.endswith("_scale"):
             kind = "scales of weights and inputs"
-        add(kind, math.prod(checkpoint.shape(name)), dtype.itemsize)
+        add(kind, elements, itemsize)
     for pair in checkpoint.kv_scales.values():
         for scale in pair:
             add("scales of the cache", scale.numel(), scale.dtype.itemsize)

@@ -9,6 +9,7 @@ from torch import Tensor
 from calibrate.statistics import Statistics
 from formats.checkpoint import Checkpoint
 from formats.scheme import Strict
+from kernels.numerics import dequantize
 
 
 class OutlierRow(Strict):
@@ -61,20 +62,23 @@ def activation_outliers(statistics: Statistics, top: int = 3) -> list[OutlierRow
 def weight_outliers(checkpoint: Checkpoint, top: int = 3) -> list[OutlierRow]:
     """One row for every linear layer of the decoder blocks, by output channel.
 
-    The magnitude of a quantized channel is its scale's range, 127 scale.
+    Quantized weights count with the values that they stand for.
     """
     return [outlier_row(*row, top) for row in _weights(checkpoint)]
 
 
 def _weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
+    spec, quantized = checkpoint.scheme.weights, set(checkpoint.quantized_modules)
     for name in checkpoint.names():
-        module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
+        module, _, leaf = name.rpartition(".")
+        if not module.endswith("_proj") or leaf not in ("weight", "weight_packed"):
             continue
-        if f"{module}.weight_scale" in checkpoint:
-            yield module, "weight", 127 * checkpoint.tensor(f"{module}.weight_scale").float()
+        if module in quantized and spec is not None:
+            stored = checkpoint.weight(module)
+            values = dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
         else:
-            yield module, "weight", checkpoint.tensor(name).float().abs().amax(dim=1)
+            values = checkpoint.tensor(name).float()
+        yield module, "weight", values.abs().amax(dim=1)
 
 
 def by_ratio(rows: list[OutlierRow]) -> list[OutlierRow]:

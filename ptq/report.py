@@ -179,15 +179,26 @@ def _sizes(original: Engine, quantized: Engine) -> Sizes:
         original_weights=original.checkpoint.nbytes,
         quantized_weights=quantized.checkpoint.nbytes,
         original_kv=elements * own,
-        quantized_kv=elements * (1 if quantized.quantized_kv else own),
+        quantized_kv=_cache_bytes(quantized, elements, own),
         original_kv_here=original.kv_bytes_per_token,
         quantized_kv_here=quantized.kv_bytes_per_token,
     )
 
 
+def _cache_bytes(quantized: Engine, elements: int, own: int) -> int:
+    """Bytes of one token's K and V, with scales of its own, as the scheme stores them."""
+    spec, shape = quantized.checkpoint.scheme.kv_cache, quantized.model.config
+    if not quantized.quantized_kv or spec is None:
+        return elements * own
+    scales = 2 * shape.layers * shape.kv_heads * 4 if spec.dynamic else 0
+    return elements * spec.bits // 8 + scales
+
+
 def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
     return tuple(
-        KVScales(module=name, k=tuple(k.tolist()), v=tuple(v.tolist()))
+        KVScales(
+            module=name, k=tuple(k.reshape(len(v), -1).amax(dim=1).tolist()), v=tuple(v.tolist())
+        )
         for name, (k, v) in checkpoint.kv_scales.items()
     )
 

@@ -59,7 +59,7 @@ class SpeedPair(Strict):
 
 
 class KVScales(Strict):
-    """Static scales of one layer's cache, by KV head."""
+    """Static scales of one layer's cache, by KV head; the largest where channels have their own."""
 
     module: str
     k: tuple[float, ...]

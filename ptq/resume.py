@@ -222,6 +222,6 @@ def discard(output: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove the folder; what counts its blocks goes first, so that a kill leaves nothing to trust."""
+    """Remove the folder; what counts its blocks goes first: a kill leaves nothing to trust."""
     (folder / PROGRESS).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

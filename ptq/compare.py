@@ -1,0 +1,179 @@
+"""`ptq compare`: the reports of several runs side by side, as one table and one plot.
+
+    ptq compare OUTPUT [OUTPUT ...] [--markdown FILE] [--plot FILE.svg]
+
+Each OUTPUT is the output directory of a finished run. Runs that were not compared with the same
+original on the same tokens are refused: their figures do not belong in one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from pydantic import ValidationError
+
+from formats.command import run_command
+from formats.errors import RequestError
+from formats.files import replace_file
+from ptq.report_data import ReportData
+from ptq.report_plots import NO_METADATA, QUANTIZED, STYLE, WIDTH
+from ptq.strict_yaml import parse
+
+REPORT = "report/report.json"
+
+
+def load_reports(outputs: Sequence[Path]) -> dict[str, ReportData]:
+    """Reports by the name of their output directory, the least KL divergence first.
+
+    Raises:
+        RequestError: one is missing or damaged, two have one name, or they do not compare with the
+            same original on the same tokens.
+    """
+    reports: dict[str, ReportData] = {}
+    for output in outputs:
+        name = output.resolve().name
+        if name in reports:
+            raise RequestError(f"two of the outputs are named {name!r}; rename one")
+        try:
+            reports[name] = ReportData.model_validate_json((output / REPORT).read_bytes())
+        except (OSError, ValidationError) as error:
+            reason = str(error).splitlines()[0]
+            raise RequestError(
+                f"{output / REPORT}: not a readable report ({reason}). Give output directories of "
+                "finished runs; `ptq report OUTPUT` writes the report again"
+            ) from error
+    first, *others = reports.items()
+    for name, report in others:
+        for what, found, wanted in (
+            ("model", report.model, first[1].model),
+            ("tokens", report.evaluation.fingerprint, first[1].evaluation.fingerprint),
+        ):
+            if found != wanted:
+                raise RequestError(
+                    f"{name} and {first[0]} were not measured on the same {what}; compare runs of "
+                    "one model and one evaluation split"
+                )
+    return dict(sorted(reports.items(), key=lambda item: item[1].accuracy.kl_mean))
+
+
+def table(reports: dict[str, ReportData]) -> pd.DataFrame:
+    """One row for each run: figures against the original, and what the run took."""
+    return pd.DataFrame([_row(name, report) for name, report in reports.items()])
+
+
+def _row(name: str, report: ReportData) -> dict[str, Any]:
+    accuracy, sizes, speed = report.accuracy, report.sizes, report.speed
+    row: dict[str, Any] = {
+        "run": name,
+        "scheme": report.scheme,
+        "methods": _methods(report.recipe),
+        "weights": sizes.quantized_weights / sizes.original_weights,
+        "cache": sizes.quantized_kv / sizes.original_kv,
+        "perplexity": accuracy.perplexity_ratio,
+        "kl": accuracy.kl_mean,
+        "top1": accuracy.top1_agreement,
+        "seconds": report.quantization.seconds["total"],
+    }
+    for phase in ("prefill", "decode"):
+        name = f"{phase}_tokens_s"
+        row[phase] = speed and (
+            getattr(speed.quantized, name).median / getattr(speed.original, name).median
+        )
+    return row
+
+
+def _methods(recipe: str) -> str:
+    methods = parse(recipe).data.get("methods", [])
+    return ", ".join(next(iter(method)) for method in methods) or "none"
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """The table as Markdown; sizes and speeds as factors of the original's."""
+    head = (
+        "| recipe | scheme | methods | weights | cache | perplexity | KL, nats | top-1 agreement "
+        "| prefill | decode | quantized in |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|---|---|---|---|"]
+    for row in frame.to_dict("records"):
+        speeds = [
+            "" if pd.isna(row[phase]) else f"x {row[phase]:.2f}" for phase in ("prefill", "decode")
+        ]
+        cells = (
+            f"`{row['run']}`",
+            row["scheme"],
+            row["methods"],
+            f"x {row['weights']:.2f}",
+            f"x {row['cache']:.2f}",
+            f"x {row['perplexity']:.4f}",
+            f"{row['kl']:.4f}",
+            f"{100 * row['top1']:.1f}%",
+            *speeds,
+            f"{row['seconds']:.0f} s",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(frame: pd.DataFrame) -> str:
+    """KL divergence of each run over the size of its weights: SVG."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
+        axes = figure.subplots()
+        ordered = frame.sort_values(["weights", "kl"])
+        axes.scatter(ordered["weights"], ordered["kl"], color=QUANTIZED, zorder=3)
+        axes.set_yscale("log")
+        axes.set_xlabel("weights on disk, share of the original")
+        axes.set_ylabel("KL divergence to the original (nats)")
+        axes.set_title("What each recipe costs, and what it saves")
+        for _, group in ordered.groupby(ordered["weights"].round(2)):
+            _label(axes, group)
+        axes.margins(x=0.16, y=0.08)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=NO_METADATA)
+    return buffer.getvalue()
+
+
+def _label(axes: Any, group: pd.DataFrame) -> None:
+    """Names beside points of about one size, apart from each other."""
+    above = 0.0
+    for row in group.to_dict("records"):
+        height = max(row["kl"], above * 1.17)
+        axes.annotate(
+            row["run"],
+            (row["weights"], row["kl"]),
+            xytext=(row["weights"] + 0.012, height),
+            textcoords="data",
+            va="center",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": "#94a3b8", "lw": 0.5},
+        )
+        above = height
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, and write the files that are asked for."""
+    summary = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="ptq compare", description=summary)
+    parser.add_argument("outputs", nargs="+", type=Path, metavar="OUTPUT")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as SVG")
+    arguments = parser.parse_args(argv)
+    frame = table(load_reports(arguments.outputs))
+    text = markdown(frame)
+    print(text, end="")
+    if arguments.markdown is not None:
+        replace_file(arguments.markdown, text.encode())
+    if arguments.plot is not None:
+        replace_file(arguments.plot, draw(frame).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

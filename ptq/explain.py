@@ -1,0 +1,106 @@
+"""`ptq explain`: what a recipe does to each module, step by step; reads headers only.
+
+ptq explain RECIPE [--set KEY=VALUE]... [--module PATTERN]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from formats.checkpoint import Checkpoint
+from formats.command import run_command
+from formats.errors import RequestError
+from ptq.check import add_recipe_arguments
+from ptq.inspect import matches
+from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.plan import ModulePlan, Plan, build_plan
+from ptq.recipe import read_recipe
+
+
+def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
+    """Lines for every module of a plan: its fate, and each step on the way.
+
+    Args:
+        plan: Of a recipe.
+        pattern: Only modules whose name contains it, or matches it where it has `*` or `?`.
+
+    Raises:
+        RequestError: the pattern matches no module.
+    """
+    attentions = [f"{block}.self_attn" for block in plan.blocks]
+    known = [module.name for module in plan.modules] + attentions
+    if pattern is not None and not any(matches(name, pattern) for name in known):
+        raise RequestError(
+            f"--module {pattern!r} matches none of {len(known)} modules, such as {known[0]}"
+        )
+    for module in plan.modules:
+        if pattern is None or matches(module.name, pattern):
+            yield f"{module.name}  {module.shape[0]} x {module.shape[1]}"
+            for i, step in enumerate(steps(plan, module), 1):
+                yield f"  {i}. {step}"
+    for attention in attentions:
+        if plan.recipe.scheme.kv_cache and (pattern is None or matches(attention, pattern)):
+            yield f"{attention}  cache"
+            yield f"  1. {cache_step(plan)}"
+
+
+def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
+    """What happens to a linear layer, in order."""
+    if module.action == "float":
+        yield f"stays as it is: {module.reason}"
+        return
+    recipe, activations = plan.recipe, plan.recipe.scheme.activations
+    for method in recipe.methods:
+        if isinstance(method, SmoothQuantSpec | AWQSpec):
+            yield from _folded(plan, module, method)
+        elif isinstance(method, RTNSpec):
+            yield f"rtn: rounded to the nearest, scales by {method.scale}"
+        elif isinstance(method, GPTQSpec):
+            order = "important columns first" if method.act_order else "columns in order"
+            yield f"gptq: solved column by column, {order}, scales by {method.scale}"
+        elif isinstance(method, RefineSpec):
+            yield f"refine: roundings and scales moved by {method.iterations} steps of its block"
+    if activations is not None and not activations.dynamic:
+        shared = f", shared by {module.fused_group}" if module.fused_group else ""
+        yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"
+    yield f"stored as {module.reason}"
+
+
+def _folded(plan: Plan, module: ModulePlan, method: SmoothQuantSpec | AWQSpec) -> Iterator[str]:
+    for group in plan.smoothing:
+        if group.kind not in method.targets:
+            continue
+        if module.name in group.consumers:
+            yield f"{method.name}: its columns take factors that {group.source} is divided by"
+        elif module.name == group.source:
+            readers = ", ".join(name.rpartition(".")[2] for name in group.consumers)
+            yield f"{method.name}: its rows are divided by factors that {readers} takes"
+
+
+def cache_step(plan: Plan) -> str:
+    """How K and V are cached."""
+    spec = plan.recipe.scheme.kv_cache
+    assert spec is not None
+    if spec.dynamic:
+        return f"K and V: {spec.dtype}, each head of each token scaled when it is cached"
+    method = plan.recipe.observers.kv_cache.method
+    return f"K (after RoPE) and V: {spec.dtype} {spec.granularity}, static scales by {method}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what happens to each module."""
+    summary = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="ptq explain", description=summary)
+    add_recipe_arguments(parser)
+    parser.add_argument("--module", metavar="PATTERN", help="only modules like this")
+    arguments = parser.parse_args(argv)
+    loaded = read_recipe(arguments.recipe, arguments.set)
+    checkpoint = Checkpoint.open(loaded.recipe.model.path)
+    plan = build_plan(loaded.recipe, checkpoint, loaded.where, force=True)
+    print("\n".join(explain(plan, arguments.module)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))
