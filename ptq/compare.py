@@ -122,39 +122,25 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def draw(frame: pd.DataFrame) -> str:
-    """KL divergence of each run over the size of its weights: SVG."""
+    """KL divergence of each run as a bar, with the sizes that it comes with: SVG."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 1.2 + 0.32 * len(frame)), layout="constrained")
         axes = figure.subplots()
-        ordered = frame.sort_values(["weights", "kl"])
-        axes.scatter(ordered["weights"], ordered["kl"], color=QUANTIZED, zorder=3)
-        axes.set_yscale("log")
-        axes.set_xlabel("weights on disk, share of the original")
-        axes.set_ylabel("KL divergence to the original (nats)")
-        axes.set_title("What each recipe costs, and what it saves")
-        for _, group in ordered.groupby(ordered["weights"].round(2)):
-            _label(axes, group)
-        axes.margins(x=0.16, y=0.08)
+        bars = axes.barh(list(frame["run"]), list(frame["kl"]), color=QUANTIZED, height=0.6)
+        texts = [
+            f"{row['kl']:.4f}   weights x {row['weights']:.2f}, cache x {row['cache']:.2f}"
+            for row in frame.to_dict("records")
+        ]
+        axes.bar_label(bars, labels=texts, padding=4, fontsize=8, color="#334155")
+        axes.set_xscale("log")
+        axes.set_xlim(min(frame["kl"]) / 2, max(frame["kl"]) * 12)  # room for the texts
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("KL divergence to the original (nats)")
+        axes.set_title("What each run costs, and what it saves")
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=NO_METADATA)
     return buffer.getvalue()
-
-
-def _label(axes: Any, group: pd.DataFrame) -> None:
-    """Names beside points of about one size, apart from each other."""
-    above = 0.0
-    for row in group.to_dict("records"):
-        height = max(row["kl"], above * 1.17)
-        axes.annotate(
-            row["run"],
-            (row["weights"], row["kl"]),
-            xytext=(row["weights"] + 0.012, height),
-            textcoords="data",
-            va="center",
-            fontsize=8,
-            arrowprops={"arrowstyle": "-", "color": "#94a3b8", "lw": 0.5},
-        )
-        above = height
 
 
 def main(argv: Sequence[str] | None = None) -> int:

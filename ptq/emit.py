@@ -49,7 +49,7 @@ def block_tensors(checkpoint: Checkpoint, work: BlockWork) -> dict[str, Tensor]:
                 stored["bias"] = bias.to(checkpoint.dtype(f"{module}.bias"))
             if solved.input_scale is not None:
                 stored["input_scale"] = solved.input_scale
-            tensors |= {f"{module}.{kind}": tensor for kind, tensor in stored.items()}
+            tensors |= {f"{module}.{kind}": tensor.cpu() for kind, tensor in stored.items()}
     return tensors
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,20 +25,20 @@ from transformers import AutoConfig, AutoTokenizer
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
-from calibrate.stream import Block, BlockStream
+from calibrate.stream import Block, BlockStream, to_host
 from formats.checkpoint import Checkpoint
 from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.writer import CheckpointWriter
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
-from ptq.measure import Ratios, measure, module_rows
+from ptq.measure import SAMPLES, Ratios, measure, module_rows
 from ptq.methods.base import BlockWork, Method, quantized_block
 from ptq.methods.refine import Refine
 from ptq.methods.registry import build_methods
 from ptq.methods.rtn import round_to_nearest
 from ptq.plan import Plan
-from ptq.recipe import resolved_yaml
+from ptq.recipe import Recipe, resolved_yaml
 from ptq.result import (
     CHECKPOINT_FOLDER,
     RESULT_FILE,
@@ -95,7 +96,10 @@ def quantize_tokens(
     watch, output = watch or Stopwatch(), plan.recipe.output.path
     driver = _Driver(plan, watch, tokens.fingerprint)
     try:
-        table = driver.run(in_canonical_order(tokens.sequences()), force=force, progress=progress)
+        with fast_products(driver.device):
+            table = driver.run(
+                in_canonical_order(tokens.sequences()), force=force, progress=progress
+            )
     except RecipeError:  # it would come to the same end
         discard(output)
         raise
@@ -128,6 +132,32 @@ def quantize_tokens(
     return result
 
 
+def device_of(recipe: Recipe) -> torch.device:
+    """Where blocks are run and solved.
+
+    Raises:
+        RecipeError: the recipe asks for a GPU and there is none.
+    """
+    available = torch.cuda.is_available()
+    if recipe.device == "cuda" and not available:
+        raise RecipeError(
+            "device: found cuda, but torch sees no GPU here; set device: cpu or auto, or install a "
+            "torch with CUDA"
+        )
+    return torch.device("cuda" if available and recipe.device != "cpu" else "cpu")
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """On a GPU, let products of fp32 matrices run in TF32: far faster, and finer than bf16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def in_canonical_order(sequences: list[Tensor]) -> list[Tensor]:
     """Sequences by the SHA-256 of their tokens: one order, however they come, without a pattern."""
     return sorted(sequences, key=lambda ids: hashlib.sha256(ids.numpy().tobytes()).digest())
@@ -141,7 +171,8 @@ class _Driver:
         self.checkpoint = Checkpoint.open(plan.recipe.model.path)
         self.config = AutoConfig.from_pretrained(plan.recipe.model.path, local_files_only=True)
         self.methods = build_methods(plan.recipe.methods)
-        key = run_key(plan.recipe, self.checkpoint, fingerprint)
+        self.device = device_of(plan.recipe)
+        key = run_key(plan.recipe, self.checkpoint, fingerprint, self.device)
         self.store = ResumableRun(plan.recipe.output.path, key)
         self.resumed = self.store.done
         self.statistics = Statistics()
@@ -154,11 +185,16 @@ class _Driver:
         """Quantize every block and write the checkpoint; returns its scale table."""
         with self._writer(force or self.resumed > 0) as writer:
             needs_path = any(isinstance(method, Refine) for method in self.methods)
-            stream = BlockStream(self.config, self.checkpoint.tensor, quantized_path=needs_path)
+            stream = BlockStream(
+                self.config,
+                self.checkpoint.tensor,
+                device=self.device,
+                quantized_path=needs_path,
+            )
             with self.watch.phase("write"):
                 emit_rest(writer, self.checkpoint, stream.blocks)
             with self.watch.phase("forward"):
-                stream.start(sequences)
+                stream.start(sequences if self.needs_data else sequences[:SAMPLES])
             bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
             for index, name in enumerate(bar):
                 bar.set_postfix_str(name)
@@ -211,7 +247,8 @@ class _Driver:
         with self.watch.phase("forward"):
             stream.advance(work.block, outputs, quantized_outputs(work))
         with self.watch.phase("write"):
-            self.store.save(solved, stream.inputs, stream.quantized_inputs)
+            if self.needs_data:  # else starting over takes no longer than going on
+                self.store.save(solved, stream.inputs, stream.quantized_inputs)
             self._emit(writer, solved)
 
     @property
@@ -225,15 +262,24 @@ class _Driver:
             ends.append(len(self.methods))
         return list(itertools.pairwise((0, *ends)))
 
+    @property
+    def needs_data(self) -> bool:
+        """Whether anything follows from the calibration data but the errors that are reported."""
+        return self.static or any(method.observes for method in self.methods)
+
+    @property
+    def static(self) -> bool:
+        """Whether the scheme has static scales of activations or of the cache."""
+        scheme = self.recipe.scheme
+        parts = [part for part in (scheme.activations, scheme.kv_cache) if part is not None]
+        return any(not part.dynamic for part in parts)
+
     def histograms(self, last: bool) -> bool:
         """Whether a pass counts magnitudes: where static scales follow from more than the largest.
 
         The last pass counts them for every static scale, so that the artifact serves all observers.
         """
-        scheme = self.recipe.scheme
-        parts = [part for part in (scheme.activations, scheme.kv_cache) if part is not None]
-        static = any(not part.dynamic for part in parts)
-        return static and (last or self.recipe.observers.input.method != "absmax")
+        return self.static and (last or self.recipe.observers.input.method != "absmax")
 
     def _solved(self, work: BlockWork, rows: list[ModuleRow]) -> SolvedBlock:
         """What is kept of a solved block."""
@@ -286,7 +332,7 @@ def quantized_outputs(work: BlockWork) -> list[Tensor] | None:
     if inputs is None:
         return None
     with quantized_block(work), torch.no_grad():
-        return [work.block.forward(x) for x in inputs]
+        return [to_host(work.block.forward(x)) for x in inputs]
 
 
 def observe(
@@ -316,7 +362,7 @@ def observe(
         statistics.observe(work.block.attention, "v_cache", v, histogram=histograms)
 
     outputs = [
-        work.block.run(sample, on_input=on_input, on_kv=on_kv)
+        work.block.output(sample, on_input=on_input, on_kv=on_kv)
         for sample in range(len(work.block.inputs))
     ]
     for name in work.block.linears:

@@ -12,6 +12,7 @@
     methods:
       - smoothquant: {alpha: search}
       - rtn
+    device: auto                            # where blocks are solved: a GPU if there is one
     ignore: [lm_head, 're:.*layers\\.0\\.mlp\\.down_proj']
     output: {path: output/a8w8c8}           # relative to the current directory
     report:
@@ -32,7 +33,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
@@ -141,6 +142,7 @@ class Recipe(Strict):
     observers: ObserversSpec = ObserversSpec()
     methods: Annotated[tuple[MethodSpec, ...], Field(validate_default=True)] = ()
     ignore: tuple[Pattern, ...] = ("lm_head",)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     output: OutputSpec
     report: ReportSpec = ReportSpec()
 

@@ -7,11 +7,13 @@ Beside the checkpoint that is being made, in `<output>/.resume`:
                                    cache scales under `k/<attention>`, `v/<attention>`
     block-00003.json               its rows of the record
     block-00003.statistics         what calibration saw of it
-    states-00003.safetensors       hidden states of every sample after it; of the last block only
+    states-00003.safetensors       hidden states of every sample after it; of the last such block
 
 A block's files are whole on the disk before `progress.json` counts it, and states are stored, not
 computed again: a run that was killed at any moment and started again writes the same bytes as one
-that was not. A run of another recipe, model, data, code or number of threads starts over.
+that was not. States of a large model take seconds to write; they are left out after a block where
+writing them would take more than a tenth of the time, and a run goes on after the last that has
+them. A run of another recipe, model, data, code or device starts over.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +45,7 @@ from ptq.result import Event, ModuleRow, SmoothingRow
 
 FOLDER = ".resume"
 PROGRESS = "progress.json"
+SHARE = 0.1  # most of a run's time that goes into writing states
 ROOMS = ("kernels", "formats", "calibrate", "ptq")  # whose code decides on a checkpoint's bytes
 
 
@@ -78,16 +82,21 @@ class Progress(Strict):
     blocks: int
 
 
-def run_key(recipe: Recipe, checkpoint: Checkpoint, fingerprint: str) -> str:
+def run_key(
+    recipe: Recipe, checkpoint: Checkpoint, fingerprint: str, device: torch.device | None = None
+) -> str:
     """SHA-256 of all that decides on the bytes of a checkpoint.
 
     These are the recipe but for its output and report, the tokens, the model (each file's name,
-    size and time of change; the whole of small ones), our code, torch's version and its threads.
+    size and time of change; the whole of small ones), our code, torch's version, and the GPU or the
+    number of threads.
     """
     digest = hashlib.sha256()
     digest.update(recipe.model_dump_json(exclude={"output", "report"}).encode())
     threads = torch.get_num_threads()
-    digest.update(f"{fingerprint} torch {torch.__version__} threads {threads}\n".encode())
+    where = device or torch.device("cpu")
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{threads} threads"
+    digest.update(f"{fingerprint} torch {torch.__version__} {name}\n".encode())
     for path in sorted(checkpoint.path.iterdir()):
         if path.is_file():
             about = path.stat()
@@ -108,18 +117,19 @@ class ResumableRun:
         key: From `run_key`; what another key has left is removed.
 
     Attributes:
-        done: Blocks that are stored.
+        done: Blocks that are stored with the states after them.
     """
 
     def __init__(self, output: Path, key: str) -> None:
         self._folder, self._key = output / FOLDER, key
-        self.done = 0
+        self.done = self._solved = 0
+        self._due = 0.0
         try:
             found = Progress.model_validate_json((self._folder / PROGRESS).read_bytes())
         except (OSError, ValidationError):
             found = None
         if found is not None and found.key == key:
-            self.done = found.blocks
+            self.done = self._solved = found.blocks
             return
         _clear(self._folder)
         with writing(self._folder):
@@ -129,8 +139,14 @@ class ResumableRun:
     def save(
         self, solved: SolvedBlock, states: Sequence[Tensor], quantized: Sequence[Tensor] | None
     ) -> None:
-        """Store the next block and the hidden states after it, float and, if kept, quantized."""
-        name = self._name(self.done)
+        """Store the next block and, where they are due, the hidden states after it.
+
+        Args:
+            solved: The block.
+            states: Hidden states of the float model.
+            quantized: Those after the quantized blocks, where they are kept.
+        """
+        name = self._name(self._solved)
         arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
         for attention, (k, v) in solved.kv_scales.items():
             arrays |= {f"k/{attention}": k, f"v/{attention}": v}
@@ -138,12 +154,19 @@ class ResumableRun:
         self._write(f"{name}.safetensors", arrays, order)
         replace_file(self._folder / f"{name}.json", solved.record.model_dump_json().encode())
         solved.statistics.save(self._folder / f"{name}.statistics")
+        self._solved += 1
+        begin = time.monotonic()
+        if begin < self._due:
+            return
         hidden = {f"float/{i}": state for i, state in enumerate(states)}
         hidden |= {f"quantized/{i}": state for i, state in enumerate(quantized or ())}
-        self._write(self._states(self.done), hidden)
-        self._progress(self.done + 1)
-        if self.done > 1:
-            (self._folder / self._states(self.done - 2)).unlink(missing_ok=True)
+        self._write(self._states(self._solved - 1), hidden)
+        before = self.done
+        self._progress(self._solved)
+        if before:
+            (self._folder / self._states(before - 1)).unlink(missing_ok=True)
+        end = time.monotonic()
+        self._due = end + (end - begin) / SHARE
 
     def block(self, index: int) -> SolvedBlock:
         """A stored block.

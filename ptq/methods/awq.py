@@ -46,7 +46,7 @@ class AWQ(Migration):
     def observe(self, name: str, x: Tensor) -> None:
         """Add the magnitudes of a sample's channels."""
         if name in self._consumers:
-            total = x.double().abs().sum(dim=0)
+            total = x.double().abs().sum(dim=0).cpu()
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             self._tokens[name] = self._tokens.get(name, 0) + len(x)
 

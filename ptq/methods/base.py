@@ -150,9 +150,11 @@ class Method(ABC):
     Attributes:
         folds: Whether `commit` changes the block's float weights, so that methods after it must see
             the samples run again.
+        observes: Whether what it solves follows from the samples.
     """
 
     folds = False
+    observes = True
 
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
         """Look at a new block before its samples run."""

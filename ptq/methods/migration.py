@@ -94,7 +94,7 @@ class SmoothedGroup:
             work.observed(group.consumers[0], "input").channel_absmax, channels
         )
         columns = torch.stack([linear.weight.abs().amax(dim=0) for linear in self.consumers])
-        self.w_absmax = self._by_channel(columns.amax(dim=0), channels)
+        self.w_absmax = self._by_channel(columns.amax(dim=0).cpu(), channels)
 
     def _by_channel(self, absmax: Tensor, channels: int) -> Tensor:
         """Maximum over the consumers' input channels that read one source channel."""
@@ -119,7 +119,7 @@ class SmoothedGroup:
             return Folding(torch.ones_like(self.x_absmax), None)
         if self.vector_name is None:
             return Folding(scale, None)
-        vector = self.source.get_parameter(self.vector_name.rpartition(".")[2])
+        vector = self.source.get_parameter(self.vector_name.rpartition(".")[2]).cpu()
         folded, effective = fold_vector(vector, scale, self.work.dtype_of(self.vector_name))
         return Folding(effective, folded)
 
@@ -137,23 +137,25 @@ class SmoothedGroup:
     def commit(self, folding: Folding) -> None:
         """Divide the source and multiply the consumers, in the block's float weights."""
         if isinstance(self.source, nn.Linear):
-            rows = self.source.weight.double() / folding.scale[:, None]
+            rows = self.source.weight.double() / folding.scale[:, None].to(self.work.block.device)
             set_parameter(self.source, "weight", rows.float())
         if folding.vector is not None and self.vector_name is not None:
-            set_parameter(self.source, self.vector_name.rpartition(".")[2], folding.vector.float())
+            moved = folding.vector.float().to(self.work.block.device)
+            set_parameter(self.source, self.vector_name.rpartition(".")[2], moved)
             self.work.folded[self.vector_name] = folding.vector
         for linear in self.consumers:
             set_parameter(linear, "weight", self._smoothed_weight(linear, folding))
 
     def _smoothed_weight(self, linear: nn.Linear, folding: Folding) -> Tensor:
         """A consumer's weight with its columns multiplied: fp32 [out, in]."""
-        return (linear.weight.double() * folding.scale[self.channel]).float()
+        factors = folding.scale[self.channel].to(linear.weight.device)
+        return (linear.weight.double() * factors).float()
 
     @contextmanager
     def _simulated(self, folding: Folding) -> Iterator[None]:
         """Let the consumers compute as they will once they are smoothed and quantized."""
         work, activations = self.work, self.work.scheme.activations
-        divisor = folding.scale[self.channel].float()  # [in]
+        divisor = folding.scale[self.channel].float().to(work.block.device)  # [in]
         scale = None
         if activations is not None and not activations.dynamic:
             absmax = (self.x_absmax / folding.scale).max().float()
@@ -179,8 +181,9 @@ class SmoothedGroup:
         observed = self.work.observed(self.work.block.attention, "v_cache")
         absmax = observed.channel_absmax.double() / folding.scale.view(shape)
         block = (-1, -1) if spec.granularity == "per_tensor" else (1, -1)
-        scale = choose_scale(block_absmax(absmax, block), kind)
-        factor = folding.scale.view(shape).float()
+        device = self.work.block.device
+        scale = choose_scale(block_absmax(absmax, block), kind).to(device)
+        factor = folding.scale.view(shape).float().to(device)
 
         def stored(_: nn.Module, __: tuple, v: Tensor) -> Tensor:
             heads = v.reshape(-1, *factor.shape) / factor  # [tokens, kv heads, head_dim]

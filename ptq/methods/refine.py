@@ -109,7 +109,7 @@ class Refine(Method):
             for name, layer in work.quantized.items()
         }
         with torch.no_grad():
-            targets = [work.block.run(sample) for sample in range(len(inputs))]
+            targets = [work.block.run(sample).cpu() for sample in range(len(inputs))]
         with _rounded_inputs(work):
             before = _error(work, inputs, targets, _weights(layers))
             self._descend(work, layers, inputs, targets)
@@ -145,7 +145,10 @@ class Refine(Method):
         for batch in _batches(len(inputs), spec):
             weights = {name: layer.weight() for name, layer in layers.items()}
             losses = [
-                (work.block.forward(inputs[i], weights) - targets[i]).square().mean() for i in batch
+                (work.block.forward(inputs[i], weights) - targets[i].to(work.block.device))
+                .square()
+                .mean()
+                for i in batch
             ]
             optimizer.zero_grad()
             torch.stack(losses).mean().backward()
@@ -175,7 +178,7 @@ def _error(
 ) -> float:
     """Squared error of the block's outputs, summed exactly over all samples."""
     return math.fsum(
-        (work.block.forward(x, weights) - y).double().square().sum().item()
+        (work.block.forward(x, weights).cpu() - y).double().square().sum().item()
         for x, y in zip(inputs, targets, strict=True)
     )
 

@@ -34,12 +34,13 @@ class RoundToNearest(Method):
 
     def __init__(self, spec: RTNSpec) -> None:
         self.spec = spec
+        self.observes = spec.scale in ("weighted_mse", "output_mse")
         self.moments: Moments | None = None
         self.solved: dict[str, QuantizedLinear] = {}
 
     def prepare(self, work: BlockWork) -> None:
         """Collect second moments where the search weighs errors with them."""
-        if self.spec.scale in ("weighted_mse", "output_mse"):
+        if self.observes:
             self.moments = Moments(work, full=self.spec.scale == "output_mse")
 
     def observe(self, name: str, x: Tensor) -> None:

@@ -14,9 +14,10 @@ import pytest
 
 from calibrate.data import load_tokens
 from formats.checkpoint import Checkpoint
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, RequestError
 from inference.accuracy import compare
 from inference.engine import Engine
+from ptq import compare as runs
 from ptq import report
 from ptq.outliers import OutlierRow, distinct_inputs
 from ptq.pipeline import quantize
@@ -324,3 +325,29 @@ def test_the_command_measures_a_moved_run_again(made, folder, tmp_path, monkeypa
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"quantization\.json"):
         report.main([str(tmp_path)])
+
+
+def test_runs_of_one_model_compare(made, tmp_path, capsys):
+    outputs = [tmp_path / name for name in ("first", "second", "third")]
+    for output, kl in zip(outputs, (0.5, 0.25, 0.75), strict=True):
+        (output / "report").mkdir(parents=True)
+        data = json.loads((made.folder / "report.json").read_text())
+        data["accuracy"]["kl_mean"] = kl
+        if output.name == "third":
+            data["evaluation"]["fingerprint"] = "other"
+        (output / "report" / "report.json").write_text(json.dumps(data))
+    files = ["--markdown", str(tmp_path / "t.md"), "--plot", str(tmp_path / "p.svg")]
+    assert runs.main([*map(str, outputs[:2]), *files]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "t.md").read_text()
+    rows = [line.split(" | ") for line in printed.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| `second`", "| `first`"]
+    assert rows[0][1:3] == ["a8w8c8", "smoothquant, rtn"]
+    assert [row[6] for row in rows] == ["0.2500", "0.5000"]
+    assert all(row[8].startswith("x ") for row in rows)
+    svg = (tmp_path / "p.svg").read_text()
+    assert svg.count("<!-- first -->") == svg.count("<!-- second -->") == 1
+    with pytest.raises(RequestError, match="third and first were not measured on the same tokens"):
+        runs.main([str(path) for path in outputs])
+    with pytest.raises(RequestError, match="two of the outputs"):
+        runs.main([str(outputs[0]), str(outputs[0])])

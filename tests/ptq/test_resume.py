@@ -16,7 +16,7 @@ from quantizing import make_plan, random_tokens
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from formats.scheme import PRESETS
-from ptq import pipeline
+from ptq import pipeline, resume
 from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
 from ptq.preflight import is_taken
 from ptq.resume import FOLDER, ResumableRun, run_key, unfinished
@@ -34,6 +34,12 @@ def files(checkpoint: Path) -> dict[str, bytes]:
         for path in checkpoint.rglob("*")
         if path.is_file()
     }
+
+
+@pytest.fixture(autouse=True)
+def after_every_block(monkeypatch) -> None:
+    """States are stored after every block, however little time it took."""
+    monkeypatch.setattr(resume, "SHARE", 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +85,31 @@ def test_a_stopped_run_goes_on(model, tmp_path, monkeypatch, scheme, stopped_at)
     )
     assert not unfinished(tmp_path / "out")
     assert is_taken(tmp_path / "out")
+
+
+def test_states_are_left_out_where_they_take_too_long(model, tmp_path, monkeypatch):
+    """A run then goes on after the last block that has them."""
+    monkeypatch.setattr(resume, "SHARE", 1e-9)
+    scheme, output = "w4", tmp_path / "out"
+    plan = make_plan(model, output, scheme, methods=SOLVES[scheme])
+    save, saved = ResumableRun.save, []
+
+    def save_and_stop(self, *arguments):
+        save(self, *arguments)
+        saved.append(self.done)
+        if len(saved) == 3:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableRun, "save", save_and_stop)
+        with pytest.raises(Stop):
+            pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert saved == [1, 1, 1]
+    found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert found.resumed_blocks == 1
+    whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
+    expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
+    assert files(found.checkpoint) == files(expected.checkpoint)
 
 
 def test_another_run_starts_over(model, tmp_path):
@@ -130,7 +161,9 @@ import torch
 torch.set_num_threads(1)
 from quantizing import make_plan, random_tokens
 from ptq.methods.specs import GPTQSpec, RefineSpec
+from ptq import resume
 from ptq.pipeline import quantize_tokens
+resume.SHARE = 1e9
 methods = (GPTQSpec(), RefineSpec(iterations=3, batch=2))
 plan = make_plan(Path(sys.argv[1]), Path(sys.argv[2]), "w4", methods=methods)
 print("start", flush=True)

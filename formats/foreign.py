@@ -1,0 +1,278 @@
+"""What the foreign layouts share: their description, strict reading, and folders of shards.
+
+A layout is a pair of pure functions between a `StoredWeight` and tensors; `formats.gptq`,
+`formats.awq` and `formats.fp8_block` each make one from its settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from formats.checkpoint import AUXILIARY, NOT_AUXILIARY
+from formats.errors import CheckpointError
+from formats.files import fsync_path, write_bytes
+from formats.safetensors_files import INDEX, SINGLE, open_weights
+from formats.scheme import WeightSpec
+from formats.weights import StoredWeight
+
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json")  # copies of quantization_config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a quantized linear layer lies in a foreign checkpoint.
+
+    Attributes:
+        name: For messages.
+        leaves: Last parts of the names of a layer's tensors, all of them needed.
+        marker: The leaf that tells a quantized layer from another.
+        pack: The tensors of a weight by their leaf.
+        unpack: Its inverse; CheckpointError where the tensors cannot be expressed as one.
+        zero_word: Every word of `qzeros` where the weight is symmetric; None without zero points.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    marker: str
+    pack: Callable[[StoredWeight], dict[str, Tensor]]
+    unpack: Callable[[Mapping[str, Tensor]], StoredWeight]
+    zero_word: int | None = None
+
+
+def require_key(config: Mapping[str, Any], key: str, allowed: Iterable[Any], advice: str) -> Any:
+    """The value of a key of `quantization_config`; absent counts as None.
+
+    Raises:
+        CheckpointError: the value is none of those allowed, type included; `advice` says what to
+            do.
+    """
+    found, allowed = config.get(key), tuple(allowed)
+    if not any(found == value and type(found) is type(value) for value in allowed):
+        names = ", ".join("absent" if value is None else repr(value) for value in allowed)
+        shown = "absent" if found is None else repr(found)
+        raise CheckpointError(
+            f"config.json: quantization_config has {key} {shown}; allowed: {names}. {advice}"
+        )
+    return found
+
+
+def require_tensor(
+    tensors: Mapping[str, Tensor], leaf: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """A tensor of exactly a type and shape.
+
+    Raises:
+        CheckpointError: it is missing or another.
+    """
+    if leaf not in tensors:
+        raise CheckpointError(f"{leaf} is missing; get the checkpoint again")
+    tensor = tensors[leaf]
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{leaf} is {tensor.dtype} {tuple(tensor.shape)}; needed is {dtype} {shape}. Its "
+            "quantization_config does not fit the tensors, or they are damaged"
+        )
+    return tensor
+
+
+def packed_shape(tensors: Mapping[str, Tensor], leaf: str = "qweight") -> tuple[int, int]:
+    """Rows and columns of a packed tensor."""
+    if leaf not in tensors or tensors[leaf].dim() != 2:
+        raise CheckpointError(f"{leaf} is missing or is no matrix; get the checkpoint again")
+    rows, columns = tensors[leaf].shape
+    return rows, columns
+
+
+def group_spec(bits: int, group_size: int, symmetric: bool) -> WeightSpec:
+    """The specification of an integer weight in groups along its inputs; -1 for one group."""
+    return WeightSpec(
+        dtype="int4" if bits == 4 else "int8",
+        granularity="per_channel" if group_size == -1 else "group",
+        group_size=None if group_size == -1 else group_size,  # pyright: ignore[reportArgumentType]
+        symmetric=symmetric,
+    )
+
+
+def check_divides(shape: tuple[int, ...], group_size: int, bits: int) -> None:
+    """Refuse a weight [N, K] that words or groups do not fill.
+
+    Raises:
+        CheckpointError: N or K is no multiple of the values in a word, or K of the group.
+    """
+    count = 32 // bits
+    group = count if group_size == -1 else group_size
+    if shape[0] % count or shape[1] % count or shape[1] % group:
+        raise CheckpointError(
+            f"a weight {tuple(shape)} does not fill words of {count} values and groups of "
+            f"{group_size}; needed are outputs divisible by {count} and inputs by both. Keep the "
+            "compressed-tensors layout, or quantize with another group_size"
+        )
+
+
+def half_scales(weight: StoredWeight) -> Tensor:
+    """Scales rounded to fp16, the type in which the layout stores them; [N, groups].
+
+    The scale of a group of nothing but zeros is arbitrary; where it is too small for fp16, as ours
+    may be, it is stored as 1.
+
+    Raises:
+        CheckpointError: a scale is too large or too small for fp16.
+    """
+    half = weight.scale.half()
+    lost = ~torch.isfinite(half) | (half <= 0)
+    half[lost & ~used_groups(weight)] = 1
+    lost &= used_groups(weight)
+    if bool(lost.any()):
+        raise CheckpointError(
+            f"scale {weight.scale[lost][0].item():.3g} cannot be held in fp16 (6e-8 to 65504), "
+            "the type that this layout has. Keep the compressed-tensors layout"
+        )
+    return half
+
+
+def used_groups(weight: StoredWeight) -> Tensor:
+    """Whether a group along the inputs stands for anything but zeros; bool [N, groups]."""
+    groups = weight.q.unflatten(1, (weight.scale.shape[1], -1))
+    zeros = 0 if weight.zero_point is None else weight.zero_point.unsqueeze(-1)
+    return (groups != zeros).any(dim=-1)
+
+
+class ForeignFolder:
+    """A checkpoint folder whose weights are quantized in another layout than compressed-tensors.
+
+    Attributes:
+        path: The folder.
+        config: config.json without its `quantization_config`.
+        quantization: The `quantization_config`; empty where there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.quantization = _read_config(path)
+        self._files = open_weights(path)
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(sorted(self._files))
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        return self._files[name].tensor(name)
+
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Element type and shape of a tensor, from its file's header."""
+        return self._files[name].tensors[name]
+
+    def modules(self, layout: Layout) -> tuple[str, ...]:
+        """Full names of the layers that are quantized in a layout, sorted.
+
+        Raises:
+            CheckpointError: there are none, or a layer's tensors are not complete.
+        """
+        end = f".{layout.marker}"
+        modules = tuple(name.removesuffix(end) for name in self.names() if name.endswith(end))
+        wanted = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
+        taken, own = set(modules), set(layout.leaves) - {"weight"}
+        split = {name: name.rpartition(".") for name in self._files}
+        found = {
+            name
+            for name, (module, _, leaf) in split.items()
+            if leaf in own or (module in taken and leaf != "bias")
+        }
+        if not modules or wanted != found:
+            name = min(wanted ^ found, default=f"any *{end}")
+            state = "not expected" if name in found else "missing"
+            raise CheckpointError(
+                f"{self.path}: {name} is {state}. A layer in the {layout.name} layout has exactly "
+                f"{', '.join(layout.leaves)}; get the checkpoint again"
+            )
+        return modules
+
+    def layer(self, layout: Layout, module: str) -> dict[str, Tensor]:
+        """The tensors of a quantized layer by their leaf."""
+        return {leaf: self.tensor(f"{module}.{leaf}") for leaf in layout.leaves}
+
+    def auxiliary_files(self) -> tuple[Path, ...]:
+        """Tokenizer, generation and licence files, without copies of the layout's settings."""
+        left_out = NOT_AUXILIARY | set(SETTINGS_FILES)
+        return tuple(
+            path
+            for path in sorted(self.path.iterdir())
+            if path.is_file()
+            and path.name not in left_out
+            and (path.suffix in AUXILIARY or path.name.upper().startswith("LICEN"))
+        )
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        quantization = config.pop("quantization_config", None) or {}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: found no config.json; is this a model folder?") from error
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'config.json'}: not a JSON object ({error})") from error
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"{path / 'config.json'}: quantization_config is not an object")
+    if "auto_map" in config:
+        raise CheckpointError(
+            f"{path}: the model needs code of its own (auto_map), which is never run. Convert it "
+            "to an architecture that transformers knows"
+        )
+    return config, quantization
+
+
+class ShardWriter:
+    """Writes tensors into safetensors files of limited size, in the order they come.
+
+    Args:
+        folder: To write into.
+        shard_bytes: Most bytes of one file, unless one tensor alone has more; memory held is one
+            file.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor; it is on the disk as soon as its file is full."""
+        held = sum(other.nbytes for other in self._pending.values())
+        if self._pending and held + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, name the files, and write their index if there are several."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            (self._folder / "0.part").rename(self._folder / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards):
+            shard = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / f"{i}.part").rename(self._folder / shard)
+            weight_map |= dict.fromkeys(names, shard)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        write_bytes(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+    def _flush(self) -> None:
+        if self._pending:
+            path = self._folder / f"{len(self._shards)}.part"
+            save_file(self._pending, path, metadata={"format": "pt"})
+            fsync_path(path)
+            self._shards.append(list(self._pending))
+            self._pending = {}

@@ -1,0 +1,58 @@
+"""Blocks solved on a GPU: as on the CPU, up to the rounding of sums."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "ptq"))
+from quantizing import make_plan, random_tokens
+
+from formats.checkpoint import Checkpoint
+from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.pipeline import quantize_tokens
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SMOOTH = SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3)
+RUNS = [
+    ("a8w8c8", (SMOOTH, RTNSpec())),
+    ("w4", (GPTQSpec(),)),
+    ("w4", (RTNSpec(scale="output_mse"),)),
+    ("a8w4c8", (GPTQSpec(), RefineSpec(iterations=5, batch=2))),
+    ("fp8_block", (RTNSpec(),)),
+    ("fp8_c8", (GPTQSpec(scale="absmax"),)),
+]
+
+
+def solved(model: Path, output: Path, scheme: str, methods: tuple, device: str) -> Checkpoint:
+    plan = make_plan(model, output, scheme, methods=methods)
+    recipe = plan.recipe.model_copy(update={"device": device})
+    plan = plan.model_copy(update={"recipe": recipe})
+    return Checkpoint.open(quantize_tokens(plan, random_tokens(), progress=False).checkpoint)
+
+
+@pytest.mark.parametrize(("scheme", "methods"), RUNS, ids=lambda x: str(x)[:40])
+def test_a_gpu_solves_as_the_cpu(tiny_llama, tmp_path, scheme, methods):
+    cpu, gpu = (
+        solved(tiny_llama, tmp_path / device, scheme, methods, device) for device in ("cpu", "cuda")
+    )
+    for module in cpu.quantized_modules:
+        a, b = cpu.weight(module), gpu.weight(module)
+        assert torch.allclose(a.scale, b.scale, rtol=0.05)
+        same = (a.q.float() == b.q.float()).float().mean().item()
+        assert same > (0.98 if len(methods) == 1 and isinstance(methods[0], RTNSpec) else 0.75)
+    for attention, pair in cpu.kv_scales.items():
+        for ours, theirs in zip(pair, gpu.kv_scales[attention], strict=True):
+            assert torch.allclose(ours, theirs, rtol=0.05)
+
+
+def test_two_runs_on_a_gpu_have_the_same_bytes(tiny_llama, tmp_path):
+    methods = (GPTQSpec(), RefineSpec(iterations=5, batch=2))
+    first, second = (
+        solved(tiny_llama, tmp_path / name, "w4", methods, "cuda").path / "model.safetensors"
+        for name in "ab"
+    )
+    assert first.read_bytes() == second.read_bytes()
