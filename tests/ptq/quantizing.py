@@ -17,7 +17,7 @@ from ptq.methods.migration import Folding, SmoothedGroup
 from ptq.methods.rounding import round_weight
 from ptq.methods.smoothquant import smoothing_scale
 from ptq.methods.specs import RTNSpec, SmoothQuantSpec
-from ptq.pipeline import block_work, observe
+from ptq.passes import block_work, observe
 from ptq.plan import Plan, build_plan
 from ptq.recipe import ModelSpec, ObserversSpec, OutputSpec, Recipe, ReportSpec
 

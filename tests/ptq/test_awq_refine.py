@@ -12,7 +12,8 @@ from ptq.methods.base import quantized_block
 from ptq.methods.refine import Adjustable, Refine
 from ptq.methods.rtn import RoundToNearest, round_to_nearest
 from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec
-from ptq.pipeline import observe, quantize_tokens
+from ptq.passes import observe
+from ptq.pipeline import quantize_tokens
 
 W4 = PRESETS["w4"]
 

@@ -13,7 +13,7 @@ from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.gptq import GPTQ, gptq, inverse_factor, output_errors
 from ptq.methods.rounding import choose_qparams
 from ptq.methods.specs import GPTQSpec
-from ptq.pipeline import observe
+from ptq.passes import observe
 
 W4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (

@@ -28,7 +28,8 @@ from formats.scheme import KVCacheSpec, Scheme
 from kernels.numerics import dequantize, fake_quantize_activations
 from ptq.methods.base import BlockWork, Method
 from ptq.methods.specs import RTNSpec
-from ptq.pipeline import observe, quantize, quantize_tokens
+from ptq.passes import observe
+from ptq.pipeline import quantize, quantize_tokens
 from ptq.recipe import ObserversSpec, load_recipe
 from ptq.result import QuantizationResult, load_result, peak_rss_bytes
 

@@ -21,7 +21,7 @@ from ptq.methods.migration import SmoothedGroup, fold_vector, source_channel
 from ptq.methods.rtn import round_to_nearest
 from ptq.methods.smoothquant import SmoothQuant, smoothing_scale
 from ptq.methods.specs import RTNSpec, SmoothQuantSpec
-from ptq.pipeline import observe
+from ptq.passes import observe
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
