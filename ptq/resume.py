@@ -38,6 +38,7 @@ from calibrate.statistics import Statistics
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, sha256_file, writing
+from formats.safetensors_files import SafetensorsFile
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
 from ptq.recipe import Recipe
@@ -176,17 +177,18 @@ class ResumableRun:
         """
         path = self._folder / self._name(index)
         try:
-            arrays = load_file(f"{path}.safetensors")
+            file = SafetensorsFile(Path(f"{path}.safetensors"))
+            order = json.loads(file.metadata["order"])  # a file sorts its tensors otherwise
+            tensors = {name: file.tensor(f"tensor/{name}") for name in order}
+            kv_scales = {
+                name: (file.tensor(f"k/{name}"), file.tensor(f"v/{name}"))
+                for name in (key[2:] for key in file.tensors if key.startswith("k/"))
+            }
             record = BlockRecord.model_validate_json(Path(f"{path}.json").read_bytes())
-        except (OSError, ValidationError, SafetensorError) as error:
+            statistics = Statistics.load(Path(f"{path}.statistics"))
+        except (OSError, ValueError, KeyError, CheckpointError) as error:
             raise self._damaged(error) from error
-        attentions = [key.removeprefix("k/") for key in arrays if key.startswith("k/")]
-        return SolvedBlock(
-            tensors={key[7:]: arrays[key] for key in arrays if key.startswith("tensor/")},
-            kv_scales={name: (arrays[f"k/{name}"], arrays[f"v/{name}"]) for name in attentions},
-            record=record,
-            statistics=Statistics.load(Path(f"{path}.statistics")),
-        )
+        return SolvedBlock(tensors, kv_scales, record, statistics)
 
     def states(self) -> tuple[list[Tensor], list[Tensor] | None]:
         """Hidden states after the last stored block: of the float model, and quantized if kept.

@@ -112,6 +112,18 @@ def test_states_are_left_out_where_they_take_too_long(model, tmp_path, monkeypat
     assert files(found.checkpoint) == files(expected.checkpoint)
 
 
+def test_the_order_of_tensors_is_kept(tmp_path):
+    """It decides on which shard a tensor goes to."""
+    names = ["z.weight", "a.scale", "m.bias", "a.weight"]
+    tensors = {name: torch.full((3,), i, dtype=torch.int8) for i, name in enumerate(names)}
+    tensors["a.scale"] = torch.ones(2)
+    run = ResumableRun(tmp_path, "key")
+    run.save(resume.SolvedBlock(tensors=tensors), [torch.ones(2, 4)], None)
+    found = run.block(0).tensors
+    assert list(found) == names
+    assert all(torch.equal(found[name], tensors[name]) for name in names)
+
+
 def test_another_run_starts_over(model, tmp_path):
     checkpoint, output = Checkpoint.open(model), tmp_path / "out"
     recipe = make_plan(model, output).recipe
