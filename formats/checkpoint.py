@@ -61,7 +61,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, quantization = _read_config(path)
+        self.config, quantization = read_config(path)
         self._files = open_weights(path)
         self._kv_file = _open_optional(path / KV_SCALES)
         self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
@@ -137,13 +137,7 @@ class Checkpoint:
     @cached_property
     def auxiliary_files(self) -> tuple[Path, ...]:
         """Tokenizer, generation and licence files: what a checkpoint made of this one takes."""
-        return tuple(
-            path
-            for path in sorted(self.path.iterdir())
-            if path.is_file()
-            and path.name not in NOT_AUXILIARY
-            and (path.suffix in AUXILIARY or path.name.upper().startswith("LICEN"))
-        )
+        return auxiliary_files(self.path)
 
     def scale(self, name: str) -> Tensor:
         """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
@@ -261,7 +255,23 @@ class Checkpoint:
                 )
 
 
-def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def auxiliary_files(folder: Path) -> tuple[Path, ...]:
+    """Tokenizer, generation and licence files of a model's folder."""
+    return tuple(
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.name not in NOT_AUXILIARY
+        and (path.suffix in AUXILIARY or path.name.upper().startswith("LICEN"))
+    )
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """config.json of a folder without its `quantization_config`, and that, or None.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or the model needs code of its own.
+    """
     file = path / "config.json"
     try:
         config = json.loads(file.read_bytes())

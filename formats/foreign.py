@@ -1,4 +1,4 @@
-"""What the foreign layouts share: their description, strict reading, and folders of shards.
+"""What the foreign layouts share: their description, strict reading, and folders.
 
 A layout is a pair of pure functions between a `StoredWeight` and tensors; `formats.gptq`,
 `formats.awq` and `formats.fp8_block` each make one from its settings.
@@ -6,20 +6,17 @@ A layout is a pair of pure functions between a `StoredWeight` and tensors; `form
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from formats.checkpoint import AUXILIARY, NOT_AUXILIARY
+from formats.checkpoint import auxiliary_files, read_config
 from formats.errors import CheckpointError
-from formats.files import fsync_path, write_bytes
-from formats.safetensors_files import INDEX, SINGLE, open_weights
+from formats.safetensors_files import open_weights
 from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
 
@@ -156,7 +153,8 @@ class ForeignFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, self.quantization = _read_config(path)
+        self.config, quantization = read_config(path)
+        self.quantization: dict[str, Any] = quantization or {}
         self._files = open_weights(path)
 
     def names(self) -> tuple[str, ...]:
@@ -202,77 +200,4 @@ class ForeignFolder:
 
     def auxiliary_files(self) -> tuple[Path, ...]:
         """Tokenizer, generation and licence files, without copies of the layout's settings."""
-        left_out = NOT_AUXILIARY | set(SETTINGS_FILES)
-        return tuple(
-            path
-            for path in sorted(self.path.iterdir())
-            if path.is_file()
-            and path.name not in left_out
-            and (path.suffix in AUXILIARY or path.name.upper().startswith("LICEN"))
-        )
-
-
-def _read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    try:
-        config = json.loads((path / "config.json").read_bytes())
-        quantization = config.pop("quantization_config", None) or {}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: found no config.json; is this a model folder?") from error
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path / 'config.json'}: not a JSON object ({error})") from error
-    if not isinstance(quantization, dict):
-        raise CheckpointError(f"{path / 'config.json'}: quantization_config is not an object")
-    if "auto_map" in config:
-        raise CheckpointError(
-            f"{path}: the model needs code of its own (auto_map), which is never run. Convert it "
-            "to an architecture that transformers knows"
-        )
-    return config, quantization
-
-
-class ShardWriter:
-    """Writes tensors into safetensors files of limited size, in the order they come.
-
-    Args:
-        folder: To write into.
-        shard_bytes: Most bytes of one file, unless one tensor alone has more; memory held is one
-            file.
-    """
-
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder = folder
-        self._shard_bytes = shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._shards: list[list[str]] = []
-        self._total = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor; it is on the disk as soon as its file is full."""
-        held = sum(other.nbytes for other in self._pending.values())
-        if self._pending and held + tensor.nbytes > self._shard_bytes:
-            self._flush()
-        self._pending[name] = tensor.contiguous()
-        self._total += tensor.nbytes
-
-    def finish(self) -> None:
-        """Write what is left, name the files, and write their index if there are several."""
-        self._flush()
-        count = len(self._shards)
-        if count == 1:
-            (self._folder / "0.part").rename(self._folder / SINGLE)
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            shard = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            (self._folder / f"{i}.part").rename(self._folder / shard)
-            weight_map |= dict.fromkeys(names, shard)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        write_bytes(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-
-    def _flush(self) -> None:
-        if self._pending:
-            path = self._folder / f"{len(self._shards)}.part"
-            save_file(self._pending, path, metadata={"format": "pt"})
-            fsync_path(path)
-            self._shards.append(list(self._pending))
-            self._pending = {}
+        return tuple(path for path in auxiliary_files(self.path) if path.name not in SETTINGS_FILES)

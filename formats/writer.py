@@ -20,9 +20,9 @@ from formats.checkpoint import KV_SCALES, MANIFEST, SCALE_TABLE, Checkpoint
 from formats.compressed_tensors import quantization_config
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
-from formats.safetensors_files import INDEX, SINGLE
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
+from formats.shards import ShardWriter
 from formats.weights import StoredWeight, weight_tensors
 
 HASHING_THREADS = 4  # SHA-256 of large buffers runs beside other threads
@@ -65,20 +65,19 @@ class CheckpointWriter:
         self._aux_files = aux_files
         self._force = force
         self._shard_bytes = shard_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._shards: list[list[str]] = []
-        self._sizes: dict[str, int] = {}
         self._digests: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(HASHING_THREADS)
         self._kv_scales: dict[str, Tensor] = {}
         self._stack = ExitStack()
         self._folder = Path()
+        self._shards = ShardWriter(self._folder, shard_bytes)
         self._finished = False
 
     def __enter__(self) -> CheckpointWriter:
         self._stack.enter_context(self._pool)
         building = building_directory(self.out, replace=self._force)
         self._folder = self._stack.enter_context(building)
+        self._shards = ShardWriter(self._folder, self._shard_bytes)
         return self
 
     def __exit__(
@@ -101,13 +100,9 @@ class CheckpointWriter:
         if tensor.dtype.is_floating_point and not bool(torch.isfinite(wide).all()):
             raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
         tensor = tensor.detach().contiguous()
-        if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > (
-            self._shard_bytes
-        ):
-            self._flush()
-        self._pending[name] = tensor
+        with writing(self.out):
+            self._shards.add(name, tensor)
         self._digests[name] = self._pool.submit(_digest, tensor)
-        self._sizes[name] = tensor.nbytes
 
     def add_linear(
         self,
@@ -152,8 +147,7 @@ class CheckpointWriter:
             CheckpointError: a check failed or the disk refused; nothing is left behind.
         """
         with writing(self.out):
-            self._flush()
-            self._name_shards()
+            self._shards.finish()
             self._write_documents(scale_table, documents or {})
             self._write_manifest()
         written = Checkpoint.open(self._folder)
@@ -169,33 +163,6 @@ class CheckpointWriter:
         self._finished = True
         self._stack.close()
         return self.out
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        with writing(self.out):
-            path = self._folder / f"{len(self._shards)}.part"
-            save_file(self._pending, path, metadata={"format": "pt"})
-            fsync_path(path)
-        self._shards.append(list(self._pending))
-        self._pending = {}
-
-    def _name_shards(self) -> None:
-        """Rename the shards, now that they can be counted, and write their index."""
-        count = len(self._shards)
-        if count == 1:
-            (self._folder / "0.part").rename(self._folder / SINGLE)
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            shard = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            (self._folder / f"{i}.part").rename(self._folder / shard)
-            weight_map |= dict.fromkeys(names, shard)
-        index = {
-            "metadata": {"total_size": sum(self._sizes.values())},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        write_bytes(self._folder / INDEX, _json(index))
 
     def _write_documents(self, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
         for file in self._aux_files:

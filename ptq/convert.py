@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, write_bytes
-from formats.foreign import SETTINGS_FILES, ForeignFolder, Layout, ShardWriter
+from formats.foreign import SETTINGS_FILES, ForeignFolder, Layout
 from formats.fp8_block import (
     fp8_block_config,
     fp8_block_layout,
@@ -31,6 +31,7 @@ from formats.fp8_block import (
 from formats.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.paddle import paddle_tables
 from formats.scheme import Scheme
+from formats.shards import ShardWriter
 from ptq.cli import version as own_version
 from ptq.conversion import Conversion, compare, named, parts, require_same, unquantized
 from ptq.convert_import import import_folder

@@ -340,14 +340,14 @@ def test_version_1_words_under_a_version_2_name_are_refused(converted, tmp_path)
 
 
 def test_a_difference_found_when_reading_back_leaves_nothing(quantized, tmp_path, monkeypatch):
-    from formats import foreign
+    from formats import shards
 
-    written = foreign.ShardWriter.add
+    written = shards.ShardWriter.add
 
     def flip(self, name: str, tensor: Tensor) -> None:
         written(self, name, tensor ^ 16 if name == f"{Q}.qweight" else tensor)
 
-    monkeypatch.setattr(foreign.ShardWriter, "add", flip)
+    monkeypatch.setattr(shards.ShardWriter, "add", flip)
     with pytest.raises(CheckpointError, match=f"{Q}: weight was read back with other bits"):
         convert(quantized("w4"), tmp_path / "out", "gptq")
     assert list(tmp_path.iterdir()) == []
