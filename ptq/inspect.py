@@ -26,8 +26,7 @@ from formats.files import replace_file
 from formats.scheme import Scheme, Strict
 from ptq.outliers import OutlierRow, activation_outliers, by_ratio, weight_outliers
 from ptq.report_format import scale_text, size_text
-
-STATISTICS_FILE = "statistics.safetensors"
+from ptq.result import STATISTICS_FILE
 
 
 class SizeRow(Strict):

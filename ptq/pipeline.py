@@ -34,7 +34,6 @@ from formats.writer import CheckpointWriter
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
 from ptq.measure import SAMPLES, Ratios, measure, module_rows
 from ptq.methods.base import BlockWork
-from ptq.methods.refine import Refine
 from ptq.methods.registry import build_methods
 from ptq.methods.rtn import round_to_nearest
 from ptq.passes import block_work, observe, quantized_outputs
@@ -42,7 +41,9 @@ from ptq.plan import Plan
 from ptq.recipe import Recipe, resolved_yaml
 from ptq.result import (
     CHECKPOINT_FOLDER,
+    RECIPE_FILE,
     RESULT_FILE,
+    STATISTICS_FILE,
     CalibrationSummary,
     Event,
     ModuleRow,
@@ -53,8 +54,6 @@ from ptq.result import (
 )
 from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
 
-RECIPE_FILE = "recipe.yaml"
-STATISTICS_FILE = "statistics.safetensors"
 CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
 SMALLEST_SHARD = 16 << 20  # bytes
 
@@ -115,13 +114,7 @@ def quantize_tokens(
         scale_table=table,
         seconds=watch.seconds(),
         peak_rss_bytes=peak_rss_bytes(),
-        calibration=CalibrationSummary(
-            source=tokens.source,
-            split=tokens.split,
-            sequences=len(tokens.ids),
-            tokens=tokens.tokens,
-            fingerprint=tokens.fingerprint,
-        ),
+        calibration=CalibrationSummary.of(tokens),
         events=tuple(driver.events),
         smoothing=tuple(driver.smoothing),
         modules=tuple(driver.modules),
@@ -185,12 +178,11 @@ class _Driver:
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
         with self._writer(force or self.resumed > 0) as writer:
-            needs_path = any(isinstance(method, Refine) for method in self.methods)
             stream = BlockStream(
                 self.config,
                 self.checkpoint.tensor,
                 device=self.device,
-                quantized_path=needs_path,
+                quantized_path=any(method.quantized_path for method in self.methods),
             )
             with self.watch.phase("write"):
                 emit_rest(writer, self.checkpoint, stream.blocks)

@@ -46,7 +46,7 @@ from ptq.methods.specs import ROUNDING, MethodSpec
 from ptq.problems import Origin, Problem, Where, recipe_error, suggestion
 from ptq.strict_yaml import dump, parse
 
-RESOLVED = "# Every setting of a run, defaults included; `ptq run` on this file repeats it.\n"
+RESOLVED = "# Every setting of a run, defaults included: `ptq run` on this file repeats it.\n"
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -191,10 +191,7 @@ def resolved_yaml(recipe: Recipe) -> str:
     data: dict[str, Any] = recipe.model_dump(mode="json")
     data["methods"] = [{options.pop("name"): options} for options in data["methods"]]
     data["report"]["speed"] = data["report"]["speed"] or False
-    return (
-        "# Every setting of a run, defaults included: `ptq run` on this file repeats it.\n"
-        + dump(data)
-    )
+    return RESOLVED + dump(data)
 
 
 @dataclass(frozen=True)

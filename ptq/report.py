@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -46,6 +47,8 @@ from ptq.report_html import render_html, render_markdown
 from ptq.report_plots import draw_plots
 from ptq.report_summary import summary_rows
 from ptq.result import (
+    RECIPE_FILE,
+    STATISTICS_FILE,
     CalibrationSummary,
     QuantizationRecord,
     QuantizationResult,
@@ -54,8 +57,6 @@ from ptq.result import (
 )
 
 REPORT_FOLDER = "report"
-STATISTICS_FILE = "statistics.safetensors"
-RECIPE_FILE = "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
         accuracy=accuracy,
         sizes=_sizes(original, quantized),
         speed=speed,
-        evaluation=_shown_text(_summary(evaluation)),
+        evaluation=_shown_text(CalibrationSummary.of(evaluation)),
         quantization=_record(result),
         scale_table=result.scale_table,
         kv_scales=_kv_scales(quantized.checkpoint),
@@ -203,25 +204,12 @@ def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
     )
 
 
-def _summary(tokens: TokenSet) -> CalibrationSummary:
-    return CalibrationSummary(
-        source=tokens.source,
-        split=tokens.split,
-        sequences=len(tokens.ids),
-        tokens=tokens.tokens,
-        fingerprint=tokens.fingerprint,
-    )
-
-
 def _record(result: QuantizationResult) -> QuantizationRecord:
-    return QuantizationRecord(
-        seconds=result.seconds,
-        peak_rss_bytes=result.peak_rss_bytes,
-        calibration=_shown_text(result.calibration),
-        events=result.events,
-        smoothing=result.smoothing,
-        modules=result.modules,
-    )
+    record: dict[str, Any] = {
+        name: getattr(result, name) for name in QuantizationRecord.model_fields
+    }
+    record["calibration"] = _shown_text(result.calibration)
+    return QuantizationRecord(**record)
 
 
 def shown_path(path: str | Path) -> str:

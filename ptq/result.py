@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from calibrate.data import TokenSet
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.scale_table import ScaleTable
@@ -24,6 +25,8 @@ from formats.scheme import Strict
 
 CHECKPOINT_FOLDER = "checkpoint"
 RESULT_FILE = "quantization.json"
+RECIPE_FILE = "recipe.yaml"
+STATISTICS_FILE = "statistics.safetensors"
 
 
 class Event(Strict):
@@ -96,6 +99,17 @@ class CalibrationSummary(Strict):
     sequences: int
     tokens: int
     fingerprint: str
+
+    @classmethod
+    def of(cls, tokens: TokenSet) -> CalibrationSummary:
+        """What is told of a token set."""
+        return cls(
+            source=tokens.source,
+            split=tokens.split,
+            sequences=len(tokens.ids),
+            tokens=tokens.tokens,
+            fingerprint=tokens.fingerprint,
+        )
 
 
 class QuantizationRecord(Strict):

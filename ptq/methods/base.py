@@ -151,10 +151,12 @@ class Method(ABC):
         folds: Whether `commit` changes the block's float weights, so that methods after it must see
             the samples run again.
         observes: Whether what it solves follows from the samples.
+        quantized_path: Whether it needs the samples as the quantized blocks before hand them over.
     """
 
     folds = False
     observes = True
+    quantized_path = False
 
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
         """Look at a new block before its samples run."""

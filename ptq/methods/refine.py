@@ -96,6 +96,8 @@ class Adjustable:
 class Refine(Method):
     """Refines the solved layers of a block; see the module's docstring."""
 
+    quantized_path = True
+
     def __init__(self, spec: RefineSpec) -> None:
         self.spec = spec
         self.solved: dict[str, QuantizedLinear] = {}
