@@ -1,11 +1,11 @@
 """Statistics of activations, exact and mergeable, and the ranges that are chosen from them.
 
-What is kept of a tensor is its largest magnitudes, by channel, and a histogram of |x| over the
-32,768 values of bf16's exponent and mantissa: an integer count for each, with nothing to configure
-and no range to guess. Maxima and integer sums do not depend on batch size, order or number of
-ranks, so neither does anything derived from them. A bin is at most 2^-7 wide relative to its value:
-magnitudes are known to about one per cent, those of bf16 data exactly. The largest magnitudes are
-kept apart, exact.
+What is kept of a tensor is its largest magnitudes, by channel and by sample, and a histogram of
+|x| over the 32,768 values of bf16's exponent and mantissa: an integer count for each, with nothing
+to configure and no range to guess. Maxima and integer sums do not depend on batch size, order or
+number of ranks, so neither does anything derived from them. A bin is at most 2^-7 wide relative to
+its value: magnitudes are known to about one per cent, those of bf16 data exactly. The largest
+magnitudes are kept apart, exact.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class ObserverSpec(Strict):
 
     YAML: ``input: {method: percentile, percentile: 99.99}``
 
-    `absmax` clips nothing; `percentile` keeps that share of the values; `mse` minimizes the squared
-    error; `entropy` minimizes the KL divergence between the values and what int8 makes of them.
+    `absmax` clips nothing; `averaged_absmax` is the mean of the samples' largest magnitudes;
+    `percentile` keeps that share of the values; `mse` minimizes the squared error; `entropy`
+    minimizes the KL divergence between the values and what int8 makes of them.
     """
 
-    method: Literal["absmax", "percentile", "mse", "entropy"] = "absmax"
+    method: Literal["absmax", "averaged_absmax", "percentile", "mse", "entropy"] = "absmax"
     percentile: float = Field(default=99.99, gt=50, le=100)
 
 
@@ -44,12 +45,15 @@ class TensorStatistics:
     Attributes:
         tokens: Tokens seen.
         channel_absmax: Largest magnitude of each channel: fp32 [K], or [H, D] for cached heads.
+        sample_absmax: Largest magnitude of each sample, by head: fp32 [samples, H] ([samples, 1]
+            for an input), rows in ascending order.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Start with nothing seen of tokens of `shape`: (K,) for an input, (H, D) for heads."""
         self.tokens = 0
         self.channel_absmax = torch.zeros(shape)
+        self.sample_absmax = torch.zeros(0, self.heads)
         self._bins = torch.empty(0, dtype=torch.int64)  # head * BINS + bin, sorted
         self._counts = torch.empty(0, dtype=torch.int64)
 
@@ -69,7 +73,7 @@ class TensorStatistics:
         return self.channel_absmax.max().item()
 
     def observe(self, x: Tensor, name: str = "activations", *, histogram: bool = True) -> None:
-        """Add tokens.
+        """Add the tokens of one sample.
 
         Args:
             x: [T, K] or [T, H, D], float.
@@ -89,15 +93,16 @@ class TensorStatistics:
                 f"{name}: its activations hold NaN or infinity. Check the model's weights, and "
                 "that it runs in float on this data"
             )
+        by_head = peak.reshape(self.heads, -1).amax(dim=1)
         if not histogram:
-            self._add_maxima(x.shape[0], peak)
+            self._add_maxima(x.shape[0], peak, by_head[None])
             return
         bins = magnitude.contiguous().view(torch.int32) >> 16
         if self.heads > 1:
             first = torch.arange(self.heads, dtype=torch.int32, device=bins.device) * BINS
             bins = bins + first[:, None]
         counts = torch.bincount(bins.flatten(), minlength=self.heads * BINS)
-        self._add(x.shape[0], peak, counts.cpu())
+        self._add(x.shape[0], peak, by_head[None], counts.cpu())
 
     def merge(self, other: TensorStatistics) -> None:
         """Add what another has seen of the same tensor."""
@@ -106,12 +111,24 @@ class TensorStatistics:
                 f"cannot merge statistics of shapes {tuple(other.channel_absmax.shape)} and "
                 f"{tuple(self.channel_absmax.shape)}"
             )
-        self._add(other.tokens, other.channel_absmax, other._dense())
+        self._add(other.tokens, other.channel_absmax, other.sample_absmax, other._dense())
+
+    def divided(self, factor: Tensor) -> TensorStatistics:
+        """Statistics of x / factor, of which only the channels' largest magnitudes follow.
+
+        Args:
+            factor: Positive, of the shape of `channel_absmax`.
+        """
+        part = TensorStatistics(tuple(self.channel_absmax.shape))
+        part.tokens = self.tokens
+        part.channel_absmax = (self.channel_absmax.double() / factor).float()
+        return part
 
     def head(self, index: int) -> TensorStatistics:
         """Statistics of one head alone, with `channel_absmax` [D]."""
         part = TensorStatistics(tuple(self.channel_absmax.shape[-1:]))
-        part._add(self.tokens, self.channel_absmax[index], self._dense().view(-1, BINS)[index])
+        samples, counts = self.sample_absmax[:, index, None], self._dense().view(-1, BINS)[index]
+        part._add(self.tokens, self.channel_absmax[index], samples, counts)
         return part
 
     def histogram(self) -> tuple[Tensor, Tensor]:
@@ -124,6 +141,7 @@ class TensorStatistics:
         """Tensors to save; `from_state` restores them."""
         return {
             "channel_absmax": self.channel_absmax,
+            "sample_absmax": self.sample_absmax,
             "bins": self._bins.to(torch.int32),
             "counts": self._counts,
             "tokens": torch.tensor([self.tokens]),
@@ -140,6 +158,7 @@ class TensorStatistics:
         channels = state["channel_absmax"].dim() if "channel_absmax" in state else 0
         if channels not in (1, 2) or kinds != {
             "channel_absmax": (torch.float32, channels),
+            "sample_absmax": (torch.float32, 2),
             "bins": (torch.int32, 1),
             "counts": (torch.int64, 1),
             "tokens": (torch.int64, 1),
@@ -148,6 +167,7 @@ class TensorStatistics:
         restored = cls(tuple(state["channel_absmax"].shape))
         (restored.tokens,) = state["tokens"].tolist()
         restored.channel_absmax = state["channel_absmax"]
+        restored.sample_absmax = state["sample_absmax"]
         restored._bins, restored._counts = state["bins"].long(), state["counts"]
         restored._check()
         return restored
@@ -156,9 +176,12 @@ class TensorStatistics:
         """Refuse numbers that no observation leaves behind."""
         bins, counts, peaks = self._bins, self._counts, self.channel_absmax
         seen = self.tokens * peaks.numel()
+        samples, largest = self.sample_absmax, peaks.reshape(self.heads, -1).amax(dim=1)
         if not (
             self.tokens >= 0
             and bool((peaks.isfinite() & (peaks >= 0)).all())
+            and samples.shape[1] == self.heads
+            and torch.equal(samples.amax(dim=0) if len(samples) else largest * 0, largest)
             and len(bins) == len(counts)
             and bool((bins.diff() > 0).all() & (counts > 0).all())
             and bool(((bins >= 0) & (bins < self.heads * BINS)).all())
@@ -180,14 +203,19 @@ class TensorStatistics:
         dense[self._bins] = self._counts
         return dense
 
-    def _add(self, tokens: int, channel_absmax: Tensor, counts: Tensor) -> None:
+    def _add(
+        self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor, counts: Tensor
+    ) -> None:
         counts = counts + self._dense()
         self._bins = counts.nonzero().flatten()
         self._counts = counts[self._bins]
-        self._add_maxima(tokens, channel_absmax)
+        self._add_maxima(tokens, channel_absmax, sample_absmax)
 
-    def _add_maxima(self, tokens: int, channel_absmax: Tensor) -> None:
+    def _add_maxima(self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor) -> None:
         self.channel_absmax = torch.maximum(self.channel_absmax, channel_absmax)
+        samples = torch.cat((self.sample_absmax, sample_absmax))
+        rows, times = samples.unique(dim=0, return_counts=True)  # ascending, whatever came first
+        self.sample_absmax = rows.repeat_interleave(times, dim=0)
         self.tokens += tokens
 
 
@@ -207,11 +235,21 @@ def choose_absmax(
     """Clipping magnitude of a tensor (of one head, for `stats.head(i)`)."""
     if spec.method == "absmax" or stats.absmax == 0:
         return stats.absmax
+    if spec.method == "averaged_absmax":
+        return averaged_absmax(stats)
     if not stats.counted:
         raise ValueError(f"{spec.method} needs a histogram, and only maxima were observed")
     if spec.method == "percentile":
         return percentile(stats, spec.percentile)
     return mse(stats, dtype) if spec.method == "mse" else entropy(stats, dtype)
+
+
+def averaged_absmax(stats: TensorStatistics) -> float:
+    """Mean of the samples' largest magnitudes: what one loud sample shows counts for little."""
+    if not len(stats.sample_absmax):
+        raise ValueError("averaged_absmax needs maxima by sample, and there are none")
+    peaks = stats.sample_absmax.amax(dim=1).double()
+    return math.fsum(peaks.tolist()) / len(peaks)
 
 
 def percentile(stats: TensorStatistics, share: float) -> float:

@@ -106,5 +106,5 @@ def _header(arrays: Mapping[str, Tensor]) -> dict[str, str]:
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {tuple(array.shape)}\n".encode())
         digest.update(array.contiguous().numpy().tobytes())
-    about = {"version": 1, "sha256": digest.hexdigest()}
+    about = {"version": 2, "sha256": digest.hexdigest()}
     return {"ptq_statistics": json.dumps(about)}

@@ -42,22 +42,57 @@ def test_maxima_and_counts_are_exact():
         assert counts[edges >= edge].sum() == (x.abs() >= edge).sum()
 
 
-def test_any_batches_in_any_order_on_any_ranks_give_the_same_bits():
-    x = heavy_tailed()
-    whole = observed(x)
-    for size in (1, 7, 1000):
-        parts = list(x.split(size))
-        for order in (parts, parts[::-1]):
-            stats = TensorStatistics((48,))
-            for part in order:
-                stats.observe(part)
-            assert stats == whole
+def observed_samples(samples) -> TensorStatistics:
+    stats = TensorStatistics((48,))
+    for sample in samples:
+        stats.observe(sample)
+    return stats
+
+
+def test_samples_in_any_order_on_any_ranks_give_the_same_bits():
+    samples = list(heavy_tailed().split(100))
+    whole = observed_samples(samples)
+    shuffled = torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist()
+    assert observed_samples(samples[::-1]) == whole
+    assert observed_samples([samples[i] for i in shuffled]) == whole
     for first, second in ((0, 1), (1, 2)):  # (a + b) + c and a + (b + c)
-        ranks = [observed(x[:1234]), observed(x[1234:1300]), observed(x[1300:])]
+        ranks = [observed_samples(part) for part in (samples[:12], samples[12:13], samples[13:])]
         ranks[first].merge(ranks[second])
         ranks[0].merge(ranks[2 if first == 0 else 1])
         assert ranks[0] == whole
-    assert observed(x[:-1]) != whole
+    assert observed_samples(samples[:-1]) != whole
+
+
+def test_only_what_is_kept_by_sample_depends_on_where_samples_end():
+    x = heavy_tailed()
+    whole = observed(x).state()
+    for size in (7, 1000):
+        state = observed_samples(x.split(size)).state()
+        for name in ("channel_absmax", "bins", "counts", "tokens"):
+            assert torch.equal(state[name], whole[name])
+        assert len(state["sample_absmax"]) == -(-len(x) // size)
+
+
+def test_averaged_absmax_is_the_mean_over_samples():
+    spec = ObserverSpec(method="averaged_absmax")
+    x = torch.ones(4, 2, 48) * torch.tensor([1.0, 2.0, 4.0, 101.0])[:, None, None]
+    assert choose_absmax(observed_samples(x), spec) == 27.0
+    heads = TensorStatistics((2, 3))
+    heads.observe(torch.tensor([[[1.0] * 3, [5.0] * 3]]))
+    heads.observe(torch.tensor([[[3.0] * 3, [2.0] * 3]]))
+    assert choose_absmax(heads, spec) == 4.0  # the larger head of each sample: 5 and 3
+    assert [choose_absmax(heads.head(i), spec) for i in (0, 1)] == [2.0, 3.5]
+
+
+def test_divided_keeps_only_what_follows():
+    x, factor = heavy_tailed(), torch.linspace(0.5, 4, 48, dtype=torch.float64)
+    got = observed(x).divided(factor)
+    torch.testing.assert_close(got.channel_absmax, (x / factor).abs().amax(0).float())
+    assert got.tokens == len(x)
+    assert not got.counted
+    for method in ("percentile", "averaged_absmax"):
+        with pytest.raises(ValueError, match="needs"):
+            choose_absmax(got, ObserverSpec(method=method))
 
 
 def test_statistics_of_other_shapes_do_not_merge():
@@ -144,7 +179,7 @@ def test_the_largest_value_clips_nothing_and_zeros_lose_nothing():
     assert clip_fraction(stats, stats.absmax) == 0.0
     zeros = observed(torch.zeros(5, 4))
     assert estimated_sqnr_db(zeros, 1.0) is None
-    for method in ("absmax", "percentile", "mse", "entropy"):
+    for method in ("absmax", "averaged_absmax", "percentile", "mse", "entropy"):
         assert choose_absmax(zeros, ObserverSpec(method=method)) == 0.0
 
 
