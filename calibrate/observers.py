@@ -316,18 +316,6 @@ def clip_fraction(stats: TensorStatistics, absmax: float) -> float:
     return (counts[edges >= absmax].sum() / counts.sum()).item()
 
 
-def estimated_sqnr_db(
-    stats: TensorStatistics, scale: float, dtype: QuantizedType = INT8
-) -> float | None:
-    """Signal-to-quantization-noise ratio in dB of quantizing with `scale`; None if lossless."""
-    values, weights = _sampled(stats)
-    noise = _squared_error(values, weights, scale, dtype)
-    signal = (weights * values.square()).sum().item()
-    if noise == 0 or signal == 0:
-        return None
-    return 10 * math.log10(signal / noise)
-
-
 def _sampled(stats: TensorStatistics) -> tuple[Tensor, Tensor]:
     """The histogram as points with weights, `POINTS` spread over each bin."""
     edges, counts = stats.histogram()

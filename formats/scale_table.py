@@ -32,11 +32,12 @@ class ScaleEntry(Strict):
         tensor: Its name in the checkpoint.
         scale_min: Smallest scale, exactly as stored in fp32.
         scale_max: Largest scale, likewise.
-        statistic: How the clipping range was found: `absmax`, `percentile`, `mse`, `entropy`.
+        statistic: How the clipping range was found, such as `absmax` or `percentile`.
         absmax: Largest magnitude that was seen.
         tokens: Tokens that it was seen on; 0 for weights.
         clip_fraction: Share of the values beyond the range.
-        sqnr_db: Signal-to-quantization-noise ratio in dB; None where nothing was lost.
+        sqnr_db: Signal-to-quantization-noise ratio in dB; None where nothing was lost or
+            measured.
     """
 
     module: str

@@ -10,18 +10,16 @@ from calibrate.observers import (
     TensorStatistics,
     choose_absmax,
     clip_fraction,
-    estimated_sqnr_db,
 )
 from formats.checkpoint import Checkpoint
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
 from formats.weights import weight_tensors
 from formats.writer import CheckpointWriter
-from kernels.numerics import TYPES, QuantizedType, choose_scale, expand_scale
+from kernels.numerics import TYPES, choose_scale, expand_scale
+from ptq.measure import CACHES, cache_ratios
 from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import ModuleRow
-
-ROLES: tuple[Role, Role] = ("k_cache", "v_cache")
 
 
 def emit_rest(writer: CheckpointWriter, checkpoint: Checkpoint, blocks: tuple[str, ...]) -> None:
@@ -87,9 +85,7 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
                     absmax=stats.absmax,
                     tokens=stats.tokens,
                     clip_fraction=clip_fraction(stats, work.input_absmax(row.module)),
-                    sqnr_db=estimated_sqnr_db(
-                        stats, solved.input_scale.item(), TYPES[activations.dtype]
-                    ),
+                    sqnr_db=row.input_sqnr_db,
                 )
             )
     return entries
@@ -101,13 +97,15 @@ def kv_scales(
     """The static scales of a block's cached K and V, and their rows of the scale table."""
     if spec.dynamic:
         return {}, []
-    attention, scales, entries = work.block.attention, [], []
-    for role in ROLES:
+    attention, entries = work.block.attention, []
+    found: dict[Role, tuple[Tensor, float]] = {
+        r: kv_scale(work.observed(attention, r), r, spec, observer) for r in CACHES
+    }
+    ratios = cache_ratios(work, {role: scale for role, (scale, _) in found.items()})
+    for role, (scale, clipped) in found.items():
         stats = work.observed(attention, role)
-        scale, clipped, sqnr_db = kv_scale(stats, role, spec, observer)
         by_head = spec.granularity == "per_channel" and role == "v_cache"
         granularity = "per_head" if by_head else spec.granularity
-        scales.append(scale)
         entries.append(
             _entry(
                 f"{attention}.{role[0]}_scale",
@@ -119,34 +117,30 @@ def kv_scales(
                 absmax=stats.absmax,
                 tokens=stats.tokens,
                 clip_fraction=clipped,
-                sqnr_db=sqnr_db,
+                sqnr_db=ratios[role],
             )
         )
-    return {attention: (scales[0], scales[1])}, entries
+    return {attention: (found["k_cache"][0], found["v_cache"][0])}, entries
 
 
 def kv_scale(
     stats: TensorStatistics, role: Role, spec: KVCacheSpec, observer: ObserverSpec
-) -> tuple[Tensor, float, float | None]:
-    """Static scale of K or V, the share of values that it cuts off, and its SQNR in dB.
+) -> tuple[Tensor, float]:
+    """Static scale of K or V, and the share of values that it cuts off.
 
     Channels of K are scaled by their absmax, whatever the observer: a channel has no histogram.
-    The ratio is then that of the head's worst channel scale.
     """
     kind = TYPES[spec.dtype]
     if spec.granularity == "per_channel" and role == "k_cache":
         absmax = stats.channel_absmax.reshape(stats.heads, -1)
-        scale = choose_scale(absmax, kind)
-        parts = [(stats.head(h) if stats.heads > 1 else stats) for h in range(stats.heads)]
-        return scale, 0.0, _worst_sqnr_db(parts, scale.amax(dim=1), kind)
+        return choose_scale(absmax, kind), 0.0
     parts = [stats]
     if spec.granularity != "per_tensor":
         parts = [stats.head(h) for h in range(stats.heads)] if stats.heads > 1 else parts
     ranges = [choose_absmax(part, observer, kind) for part in parts]
     scale = choose_scale(torch.tensor(ranges, dtype=torch.float32), kind)
     clipped = [clip_fraction(part, limit) for part, limit in zip(parts, ranges, strict=True)]
-    # heads have equal counts
-    return scale, sum(clipped) / len(clipped), _worst_sqnr_db(parts, scale, kind)
+    return scale, sum(clipped) / len(clipped)  # heads have equal counts
 
 
 def stored_scale(solved: QuantizedLinear) -> Tensor:
@@ -166,14 +160,6 @@ def weight_clip_fraction(weight: Tensor, solved: QuantizedLinear) -> float:
         steps = steps + expand_scale(stored.zero_point.float(), weight.shape, solved.spec.block)
     beyond = (steps > kind.q_max + 0.5) | (steps < kind.q_min - 0.5)
     return beyond.float().mean().item()
-
-
-def _worst_sqnr_db(
-    parts: list[TensorStatistics], scale: Tensor, kind: QuantizedType
-) -> float | None:
-    """The lowest ratio of all heads; None if every one is lossless."""
-    ratios = [estimated_sqnr_db(p, s.item(), kind) for p, s in zip(parts, scale, strict=True)]
-    return min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
 def _entry(

@@ -25,7 +25,7 @@ from formats.errors import RequestError
 from formats.files import replace_file
 from formats.scheme import Scheme, Strict
 from ptq.outliers import OutlierRow, activation_outliers, by_ratio, weight_outliers
-from ptq.report_format import scale_text, size_text
+from ptq.report_format import decibel, scale_text, size_text
 from ptq.result import STATISTICS_FILE
 
 
@@ -188,13 +188,12 @@ def _scale_row(row: dict[str, Any]) -> dict[str, Any]:
         "range": scale_text(low, high),
     }
     if "statistic" in row:
-        sqnr = row["sqnr_db"]
         shown |= {
             "by": row["statistic"],
             "absmax": f"{row['absmax']:.4g}",
             "tokens": row["tokens"],
             "clipped": f"{row['clip_fraction']:.2g}",
-            "SQNR (dB)": "lossless" if sqnr is None else f"{sqnr:.1f}",
+            "SQNR (dB)": decibel(row["sqnr_db"]),
         }
     return shown
 

@@ -1,90 +1,134 @@
-"""How much each linear layer lost: its weight, and its output on calibration samples."""
+"""How much each linear layer and each cache lost, on calibration samples."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from formats.scale_table import Role
+from kernels.numerics import TYPES, fake_quantize
 from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import Event, ModuleRow
 
-SAMPLES = 4  # sequences that outputs are compared on
+SAMPLES = 4  # sequences that are compared
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event
 
-Ratios = dict[str, tuple[float | None, float | None]]  # by layer: (weight, output) in dB
+CACHES: tuple[Role, Role] = ("k_cache", "v_cache")
+Powers = tuple[float, float]  # of a signal and of its error
 
 
-def measure(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> Ratios:
+class Ratios(NamedTuple):
+    """Signal-to-quantization-noise ratios of a layer in dB; None where nothing was lost or seen."""
+
+    weight: float | None
+    input: float | None
+    output: float | None
+
+
+def measure(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str, Ratios]:
     """Compare quantized layers with the block's float weights as they are now.
 
     The output of a layer is x W^T without its bias, and each layer is quantized alone: its input is
     that of the float block.
-
-    Returns:
-        Signal-to-quantization-noise ratios of weight and output in dB, None for lossless.
     """
     weights = {name: layer.dequantized() for name, layer in layers.items()}
-    powers: dict[str, list[tuple[float, float]]] = {name: [] for name in layers}
+    inputs: dict[str, list[Powers]] = {name: [] for name in layers}
+    outputs: dict[str, list[Powers]] = {name: [] for name in layers}
 
     def compare(name: str, x: Tensor) -> None:
         if name in layers:
-            exact = F.linear(x, work.block.linears[name].weight)
             seen = work.seen_input(x, layers[name].input_scale)
-            powers[name].append(_powers(exact, F.linear(seen, weights[name])))
+            inputs[name].append(_powers(x, seen))
+            exact = F.linear(x, work.block.linears[name].weight)
+            outputs[name].append(_powers(exact, F.linear(seen, weights[name])))
 
     for sample in work.samples(SAMPLES) if layers else ():
         work.block.run(sample, on_input=compare)
     return {
-        name: (
+        name: Ratios(
             _ratio_db([_powers(work.block.linears[name].weight, weights[name])]),
-            _ratio_db(powers[name]),
+            _ratio_db(inputs[name]),
+            _ratio_db(outputs[name]),
         )
         for name in layers
     }
 
 
-def module_rows(work: BlockWork, baseline: Ratios) -> list[ModuleRow]:
+def module_rows(work: BlockWork, baseline: Mapping[str, Ratios]) -> list[ModuleRow]:
     """Measure what the methods handed over; layers that came out worse than the baseline are told.
 
     Args:
         work: The block with its solved layers.
-        baseline: What `measure` gave for round-to-nearest on the block as it came.
+        baseline: What `measure` gave for round-to-nearest on the block as it came; empty where it
+            was not measured.
     """
     rows = []
-    for name, (weight, output) in measure(work, work.quantized).items():
-        linear, (before_weight, before_output) = work.block.linears[name], baseline[name]
+    for name, ratios in measure(work, work.quantized).items():
+        linear, before = work.block.linears[name], baseline.get(name, Ratios(None, None, None))
         rows.append(
             ModuleRow(
                 module=name,
                 shape=(linear.out_features, linear.in_features),
-                weight_sqnr_db=weight,
-                output_sqnr_db=output,
-                baseline_weight_sqnr_db=before_weight,
-                baseline_output_sqnr_db=before_output,
+                weight_sqnr_db=ratios.weight,
+                input_sqnr_db=ratios.input,
+                output_sqnr_db=ratios.output,
+                baseline_weight_sqnr_db=before.weight,
+                baseline_output_sqnr_db=before.output,
             )
         )
-        if output is not None and (before_output is None or output < before_output - WORSE_DB):
-            before = "lossless" if before_output is None else f"{before_output:.1f} dB"
+        if _is_worse(ratios.output, before.output):
+            was = "lossless" if before.output is None else f"{before.output:.1f} dB"
             message = (
-                f"output SQNR {output:.1f} dB, {before} with round-to-nearest alone; the "
+                f"output SQNR {ratios.output:.1f} dB, {was} with round-to-nearest alone; the "
                 "block's output as a whole decided"
             )
             work.events.append(Event(module=name, kind="worse_than_baseline", message=message))
     return rows
 
 
-def _powers(exact: Tensor, approximate: Tensor) -> tuple[float, float]:
+def _is_worse(output: float | None, before: float | None) -> bool:
+    return output is not None and (before is None or output < before - WORSE_DB)
+
+
+def cache_ratios(work: BlockWork, scales: Mapping[Role, Tensor]) -> dict[Role, float | None]:
+    """Ratio of the noisiest head of K and of V with their static scales, in dB."""
+    spec = work.scheme.kv_cache
+    assert spec is not None
+    powers: dict[tuple[Role, int], list[Powers]] = {}
+
+    def compare(k: Tensor, v: Tensor) -> None:
+        for role, x in zip(CACHES, (k, v), strict=True):  # [tokens, heads, head_dim]
+            scale = scales[role].to(x.device)
+            seen = fake_quantize(x, scale.view(1, len(scale), -1), TYPES[spec.dtype])
+            for head in range(x.shape[1]):
+                pair = _powers(x[:, head], seen[:, head])
+                powers.setdefault((role, head), []).append(pair)
+
+    for sample in work.samples(SAMPLES):
+        work.block.run(sample, on_kv=compare)
+    ratios = {key: _ratio_db(pairs) for key, pairs in powers.items()}
+    return {
+        role: min(
+            (r for (of, _), r in ratios.items() if of == role and r is not None), default=None
+        )
+        for role in scales
+    }
+
+
+def _powers(exact: Tensor, approximate: Tensor) -> Powers:
     """Sums of squares of a signal and of its error, in fp64."""
     signal = exact.double()
     return signal.square().sum().item(), (signal - approximate.double()).square().sum().item()
 
 
-def _ratio_db(powers: list[tuple[float, float]]) -> float | None:
-    """10 log10(signal / noise): None where nothing was lost, 0 dB where there was no signal."""
-    signal, noise = (math.fsum(column) for column in zip(*powers, strict=True))
+def _ratio_db(powers: list[Powers]) -> float | None:
+    """10 log10(signal / noise): None where nothing was lost or seen, 0 dB where all was lost."""
+    signal = math.fsum(pair[0] for pair in powers)
+    noise = math.fsum(pair[1] for pair in powers)
     if noise == 0.0:
         return None
     return 10.0 * math.log10(signal / noise) if signal > 0.0 else 0.0

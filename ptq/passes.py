@@ -11,6 +11,7 @@ from calibrate.statistics import Statistics
 from calibrate.stream import Block, to_host
 from formats.checkpoint import Checkpoint
 from ptq.methods.base import BlockWork, Method, quantized_block
+from ptq.methods.moments import Moments
 from ptq.plan import Plan
 
 
@@ -40,12 +41,21 @@ def quantized_outputs(work: BlockWork) -> list[Tensor] | None:
 
 
 def observe(
-    work: BlockWork, methods: Sequence[Method] = (), *, histograms: bool = True
+    work: BlockWork,
+    methods: Sequence[Method] = (),
+    *,
+    histograms: bool = True,
+    hessians: bool = False,
 ) -> list[Tensor]:
     """Run every sample through the block as it is now, for its statistics and for `methods`.
 
-    Without `histograms` only maxima are kept, which all that smoothing needs is derived from.
     Layers that are fused at run time read one input: it is observed once for all of them.
+
+    Args:
+        work: Gets what is seen.
+        methods: Those that see every input; the second moments that they want are accumulated.
+        histograms: Whether magnitudes are counted; without, only maxima are kept.
+        hessians: Whether full second moments are kept for every target, whoever wants them.
 
     Returns:
         The block's output for each sample.
@@ -53,9 +63,15 @@ def observe(
     for method in methods:
         method.prepare(work)
     stand_in, statistics = work.observed_for, Statistics()
+    wanted = {method.moments for method in methods} | ({"full"} if hessians else set())
+    moments = None
+    if wanted - {"none"}:
+        moments = Moments(stand_in, work.targets, full="full" in wanted)
     observed = set(stand_in.values())
 
     def on_input(name: str, x: Tensor) -> None:
+        if moments is not None:
+            moments.observe(name, x)
         for method in methods:
             method.observe(name, x)
         if name in observed:
@@ -71,5 +87,5 @@ def observe(
     ]
     for name in work.block.linears:
         statistics[name, "input"] = statistics[stand_in[name], "input"]
-    work.statistics = statistics
+    work.statistics, work.moments, work.divisors = statistics, moments, {}
     return outputs

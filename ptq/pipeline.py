@@ -13,7 +13,6 @@ checkpoint has the same bytes however the data set is shuffled.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,8 +31,8 @@ from formats.files import replace_file
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.writer import CheckpointWriter
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
-from ptq.measure import SAMPLES, Ratios, measure, module_rows
-from ptq.methods.base import BlockWork
+from ptq.measure import SAMPLES, measure, module_rows
+from ptq.methods.base import BlockWork, Method
 from ptq.methods.registry import build_methods
 from ptq.methods.rtn import round_to_nearest
 from ptq.passes import block_work, observe, quantized_outputs
@@ -220,23 +219,25 @@ class _Driver:
         """Take one block from float to the writer."""
         with self.watch.phase("load"):
             work = block_work(self.plan, self.checkpoint, stream.load(index))
-        outputs: list[Tensor] = []
-        baseline: Ratios = {}
-        for start, stop in self._stages:
-            stage, last = self.methods[start:stop], stop == len(self.methods)
+        with self.watch.phase("observe"):
+            outputs = self._observe(work, 0)
+        assert work.statistics is not None
+        seen = work.statistics  # of the model as it came, which the artifact keeps
+        with self.watch.phase("measure"):
+            baseline = measure(work, round_to_nearest(work))
+        for i, (method, spec) in enumerate(zip(self.methods, self.recipe.methods, strict=True)):
+            if i in self._passes:
+                with self.watch.phase("observe"):
+                    self._observe(work, i)
+            with self.watch.phase(spec.name):
+                method.solve(work)
+                method.commit(work)
+        if len(self.methods) in self._passes:
             with self.watch.phase("observe"):
-                seen = observe(work, stage, histograms=self.histograms(last))
-            if start == 0:  # methods keep the block's function
-                outputs = seen
-                with self.watch.phase("measure"):
-                    baseline = measure(work, round_to_nearest(work))
-            for method, spec in zip(stage, self.recipe.methods[start:stop], strict=True):
-                with self.watch.phase(spec.name):
-                    method.solve(work)
-                    method.commit(work)
+                self._observe(work, len(self.methods))
         with self.watch.phase("measure"):
             rows = module_rows(work, baseline)
-        solved = self._solved(work, rows)
+        solved = self._solved(work, rows, seen)
         with self.watch.phase("forward"):
             stream.advance(work.block, outputs, quantized_outputs(work))
         with self.watch.phase("write"):
@@ -244,21 +245,37 @@ class _Driver:
                 self.store.save(solved, stream.inputs, stream.quantized_inputs)
             self._emit(writer, solved)
 
-    @property
-    def _stages(self) -> list[tuple[int, int]]:
-        """Runs of methods, as (first, one past the last), that one pass over the samples serves.
+    def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
+        """Run the samples for the methods from `first` on; returns the block's outputs."""
+        histograms = self.static and (first == 0 or not self._by_absmax)
+        return observe(work, self.methods[first:], histograms=histograms)
 
-        A pass serves methods up to the first that changes the float block.
+    @property
+    def _passes(self) -> list[int]:
+        """Methods before which (or the end, before which) the samples must run again.
+
+        That is after those that changed the float block, unless what was seen before tells what
+        would be seen now.
         """
-        ends = [i + 1 for i, method in enumerate(self.methods) if method.folds]
-        if not ends or ends[-1] != len(self.methods):
-            ends.append(len(self.methods))
-        return list(itertools.pairwise((0, *ends)))
+        return [
+            i + 1
+            for i, method in enumerate(self.methods)
+            if method.folds and not self._follows(method)
+        ]
+
+    def _follows(self, method: Method) -> bool:
+        return method.rescales and (self._by_absmax or not self.static)
+
+    @property
+    def _by_absmax(self) -> bool:
+        """Whether static scales follow from maxima alone."""
+        observers = self.recipe.observers
+        return observers.input.method == observers.kv_cache.method == "absmax"
 
     @property
     def needs_data(self) -> bool:
         """Whether anything follows from the calibration data but the errors that are reported."""
-        return self.static or any(method.observes for method in self.methods)
+        return self.static or any(method.needs != "weights" for method in self.methods)
 
     @property
     def static(self) -> bool:
@@ -267,28 +284,20 @@ class _Driver:
         parts = [part for part in (scheme.activations, scheme.kv_cache) if part is not None]
         return any(not part.dynamic for part in parts)
 
-    def histograms(self, last: bool) -> bool:
-        """Whether a pass counts magnitudes: where static scales follow from more than the largest.
-
-        The last pass counts them for every static scale, so that the artifact serves all observers.
-        """
-        return self.static and (last or self.recipe.observers.input.method != "absmax")
-
-    def _solved(self, work: BlockWork, rows: list[ModuleRow]) -> SolvedBlock:
-        """What is kept of a solved block."""
+    def _solved(self, work: BlockWork, rows: list[ModuleRow], seen: Statistics) -> SolvedBlock:
+        """What is kept of a solved block, with what was seen of it as it came."""
         entries, scales = linear_entries(work, rows), {}
         kv_cache = self.recipe.scheme.kv_cache
         if kv_cache is not None:
             scales, cached = kv_scales(work, kv_cache, self.recipe.observers.kv_cache)
             entries += cached
-        assert work.statistics is not None
         record = BlockRecord(
             entries=tuple(entries),
             events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
             smoothing=tuple(work.smoothing),
             modules=tuple(rows),
         )
-        return SolvedBlock(block_tensors(self.checkpoint, work), scales, record, work.statistics)
+        return SolvedBlock(block_tensors(self.checkpoint, work), scales, record, seen)
 
     def _emit(self, writer: CheckpointWriter, solved: SolvedBlock) -> None:
         """Write a solved block and keep its rows of the record."""

@@ -22,8 +22,8 @@ def percent(share: float, digits: int = 2) -> str:
 
 
 def decibel(ratio: float | None) -> str:
-    """dB, or that nothing was lost."""
-    return "lossless" if ratio is None else f"{ratio:.1f}"
+    """dB, or a dash where nothing was lost or measured."""
+    return "–" if ratio is None else f"{ratio:.1f}"
 
 
 def scale_text(low: float, high: float) -> str:

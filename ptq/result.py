@@ -76,16 +76,18 @@ class SmoothingRow(Strict):
 
 
 class ModuleRow(Strict):
-    """Signal-to-quantization-noise ratios of one linear layer in dB; None means lossless.
+    """Signal-to-quantization-noise ratios of one linear layer in dB.
 
-    `weight` compares the stored weight with the (smoothed) float weight; `output` compares the
-    layer's output on calibration samples with its weight and its input quantized. The baseline is
-    plain round-to-nearest on the model as it came.
+    None means that nothing was lost, or that it was not measured. `weight` compares the stored
+    weight with the (smoothed) float weight, `input` the quantized input with the float one on
+    calibration samples, `output` the layer's output with both quantized. The baseline is plain
+    round-to-nearest on the model as it came.
     """
 
     module: str
     shape: tuple[int, int]
     weight_sqnr_db: float | None
+    input_sqnr_db: float | None
     output_sqnr_db: float | None
     baseline_weight_sqnr_db: float | None
     baseline_output_sqnr_db: float | None

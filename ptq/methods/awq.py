@@ -53,7 +53,8 @@ class AWQ(Migration):
     def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
         """Equation 4 for each exponent but 0, which changes nothing."""
         name = group.group.consumers[0]
-        mean = group.mean_by_channel(self._sums[name] / self._tokens[name])
+        seen = self._sums[name] / self._tokens[name]
+        mean = group.mean_by_channel(seen / group.work.divisors.get((name, "input"), 1.0))
         mean = torch.where(mean > 0, mean, mean.max())  # a dead channel needs no help
         steps = self.spec.steps
         return {i / steps: activation_scale(mean, i / steps) for i in range(1, steps + 1)}

@@ -16,18 +16,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from calibrate.observers import ObserverSpec, TensorStatistics, choose_absmax
-from calibrate.statistics import Statistics
+from calibrate.statistics import Key, Statistics
 from calibrate.stream import Block
 from formats.scheme import Scheme, WeightSpec
 from formats.weights import StoredWeight, storage_format
 from kernels.numerics import INT8, TYPES, choose_scale, dequantize, fake_quantize_activations
+from ptq.methods.moments import Moments
 from ptq.plan import SmoothingGroup
 from ptq.result import Event, SmoothingRow
+
+MomentKind = Literal["none", "diagonal", "full"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class BlockWork:
         dtype_of: Element type that a tensor has in the checkpoint, by its full name.
         statistics: Of the inputs of the block's linear layers, of K and of V, for the weights as
             they were when the samples last ran; None before that.
+        moments: Second moments of those inputs, where a method wants them.
+        divisors: What methods have divided those inputs, K and V by since then.
         folded: Float tensors that a method changed, by full name, in the checkpoint's type.
         quantized: The solved layers, by full name.
         events: What a person should know.
@@ -82,6 +88,8 @@ class BlockWork:
     input_observer: ObserverSpec
     dtype_of: Callable[[str], torch.dtype]
     statistics: Statistics | None = None
+    moments: Moments | None = None
+    divisors: dict[Key, Tensor] = field(default_factory=dict)
     folded: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -96,9 +104,29 @@ class BlockWork:
         return range(min(most, len(self.block.inputs)))
 
     def observed(self, name: str, role: str) -> TensorStatistics:
-        """What the samples showed of a linear layer's `input`, or of the `k_cache` or `v_cache`."""
+        """What is known of a linear layer's `input`, the `k_cache` or the `v_cache` as it is now.
+
+        Of what was divided since the samples ran, only maxima are known.
+        """
         assert self.statistics is not None, "the samples have not run"
-        return self.statistics[name, role]
+        seen, divisor = self.statistics[name, role], self.divisors.get((name, role))
+        return seen if divisor is None else seen.divided(divisor)
+
+    def second_moments(self, name: str) -> Tensor:
+        """E[x x^T] of a linear layer's input as it is now [in, in], or its diagonal [in]."""
+        assert self.moments is not None, "no method asked for them"
+        moments, divisor = self.moments.of(name), self.divisors.get((name, "input"))
+        if divisor is None:
+            return moments
+        inverse = (1.0 / divisor).to(moments)
+        return moments * (inverse[:, None] * inverse if self.moments.full else inverse.square())
+
+    def divide(self, name: str, role: str, factor: Tensor) -> None:
+        """Tell that an input, K or V is from now on divided by `factor`, fp64 of its channels."""
+        if bool((factor == 1).all()):
+            return
+        before = self.divisors.get((name, role))
+        self.divisors[name, role] = factor if before is None else before * factor
 
     def input_scale(self, name: str) -> Tensor | None:
         """Static scale of a linear layer's input, fp32 [1]; None where there is none."""
@@ -148,14 +176,20 @@ class Method(ABC):
     """Base of the methods; see the module's docstring for what each call may do.
 
     Attributes:
+        needs: What it solves from: `weights` alone, `statistics` (with `moments`), or `samples`
+            that run through the block.
+        moments: Which second moments of inputs it uses.
         folds: Whether `commit` changes the block's float weights, so that methods after it must see
             the samples run again.
-        observes: Whether what it solves follows from the samples.
+        rescales: Whether it folds by factors alone, all of them told to `BlockWork.divide`: then
+            maxima and moments after it follow from those before.
         quantized_path: Whether it needs the samples as the quantized blocks before hand them over.
     """
 
+    needs: Literal["weights", "statistics", "samples"] = "samples"
+    moments: MomentKind = "none"
     folds = False
-    observes = True
+    rescales = False
     quantized_path = False
 
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)

@@ -27,7 +27,6 @@ from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
 from kernels.numerics import TYPES, QuantizedType, dequantize, quantize
 from ptq.methods.base import BlockWork, Method, QuantizedLinear
-from ptq.methods.moments import Moments
 from ptq.methods.rounding import choose_qparams, expanded
 from ptq.methods.specs import GPTQSpec
 from ptq.result import Event
@@ -121,19 +120,12 @@ def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
 class GPTQ(Method):
     """Solves every target layer of a block; see the module's docstring."""
 
+    needs = "statistics"
+    moments = "full"
+
     def __init__(self, spec: GPTQSpec) -> None:
         self.spec = spec
-        self.moments: Moments | None = None
         self.solved: dict[str, QuantizedLinear] = {}
-
-    def prepare(self, work: BlockWork) -> None:
-        """Start with no Hessian."""
-        self.moments = Moments(work, full=True)
-
-    def observe(self, name: str, x: Tensor) -> None:
-        """Add a sample to the Hessian of its layer."""
-        assert self.moments is not None
-        self.moments.observe(name, x)
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers, those of one input together."""
@@ -145,12 +137,11 @@ class GPTQ(Method):
     def commit(self, work: BlockWork) -> None:
         """Hand the solved layers over, in the model's order."""
         work.quantized.update({name: self.solved[name] for name in work.targets})
-        self.solved, self.moments = {}, None
+        self.solved = {}
 
     def _solve(self, work: BlockWork, names: list[str]) -> Iterator[tuple[str, QuantizedLinear]]:
         """Layers that read one input, their output channels stacked."""
-        assert self.moments is not None
-        hessian, spec = self.moments.of(names[0]), work.weight_spec
+        hessian, spec = work.second_moments(names[0]), work.weight_spec
         weights = [work.block.linears[name].weight for name in names]
         params = [
             choose_qparams(w, spec, work.scale_dtype(n), self.spec.scale, hessian)

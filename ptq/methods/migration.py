@@ -143,8 +143,12 @@ class SmoothedGroup:
             moved = folding.vector.float().to(self.work.block.device)
             set_parameter(self.source, self.vector_name.rpartition(".")[2], moved)
             self.work.folded[self.vector_name] = folding.vector
-        for linear in self.consumers:
+        for name, linear in zip(self.group.consumers, self.consumers, strict=True):
             set_parameter(linear, "weight", self._smoothed_weight(linear, folding))
+            self.work.divide(name, "input", folding.scale[self.channel])
+        if self.group.kind == "attention_output":
+            heads = folding.scale.view(-1, self.work.head_dim)
+            self.work.divide(self.work.block.attention, "v_cache", heads)
 
     def _smoothed_weight(self, linear: nn.Linear, folding: Folding) -> Tensor:
         """A consumer's weight with its columns multiplied: fp32 [out, in]."""
@@ -218,6 +222,7 @@ class Migration(Method):
     """
 
     folds = True
+    rescales = True
     search_samples: int
     targets: tuple[str, ...]
 

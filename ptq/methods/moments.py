@@ -7,18 +7,25 @@ Layers that share an input share one H.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable, Mapping
 
-from ptq.methods.base import BlockWork
+import torch
+from torch import Tensor
 
 
 class Moments:
-    """Accumulates E[x x^T], or only its diagonal, of the inputs of a block's target layers."""
+    """Accumulates E[x x^T], or only its diagonal, of the inputs of linear layers.
 
-    def __init__(self, work: BlockWork, *, full: bool) -> None:
-        self._full = full
-        self._layer = work.observed_for
-        self._wanted = {self._layer[name] for name in work.targets}
+    Args:
+        stand_in: For each layer the one whose input is taken for its own.
+        layers: Those that are wanted.
+        full: Whether all of E[x x^T] is kept, not only its diagonal.
+    """
+
+    def __init__(self, stand_in: Mapping[str, str], layers: Iterable[str], *, full: bool) -> None:
+        self.full = full
+        self._stand_in = stand_in
+        self._wanted = {stand_in[name] for name in layers}
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
 
@@ -27,11 +34,26 @@ class Moments:
         if name not in self._wanted:
             return
         x = x.float()
-        total = x.T @ x if self._full else x.square().sum(dim=0)
-        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        total = x.T @ x if self.full else x.square().sum(dim=0)
+        self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
         self._tokens[name] = self._tokens.get(name, 0) + len(x)
 
     def of(self, name: str) -> Tensor:
         """E[x x^T] of a layer's input [in, in], or its diagonal [in]."""
-        stand_in = self._layer[name]
+        stand_in = self._stand_in[name]
         return self._sums[stand_in] / self._tokens[stand_in]
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors to save: `<layer>/sum` and `<layer>/tokens`."""
+        return {f"{name}/sum": total for name, total in self._sums.items()} | {
+            f"{name}/tokens": torch.tensor([tokens]) for name, tokens in self._tokens.items()
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `state` gave.
+
+        Raises:
+            KeyError: a wanted layer is missing.
+        """
+        self._sums = {name: state[f"{name}/sum"] for name in self._wanted}
+        self._tokens = {name: int(state[f"{name}/tokens"].item()) for name in self._wanted}

@@ -43,6 +43,7 @@ class SmoothQuant(Migration):
     def __init__(self, spec: SmoothQuantSpec) -> None:
         super().__init__()
         self.spec, self.targets, self.search_samples = spec, spec.targets, spec.search_samples
+        self.needs = "samples" if spec.alpha == "search" else "statistics"
 
     @property
     def alphas(self) -> tuple[float, ...]:

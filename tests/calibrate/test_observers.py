@@ -10,10 +10,9 @@ from calibrate.observers import (
     TensorStatistics,
     choose_absmax,
     clip_fraction,
-    estimated_sqnr_db,
 )
 from formats.errors import RecipeError
-from kernels.numerics import fake_quantize, sqnr_db
+from kernels.numerics import fake_quantize
 
 
 def heavy_tailed(tokens=4000, channels=48, seed=0) -> torch.Tensor:
@@ -157,9 +156,7 @@ def test_entropy_cuts_a_lone_outlier_and_keeps_a_uniform_range():
 @pytest.mark.parametrize("absmax", [90.0, 20.0, 3.0])
 def test_estimates_agree_with_the_raw_data(absmax):
     x = heavy_tailed()
-    stats, scale = observed(x), absmax / 127
-    estimate = estimated_sqnr_db(stats, scale)
-    assert estimate == pytest.approx(sqnr_db(x, fake_quantize(x, torch.tensor(scale))), abs=0.2)
+    stats = observed(x)
     exact = (x.abs() > absmax).float().mean().item()
     assert clip_fraction(stats, absmax) == pytest.approx(exact, rel=0.05, abs=1e-6)
 
@@ -178,7 +175,6 @@ def test_the_largest_value_clips_nothing_and_zeros_lose_nothing():
     stats = observed(heavy_tailed())
     assert clip_fraction(stats, stats.absmax) == 0.0
     zeros = observed(torch.zeros(5, 4))
-    assert estimated_sqnr_db(zeros, 1.0) is None
     for method in ("absmax", "averaged_absmax", "percentile", "mse", "entropy"):
         assert choose_absmax(zeros, ObserverSpec(method=method)) == 0.0
 

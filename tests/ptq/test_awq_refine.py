@@ -126,11 +126,9 @@ def test_refined_runs_are_equal_and_better(tiny_llama, tmp_path):
 def test_rounding_and_its_observers_share_one_pass(tiny_llama, tmp_path):
     spec = RTNSpec(scale="weighted_mse")
     work = observed_work(make_plan(tiny_llama, tmp_path, W4, methods=(spec,)))
-    method = RoundToNearest(spec)
-    observe(work, [method])
+    observe(work, [RoundToNearest(spec)])
     x = torch.cat(list(work.block.inputs))
     norm = work.module("model.layers.0.input_layernorm")
     expected = norm(x).square().mean(dim=0)
-    assert method.moments is not None
-    found = method.moments.of("model.layers.0.self_attn.v_proj")
+    found = work.second_moments("model.layers.0.self_attn.v_proj")
     assert torch.allclose(found, expected, rtol=1e-4)

@@ -128,7 +128,7 @@ def test_it_beats_rounding_in_every_layer(tiny_llama, tmp_path):
     observe(work, [method])
     method.solve(work)
     for name, layer in method.solved.items():
-        weight, hessian = work.block.linears[name].weight, method.moments.of(name)
+        weight, hessian = work.block.linears[name].weight, work.second_moments(name)
         stored = layer.weight
         plain = quantize(weight, stored.scale, TYPES["int4"], None, layer.spec.block)
         ours, theirs = (
@@ -151,7 +151,7 @@ def test_dead_inputs_and_a_fallback_are_handled(tiny_llama, tmp_path):
     method.solve(work)
     assert torch.isfinite(method.solved["model.layers.0.mlp.down_proj"].dequantized()).all()
     name = "model.layers.0.self_attn.o_proj"
-    method.moments._sums[name] = -torch.eye(128)
+    work.moments._sums[name] = -torch.eye(128)
     [(_, layer)] = list(method._solve(work, [name]))
     weight = work.block.linears[name].weight
     assert torch.equal(layer.weight.q, quantize(weight, layer.weight.scale, TYPES["int4"]))
