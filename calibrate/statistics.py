@@ -61,6 +61,14 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
                 self._of[key] = TensorStatistics(tuple(stats.channel_absmax.shape))
             self._of[key].merge(stats)
 
+    def below(self, name: str) -> Statistics:
+        """Those of a module and of the modules in it."""
+        part = Statistics()
+        for (module, role), stats in self._of.items():
+            if f"{module}.".startswith(f"{name}."):
+                part[module, role] = stats
+        return part
+
     def save(self, path: Path) -> None:
         """Write the file; it is replaced at once or not at all."""
         arrays = {

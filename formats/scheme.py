@@ -181,6 +181,12 @@ class Scheme(Strict):
         return "".join(names) or "float"
 
     @property
+    def static(self) -> bool:
+        """Whether inputs or the cache have static scales, which follow from data."""
+        parts = [part for part in (self.activations, self.kv_cache) if part is not None]
+        return any(not part.dynamic for part in parts)
+
+    @property
     def quantizes_anything(self) -> bool:
         """Whether any part of the model is quantized."""
         return self.weights is not None or self.kv_cache is not None

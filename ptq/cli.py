@@ -17,6 +17,7 @@ COMMANDS = {
     "run": ("ptq.run", "quantize a model as a recipe says, and report what it cost"),
     "check": ("ptq.check", "check a recipe against its model and show the plan; changes nothing"),
     "explain": ("ptq.explain", "show what a recipe does to each module, step by step"),
+    "solve": ("ptq.solve", "make another checkpoint from a run's statistics, without the model"),
     "diff": ("ptq.diff", "show what differs between two recipes or two checkpoints"),
     "compare": ("ptq.compare", "put the reports of several runs into one table and one plot"),
     "predict": ("inference.predict", "complete a prompt or a file of prompts"),

@@ -30,8 +30,9 @@ from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.writer import CheckpointWriter
+from ptq.artifact import Artifact, check_solvable, drop_hessians, save_hessians
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
-from ptq.measure import SAMPLES, measure, module_rows
+from ptq.measure import SAMPLES, Ratios, measure, module_rows
 from ptq.methods.base import BlockWork, Method
 from ptq.methods.registry import build_methods
 from ptq.methods.rtn import round_to_nearest
@@ -51,7 +52,7 @@ from ptq.result import (
     Stopwatch,
     peak_rss_bytes,
 )
-from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
+from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, model_key, run_key
 
 CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
 SMALLEST_SHARD = 16 << 20  # bytes
@@ -92,8 +93,8 @@ def quantize_tokens(
     watch: Stopwatch | None = None,
 ) -> QuantizationResult:
     """`quantize` with given calibration tokens; arguments and errors as there."""
-    watch, output = watch or Stopwatch(), plan.recipe.output.path
-    driver = _Driver(plan, watch, tokens.fingerprint)
+    output = plan.recipe.output.path
+    driver = _Driver(plan, watch or Stopwatch(), CalibrationSummary.of(tokens))
     try:
         with fast_products(driver.device):
             table = driver.run(
@@ -105,24 +106,30 @@ def quantize_tokens(
     finally:
         if driver.store.done == 0:  # nothing to go on with
             discard(output)
-    with watch.phase("write"):
-        driver.statistics.save(output / STATISTICS_FILE)
-        replace_file(output / RECIPE_FILE, resolved_yaml(plan.recipe).encode())
-    result = QuantizationResult(
-        checkpoint=output / CHECKPOINT_FOLDER,
-        scale_table=table,
-        seconds=watch.seconds(),
-        peak_rss_bytes=peak_rss_bytes(),
-        calibration=CalibrationSummary.of(tokens),
-        events=tuple(driver.events),
-        smoothing=tuple(driver.smoothing),
-        modules=tuple(driver.modules),
-        resumed_blocks=driver.resumed,
-    )
-    replace_file(output / RESULT_FILE, result.to_json().encode())
+    result = driver.result(table)
     if not keep:
         discard(output)
     return result
+
+
+def solve(
+    plan: Plan, artifact: Artifact, *, force: bool = False, progress: bool = True
+) -> QuantizationResult:
+    """Quantize a model as planned from what an earlier run saw, without running it.
+
+    Writes what `quantize` writes. What is measured on samples is missing from the record.
+
+    Raises:
+        RecipeError: the plan needs more than the artifact holds.
+        CheckpointError: the model is damaged, the output exists, or it cannot be written.
+    """
+    check_solvable(artifact, plan.recipe, build_methods(plan.recipe.methods))
+    driver = _Driver(plan, Stopwatch(), artifact.record.calibration, artifact)
+    try:
+        with fast_products(driver.device):
+            return driver.result(driver.run([], force=force, progress=progress))
+    finally:
+        discard(plan.recipe.output.path)
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -159,13 +166,20 @@ def in_canonical_order(sequences: list[Tensor]) -> list[Tensor]:
 class _Driver:
     """Walks the blocks; what it gathers on the way is the record of the run."""
 
-    def __init__(self, plan: Plan, watch: Stopwatch, fingerprint: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        watch: Stopwatch,
+        calibration: CalibrationSummary,
+        artifact: Artifact | None = None,
+    ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
+        self.calibration, self.artifact = calibration, artifact
         self.checkpoint = Checkpoint.open(plan.recipe.model.path)
         self.config = AutoConfig.from_pretrained(plan.recipe.model.path, local_files_only=True)
         self.methods = build_methods(plan.recipe.methods)
         self.device = device_of(plan.recipe)
-        key = run_key(plan.recipe, self.checkpoint, fingerprint, self.device)
+        key = run_key(plan.recipe, self.checkpoint, calibration.fingerprint, self.device)
         self.store = ResumableRun(plan.recipe.output.path, key)
         self.resumed = self.store.done
         self.statistics = Statistics()
@@ -185,8 +199,11 @@ class _Driver:
             )
             with self.watch.phase("write"):
                 emit_rest(writer, self.checkpoint, stream.blocks)
-            with self.watch.phase("forward"):
-                stream.start(sequences if self.needs_data else sequences[:SAMPLES])
+            if self.artifact is None:
+                if self.resumed == 0:
+                    drop_hessians(self.recipe.output.path)
+                with self.watch.phase("forward"):
+                    stream.start(sequences if self.needs_data else sequences[:SAMPLES])
             bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
             for index, name in enumerate(bar):
                 bar.set_postfix_str(name)
@@ -200,6 +217,27 @@ class _Driver:
             with self.watch.phase("write"):
                 writer.finish(table)
         return table
+
+    def result(self, table: ScaleTable) -> QuantizationResult:
+        """Write what lies beside the checkpoint; returns the outcome."""
+        output = self.recipe.output.path
+        with self.watch.phase("write"):
+            self.statistics.save(output / STATISTICS_FILE)
+            replace_file(output / RECIPE_FILE, resolved_yaml(self.recipe).encode())
+        result = QuantizationResult(
+            checkpoint=output / CHECKPOINT_FOLDER,
+            scale_table=table,
+            seconds=self.watch.seconds(),
+            peak_rss_bytes=peak_rss_bytes(),
+            calibration=self.calibration,
+            events=tuple(self.events),
+            smoothing=tuple(self.smoothing),
+            modules=tuple(self.modules),
+            resumed_blocks=self.resumed,
+            model_key=model_key(self.checkpoint),
+        )
+        replace_file(output / RESULT_FILE, result.to_json().encode())
+        return result
 
     def _writer(self, force: bool) -> CheckpointWriter:
         """A writer with shards of the size of an fp32 block: memory does not follow depth."""
@@ -219,12 +257,9 @@ class _Driver:
         """Take one block from float to the writer."""
         with self.watch.phase("load"):
             work = block_work(self.plan, self.checkpoint, stream.load(index))
-        with self.watch.phase("observe"):
-            outputs = self._observe(work, 0)
+        outputs, baseline = self._see(work)
         assert work.statistics is not None
         seen = work.statistics  # of the model as it came, which the artifact keeps
-        with self.watch.phase("measure"):
-            baseline = measure(work, round_to_nearest(work))
         for i, (method, spec) in enumerate(zip(self.methods, self.recipe.methods, strict=True)):
             if i in self._passes:
                 with self.watch.phase("observe"):
@@ -241,14 +276,35 @@ class _Driver:
         with self.watch.phase("forward"):
             stream.advance(work.block, outputs, quantized_outputs(work))
         with self.watch.phase("write"):
-            if self.needs_data:  # else starting over takes no longer than going on
+            if self.needs_data and self.artifact is None:  # else starting over is as fast
                 self.store.save(solved, stream.inputs, stream.quantized_inputs)
             self._emit(writer, solved)
 
+    def _see(self, work: BlockWork) -> tuple[list[Tensor], dict[str, Ratios]]:
+        """Learn of a block as it came: its outputs, and what rounding alone would lose."""
+        if self.artifact is not None:
+            with self.watch.phase("load"):
+                self.artifact.give(work)
+            for method in self.methods:
+                method.prepare(work)
+            return [], {}
+        with self.watch.phase("observe"):
+            outputs = self._observe(work, 0)
+        if self.recipe.statistics.hessians:
+            with self.watch.phase("write"):
+                save_hessians(self.recipe.output.path, work)
+        with self.watch.phase("measure"):
+            return outputs, measure(work, round_to_nearest(work))
+
     def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
         """Run the samples for the methods from `first` on; returns the block's outputs."""
-        histograms = self.static and (first == 0 or not self._by_absmax)
-        return observe(work, self.methods[first:], histograms=histograms)
+        keep, static = self.recipe.statistics, self.recipe.scheme.static
+        if first == 0:  # what the artifact keeps
+            histograms = static or keep.histograms
+        else:
+            histograms = static and not self.recipe.observers.by_absmax
+        hessians = keep.hessians and first == 0
+        return observe(work, self.methods[first:], histograms=histograms, hessians=hessians)
 
     @property
     def _passes(self) -> list[int]:
@@ -264,25 +320,16 @@ class _Driver:
         ]
 
     def _follows(self, method: Method) -> bool:
-        return method.rescales and (self._by_absmax or not self.static)
-
-    @property
-    def _by_absmax(self) -> bool:
-        """Whether static scales follow from maxima alone."""
-        observers = self.recipe.observers
-        return observers.input.method == observers.kv_cache.method == "absmax"
+        by_absmax = self.recipe.observers.by_absmax
+        return method.rescales and (by_absmax or not self.recipe.scheme.static)
 
     @property
     def needs_data(self) -> bool:
         """Whether anything follows from the calibration data but the errors that are reported."""
-        return self.static or any(method.needs != "weights" for method in self.methods)
-
-    @property
-    def static(self) -> bool:
-        """Whether the scheme has static scales of activations or of the cache."""
-        scheme = self.recipe.scheme
-        parts = [part for part in (scheme.activations, scheme.kv_cache) if part is not None]
-        return any(not part.dynamic for part in parts)
+        keep = self.recipe.statistics
+        kept = keep.histograms or keep.hessians
+        needed = any(method.needs != "weights" for method in self.methods)
+        return kept or needed or self.recipe.scheme.static
 
     def _solved(self, work: BlockWork, rows: list[ModuleRow], seen: Statistics) -> SolvedBlock:
         """What is kept of a solved block, with what was seen of it as it came."""

@@ -12,6 +12,7 @@
     methods:
       - smoothquant: {alpha: search}
       - rtn
+    statistics: {histograms: false, hessians: false}   # kept beyond need, for `ptq solve`
     device: auto                            # where blocks are solved: a GPU if there is one
     ignore: [lm_head, 're:.*layers\\.0\\.mlp\\.down_proj']
     output: {path: output/a8w8c8}           # relative to the current directory
@@ -81,6 +82,24 @@ class ObserversSpec(Strict):
     input: ObserverSpec = ObserverSpec()
     kv_cache: ObserverSpec = ObserverSpec()
 
+    @property
+    def by_absmax(self) -> bool:
+        """Whether static scales follow from maxima alone."""
+        return self.input.method == self.kv_cache.method == "absmax"
+
+
+class StatisticsSpec(Strict):
+    """What calibration keeps beyond what the recipe itself needs, so that `ptq solve` can use it.
+
+    `histograms` counts magnitudes where the scheme has no static scales, too; `hessians` keeps the
+    second moments of all inputs: fp32 [in, in] for each input of a block.
+
+    YAML: ``statistics: {histograms: true, hessians: true}``
+    """
+
+    histograms: bool = False
+    hessians: bool = False
+
 
 class OutputSpec(Strict):
     """The folder that receives the checkpoint, the report and the resolved recipe.
@@ -140,6 +159,7 @@ class Recipe(Strict):
     dataset: DatasetSpec = DatasetSpec()
     scheme: Scheme
     observers: ObserversSpec = ObserversSpec()
+    statistics: StatisticsSpec = StatisticsSpec()
     methods: Annotated[tuple[MethodSpec, ...], Field(validate_default=True)] = ()
     ignore: tuple[Pattern, ...] = ("lm_head",)
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -171,7 +171,7 @@ def _activations(data: ReportData) -> Section:
                     )
                     for row in worst
                 ],
-                "Inputs whose largest channel stands out most, as quantized",
+                "Inputs whose largest channel stands out most, as the model came",
             )
         )
     smoothing = data.quantization.smoothing
@@ -184,8 +184,10 @@ def _activations(data: ReportData) -> Section:
                         row.source,
                         "none" if row.alpha is None else f"{row.alpha:g}",
                         f"{row.scale_min:.3g} to {row.scale_max:.3g}",
-                        f"{row.error:.3g}",
-                        f"{row.unsmoothed_error:.3g}",
+                        *(
+                            "–" if error is None else f"{error:.3g}"
+                            for error in (row.error, row.unsmoothed_error)
+                        ),
                     )
                     for row in smoothing
                 ],
@@ -201,8 +203,7 @@ def _activations(data: ReportData) -> Section:
         text += (
             "SmoothQuant divides such channels and multiplies the weights that read them; alpha is "
             "how much of the difficulty moves into the weights, 1 all of it. Magnitudes are those "
-            "after smoothing; the largest factor tells how far the worst channel stood out before. "
-            "Errors are the squared error of "
+            "of the model as it came. Errors are the squared error of "
             "the block's output, relative to its power, with only this group quantized."
         )
     return Section("Activations and smoothing", text, ("activations",), tuple(tables))

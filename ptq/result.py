@@ -58,21 +58,22 @@ class Candidate(Strict):
 class SmoothingRow(Strict):
     """What was chosen for one smoothing group; `alpha` None means that it was left alone.
 
-    `scale_min` and `scale_max` bound the factors that the source was divided by.
+    `scale_min` and `scale_max` bound the factors that the source was divided by. `error` is None
+    and there are no candidates where nothing was tried.
     """
 
     source: str
     consumers: tuple[str, ...]
     alpha: float | None
-    error: float
+    error: float | None
     scale_min: float
     scale_max: float
     candidates: tuple[Candidate, ...]
 
     @property
-    def unsmoothed_error(self) -> float:
+    def unsmoothed_error(self) -> float | None:
         """Error of the block's output with this group quantized but not smoothed."""
-        return next(row.error for row in self.candidates if row.alpha is None)
+        return next((row.error for row in self.candidates if row.alpha is None), None)
 
 
 class ModuleRow(Strict):
@@ -125,6 +126,7 @@ class QuantizationRecord(Strict):
         smoothing: One row for each smoothing group that was solved.
         modules: One row for each quantized linear layer.
         resumed_blocks: Blocks that an earlier, interrupted run had solved; `seconds` is without it.
+        model_key: Of the model that was quantized; see `ptq.resume.model_key`.
     """
 
     seconds: dict[str, float]
@@ -134,6 +136,7 @@ class QuantizationRecord(Strict):
     smoothing: tuple[SmoothingRow, ...]
     modules: tuple[ModuleRow, ...]
     resumed_blocks: int = 0
+    model_key: str = ""
 
 
 class QuantizationResult(QuantizationRecord):
@@ -153,20 +156,29 @@ def load_result(output: Path) -> QuantizationResult:
     Raises:
         CheckpointError: the record or the checkpoint is missing or damaged.
     """
-    path = output / RESULT_FILE
-    try:
-        record = QuantizationRecord.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise CheckpointError(
-            f"{path}: not a readable record of a quantization run ({error}). Give the output "
-            "directory of a finished run, or run the recipe again"
-        ) from error
+    record = load_record(output)
     checkpoint = Checkpoint.open(output / CHECKPOINT_FOLDER)
     if checkpoint.scale_table is None:
         raise CheckpointError(f"{checkpoint.path}: found no scale table; run the recipe again")
     return QuantizationResult(
         **dict(record), checkpoint=checkpoint.path, scale_table=checkpoint.scale_table
     )
+
+
+def load_record(output: Path) -> QuantizationRecord:
+    """Read the record of a finished run.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    path = output / RESULT_FILE
+    try:
+        return QuantizationRecord.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f"{path}: not a readable record of a quantization run ({error}). Give the output "
+            "directory of a finished run, or run the recipe again"
+        ) from error
 
 
 def peak_rss_bytes() -> int:

@@ -88,9 +88,8 @@ def run_key(
 ) -> str:
     """SHA-256 of all that decides on the bytes of a checkpoint.
 
-    These are the recipe but for its output and report, the tokens, the model (each file's name,
-    size and time of change; the whole of small ones), our code, torch's version, and the GPU or the
-    number of threads.
+    These are the recipe but for its output and report, the tokens, the model (`model_key`), our
+    code, torch's version, and the GPU or the number of threads.
     """
     digest = hashlib.sha256()
     digest.update(recipe.model_dump_json(exclude={"output", "report"}).encode())
@@ -98,15 +97,22 @@ def run_key(
     where = device or torch.device("cpu")
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{threads} threads"
     digest.update(f"{fingerprint} torch {torch.__version__} {name}\n".encode())
+    digest.update(model_key(checkpoint).encode())
+    root = Path(__file__).resolve().parents[1]
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def model_key(checkpoint: Checkpoint) -> str:
+    """SHA-256 of a model's files: names, sizes and times of change, the whole of small ones."""
+    digest = hashlib.sha256()
     for path in sorted(checkpoint.path.iterdir()):
         if path.is_file():
             about = path.stat()
             digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
             digest.update(sha256_file(path).encode() if about.st_size < 1 << 24 else b"")
-    root = Path(__file__).resolve().parents[1]
-    for room in ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -263,29 +263,24 @@ class Migration(Method):
         self, group: SmoothedGroup, reference: list[Tensor], power: float
     ) -> tuple[SmoothedGroup, Folding]:
         """Try no factors and every candidate; keep the best, the earlier one of equals."""
+        candidates = self.candidates(group)
+        work, source = group.work, group.group.source
+        if not reference:  # nothing to try them on: the one that was asked for is taken
+            ((alpha, factors),) = candidates.items()
+            chosen = group.fold(factors)
+            work.smoothing.append(_row(group, alpha, chosen, None, ()))
+            return group, chosen
         foldings: dict[float | None, Folding] = {None: group.fold(None)}
-        foldings |= {alpha: group.fold(s) for alpha, s in self.candidates(group).items()}
+        foldings |= {alpha: group.fold(s) for alpha, s in candidates.items()}
         errors = {alpha: group.error(folding, reference) for alpha, folding in foldings.items()}
         best = min(errors, key=lambda alpha: errors[alpha])
         chosen = foldings[best]
-        work, source = group.work, group.group.source
         if best is None:
-            tried = ", ".join(f"{alpha:g}" for alpha in foldings if alpha is not None)
-            message = f"not smoothed: the block's output is no better with alpha {tried}"
+            alphas = ", ".join(f"{alpha:g}" for alpha in foldings if alpha is not None)
+            message = f"not smoothed: the block's output is no better with alpha {alphas}"
             work.events.append(Event(module=source, kind="fallback", message=message))
-        work.smoothing.append(
-            SmoothingRow(
-                source=source,
-                consumers=group.group.consumers,
-                alpha=best,
-                error=errors[best] / power,
-                scale_min=chosen.scale.min().item(),
-                scale_max=chosen.scale.max().item(),
-                candidates=tuple(
-                    Candidate(alpha=alpha, error=error / power) for alpha, error in errors.items()
-                ),
-            )
-        )
+        tried = tuple(Candidate(alpha=alpha, error=e / power) for alpha, e in errors.items())
+        work.smoothing.append(_row(group, best, chosen, errors[best] / power, tried))
         return group, chosen
 
     def commit(self, work: BlockWork) -> None:
@@ -293,3 +288,21 @@ class Migration(Method):
         for group, folding in self.solved:
             group.commit(folding)
         self.groups, self.solved = [], []
+
+
+def _row(
+    group: SmoothedGroup,
+    alpha: float | None,
+    chosen: Folding,
+    error: float | None,
+    candidates: tuple[Candidate, ...],
+) -> SmoothingRow:
+    return SmoothingRow(
+        source=group.group.source,
+        consumers=group.group.consumers,
+        alpha=alpha,
+        error=error,
+        scale_min=chosen.scale.min().item(),
+        scale_max=chosen.scale.max().item(),
+        candidates=candidates,
+    )

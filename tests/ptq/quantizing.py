@@ -19,7 +19,14 @@ from ptq.methods.smoothquant import smoothing_scale
 from ptq.methods.specs import RTNSpec, SmoothQuantSpec
 from ptq.passes import block_work, observe
 from ptq.plan import Plan, build_plan
-from ptq.recipe import ModelSpec, ObserversSpec, OutputSpec, Recipe, ReportSpec
+from ptq.recipe import (
+    ModelSpec,
+    ObserversSpec,
+    OutputSpec,
+    Recipe,
+    ReportSpec,
+    StatisticsSpec,
+)
 
 SMOOTH = (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3), RTNSpec())
 DATA = DatasetSpec(
@@ -36,12 +43,14 @@ def make_plan(
     methods: tuple = SMOOTH,
     ignore: tuple[str, ...] = ("lm_head",),
     observers: ObserversSpec | None = None,
+    statistics: StatisticsSpec | None = None,
 ) -> Plan:
     recipe = Recipe(
         model=ModelSpec(path=model),
         dataset=DATA,
         scheme=PRESETS[scheme] if isinstance(scheme, str) else scheme,
         observers=observers or ObserversSpec(),
+        statistics=statistics or StatisticsSpec(),
         methods=methods,
         ignore=ignore,
         output=OutputSpec(path=output),

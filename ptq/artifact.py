@@ -1,0 +1,134 @@
+"""What a finished run knows of a model, to be solved again without running the model.
+
+`statistics.safetensors` in a run's output holds the statistics of the model as it came, and
+`hessians/<block>.safetensors` the second moments of its inputs where the recipe asked for them.
+`ptq.solve` takes them in place of the samples.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from calibrate.statistics import Statistics
+from formats.checkpoint import Checkpoint
+from formats.errors import CheckpointError, RecipeError
+from formats.files import fsync_path, writing
+from ptq.methods.base import BlockWork, Method
+from ptq.methods.moments import Moments
+from ptq.next_steps import typed_path
+from ptq.recipe import Recipe
+from ptq.result import STATISTICS_FILE, QuantizationRecord, load_record
+from ptq.resume import model_key
+
+HESSIANS_FOLDER = "hessians"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Statistics of a run, with the record of what they were taken from.
+
+    Attributes:
+        folder: The run's output folder.
+        record: Of the run: its model and its tokens.
+        statistics: Of the model as it came.
+    """
+
+    folder: Path
+    record: QuantizationRecord
+    statistics: Statistics
+
+    @classmethod
+    def load(cls, folder: Path) -> Artifact:
+        """Read what a run left.
+
+        Raises:
+            CheckpointError: the record or the statistics are missing or damaged.
+        """
+        return cls(folder, load_record(folder), Statistics.load(folder / STATISTICS_FILE))
+
+    def give(self, work: BlockWork) -> None:
+        """Let a block know what its samples would show.
+
+        Raises:
+            CheckpointError: the block's Hessians are damaged.
+        """
+        work.statistics = self.statistics.below(work.block.name)
+        path = self.folder / HESSIANS_FOLDER / f"{work.block.name}.safetensors"
+        if path.is_file():
+            moments = Moments(work.observed_for, work.targets, full=True)
+            try:
+                moments.restore(load_file(path, device=str(work.block.device)))
+            except (OSError, SafetensorError, KeyError) as error:
+                message = f"{path}: damaged ({error}). Run the recipe again to write it"
+                raise CheckpointError(message) from error
+            work.moments = moments
+
+
+def save_hessians(folder: Path, work: BlockWork) -> None:
+    """Keep a block's second moments.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    assert work.moments is not None
+    path = folder / HESSIANS_FOLDER / f"{work.block.name}.safetensors"
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({k: t.cpu().contiguous() for k, t in work.moments.state().items()}, path)
+        fsync_path(path)
+
+
+def drop_hessians(folder: Path) -> None:
+    """Remove those of an earlier run."""
+    shutil.rmtree(folder / HESSIANS_FOLDER, ignore_errors=True)
+
+
+def check_solvable(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> None:
+    """Refuse what cannot be solved from statistics alone.
+
+    Raises:
+        RecipeError: tells everything that stands in the way.
+    """
+    problems = list(_obstacles(artifact, recipe, methods))
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise RecipeError(
+            f"{typed_path(artifact.folder)}: cannot be solved from its statistics:{lines}"
+        )
+
+
+def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Iterator[str]:
+    record, statistics = artifact.record, artifact.statistics
+    if record.model_key != model_key(Checkpoint.open(recipe.model.path)):
+        yield f"{recipe.model.path} is not the model, or not as it was, that they were taken from"
+    seen = {stats.tokens for stats in statistics.values()}
+    if seen != {record.calibration.tokens}:
+        yield (
+            f"its scheme needed no data: {max(seen, default=0)} of {record.calibration.tokens} "
+            "tokens were observed. Run it with --set statistics.histograms=true"
+        )
+    for method, spec in zip(methods, recipe.methods, strict=True):
+        if method.needs == "samples":
+            fix = "; give alpha a number" if spec.name == "smoothquant" else "; leave it out"
+            yield f"{spec.name} runs samples through the model{fix}"
+        if method.moments != "none" and not (artifact.folder / HESSIANS_FOLDER).is_dir():
+            yield (
+                f"{spec.name} needs second moments, which that run did not keep. Run it with "
+                "--set statistics.hessians=true"
+            )
+    observers, static = recipe.observers, recipe.scheme.static
+    if not static or observers.by_absmax:
+        return
+    if any(method.folds for method in methods):
+        yield "after smoothing only maxima are known; use the observer absmax, or leave methods out"
+    if not all(stats.counted for stats in statistics.values()):
+        yield (
+            f"the observers {observers.input.method} and {observers.kv_cache.method} need "
+            "histograms, which that run did not keep. Run it with --set statistics.histograms=true"
+        )
