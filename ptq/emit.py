@@ -81,7 +81,7 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
                     solved.input_scale,
                     dtype=activations.dtype,
                     granularity="per_tensor",
-                    statistic=work.input_observer.method,
+                    statistic=_range_by(work, row.module),
                     absmax=stats.absmax,
                     tokens=stats.tokens,
                     clip_fraction=clip_fraction(stats, work.input_absmax(row.module)),
@@ -89,6 +89,13 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
                 )
             )
     return entries
+
+
+def _range_by(work: BlockWork, name: str) -> str:
+    """How the range of a layer's input was found."""
+    factor = work.clips.get(name, 1.0)
+    method = work.input_observer.method
+    return method if factor == 1.0 else f"{method} x {factor:g}, searched"
 
 
 def kv_scales(

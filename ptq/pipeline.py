@@ -299,12 +299,11 @@ class _Driver:
     def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
         """Run the samples for the methods from `first` on; returns the block's outputs."""
         keep, static = self.recipe.statistics, self.recipe.scheme.static
+        methods = self.methods[first:]
         if first == 0:  # what the artifact keeps
-            histograms = static or keep.histograms
-        else:
-            histograms = static and not self.recipe.observers.by_absmax
-        hessians = keep.hessians and first == 0
-        return observe(work, self.methods[first:], histograms=histograms, hessians=hessians)
+            counted = static or keep.histograms
+            return observe(work, methods, histograms=counted, hessians=keep.hessians)
+        return observe(work, methods, histograms=static and not self._by_maxima)
 
     @property
     def _passes(self) -> list[int]:
@@ -320,8 +319,12 @@ class _Driver:
         ]
 
     def _follows(self, method: Method) -> bool:
-        by_absmax = self.recipe.observers.by_absmax
-        return method.rescales and (by_absmax or not self.recipe.scheme.static)
+        return method.rescales and (self._by_maxima or not self.recipe.scheme.static)
+
+    @property
+    def _by_maxima(self) -> bool:
+        """Whether static scales follow from maxima alone, and cut nothing."""
+        return self.recipe.observers.by_absmax and not any(m.clips for m in self.methods)
 
     @property
     def needs_data(self) -> bool:

@@ -201,9 +201,20 @@ class Recipe(Strict):
                 f"found {', '.join(names)}; {early[0]} hands over quantized weights, which "
                 f"{solving[-1]} cannot solve again: keep one of them"
             )
+        if "clip" in names:
+            _check_clip(names, scheme)
         if "refine" in names and scheme.weights.dtype == "fp8_e4m3":
             raise ValueError("refine moves integers; it is not for fp8 weights")
         return methods
+
+
+def _check_clip(names: list[str], scheme: Scheme) -> None:
+    if scheme.activations is None or scheme.activations.dynamic:
+        raise ValueError(
+            f"clip chooses ranges of static inputs; the scheme {scheme.wac} has none: leave it out"
+        )
+    if late := [name for name in names[names.index("clip") :] if name in ("smoothquant", "awq")]:
+        raise ValueError(f"clip works on inputs as they will be; put it after {', '.join(late)}")
 
 
 def resolved_yaml(recipe: Recipe) -> str:

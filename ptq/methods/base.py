@@ -72,6 +72,7 @@ class BlockWork:
         statistics: Of the inputs of the block's linear layers, of K and of V, for the weights as
             they were when the samples last ran; None before that.
         moments: Second moments of those inputs, where a method wants them.
+        clips: Factors of the ranges of static inputs, by layer, where a method chose them.
         divisors: What methods have divided those inputs, K and V by since then.
         folded: Float tensors that a method changed, by full name, in the checkpoint's type.
         quantized: The solved layers, by full name.
@@ -89,6 +90,7 @@ class BlockWork:
     dtype_of: Callable[[str], torch.dtype]
     statistics: Statistics | None = None
     moments: Moments | None = None
+    clips: dict[str, float] = field(default_factory=dict)
     divisors: dict[Key, Tensor] = field(default_factory=dict)
     folded: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
@@ -166,10 +168,11 @@ class BlockWork:
         return self.scheme.weights
 
     def input_absmax(self, name: str) -> float:
-        """Magnitude at which the recipe's observer clips a linear layer's input."""
+        """Magnitude at which a linear layer's input is clipped: the observer's, or a method's."""
         spec = self.scheme.activations
         kind = TYPES[spec.dtype] if spec is not None else INT8
-        return choose_absmax(self.observed(name, "input"), self.input_observer, kind)
+        found = choose_absmax(self.observed(name, "input"), self.input_observer, kind)
+        return found * self.clips.get(name, 1.0)
 
 
 class Method(ABC):
@@ -183,6 +186,7 @@ class Method(ABC):
             the samples run again.
         rescales: Whether it folds by factors alone, all of them told to `BlockWork.divide`: then
             maxima and moments after it follow from those before.
+        clips: Whether it chooses ranges, whose cut values are to be counted.
         quantized_path: Whether it needs the samples as the quantized blocks before hand them over.
     """
 
@@ -190,6 +194,7 @@ class Method(ABC):
     moments: MomentKind = "none"
     folds = False
     rescales = False
+    clips = False
     quantized_path = False
 
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ptq.methods.awq import AWQ
 from ptq.methods.base import Method
+from ptq.methods.clip import Clip
 from ptq.methods.gptq import GPTQ
 from ptq.methods.refine import Refine
 from ptq.methods.rtn import RoundToNearest
@@ -16,6 +17,7 @@ from ptq.methods.specs import MethodSpec
 _CLASSES: dict[str, Callable[[Any], Method]] = {
     "smoothquant": SmoothQuant,
     "awq": AWQ,
+    "clip": Clip,
     "rtn": RoundToNearest,
     "gptq": GPTQ,
     "refine": Refine,

@@ -69,6 +69,24 @@ class AWQSpec(Strict):
     targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
 
 
+class ClipSpec(Strict):
+    """Clipping of static inputs, searched against the block's output.
+
+    YAML::
+
+        clip:
+          factors: [0.95, 0.9, 0.8, 0.7, 0.6, 0.5]  # of the observer's range, tried beside 1
+          search_samples: 4       # calibration sequences that it measures its error on
+    """
+
+    name: Literal["clip"] = "clip"
+    factors: Annotated[
+        tuple[Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)], ...],
+        Field(min_length=1),
+    ] = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+    search_samples: Annotated[int, Field(ge=1)] = 4
+
+
 ScaleSearch = Literal["absmax", "mse", "weighted_mse", "output_mse"]
 
 
@@ -125,11 +143,13 @@ class RefineSpec(Strict):
 
 
 MethodSpec = Annotated[
-    SmoothQuantSpec | AWQSpec | RTNSpec | GPTQSpec | RefineSpec, Field(discriminator="name")
+    SmoothQuantSpec | AWQSpec | ClipSpec | RTNSpec | GPTQSpec | RefineSpec,
+    Field(discriminator="name"),
 ]
 METHODS: dict[str, type[Strict]] = {
     "smoothquant": SmoothQuantSpec,
     "awq": AWQSpec,
+    "clip": ClipSpec,
     "rtn": RTNSpec,
     "gptq": GPTQSpec,
     "refine": RefineSpec,

@@ -1,0 +1,84 @@
+"""Clipping of static inputs, searched against the block's output.
+
+An observer chooses the range of an input by what it sees of the input alone. What matters is the
+output: for each distinct input of a block, factors of the observer's range are tried, and the one
+is kept with the least squared error of the block's output, with the weights that read the input
+rounded and everything else in float. The idea is the clipping search of Wei et al., "Outlier
+Suppression: Pushing the Limit of Low-bit Transformer Language Models", NeurIPS 2022 (arXiv
+2209.13325), section 4.2, on a grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor
+
+from ptq.methods.base import BlockWork, Method, replaced
+from ptq.methods.rtn import round_to_nearest
+from ptq.methods.specs import ClipSpec
+
+
+class Clip(Method):
+    """Searches the range of every static input of a block; see the module's docstring."""
+
+    clips = True
+
+    def __init__(self, spec: ClipSpec) -> None:
+        self.spec = spec
+        self.solved: dict[str, float] = {}
+
+    def solve(self, work: BlockWork) -> None:
+        """Choose a factor for each distinct input, those before it as they were chosen."""
+        samples = work.samples(self.spec.search_samples)
+        reference = [work.block.run(sample) for sample in samples]
+        rounded = {n: layer.dequantized() for n, layer in round_to_nearest(work).items()}
+        together: dict[str, list[str]] = {}
+        for name in work.targets:
+            together.setdefault(work.observed_for[name], []).append(name)
+        self.solved = {}
+        for names in together.values():
+            errors = {
+                factor: self._error(work, names, rounded, factor, reference)
+                for factor in (1.0, *self.spec.factors)
+            }
+            best = min(errors, key=lambda factor: errors[factor])
+            self.solved |= dict.fromkeys(names, best)
+
+    def commit(self, work: BlockWork) -> None:
+        """Set the ranges."""
+        work.clips.update(self.solved)
+
+    def _error(
+        self,
+        work: BlockWork,
+        names: Sequence[str],
+        rounded: dict[str, Tensor],
+        factor: float,
+        reference: Sequence[Tensor],
+    ) -> float:
+        """Squared error of the block's outputs, summed exactly over the samples."""
+        with _clipped(work, names, rounded, factor):
+            return math.fsum(
+                (work.block.run(sample).double() - y.double()).square().sum().item()
+                for sample, y in enumerate(reference)
+            )
+
+
+@contextmanager
+def _clipped(
+    work: BlockWork, names: Sequence[str], rounded: dict[str, Tensor], factor: float
+) -> Iterator[None]:
+    """Let the layers that read one input see it with its range times `factor`, for a while."""
+    scale = work.input_scale(names[0])
+    assert scale is not None
+    with ExitStack() as stack:
+        for name in names:
+
+            def seen(x: Tensor) -> Tensor:
+                return work.seen_input(x, scale * factor)
+
+            stack.enter_context(replaced(work.block.linears[name], rounded[name], seen))
+        yield
