@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,7 @@ from formats.scale_table import ScaleEntry, ScaleTable
 from formats.writer import CheckpointWriter
 from ptq.artifact import Artifact, check_solvable, drop_hessians, save_hessians
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
+from ptq.live import LiveTable
 from ptq.measure import SAMPLES, Ratios, measure, module_rows
 from ptq.methods.base import BlockWork, Method
 from ptq.methods.registry import build_methods
@@ -44,6 +46,7 @@ from ptq.result import (
     RECIPE_FILE,
     RESULT_FILE,
     STATISTICS_FILE,
+    BlockRow,
     CalibrationSummary,
     Event,
     ModuleRow,
@@ -187,6 +190,8 @@ class _Driver:
         self.events: list[Event] = []
         self.smoothing: list[SmoothingRow] = []
         self.modules: list[ModuleRow] = []
+        self.costs: list[BlockRow] = []
+        self.table = LiveTable(shown=False, names=())
 
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
@@ -204,6 +209,7 @@ class _Driver:
                     drop_hessians(self.recipe.output.path)
                 with self.watch.phase("forward"):
                     stream.start(sequences if self.needs_data else sequences[:SAMPLES])
+            self.table = LiveTable(shown=progress, names=self.plan.quantized)
             bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
             for index, name in enumerate(bar):
                 bar.set_postfix_str(name)
@@ -233,6 +239,7 @@ class _Driver:
             events=tuple(self.events),
             smoothing=tuple(self.smoothing),
             modules=tuple(self.modules),
+            blocks=tuple(self.costs),
             resumed_blocks=self.resumed,
             model_key=model_key(self.checkpoint),
         )
@@ -255,6 +262,7 @@ class _Driver:
 
     def _block(self, stream: BlockStream, index: int, writer: CheckpointWriter) -> None:
         """Take one block from float to the writer."""
+        begin = time.perf_counter()
         with self.watch.phase("load"):
             work = block_work(self.plan, self.checkpoint, stream.load(index))
         outputs, baseline = self._see(work)
@@ -272,7 +280,7 @@ class _Driver:
                 self._observe(work, len(self.methods))
         with self.watch.phase("measure"):
             rows = module_rows(work, baseline)
-        solved = self._solved(work, rows, seen)
+        solved = self._solved(work, rows, seen, begin)
         with self.watch.phase("forward"):
             stream.advance(work.block, outputs, quantized_outputs(work))
         with self.watch.phase("write"):
@@ -334,7 +342,9 @@ class _Driver:
         needed = any(method.needs != "weights" for method in self.methods)
         return kept or needed or self.recipe.scheme.static
 
-    def _solved(self, work: BlockWork, rows: list[ModuleRow], seen: Statistics) -> SolvedBlock:
+    def _solved(
+        self, work: BlockWork, rows: list[ModuleRow], seen: Statistics, begin: float
+    ) -> SolvedBlock:
         """What is kept of a solved block, with what was seen of it as it came."""
         entries, scales = linear_entries(work, rows), {}
         kv_cache = self.recipe.scheme.kv_cache
@@ -346,8 +356,19 @@ class _Driver:
             events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
             smoothing=tuple(work.smoothing),
             modules=tuple(rows),
+            cost=BlockRow(
+                block=work.block.name,
+                seconds=time.perf_counter() - begin,
+                memory_bytes=self._peak_bytes(),
+            ),
         )
         return SolvedBlock(block_tensors(self.checkpoint, work), scales, record, seen)
+
+    def _peak_bytes(self) -> int:
+        """Peak memory so far: of the GPU that blocks are solved on, else of the process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return peak_rss_bytes()
 
     def _emit(self, writer: CheckpointWriter, solved: SolvedBlock) -> None:
         """Write a solved block and keep its rows of the record."""
@@ -360,6 +381,9 @@ class _Driver:
         self.events += solved.record.events
         self.smoothing += solved.record.smoothing
         self.modules += solved.record.modules
+        if solved.record.cost is not None:
+            self.costs.append(solved.record.cost)
+            self.table.add(solved.record.modules, solved.record.entries, solved.record.cost)
 
 
 def _clips_much(entry: ScaleEntry) -> bool:

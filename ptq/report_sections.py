@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from inference.accuracy import Accuracy
@@ -19,6 +19,7 @@ from ptq.report_format import (
     spread_text,
 )
 from ptq.report_summary import Cells, Table, summary_rows
+from ptq.result import BlockRow
 
 MOST_OUTLIERS = 12
 
@@ -292,9 +293,16 @@ def _run(data: ReportData) -> Section:
         f"parameters in {data.model.dtype}. A fingerprint is the start of the SHA-256 of the "
         "tokens used: two runs on the same text have the same. "
         + (f"{len(events)} events are worth a look:" if events else "Nothing unusual happened."),
-        tables=(Table(("phase", "cost"), times), texts),
+        tables=(Table(("phase", "cost"), times), texts, *_block_costs(run.blocks)),
         notes=events,
     )
+
+
+def _block_costs(rows: Sequence[BlockRow]) -> Iterator[Table]:
+    if rows:
+        cells = [(r.block, f"{r.seconds:.1f}", size_text(r.memory_bytes)) for r in rows]
+        title = f"Time and memory of all {len(rows)} blocks"
+        yield Table(("block", "seconds", "peak memory so far"), cells, title, folded=True)
 
 
 def _scales(data: ReportData) -> Section:

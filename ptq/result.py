@@ -94,6 +94,16 @@ class ModuleRow(Strict):
     baseline_output_sqnr_db: float | None
 
 
+class BlockRow(Strict):
+    """What a decoder block took: wall time, and peak memory of the process or, where blocks are
+    solved on a GPU, of the GPU.
+    """
+
+    block: str
+    seconds: float
+    memory_bytes: int
+
+
 class CalibrationSummary(Strict):
     """The tokens that the statistics were taken from."""
 
@@ -125,6 +135,7 @@ class QuantizationRecord(Strict):
         events: What a person should know, in block order.
         smoothing: One row for each smoothing group that was solved.
         modules: One row for each quantized linear layer.
+        blocks: One row for each decoder block.
         resumed_blocks: Blocks that an earlier, interrupted run had solved; `seconds` is without it.
         model_key: Of the model that was quantized; see `ptq.resume.model_key`.
     """
@@ -135,6 +146,7 @@ class QuantizationRecord(Strict):
     events: tuple[Event, ...]
     smoothing: tuple[SmoothingRow, ...]
     modules: tuple[ModuleRow, ...]
+    blocks: tuple[BlockRow, ...] = ()
     resumed_blocks: int = 0
     model_key: str = ""
 

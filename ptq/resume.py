@@ -42,7 +42,7 @@ from formats.safetensors_files import SafetensorsFile
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
 from ptq.recipe import Recipe
-from ptq.result import Event, ModuleRow, SmoothingRow
+from ptq.result import BlockRow, Event, ModuleRow, SmoothingRow
 
 FOLDER = ".resume"
 PROGRESS = "progress.json"
@@ -57,6 +57,7 @@ class BlockRecord(Strict):
     events: tuple[Event, ...] = ()
     smoothing: tuple[SmoothingRow, ...] = ()
     modules: tuple[ModuleRow, ...] = ()
+    cost: BlockRow | None = None
 
 
 @dataclass
