@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quantizing import make_plan, observed_work, random_tokens
 
 from formats.errors import RecipeError
 from ptq.methods.clip import Clip
 from ptq.methods.specs import ClipSpec, RTNSpec
 from ptq.pipeline import quantize_tokens
 from ptq.recipe import load_recipe
-from tests.ptq.quantizing import make_plan, observed_work, random_tokens
 
 METHODS = (ClipSpec(search_samples=3), RTNSpec())
 DOWN = "model.layers.0.mlp.down_proj"

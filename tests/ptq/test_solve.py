@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from quantizing import add_outliers, edit_model, make_plan, random_tokens
 from safetensors.torch import load_file
 
 from calibrate.observers import ObserverSpec
@@ -15,7 +16,6 @@ from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuan
 from ptq.pipeline import quantize_tokens, solve
 from ptq.recipe import ObserversSpec, StatisticsSpec
 from ptq.solve import main
-from tests.ptq.quantizing import add_outliers, edit_model, make_plan, random_tokens
 
 RTN = (RTNSpec(),)
 PERCENTILE = ObserverSpec(method="percentile", percentile=99.0)
