@@ -22,6 +22,7 @@ from ptq.methods.smoothquant import SmoothQuant
 from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
 from ptq.passes import observe, starved_experts
 from ptq.pipeline import quantize_tokens
+from ptq.report_plots import one_of_experts
 from ptq.resume import ResumableRun
 from tests.experts import FORMS, MOE, rewrite, stack_experts
 
@@ -79,6 +80,21 @@ def test_what_a_run_would_do_is_told_in_few_lines(make_model, tmp_path):
     assert only == "model.layers.0.mlp.experts.3.down_proj  128 x 128"
 
 
+def test_plots_show_the_highest_of_a_blocks_experts():
+    rows = {
+        f"model.layers.{b}.mlp.experts.{e}.up_proj": 10 * b + e % 3
+        for b in (0, 1)
+        for e in range(5)
+    }
+    rows |= {"model.layers.0.mlp.shared_expert.up_proj": 7, "model.layers.0.self_attn.q_proj": 1}
+    assert one_of_experts(rows, float) == {
+        "model.layers.0.mlp.experts.2.up_proj": 2,
+        "model.layers.1.mlp.experts.2.up_proj": 12,
+        "model.layers.0.mlp.shared_expert.up_proj": 7,
+        "model.layers.0.self_attn.q_proj": 1,
+    }
+
+
 def test_patterns_of_ignored_layers_match_experts(make_model, tmp_path):
     model = make_model("mixtral", **MOE["mixtral"])
     plan = make_plan(model, tmp_path / "a", ignore=(r"re:.*experts\.[01]\.",))
@@ -115,6 +131,30 @@ def test_smoothing_changes_neither_function_nor_routing(make_model, tmp_path, fa
         stored = work.folded[f"{work.block.name}.{name}.weight"]
         assert stored.dtype == torch.bfloat16
         assert torch.equal(stored.float(), weight)
+
+
+def test_outliers_of_the_experts_input_are_smoothed_in_the_checkpoint(make_model, tmp_path):
+    """Norm times router is what it was, to the bit, and no channel stands out any more."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("post_attention_layernorm.weight"):
+                tensor[[3, 50]] *= 64
+            if "moe.gate" in name or name.endswith(("w1.weight", "w3.weight")):
+                tensor[:, [3, 50]] /= 64
+
+    model = rewrite(make_model("mixtral", **MOE["mixtral"]), tmp_path / "outliers", change)
+    methods = (SmoothQuantSpec(alphas=(0.8,), search_samples=2), RTNSpec())
+    plan = make_plan(model, tmp_path / "out", "a8w8", methods=methods)
+    result = quantize_tokens(plan, random_tokens(), progress=False)
+    before, after = Checkpoint.open(model), Checkpoint.open(result.checkpoint)
+    for block in ("model.layers.0", "model.layers.1"):
+        names = f"{block}.post_attention_layernorm.weight", f"{block}.block_sparse_moe.gate.weight"
+        (norm, router), (old_norm, old_router) = (
+            [checkpoint.tensor(name).double() for name in names] for checkpoint in (after, before)
+        )
+        assert norm[3] < old_norm[3] / 4
+        assert torch.equal(norm * router, old_norm * old_router)
 
 
 def test_powers_of_two_are_exact_and_the_nearest():
