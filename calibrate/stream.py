@@ -2,7 +2,8 @@
 
 The model is built from transformers' own modelling code on the meta device. One pass with blocks
 that only record tells what the model hands to each of them (positions, masks, windows), so families
-need no code of their own here. Then blocks are loaded, run on every sample and freed in turn.
+need no code of their own here; experts are taken apart (`calibrate.experts`). Then blocks are
+loaded, run on every sample and freed in turn.
 
 Every sample is run alone and without padding. What is observed can therefore not depend on batch
 size, and padding cannot enter it.
@@ -22,9 +23,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from calibrate.experts import Experts, OnRoute, split_experts
 from formats.errors import CheckpointError, RecipeError
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 _ATTENTION = "ptq_observed"
 _CALLBACK = "ptq_on_kv"
 
@@ -105,30 +107,43 @@ class Block:
 
     @torch.no_grad()
     def run(
-        self, sample: int, *, on_input: OnInput | None = None, on_kv: OnKV | None = None
+        self,
+        sample: int,
+        *,
+        on_input: OnInput | None = None,
+        on_kv: OnKV | None = None,
+        on_route: OnRoute | None = None,
     ) -> Tensor:
         """Run one sample through the block as it is now.
 
         Args:
             sample: Index into `inputs`.
-            on_input: Called with each linear layer's full name and its input [tokens, in].
+            on_input: Called with each linear layer's full name and its input [tokens, in]; layers
+                of experts see every token.
             on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
+            on_route: Called with the full name of the experts and how many tokens the router sends
+                to each of them: int64 [experts].
 
         Returns:
             Hidden states [tokens, hidden], on the block's device.
         """
-        with self._hooks(on_input, on_kv):
+        with self._hooks(on_input, on_kv, on_route):
             return self.forward(self.inputs[sample])
 
     def output(
-        self, sample: int, *, on_input: OnInput | None = None, on_kv: OnKV | None = None
+        self,
+        sample: int,
+        *,
+        on_input: OnInput | None = None,
+        on_kv: OnKV | None = None,
+        on_route: OnRoute | None = None,
     ) -> Tensor:
         """`run`, checked and in the host's memory: a sample's hidden states for the next block.
 
         Raises:
             RecipeError: they hold NaN or infinity.
         """
-        out = self.run(sample, on_input=on_input, on_kv=on_kv)
+        out = self.run(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
         if not bool(torch.isfinite(out).all()):
             raise RecipeError(
                 f"{self.name}: its output holds NaN or infinity. Check the model's weights"
@@ -150,7 +165,9 @@ class Block:
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     @contextmanager
-    def _hooks(self, on_input: OnInput | None, on_kv: OnKV | None) -> Iterator[None]:
+    def _hooks(
+        self, on_input: OnInput | None, on_kv: OnKV | None, on_route: OnRoute | None
+    ) -> Iterator[None]:
         attention = self.module.get_submodule("self_attn")
         with ExitStack() as stack:
             if on_input is not None:
@@ -160,6 +177,10 @@ class Block:
                         on_input(name, args[0].flatten(0, -2))
 
                     stack.callback(linear.register_forward_pre_hook(hook).remove)
+            for path, experts in self.module.named_modules():
+                if isinstance(experts, Experts):
+                    name = f"{self.name}.{path}"
+                    stack.enter_context(experts.watched(name, on_input is not None, on_route))
             if on_kv is not None:
                 setattr(attention, _CALLBACK, on_kv)
                 stack.callback(delattr, attention, _CALLBACK)
@@ -205,6 +226,7 @@ class BlockStream:
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation=_ATTENTION
             )
+        split_experts(model, config.model_type)
         self._decoder = model.model.eval()
         self._meta_blocks = list(self._decoder.layers)
         self.blocks = tuple(f"model.layers.{i}" for i in range(len(self._meta_blocks)))

@@ -1,7 +1,8 @@
 """Reading a checkpoint folder: float, or quantized in the compressed-tensors layout.
 
     config.json                    with `quantization_config` where weights are quantized
-    model*.safetensors (+ index)   a layer's weight as `formats.weights` says, X.input_scale [1]
+    model*.safetensors (+ index)   a layer's weight as `formats.weights` says, X.input_scale [1];
+                                   experts as `formats.experts` says
     tokenizer and generation files
     quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
     quant/scale_table.json         every scale and where it came from
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from formats.compressed_tensors import is_ignored, read_scheme
 from formats.errors import CheckpointError
+from formats.experts import TensorFile, is_projection, per_expert
 from formats.files import safe_join, sha256_file
 from formats.safetensors_files import SafetensorsFile, open_weights
 from formats.scale_table import ScaleTable
@@ -62,7 +64,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config, quantization = read_config(path)
-        self._files = open_weights(path)
+        self._files = per_expert(open_weights(path), self.config.get("model_type"))
         self._kv_file = _open_optional(path / KV_SCALES)
         self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
         scheme = read_scheme(quantization) if quantization else Scheme()
@@ -147,7 +149,7 @@ class Checkpoint:
             return self._kv_file.tensor(name).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
 
-    def _file(self, name: str) -> SafetensorsFile:
+    def _file(self, name: str) -> TensorFile:
         if name not in self._files:
             raise CheckpointError(f"{name} is missing from {self.path}")
         return self._files[name]
@@ -191,10 +193,11 @@ class Checkpoint:
     def _check_quantized(self) -> None:
         """Every quantized layer has the tensors of its scheme, and there are no others."""
         quantized = set(self.quantized_modules)
+        weights = (name.rpartition(".") for name in self._files)
         projections = {
-            name.rpartition(".")[0]
-            for name in self._files
-            if name.endswith(("_proj.weight", "_proj.weight_packed"))
+            module
+            for module, _, leaf in weights
+            if leaf in ("weight", "weight_packed") and is_projection(module)
         }
         known = (*LEAVES[1:], "input_scale", "input_zero_point", "weight_g_idx")
         found = {

@@ -52,14 +52,25 @@ class SafetensorsFile:
         that going through a model block by block would take as much as the whole of it.
         """
         (dtype, shape), (start, end) = self.tensors[name], self._spans[name]
+        return self._read(name, start, end, dtype).reshape(shape)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows `start` to `stop` of a tensor, seen as [rows, its last size]; only these."""
+        dtype, shape = self.tensors[name]
+        width = shape[-1] * dtype.itemsize
+        first = self._spans[name][0]
+        part = self._read(name, first + start * width, first + stop * width, dtype)
+        return part.reshape(stop - start, shape[-1])
+
+    def _read(self, name: str, start: int, end: int, dtype: torch.dtype) -> Tensor:
         if start == end:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(0, dtype=dtype)
         data = bytearray(end - start)
         with self.path.open("rb") as file:
             file.seek(start)
             if file.readinto(data) != len(data):
                 raise _damaged(self.path, f"{name} ends early")
-        return torch.frombuffer(data, dtype=dtype).reshape(shape)
+        return torch.frombuffer(data, dtype=dtype)
 
 
 def _read_header(

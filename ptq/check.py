@@ -13,6 +13,7 @@ from pathlib import Path
 from calibrate.data import TokenSet
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
+from formats.experts import EXPERT
 from ptq.plan import Plan, build_plan
 from ptq.preflight import is_taken, read_data
 from ptq.recipe import LoadedRecipe, read_recipe
@@ -85,18 +86,24 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
 
 
 def group_modules(plan: Plan) -> Iterator[str]:
-    """Linear layers with the same fate in one row, whatever their block."""
-    groups: dict[tuple[str, ...], list[int]] = {}
+    """Linear layers with the same fate in one row, whatever their block and their expert."""
+    groups: dict[tuple[str, ...], list[str]] = {}
     for module in plan.modules:
-        name = re.sub(r"\.\d+\.", ".*.", module.name)
-        index = re.search(r"\.(\d+)\.", module.name)
+        name = re.sub(r"\.\d+(?=\.)", ".*", module.name)
         shape = "x".join(map(str, module.shape))
-        row = groups.setdefault((name, shape, module.action, module.reason), [])
-        row += [int(index[1])] if index else []
+        groups.setdefault((name, shape, module.action, module.reason), []).append(module.name)
     width = max(len(name) for name, *_ in groups)
-    for (name, shape, action, reason), indices in groups.items():
-        blocks = f"blocks {_ranges(indices)}" if indices else ""
-        yield f"{name:<{width}}  {shape:>11}  {blocks:<14}  {action:<8}  {reason}".rstrip()
+    for (name, shape, action, reason), names in groups.items():
+        blocks = _indices(r"\.layers\.(\d+)\.", names, "blocks")
+        experts = _indices(EXPERT, names, ", experts")
+        where = f"{blocks}{experts}"
+        yield f"{name:<{width}}  {shape:>11}  {where:<14}  {action:<8}  {reason}".rstrip()
+
+
+def _indices(pattern: str | re.Pattern[str], names: Iterable[str], title: str) -> str:
+    """Which blocks or experts layers belong to; empty for those that belong to none."""
+    found = {int(match[1]) for match in (re.search(pattern, name) for name in names) if match}
+    return f"{title} {_ranges(sorted(found))}" if found else ""
 
 
 def _ranges(numbers: Iterable[int]) -> str:

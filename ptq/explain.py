@@ -6,11 +6,12 @@ ptq explain RECIPE [--set KEY=VALUE]... [--module PATTERN]
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.errors import RequestError
+from formats.experts import EXPERT
 from ptq.check import add_recipe_arguments
 from ptq.inspect import matches
 from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
@@ -34,21 +35,38 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
         raise RequestError(
             f"--module {pattern!r} matches none of {len(known)} modules, such as {known[0]}"
         )
-    for module in plan.modules:
-        if pattern is None or matches(module.name, pattern):
-            yield f"{module.name}  {module.shape[0]} x {module.shape[1]}"
-            for i, step in enumerate(steps(plan, module), 1):
-                yield f"  {i}. {step}"
+    chosen = [m for m in plan.modules if pattern is None or matches(m.name, pattern)]
+    for experts in _alike(chosen):
+        first, several = experts[0], len(experts) > 1
+        name, count = (_starred(first.name), f", {len(experts)} times") if several else ("", "")
+        yield f"{name or first.name}  {first.shape[0]} x {first.shape[1]}{count}"
+        for i, step in enumerate(steps(plan, first), 1):
+            yield f"  {i}. {_starred(step) if several else step}"
     for attention in attentions:
         if plan.recipe.scheme.kv_cache and (pattern is None or matches(attention, pattern)):
             yield f"{attention}  cache"
             yield f"  1. {cache_step(plan)}"
 
 
+def _alike(modules: Iterable[ModulePlan]) -> Iterable[list[ModulePlan]]:
+    """The same layer of all experts of a block that share their fate, and every other one alone."""
+    groups: dict[tuple[object, ...], list[ModulePlan]] = {}
+    for module in modules:
+        key = (_starred(module.name), module.shape, module.action, module.reason)
+        groups.setdefault(key, []).append(module)
+    return groups.values()
+
+
+def _starred(text: str) -> str:
+    return EXPERT.sub(".experts.*", text)
+
+
 def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
     """What happens to a linear layer, in order."""
     if module.action == "float":
         yield f"stays as it is: {module.reason}"
+        for source in dict.fromkeys(g.source for g in plan.smoothing if module.name in g.routers):
+            yield f"but for powers of two in its columns, by which {source} is divided"
         return
     recipe, activations = plan.recipe, plan.recipe.scheme.activations
     for method in recipe.methods:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from calibrate.statistics import Statistics
 from formats.checkpoint import Checkpoint
+from formats.experts import is_projection
 from formats.scheme import Strict
 from kernels.numerics import dequantize
 
@@ -71,7 +72,7 @@ def _weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
     spec, quantized = checkpoint.scheme.weights, set(checkpoint.quantized_modules)
     for name in checkpoint.names():
         module, _, leaf = name.rpartition(".")
-        if not module.endswith("_proj") or leaf not in ("weight", "weight_packed"):
+        if not is_projection(module) or leaf not in ("weight", "weight_packed"):
             continue
         if module in quantized and spec is not None:
             stored = checkpoint.weight(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +10,13 @@ from torch import Tensor
 from calibrate.statistics import Statistics
 from calibrate.stream import Block, to_host
 from formats.checkpoint import Checkpoint
+from ptq.groups import common_inputs
 from ptq.methods.base import BlockWork, Method, quantized_block
 from ptq.methods.moments import Moments
 from ptq.plan import Plan
+from ptq.result import Event
+
+STARVED = 0.01  # of an even share of the tokens; an expert that gets less is told of
 
 
 def block_work(plan: Plan, checkpoint: Checkpoint, block: Block) -> BlockWork:
@@ -23,7 +27,7 @@ def block_work(plan: Plan, checkpoint: Checkpoint, block: Block) -> BlockWork:
         block=block,
         scheme=plan.recipe.scheme,
         targets=tuple(name for name in plan.quantized if name in block.linears),
-        fused={m.name: m.fused_group for m in plan.modules if m.fused_group is not None},
+        common_input=common_inputs(block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         input_observer=plan.recipe.observers.input,
@@ -49,7 +53,8 @@ def observe(
 ) -> list[Tensor]:
     """Run every sample through the block as it is now, for its statistics and for `methods`.
 
-    Layers that are fused at run time read one input: it is observed once for all of them.
+    Layers that read one input share what is seen of it: it is observed once for all of them.
+    Experts that the router hardly ever chose are told of, in the first pass.
 
     Args:
         work: Gets what is seen.
@@ -67,6 +72,7 @@ def observe(
     moments = None
     if wanted - {"none"}:
         moments = Moments(stand_in, work.targets, full="full" in wanted)
+    routed: dict[str, Tensor] = {}
     observed = set(stand_in.values())
 
     def on_input(name: str, x: Tensor) -> None:
@@ -81,11 +87,36 @@ def observe(
         statistics.observe(work.block.attention, "k_cache", k, histogram=histograms)
         statistics.observe(work.block.attention, "v_cache", v, histogram=histograms)
 
+    def on_route(experts: str, counts: Tensor) -> None:
+        routed[experts] = routed[experts] + counts if experts in routed else counts
+
     outputs = [
-        work.block.output(sample, on_input=on_input, on_kv=on_kv)
+        work.block.output(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
         for sample in range(len(work.block.inputs))
     ]
     for name in work.block.linears:
         statistics[name, "input"] = statistics[stand_in[name], "input"]
+    if work.statistics is None:
+        work.events += starved_experts(routed)
     work.statistics, work.moments, work.divisors = statistics, moments, {}
     return outputs
+
+
+def starved_experts(routed: Mapping[str, Tensor]) -> Iterator[Event]:
+    """An event for each expert that got less than a hundredth of an even share of the tokens.
+
+    It is quantized like the others, as all tokens calibrate it; but the data hardly hold what the
+    model uses it for. The bound is relative, so that it does not depend on the number of samples.
+
+    Args:
+        routed: Tokens that the router sent to each expert [experts], by the experts' full name.
+    """
+    for experts, counts in routed.items():
+        share = counts.sum().item() / len(counts)
+        for i, count in enumerate(counts.tolist()):
+            if count < max(1, STARVED * share):
+                message = (
+                    f"the router sent it {count} calibration tokens, an even share is {share:.0f}; "
+                    "it was calibrated with the tokens of all experts. Add data of other kinds"
+                )
+                yield Event(module=f"{experts}.{i}", kind="expert_starved", message=message)

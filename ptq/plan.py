@@ -7,7 +7,8 @@ All that could stop a run later is looked for here, and everything found is said
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import pandas as pd
@@ -16,29 +17,18 @@ from torch import nn
 from calibrate.stream import BlockStream
 from formats.checkpoint import Checkpoint
 from formats.compressed_tensors import is_ignored
+from formats.experts import is_router
 from formats.scheme import Strict
 from ptq import preflight
+from ptq.groups import SmoothingGroup, fused_layers, smoothing_groups
 from ptq.methods.specs import AWQSpec, SmoothingKind, SmoothQuantSpec
 from ptq.problems import Problem, Where, recipe_error
 from ptq.recipe import Recipe
 from ptq.strict_yaml import Key
 
-# Layers that runtimes fuse into one: they read the same input and must share its scale and type.
-FUSED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-# What can be divided by a channel's factor, and the layers that are then multiplied by it.
-SMOOTHED: dict[SmoothingKind, tuple[str, tuple[str, ...]]] = {
-    "attention_input": ("input_layernorm", FUSED["self_attn.qkv_proj"]),
-    "attention_output": ("self_attn.v_proj", ("self_attn.o_proj",)),
-    "mlp_input": ("post_attention_layernorm", FUSED["mlp.gate_up_proj"]),
-    "mlp_output": ("mlp.up_proj", ("mlp.down_proj",)),
-}
-
 
 class ModulePlan(Strict):
-    """What happens to one linear layer.
+    """What happens to one linear layer or router.
 
     Attributes:
         name: Full name.
@@ -53,23 +43,6 @@ class ModulePlan(Strict):
     reason: str
     shape: tuple[int, int]
     fused_group: str | None
-
-
-class SmoothingGroup(Strict):
-    """A source whose output channels can be divided while its consumers are multiplied.
-
-    Attributes:
-        kind: Which of a block's groups it is; see `SmoothQuantSpec`.
-        block: Full name of the decoder block.
-        source: Full name of the norm, or of the linear layer v_proj or up_proj, that is divided
-            (with its bias, where it has one).
-        consumers: Full names of the linear layers that read it.
-    """
-
-    kind: SmoothingKind
-    block: str
-    source: str
-    consumers: tuple[str, ...]
 
 
 class ModelSummary(Strict):
@@ -94,7 +67,7 @@ class Plan(Strict):
 
     Attributes:
         recipe: The resolved recipe.
-        modules: Every linear layer of the model, in its order.
+        modules: Every linear layer and router of the model, in its order.
         smoothing: Groups that the recipe wants smoothed, block by block; none without SmoothQuant.
         blocks: Full names of the decoder blocks, in their order.
         model: The model as it comes.
@@ -138,12 +111,9 @@ def build_plan(
     config = preflight.read_config(checkpoint, where)
     blocks = BlockStream(config, checkpoint.tensor).blocks
     model = preflight.meta_model(config)
-    shapes = {
-        name: (part.out_features, part.in_features)
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear)
-    }
-    modules = tuple(_plan_module(recipe, blocks, name, shape) for name, shape in shapes.items())
+    shapes = dict(_layer_shapes(model))
+    names = _names_by_block(shapes)
+    modules = tuple(_plan_modules(recipe, blocks, shapes, names))
     quantized = {module.name for module in modules if module.action == "quantize"}
     size = preflight.predict_checkpoint(checkpoint, config, recipe.scheme, quantized)
     problems: list[tuple[Key, str]] = [
@@ -160,7 +130,7 @@ def build_plan(
     return Plan(
         recipe=recipe,
         modules=modules,
-        smoothing=tuple(_smoothing_groups(recipe, blocks)),
+        smoothing=tuple(_smoothing_groups(recipe, blocks, names)),
         blocks=blocks,
         model=_summary(checkpoint, len(blocks)),
         prediction=Prediction(
@@ -170,31 +140,54 @@ def build_plan(
     )
 
 
-def _plan_module(
-    recipe: Recipe, blocks: tuple[str, ...], name: str, shape: tuple[int, int]
-) -> ModulePlan:
-    block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+def _layer_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Linear layers and routers of a model, with the shapes of their weights."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) or is_router(name):
+            rows, columns = part.get_parameter("weight").shape
+            yield name, (rows, columns)
+
+
+def _names_by_block(names: Iterable[str]) -> dict[str, list[str]]:
+    """Full names of layers by that of their decoder block; "" for those outside."""
+    grouped: dict[str, list[str]] = {}
+    for name in names:
+        match = re.match(r"model\.layers\.\d+(?=\.)", name)
+        grouped.setdefault(match[0] if match else "", []).append(name)
+    return grouped
+
+
+def _plan_modules(
+    recipe: Recipe,
+    blocks: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, int]],
+    names: Mapping[str, list[str]],
+) -> Iterator[ModulePlan]:
+    inside, fused = set[str](), dict[str, str]()
+    for block in blocks:
+        inside |= set(names[block])
+        fused |= fused_layers(block, names[block])
+    for name, shape in shapes.items():
+        kept = None if name in inside else "outside of the decoder blocks"
+        kept = kept or _kept_reason(recipe, name)
+        parts = (recipe.scheme.weights, recipe.scheme.activations)
+        yield ModulePlan(
+            name=name,
+            action="float" if kept else "quantize",
+            reason=kept or ", ".join(part.text for part in parts if part is not None),
+            shape=shape,
+            fused_group=fused.get(name),
+        )
+
+
+def _kept_reason(recipe: Recipe, name: str) -> str | None:
+    """Why a layer of a decoder block stays in float, if it does."""
+    if recipe.scheme.weights is None:
+        return f"scheme {recipe.scheme.wac} quantizes the cache only"
+    if is_router(name):
+        return "router: it decides how much each expert counts"
     ignored = next((entry for entry in recipe.ignore if is_ignored(name, [entry])), None)
-    scheme, action = recipe.scheme, "float"
-    if block is None:
-        reason = "outside of the decoder blocks"
-    elif scheme.weights is None:
-        reason = f"scheme {scheme.wac} quantizes the cache only"
-    elif ignored is not None:
-        reason = f"ignored by {ignored!r}"
-    else:
-        action = "quantize"
-        parts = (scheme.weights, scheme.activations)
-        reason = ", ".join(part.text for part in parts if part is not None)
-    part = name.removeprefix(f"{block}.")
-    fused = next((fused for fused, parts in FUSED.items() if part in parts), None)
-    return ModulePlan(
-        name=name,
-        action=action,
-        reason=reason,
-        shape=shape,
-        fused_group=f"{block}.{fused}" if block and fused else None,
-    )
+    return None if ignored is None else f"ignored by {ignored!r}"
 
 
 def _check_groups(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[tuple[Key, str]]:
@@ -246,20 +239,15 @@ def _check_divisible(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterato
             )
 
 
-def _smoothing_groups(recipe: Recipe, blocks: tuple[str, ...]) -> Iterator[SmoothingGroup]:
+def _smoothing_groups(
+    recipe: Recipe, blocks: tuple[str, ...], names: Mapping[str, list[str]]
+) -> Iterator[SmoothingGroup]:
     kinds: dict[SmoothingKind, None] = {}
     for method in recipe.methods:
         if isinstance(method, SmoothQuantSpec | AWQSpec):
             kinds |= dict.fromkeys(method.targets)
     for block in blocks:
-        for kind in kinds:
-            source, consumers = SMOOTHED[kind]
-            yield SmoothingGroup(
-                kind=kind,
-                block=block,
-                source=f"{block}.{source}",
-                consumers=tuple(f"{block}.{consumer}" for consumer in consumers),
-            )
+        yield from smoothing_groups(block, names[block], tuple(kinds))
 
 
 def _summary(checkpoint: Checkpoint, blocks: int) -> ModelSummary:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from calibrate.data import TokenSet, load_tokens
+from calibrate.experts import split_experts
 from calibrate.stream import SUPPORTED
 from formats.checkpoint import Checkpoint
 from formats.compressed_tensors import is_ignored
@@ -61,9 +62,11 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
 
 
 def meta_model(config: PretrainedConfig) -> nn.Module:
-    """The model with shapes only."""
+    """The model with shapes only, its layers named as on disk."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    split_experts(model, config.model_type)
+    return model
 
 
 def check_tensors(

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from formats.experts import EXPERT
 from ptq.outliers import distinct_inputs
 from ptq.report_data import ReportData
 
@@ -44,6 +45,9 @@ READERS = {  # layers that read an input, by the first of them or by what smooth
     "post_attention_layernorm": ("gate, up", "C2"),
     "down_proj": ("down", "C3"),
     "up_proj": ("down", "C3"),
+    "w1": ("gate, up", "C2"),
+    "w2": ("down", "C3"),
+    "w3": ("down", "C3"),
 }
 WIDTH = 9.0  # inches
 ANNOTATED_COLUMNS = 12  # heat maps up to this wide have their values written in
@@ -147,8 +151,11 @@ def _divergence(data: ReportData) -> Figure:
 
 
 def _layers(data: ReportData) -> Figure:
-    """Heat maps of the layers' output SQNR: as stored, and by plain round-to-nearest."""
-    rows = data.quantization.modules
+    """Heat maps of output SQNR, of a block's experts the worst: as stored, and plainly rounded."""
+    rows = one_of_experts(
+        {row.module: row for row in data.quantization.modules},
+        lambda row: -np.inf if row.output_sqnr_db is None else -row.output_sqnr_db,
+    ).values()
     kinds, blocks = _grid([row.module for row in rows])
     tables = (
         ("Output SQNR as stored (dB)", {row.module: row.output_sqnr_db for row in rows}),
@@ -170,6 +177,16 @@ def _layers(data: ReportData) -> Figure:
     return figure
 
 
+def one_of_experts(rows: Mapping[str, Any], height: Callable[[Any], float]) -> dict[str, Any]:
+    """Rows by full name, of the same layer of a block's experts only the highest."""
+    highest: dict[str, str] = {}
+    for name, row in rows.items():
+        kept = highest.setdefault(EXPERT.sub(".experts", name), name)
+        if height(row) > height(rows[kept]):
+            highest[EXPERT.sub(".experts", name)] = name
+    return {name: rows[name] for name in highest.values()}
+
+
 def _grid(names: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
     """Kinds of layers, and for each block the full name of each kind."""
     kinds: dict[str, None] = {}
@@ -177,6 +194,7 @@ def _grid(names: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
     for name in names:
         found = re.search(r"\.(\d+)\.(.+)$", name)
         block, kind = (found[1], found[2].rpartition(".")[2]) if found else ("", name)
+        kind = f"shared {kind}" if "shared_expert" in name else kind
         kinds[kind] = None
         blocks.setdefault(block, {})[kind] = name
     return list(kinds), blocks
@@ -212,6 +230,7 @@ def _heat_map(
 def _activations(data: ReportData) -> Figure:
     """Channels of the layers' inputs, and what smoothing divided them by, block by block."""
     inputs = {row.module: row for row in distinct_inputs(data.outliers)}
+    inputs = one_of_experts(inputs, lambda row: row.absmax)
     smoothing = {row.source: row for row in data.quantization.smoothing}
     panels = (["inputs"] if inputs else []) + (["factors", "alpha"] if smoothing else [])
     figure, axes = _figure(3.0, len(panels))

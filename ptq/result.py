@@ -35,12 +35,18 @@ class Event(Strict):
     Kinds: `smoothing_skipped` (a group could not be folded), `fallback` (a method did worse than
     doing nothing and was not applied), `worse_than_baseline` (a module's output is noisier than
     with round-to-nearest alone), `clipping` (an observer cut off many values), `damping_raised` (a
-    Hessian needed more damping than asked for).
+    Hessian needed more damping than asked for), `expert_starved` (a router hardly ever chose an
+    expert for the calibration tokens).
     """
 
     module: str
     kind: Literal[
-        "smoothing_skipped", "fallback", "worse_than_baseline", "clipping", "damping_raised"
+        "smoothing_skipped",
+        "fallback",
+        "worse_than_baseline",
+        "clipping",
+        "damping_raised",
+        "expert_starved",
     ]
     message: str
 

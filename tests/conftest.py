@@ -103,6 +103,7 @@ def tiny_llama(make_model) -> Path:
 def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -> Path:
     """Quantize a model directory by plain rounding with made-up activation and cache scales."""
     from formats.checkpoint import Checkpoint
+    from formats.experts import is_projection
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
     from formats.weights import storage_format
@@ -138,7 +139,7 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     with CheckpointWriter(out, **(options | writer)) as file:
         for name in model.names():
             module = name.removesuffix(".weight")
-            if scheme.weights is None or not module.endswith("_proj"):
+            if scheme.weights is None or not is_projection(module):
                 if not (name.endswith("_proj.bias") and scheme.weights is not None):
                     file.add(name, model.tensor(name))
                 continue

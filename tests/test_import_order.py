@@ -16,6 +16,7 @@ ALLOWED = {
 }
 CALIBRATE_MAY_USE = {
     "formats.errors",
+    "formats.experts",
     "formats.files",
     "formats.namespace",
     "formats.scheme",

@@ -1,8 +1,9 @@
 """The Llama-like decoder: Llama, Mistral (sliding window), Qwen2 (biases), Qwen3 (q and k norms).
 
 Touvron et al. 2023 (arXiv 2302.13971): RMSNorm before attention and before the feed-forward layer,
-rotary embedding, SwiGLU; grouped-query attention (Ainslie et al. 2023). The layers a checkpoint has
-decide what a block has: biases and q/k norms are there if their tensors are.
+rotary embedding, SwiGLU or a mixture of them (Mixtral, Qwen2-MoE, Qwen3-MoE); grouped-query
+attention (Ainslie et al. 2023). The layers a checkpoint has decide what a block has: biases, q/k
+norms, and routers of experts are there if their tensors are.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
+from formats.experts import EXPERT_NAMES
 from inference.kv_cache import KVPool
 from inference.layers import FloatLinear, Linear, load_linear
 from inference.models import SUPPORTED_MODEL_TYPES
+from inference.models.feed_forward import FeedForward, Routing, load_feed_forward
 from kernels.ops import (
     apply_rope,
     pack_float_weight,
     paged_attention,
     rms_norm,
-    silu_mul,
     write_kv,
 )
 
@@ -40,6 +42,7 @@ class ModelConfig:
         windows: Sliding window of each layer, None for full attention.
         inverse_frequency: RoPE's, fp32 [head_dim / 2].
         rope_scaling: Factor of cos and sin (YaRN's), usually 1.
+        routing: How experts are chosen; None for dense families.
     """
 
     model_type: str
@@ -54,6 +57,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     inverse_frequency: Tensor
     rope_scaling: float
+    routing: Routing | None
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -92,6 +96,7 @@ class ModelConfig:
             windows=_windows(config),
             inverse_frequency=rotary.inv_freq.float(),
             rope_scaling=float(rotary.attention_scaling),
+            routing=_routing(config),
         )
 
 
@@ -102,6 +107,17 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     if kinds is None:  # Mistral: all or none
         return (window,) * count
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _routing(config: PretrainedConfig) -> Routing | None:
+    if config.model_type not in EXPERT_NAMES:
+        return None
+    mixtral = config.model_type == "mixtral"  # always normalizes, and has no setting for it
+    return Routing(
+        experts=config.num_local_experts if mixtral else config.num_experts,
+        chosen=config.num_experts_per_tok,
+        normalized=mixtral or config.norm_topk_prob,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """Weights of one decoder block; q/k/v and gate/up are merged."""
+    """Weights of one decoder block; q/k/v are merged."""
 
     input_norm: Tensor
     qkv: Linear
@@ -137,8 +153,7 @@ class Layer:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    feed_forward: FeedForward
 
 
 class LlamaModel:
@@ -174,10 +189,8 @@ class LlamaModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        linears = [
-            x for layer in self._layers for x in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ]
-        return self._embedding.nbytes + sum(linear.nbytes for linear in linears)
+        parts = [x for layer in self._layers for x in (layer.qkv, layer.o, layer.feed_forward)]
+        return self._embedding.nbytes + sum(part.nbytes for part in parts)
 
     @torch.no_grad()
     def forward(self, batch: Batch, pools: Sequence[KVPool]) -> Tensor:
@@ -192,8 +205,7 @@ class LlamaModel:
             normed = rms_norm(x, layer.input_norm, self.config.eps)
             x = x + layer.o(self._attend(layer, normed, cos, sin, batch, pool, window))
             normed = rms_norm(x, layer.post_norm, self.config.eps)
-            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            x = x + layer.down(silu_mul(gate, up))
+            x = x + layer.feed_forward(normed)
         x = rms_norm(x[batch.rows], self._norm, self.config.eps)
         return self._head(x).float()
 
@@ -247,6 +259,7 @@ class LlamaModel:
             k_norm=norm("k_norm"),
             o=linear("self_attn.o_proj"),
             post_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
-            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-            down=linear("mlp.down_proj"),
+            feed_forward=load_feed_forward(
+                self._checkpoint, name, self.config.routing, self._device, self._dtype
+            ),
         )

@@ -64,7 +64,7 @@ class BlockWork:
         block: The block with its float weights as they are now, and its inputs.
         scheme: What is to be quantized, and how.
         targets: Full names of this block's linear layers that are to be quantized.
-        fused: Layers that become one at run time and share their input, by full name: its name.
+        common_input: Layers that read one input, by full name: the norm that it comes from.
         groups: Smoothing groups of this block.
         head_dim: Elements of one attention head.
         input_observer: How the clipping range of a static input is found.
@@ -83,7 +83,7 @@ class BlockWork:
     block: Block
     scheme: Scheme
     targets: tuple[str, ...]
-    fused: Mapping[str, str]
+    common_input: Mapping[str, str]
     groups: tuple[SmoothingGroup, ...]
     head_dim: int
     input_observer: ObserverSpec
@@ -147,11 +147,11 @@ class BlockWork:
 
     @property
     def observed_for(self) -> dict[str, str]:
-        """Each linear layer's stand-in for what its input shows: the first of its fused group."""
+        """Each linear layer's stand-in for what its input shows: the first that reads the same."""
         first: dict[str, str] = {}
         for name in self.block.linears:
-            first.setdefault(self.fused.get(name, name), name)
-        return {name: first[self.fused.get(name, name)] for name in self.block.linears}
+            first.setdefault(self.common_input.get(name, name), name)
+        return {name: first[self.common_input.get(name, name)] for name in self.block.linears}
 
     def scale_dtype(self, name: str) -> torch.dtype:
         """Type in which a layer's weight scales are stored: the model's where weights are packed.

@@ -9,7 +9,8 @@ H = E[x x^T] + lambda I. With U the upper Cholesky factor of H^-1 (Step 3), colu
 Columns go in blocks; the columns beyond a block are updated once, when it is done (Step 2). With
 `act_order` columns go by falling diagonal of H; scales and zero points are chosen before, for
 groups of neighbouring columns as they stand in the checkpoint ("static groups"), so that nothing of
-the order remains on disk. Layers that share an input share H and are solved as one.
+the order remains on disk. Layers that share an input share H and its factor; those of one module,
+such as q, k and v, are solved as one.
 
 lambda is `damp` times the mean of H's diagonal. If H does not factor, lambda is raised tenfold
 until it does; if it never does, or if a layer's error tr(E H E^T) comes out larger than that of
@@ -129,18 +130,25 @@ class GPTQ(Method):
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers, those of one input together."""
-        together: dict[str, list[str]] = {}
+        stand_in, together = work.observed_for, dict[str, dict[str, list[str]]]()
         for name in work.targets:
-            together.setdefault(work.observed_for[name], []).append(name)
-        self.solved = dict(part for names in together.values() for part in self._solve(work, names))
+            modules = together.setdefault(stand_in[name], {})
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+        self.solved = {}
+        for modules in together.values():  # experts share one input; their factor is found once
+            factor = self._factor(work, next(iter(modules.values()))[0])
+            for names in modules.values():
+                self.solved |= dict(self._solve(work, names, factor))
 
     def commit(self, work: BlockWork) -> None:
         """Hand the solved layers over, in the model's order."""
         work.quantized.update({name: self.solved[name] for name in work.targets})
         self.solved = {}
 
-    def _solve(self, work: BlockWork, names: list[str]) -> Iterator[tuple[str, QuantizedLinear]]:
-        """Layers that read one input, their output channels stacked."""
+    def _solve(
+        self, work: BlockWork, names: list[str], factor: tuple[Tensor, Tensor] | None
+    ) -> Iterator[tuple[str, QuantizedLinear]]:
+        """Layers that read one input, their output channels stacked; rounded without a factor."""
         hessian, spec = work.second_moments(names[0]), work.weight_spec
         weights = [work.block.linears[name].weight for name in names]
         params = [
@@ -151,7 +159,7 @@ class GPTQ(Method):
             quantize(w, scale, TYPES[spec.dtype], zeros, spec.block)
             for w, (scale, zeros) in zip(weights, params, strict=True)
         ]
-        solved = self._gptq(work, names, weights, params, hessian) or rounded
+        solved = rounded if factor is None else self._gptq(work, weights, params, *factor)
         for name, w, (scale, zeros), q, plain in zip(
             names, weights, params, solved, rounded, strict=True
         ):
@@ -166,15 +174,12 @@ class GPTQ(Method):
             stored = StoredWeight(q, scale, zeros)
             yield name, QuantizedLinear(stored, spec, work.input_scale(name), self.spec.scale)
 
-    def _gptq(
-        self,
-        work: BlockWork,
-        names: list[str],
-        weights: list[Tensor],
-        params: list[tuple[Tensor, Tensor | None]],
-        hessian: Tensor,
-    ) -> list[Tensor] | None:
-        """The integers of each layer, or None where the Hessian cannot be used."""
+    def _factor(self, work: BlockWork, name: str) -> tuple[Tensor, Tensor] | None:
+        """U of the Hessian of a layer's input, its rows and columns in an order, and that order.
+
+        None where it cannot be factored.
+        """
+        hessian = work.second_moments(name)
         dead = hessian.diagonal() == 0
         hessian = hessian + torch.diag(dead.float())  # an input that is always zero decides nothing
         order = torch.arange(len(hessian), device=hessian.device)
@@ -183,12 +188,23 @@ class GPTQ(Method):
         found = inverse_factor(hessian[order][:, order], self.spec.damp)
         if found is None:
             message = f"its Hessian cannot be factored with damping up to {MOST_DAMP}; rounded"
-            work.events.append(Event(module=names[0], kind="fallback", message=message))
+            work.events.append(Event(module=name, kind="fallback", message=message))
             return None
         factor, damp = found
         if damp != self.spec.damp:
             message = f"damping raised from {self.spec.damp:g} to {damp:g} to factor the Hessian"
-            work.events.append(Event(module=names[0], kind="damping_raised", message=message))
+            work.events.append(Event(module=name, kind="damping_raised", message=message))
+        return factor, order
+
+    def _gptq(
+        self,
+        work: BlockWork,
+        weights: list[Tensor],
+        params: list[tuple[Tensor, Tensor | None]],
+        factor: Tensor,
+        order: Tensor,
+    ) -> list[Tensor]:
+        """The integers of each layer."""
         spec = work.weight_spec
         joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row
         if not joined:

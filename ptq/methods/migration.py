@@ -17,6 +17,12 @@ of v and up are quantized per output channel, so their scales absorb any factor.
 Which factors are best is told by the squared error of the block's output with the inputs and
 weights of the group's consumers fake-quantized (and V, where the cache is quantized and v is the
 source) and all else in float. Where no candidate beats leaving the group alone, it is left alone.
+
+In a mixture of experts, norm -> gate, up goes to all experts of a block, and to its routers. These
+stay in float and are stored in the checkpoint's type, so here factors are powers of two: they
+multiply a router's weight without rounding, and each token goes where it went, bit for bit. The
+groups up -> down of a block's experts get one strength together, each with factors of its own: a
+search for every expert would run the block hundreds of times.
 """
 
 from __future__ import annotations
@@ -88,6 +94,7 @@ class SmoothedGroup:
         self.work, self.group = work, group
         self.source = work.module(group.source)
         self.consumers = [work.block.linears[name] for name in group.consumers]
+        self.routers = {name: work.module(name) for name in group.routers}
         channels = self.source.get_parameter("weight").shape[0]
         self.channel = source_channel(channels, self.consumers[0].in_features, work.head_dim)
         self.x_absmax = self._by_channel(
@@ -117,22 +124,28 @@ class SmoothedGroup:
         """Wanted factors [channels] fp64 (None: all 1), as they can be stored without loss."""
         if scale is None:
             return Folding(torch.ones_like(self.x_absmax), None)
+        if self.routers:
+            scale = self._exact_for_routers(power_of_two(scale))
         if self.vector_name is None:
             return Folding(scale, None)
         vector = self.source.get_parameter(self.vector_name.rpartition(".")[2]).cpu()
         folded, effective = fold_vector(vector, scale, self.work.dtype_of(self.vector_name))
         return Folding(effective, folded)
 
-    def error(self, folding: Folding, reference: Sequence[Tensor]) -> float:
-        """Squared error of the block's outputs on the first samples, this group as `folding` says.
+    def _exact_for_routers(self, scale: Tensor) -> Tensor:
+        """The factors, 1 for channels in which a router's weight could not be stored without loss.
 
-        Summed exactly over samples, so that their order does not matter.
+        Only numbers at the ends of the range of fp16 make such channels.
         """
-        with self._simulated(folding):
-            return math.fsum(
-                (self.work.block.run(sample).double() - y.double()).square().sum().item()
-                for sample, y in enumerate(reference)
-            )
+        for name, router in self.routers.items():
+            moved = router.get_parameter("weight").cpu().double() * scale
+            stored = moved.to(self.work.dtype_of(f"{name}.weight")).double()
+            scale = torch.where((stored == moved).all(dim=0), scale, 1.0)
+        return scale
+
+    def error(self, folding: Folding, reference: Sequence[Tensor]) -> float:
+        """`trial_error` of this group alone."""
+        return trial_error([(self, folding)], reference)
 
     def commit(self, folding: Folding) -> None:
         """Divide the source and multiply the consumers, in the block's float weights."""
@@ -146,17 +159,22 @@ class SmoothedGroup:
         for name, linear in zip(self.group.consumers, self.consumers, strict=True):
             set_parameter(linear, "weight", self._smoothed_weight(linear, folding))
             self.work.divide(name, "input", folding.scale[self.channel])
+        for name, router in self.routers.items():
+            moved = self._smoothed_weight(router, folding)
+            set_parameter(router, "weight", moved)
+            stored = f"{name}.weight"
+            self.work.folded[stored] = moved.to(self.work.dtype_of(stored)).cpu()
         if self.group.kind == "attention_output":
             heads = folding.scale.view(-1, self.work.head_dim)
             self.work.divide(self.work.block.attention, "v_cache", heads)
 
-    def _smoothed_weight(self, linear: nn.Linear, folding: Folding) -> Tensor:
+    def _smoothed_weight(self, linear: nn.Module, folding: Folding) -> Tensor:
         """A consumer's weight with its columns multiplied: fp32 [out, in]."""
-        factors = folding.scale[self.channel].to(linear.weight.device)
-        return (linear.weight.double() * factors).float()
+        weight = linear.get_parameter("weight")
+        return (weight.double() * folding.scale[self.channel].to(weight.device)).float()
 
     @contextmanager
-    def _simulated(self, folding: Folding) -> Iterator[None]:
+    def simulated(self, folding: Folding) -> Iterator[None]:
         """Let the consumers compute as they will once they are smoothed and quantized."""
         work, activations = self.work, self.work.scheme.activations
         divisor = folding.scale[self.channel].float().to(work.block.device)  # [in]
@@ -200,6 +218,29 @@ class SmoothedGroup:
             yield
         finally:
             handle.remove()
+
+
+def trial_error(
+    trial: Sequence[tuple[SmoothedGroup, Folding]], reference: Sequence[Tensor]
+) -> float:
+    """Squared error of the block's outputs on the first samples, groups as their foldings say.
+
+    Summed exactly over samples, so that their order does not matter.
+    """
+    with ExitStack() as stack:
+        for group, folding in trial:
+            stack.enter_context(group.simulated(folding))
+        return math.fsum(
+            (trial[0][0].work.block.run(sample).double() - y.double()).square().sum().item()
+            for sample, y in enumerate(reference)
+        )
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """The powers of two nearest to positive numbers, by their ratio; exact."""
+    mantissa, _ = torch.frexp(scale)  # in [1/2, 1)
+    above = scale / mantissa
+    return torch.where(mantissa < math.sqrt(0.5), above / 2, above)
 
 
 def source_channel(source_channels: int, inputs: int, head_dim: int) -> Tensor:
@@ -246,7 +287,8 @@ class Migration(Method):
             if not kept:
                 self.groups.append(group)
             elif len(kept) < len(members):
-                message = f"not smoothed: {', '.join(kept)} is kept in float"
+                more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+                message = f"not smoothed: {', '.join(kept[:3])}{more} is kept in float"
                 work.events.append(
                     Event(module=group.source, kind="smoothing_skipped", message=message)
                 )
@@ -256,53 +298,54 @@ class Migration(Method):
         self.solved = []
         reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
         power = math.fsum(y.double().square().sum().item() for y in reference)
+        tied: dict[str, list[SmoothedGroup]] = {}
         for group in self.groups:
-            self.solved.append(self._solve_group(SmoothedGroup(work, group), reference, power))
+            tied.setdefault(group.tied or group.source, []).append(SmoothedGroup(work, group))
+        for name, groups in tied.items():
+            self.solved += self._solve_groups(name, groups, reference, power)
 
-    def _solve_group(
-        self, group: SmoothedGroup, reference: list[Tensor], power: float
-    ) -> tuple[SmoothedGroup, Folding]:
-        """Try no factors and every candidate; keep the best, the earlier one of equals."""
-        candidates = self.candidates(group)
-        work, source = group.work, group.group.source
-        if not reference:  # nothing to try them on: the one that was asked for is taken
-            ((alpha, factors),) = candidates.items()
-            chosen = group.fold(factors)
-            work.smoothing.append(_row(group, alpha, chosen, None, ()))
-            return group, chosen
-        foldings: dict[float | None, Folding] = {None: group.fold(None)}
-        foldings |= {alpha: group.fold(s) for alpha, s in candidates.items()}
-        errors = {alpha: group.error(folding, reference) for alpha, folding in foldings.items()}
-        best = min(errors, key=lambda alpha: errors[alpha])
-        chosen = foldings[best]
+    def _solve_groups(
+        self, name: str, groups: list[SmoothedGroup], reference: list[Tensor], power: float
+    ) -> list[tuple[SmoothedGroup, Folding]]:
+        """Try no factors and every candidate; keep the best, the earlier one of equals.
+
+        Args:
+            name: The source, or what stands for those of groups that get one strength.
+            groups: One, or those that get one strength.
+            reference: The float block's output for each sample.
+            power: Sum of its squares.
+        """
+        trials: dict[float | None, list[tuple[SmoothedGroup, Folding]]]
+        trials = {None: [(group, group.fold(None)) for group in groups]} if reference else {}
+        for group in groups:
+            for alpha, scale in self.candidates(group).items():
+                trials.setdefault(alpha, []).append((group, group.fold(scale)))
+        errors = {}
+        if reference:  # else there is nothing to try them on: the one asked for is taken
+            errors = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
+        best = min(trials, key=lambda alpha: errors.get(alpha, 0.0))
+        work, chosen = groups[0].work, trials[best]
         if best is None:
-            alphas = ", ".join(f"{alpha:g}" for alpha in foldings if alpha is not None)
-            message = f"not smoothed: the block's output is no better with alpha {alphas}"
-            work.events.append(Event(module=source, kind="fallback", message=message))
-        tried = tuple(Candidate(alpha=alpha, error=e / power) for alpha, e in errors.items())
-        work.smoothing.append(_row(group, best, chosen, errors[best] / power, tried))
-        return group, chosen
+            tried = ", ".join(f"{alpha:g}" for alpha in trials if alpha is not None)
+            message = f"not smoothed: the block's output is no better with alpha {tried}"
+            work.events.append(Event(module=name, kind="fallback", message=message))
+        work.smoothing.append(
+            SmoothingRow(
+                source=name,
+                consumers=tuple(dict.fromkeys(c for g in groups for c in g.group.consumers)),
+                alpha=best,
+                error=errors[best] / power if errors else None,
+                scale_min=min(folding.scale.min().item() for _, folding in chosen),
+                scale_max=max(folding.scale.max().item() for _, folding in chosen),
+                candidates=tuple(
+                    Candidate(alpha=alpha, error=error / power) for alpha, error in errors.items()
+                ),
+            )
+        )
+        return chosen
 
     def commit(self, work: BlockWork) -> None:
         """Fold the chosen factors into the block's float weights."""
         for group, folding in self.solved:
             group.commit(folding)
         self.groups, self.solved = [], []
-
-
-def _row(
-    group: SmoothedGroup,
-    alpha: float | None,
-    chosen: Folding,
-    error: float | None,
-    candidates: tuple[Candidate, ...],
-) -> SmoothingRow:
-    return SmoothingRow(
-        source=group.group.source,
-        consumers=group.group.consumers,
-        alpha=alpha,
-        error=error,
-        scale_min=chosen.scale.min().item(),
-        scale_max=chosen.scale.max().item(),
-        candidates=candidates,
-    )

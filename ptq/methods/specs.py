@@ -39,7 +39,8 @@ class SmoothQuantSpec(Strict):
 
     The targets are the layers whose input is smoothed: `attention_input` q, k and v (through the
     norm before them), `attention_output` o (through v), `mlp_input` gate and up (through the norm
-    before them), `mlp_output` down (through up).
+    before them), `mlp_output` down (through up). Of a mixture of experts, `mlp_input` takes powers
+    of two, which leave the routing as it is, and all experts of a block get one alpha.
     """
 
     name: Literal["smoothquant"] = "smoothquant"

@@ -115,7 +115,7 @@ def test_layers_of_one_input_are_solved_as_each_alone(tiny_llama, tmp_path):
     together = dict(method.solved)
     name = "model.layers.0.self_attn.k_proj"
     assert set(together) == set(work.targets)
-    [(_, alone)] = list(method._solve(work, [name]))
+    [(_, alone)] = list(method._solve(work, [name], method._factor(work, name)))
     assert torch.equal(together[name].weight.q, alone.weight.q)
     method.commit(work)
     assert list(work.quantized) == list(work.targets)
@@ -152,7 +152,7 @@ def test_dead_inputs_and_a_fallback_are_handled(tiny_llama, tmp_path):
     assert torch.isfinite(method.solved["model.layers.0.mlp.down_proj"].dequantized()).all()
     name = "model.layers.0.self_attn.o_proj"
     work.moments._sums[name] = -torch.eye(128)
-    [(_, layer)] = list(method._solve(work, [name]))
+    [(_, layer)] = list(method._solve(work, [name], method._factor(work, name)))
     weight = work.block.linears[name].weight
     assert torch.equal(layer.weight.q, quantize(weight, layer.weight.scale, TYPES["int4"]))
     assert [event.kind for event in work.events if event.module == name] == ["fallback"]
