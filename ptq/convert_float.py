@@ -22,7 +22,8 @@ from formats.scheme import Scheme
 from formats.writer import CheckpointWriter
 from kernels.numerics import dequantize
 from ptq.conversion import Conversion, named, parts
-from ptq.convert_import import open_layout, surplus_biases
+from ptq.convert_import import open_layout
+from ptq.convert_surplus import surplus_tensors
 
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 write it
@@ -44,7 +45,7 @@ def to_float(
     """
     scheme, modules, read = _open(source)
     key, dtype = _type(source.config, dtype)
-    surplus, rounding = surplus_biases(source, modules), 0.0
+    surplus, rounding = surplus_tensors(source, modules), 0.0
     with CheckpointWriter(
         out,
         config=source.config | {key: dtype},

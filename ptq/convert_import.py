@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig
 
 from formats.awq import awq_layout, read_awq_config
 from formats.bitsandbytes import read_bitsandbytes_config
@@ -34,7 +32,7 @@ from ptq.conversion import (
     unquantized,
     zero_points,
 )
-from ptq.preflight import meta_model
+from ptq.convert_surplus import surplus_tensors
 
 
 def import_folder(
@@ -47,7 +45,7 @@ def import_folder(
     """
     scheme, layout, modules = open_layout(source)
     assert layout.unpack is not None
-    surplus = surplus_biases(source, modules)
+    surplus = surplus_tensors(source, modules)
     rows: list[ScaleEntry] = []
     with CheckpointWriter(
         out,
@@ -122,29 +120,6 @@ def _read_layout(source: ForeignFolder) -> tuple[Scheme, Layout]:
         f"config.json: quantization_config has quant_method {method!r}; allowed: 'gptq', 'awq', "
         "'fp8', 'bitsandbytes'. Quantize the original model with one of the shipped recipes"
     )
-
-
-def surplus_biases(source: ForeignFolder, modules: Sequence[str]) -> frozenset[str]:
-    """Biases of nothing but zeros, of layers that have none in the model's architecture.
-
-    AutoGPTQ and neural-compressor write one for every layer.
-
-    Raises:
-        CheckpointError: there may be some, but transformers does not know the architecture.
-    """
-    biases = [name for module in modules if (name := f"{module}.bias") in source.names()]
-    zero = [name for name in biases if not bool(source.tensor(name).any())]
-    if not zero:
-        return frozenset()
-    try:
-        config = AutoConfig.for_model(**source.config)
-        own = meta_model(config).state_dict()
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(
-            f"config.json: transformers makes no model of it ({' '.join(str(error).split())}), "
-            f"which must tell whether {zero[0]} belongs there. Correct config.json"
-        ) from error
-    return frozenset(zero) - own.keys()
 
 
 def _weights(scheme: Scheme) -> WeightSpec:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError, RequestError
@@ -89,6 +89,17 @@ def test_zero_biases_that_the_model_has_are_kept(make_model, tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="transformers makes no model of it .*bias belongs"):
         convert(source, tmp_path / "other", "compressed_tensors")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_is_not_kept_twice(same, tiny_llama, tmp_path):
+    source = make_folder(tiny_llama, tmp_path / "source", inc_layer, INC_CONFIG)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * (1 if same else 2)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for target in ("compressed_tensors", "float"):
+        convert(source, tmp_path / target, target)
+        assert ("lm_head.weight" in Checkpoint.open(tmp_path / target)) != same
 
 
 @pytest.fixture(scope="module")
