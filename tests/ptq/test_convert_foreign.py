@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,21 @@ def test_tables_over_int8_weights_keep_the_integers(exported, make_quantized, ti
     for module in source.quantized_modules:
         assert torch.equal(found.weight(module).q, source.weight(module).q)
         assert torch.equal(found.weight(module).scale, source.weight(module).scale)
+
+
+def test_searched_scales_come_back_bit_for_bit(make_quantized, tiny_llama, tmp_path):
+    """Scales that are no quotient of a largest magnitude, as a search of the range gives."""
+    source = shutil.copytree(make_quantized(tiny_llama, "a8w8"), tmp_path / "source")
+    shutil.rmtree(source / "quant")
+    tensors, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] *= 0.8 + 0.2 * torch.rand(tensors[name].shape, generator=generator)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "tables", "paddle")
+    convert(source, tmp_path / "out", "compressed_tensors", tables=tmp_path / "tables")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 def test_the_scale_table_tells_what_the_tables_cost(exported, tiny_llama, tmp_path, capsys):
