@@ -1,13 +1,15 @@
 """What the foreign layouts share: their description, strict reading, and folders.
 
 A layout is a pair of pure functions between a `StoredWeight` and tensors; `formats.gptq`,
-`formats.awq` and `formats.fp8_block` each make one from its settings.
+`formats.awq`, `formats.fp8_block`, `formats.bitsandbytes` and `formats.neural_compressor` each make
+one from its settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +33,20 @@ class Layout:
         name: For messages.
         leaves: Last parts of the names of a layer's tensors, all of them needed.
         marker: The leaf that tells a quantized layer from another.
-        pack: The tensors of a weight by their leaf.
-        unpack: Its inverse; CheckpointError where the tensors cannot be expressed as one.
+        pack: The tensors of a weight by their leaf; None where the layout is only read.
+        unpack: Its inverse; CheckpointError where the tensors cannot be expressed as one. None
+            where the layout's values lie on no integer grid.
         zero_word: Every word of `qzeros` where the weight is symmetric; None without zero points.
+        values: The weight in fp32 [N, K], where tensors may hold more than `unpack` expresses.
     """
 
     name: str
     leaves: tuple[str, ...]
     marker: str
-    pack: Callable[[StoredWeight], dict[str, Tensor]]
-    unpack: Callable[[Mapping[str, Tensor]], StoredWeight]
+    pack: Callable[[StoredWeight], dict[str, Tensor]] | None = None
+    unpack: Callable[[Mapping[str, Tensor]], StoredWeight] | None = None
     zero_word: int | None = None
+    values: Callable[[Mapping[str, Tensor]], Tensor] | None = None
 
 
 def require_key(config: Mapping[str, Any], key: str, allowed: Iterable[Any], advice: str) -> Any:
@@ -142,6 +147,12 @@ def used_groups(weight: StoredWeight) -> Tensor:
     return (groups != zeros).any(dim=-1)
 
 
+def owner(name: str, modules: Collection[str]) -> str | None:
+    """The one of some layers that a tensor belongs to: its name begins with the layer's."""
+    prefixes = accumulate(name.split("."), "{}.{}".format)
+    return next((prefix for prefix in prefixes if prefix in modules), None)
+
+
 class ForeignFolder:
     """A checkpoint folder whose weights are quantized in another layout than compressed-tensors.
 
@@ -178,12 +189,12 @@ class ForeignFolder:
         end = f".{layout.marker}"
         modules = tuple(name.removesuffix(end) for name in self.names() if name.endswith(end))
         wanted = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
-        taken, own = set(modules), set(layout.leaves) - {"weight"}
-        split = {name: name.rpartition(".") for name in self._files}
+        taken, own = set(modules), tuple(f".{leaf}" for leaf in layout.leaves if leaf != "weight")
+        owners = {name: owner(name, taken) for name in self._files}
         found = {
             name
-            for name, (module, _, leaf) in split.items()
-            if leaf in own or (module in taken and leaf != "bias")
+            for name, module in owners.items()
+            if name.endswith(own) or (module and name != f"{module}.bias")
         }
         if not modules or wanted != found:
             name = min(wanted ^ found, default=f"any *{end}")

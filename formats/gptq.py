@@ -54,8 +54,9 @@ def gptq_layout(spec: WeightSpec, version: Version) -> Layout:
         leaves=LEAVES,
         marker="qweight",
         pack=partial(pack_gptq, group_size=size, bits=bits, version=version),
-        unpack=partial(_unpack_sorted, bits=bits, version=version, group_size=size),
+        unpack=partial(unpack_sorted, bits=bits, version=version, group_size=size),
         zero_word=int(_pack_zeros(torch.zeros(32 // bits, 1), bits, version).item()),
+        values=partial(dequantize_gptq, bits=bits, version=version),
     )
 
 
@@ -162,14 +163,20 @@ def dequantize_gptq(tensors: Mapping[str, Tensor], bits: int, version: Version) 
     return (q.float() - zeros.float()[:, g_idx]) * scale[:, g_idx]
 
 
-def _unpack_sorted(
+def unpack_sorted(
     tensors: Mapping[str, Tensor], bits: int, version: Version, group_size: int
 ) -> StoredWeight:
+    """The weight of tensors without act-order; arguments and errors as of `unpack_gptq`.
+
+    Raises:
+        CheckpointError: also where groups are not neighbouring inputs.
+    """
     weight, order = unpack_gptq(tensors, bits, version, group_size)
     if order is not None:
         raise CheckpointError(
             "g_idx is not sorted (act-order): its groups are no neighbouring inputs, which only "
-            f"GPTQ itself expresses, so it must be quantized again. {AGAIN}, or convert a GPTQ "
+            "GPTQ itself expresses, so it must be quantized again: make a float model of it with "
+            "ptq convert SRC FLOAT --to float, then run a recipe on that. Or convert a GPTQ "
             "checkpoint made with desc_act: false or static_groups: true"
         )
     return weight

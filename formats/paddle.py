@@ -6,14 +6,19 @@
                                                                              [query heads]
 
 F is the family, such as `llama`. Values are the largest magnitude that is rendered, not the step:
-scale * 127, for fp8 scale * 448. Cache tables have an entry for each query head, of which readers
-take every (query heads / KV heads)-th. All three files are written, empty where nothing is there.
+scale * 127, for fp8 scale * 448. They are written in fp64, where this product is exact, so that
+dividing gives the same fp32 scale back; Paddle rounds them to fp32. Cache tables have an entry for
+each query head, of which readers take every (query heads / KV heads)-th. All three files are
+written, empty where nothing is there; int8 tables are read.
 
 Source: PaddleNLP `paddlenlp/experimental/model_utils.py` (ActScalesLoader, WeightScalesLoader,
 CacheScaleLoader) and the scale maps of `experimental/transformers`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -37,15 +42,25 @@ def paddle_tables(checkpoint: Checkpoint) -> dict[str, Table]:
             scales that differ within a merged product.
     """
     refuse_paddle(checkpoint.scheme)
-    family = checkpoint.config.get("model_type")
+    require_family(checkpoint.config)
+    return dict(
+        zip(FILES, (_inputs(checkpoint), _weights(checkpoint), _cache(checkpoint)), strict=True)
+    )
+
+
+def require_family(config: Mapping[str, Any]) -> str:
+    """The family of a model, as Paddle's tables name it.
+
+    Raises:
+        CheckpointError: names in the tables are not known of it.
+    """
+    family = config.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(
             f"config.json: found model_type {family!r}; names in Paddle's tables are known of "
             f"{', '.join(FAMILIES)} only"
         )
-    return dict(
-        zip(FILES, (_inputs(checkpoint), _weights(checkpoint), _cache(checkpoint)), strict=True)
-    )
+    return family
 
 
 def refuse_paddle(scheme: Scheme) -> None:
@@ -79,14 +94,19 @@ def _inputs(checkpoint: Checkpoint) -> Table:
         return {}
     modules = checkpoint.quantized_modules
     scales = {module: checkpoint.scale(f"{module}.input_scale") for module in modules}
-    _check_merged({module: scale.item() for module, scale in scales.items()})
+    check_merged({module: scale.item() for module, scale in scales.items()})
     return {
         f"{_name(checkpoint, module)}.activation_quanter": _numbers(scale, LARGEST[spec.dtype])[0]
         for module, scale in scales.items()
     }
 
 
-def _check_merged(scales: dict[str, float]) -> None:
+def check_merged(scales: Mapping[str, float]) -> None:
+    """Refuse input scales by layer that differ within a product that Paddle merges.
+
+    Raises:
+        CheckpointError: they do.
+    """
     for first, scale in scales.items():
         for part, leaf, others in MERGED:
             if not first.endswith(f".{part}.{leaf}"):
@@ -122,9 +142,14 @@ def _cache(checkpoint: Checkpoint) -> Table:
 
 
 def _numbers(scale: Tensor, largest: float) -> list[float]:
-    """Largest magnitudes, in fp32 as Paddle reads them."""
-    return (scale.flatten().float() * largest).tolist()
+    """Largest magnitudes of fp32 scales, exact in fp64: 24 + 9 bits."""
+    return (scale.flatten().double() * largest).tolist()
 
 
 def _name(checkpoint: Checkpoint, module: str) -> str:
-    return f"{checkpoint.config['model_type']}.{module.removeprefix('model.')}"
+    return table_name(str(checkpoint.config["model_type"]), module)
+
+
+def table_name(family: str, module: str) -> str:
+    """A module's name in the tables, without `_quanter`."""
+    return f"{family}.{module.removeprefix('model.')}"

@@ -115,9 +115,21 @@ def open_weights(folder: Path) -> dict[str, SafetensorsFile]:
     """The file of every tensor of a checkpoint folder, by the tensor's name.
 
     Raises:
-        CheckpointError: there are no safetensors files, only pickled ones, or the index and the
-            files disagree.
+        CheckpointError: there are no safetensors files, only pickled ones, the index and the files
+            disagree, or a tensor has a type that nothing here multiplies.
     """
+    files = _open_files(folder)
+    for name, file in files.items():
+        if file.tensors[name][0] == torch.float8_e5m2:
+            raise CheckpointError(
+                f"{file.path.name}: {name} is float8_e5m2, which is not run: the fp8 kernels here "
+                "take float8_e4m3fn. Get the model in bf16, or in fp8 e4m3, and quantize that with "
+                "an fp8 recipe"
+            )
+    return files
+
+
+def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
     if (folder / INDEX).is_file():
         return _open_indexed(folder)
     if (folder / SINGLE).is_file():

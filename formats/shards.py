@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from formats.files import fsync_path, write_bytes
+from formats.memory import release_freed_memory
 from formats.safetensors_files import INDEX, SINGLE
 
 
@@ -61,3 +62,4 @@ class ShardWriter:
             fsync_path(path)
             self._shards.append(list(self._pending))
             self._pending = {}
+            release_freed_memory()

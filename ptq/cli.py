@@ -24,7 +24,10 @@ COMMANDS = {
     "report": ("ptq.report", "measure a finished run again and write its report"),
     "bench": ("inference.bench", "measure tokens per second, latencies and memory"),
     "inspect": ("ptq.inspect", "show a checkpoint's scales, outlier channels and sizes"),
-    "convert": ("ptq.convert", "write a checkpoint as GPTQ, AWQ or FP8 blocks, or read such a one"),
+    "convert": (
+        "ptq.convert",
+        "write a checkpoint in another layout, or as a float model; read others",
+    ),
 }
 
 

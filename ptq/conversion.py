@@ -1,4 +1,4 @@
-"""What export and import share: the walk over a folder, and the comparison with the source."""
+"""What conversions share: the walk over a folder, and the comparison with the source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from formats.errors import CheckpointError
-from formats.foreign import ForeignFolder, used_groups
+from formats.foreign import ForeignFolder, owner, used_groups
 from formats.scheme import Strict
 from formats.weights import StoredWeight
 
@@ -20,12 +20,15 @@ class Conversion(Strict):
 
     Attributes:
         modules: Quantized layers.
-        scale_rounding: Largest relative difference of a scale from its source.
+        scale_rounding: Largest relative difference of a scale from its source; of a weight where
+            the target is a float model.
+        rounded: Whether weights were rounded to integers.
         notes: What the reader of the new folder should know, each a sentence.
     """
 
     modules: int
     scale_rounding: float
+    rounded: bool = False
     notes: tuple[str, ...]
 
 
@@ -48,8 +51,8 @@ def parts(
     """Tensors to copy, with None, and each quantized layer once, with its name."""
     quantized, seen = set(modules), set()
     for name in tqdm(source.names(), desc=title, unit="tensor", disable=not progress):
-        module, _, leaf = name.rpartition(".")
-        if module not in quantized or leaf == "bias":
+        module = owner(name, quantized)
+        if module is None or name == f"{module}.bias":
             yield name, None
         elif module not in seen:
             seen.add(module)

@@ -1,11 +1,17 @@
-"""`ptq convert`: a quantized checkpoint in another layout.
+"""`ptq convert`: a checkpoint in another layout.
 
-    ptq convert SRC DST --to gptq|gptq_v2|awq|fp8_block|paddle   from a compressed-tensors folder
-    ptq convert SRC DST --to compressed_tensors                  from GPTQ, AWQ or FP8 blocks
+    ptq convert SRC DST --to gptq|gptq_v2|awq|fp8_block|paddle
+    ptq convert SRC DST --to compressed_tensors [--tables DIR]
+    ptq convert SRC DST --to float [--dtype TYPE]
 
-Integers are taken over bit for bit and nothing is quantized again; only scales are rounded, where
-the other layout holds them in fp16, and by how much is told. The folder is read back and compared
-with its source before it appears. `paddle` writes tables of scales and no weights.
+The first from a compressed-tensors folder; the second from GPTQ, AWQ, FP8 blocks, bitsandbytes'
+int8 or neural-compressor's huggingface format, or from a model with PaddleNLP's tables of scales
+beside it; the third from all of these, and from bitsandbytes' nf4 and fp4.
+
+Integers are taken over bit for bit and nothing is quantized again, but for float weights under
+Paddle's tables; only scales are rounded, where the other layout holds them in fp16, and by how much
+is told. The folder is read back and compared with its source before it appears. `paddle` writes
+tables of scales and no weights.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from typing import Any
 from formats.awq import awq_config, awq_layout, refuse_awq
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, RequestError
 from formats.files import building_directory, fsync_path, write_bytes
 from formats.foreign import SETTINGS_FILES, ForeignFolder, Layout
 from formats.fp8_block import (
@@ -29,14 +35,17 @@ from formats.fp8_block import (
     refuse_fp8_block,
 )
 from formats.gptq import Version, gptq_config, gptq_layout, refuse_gptq
+from formats.neural_compressor import refuse_pickle
 from formats.paddle import paddle_tables
 from formats.scheme import Scheme
 from formats.shards import ShardWriter
 from ptq.cli import version as own_version
 from ptq.conversion import Conversion, compare, named, parts, require_same, unquantized
-from ptq.convert_import import import_folder
+from ptq.convert_float import FLOATS, to_float
+from ptq.convert_import import import_folder, require_grid
+from ptq.convert_paddle import import_tables
 
-TARGETS = ("gptq", "gptq_v2", "awq", "fp8_block", "compressed_tensors", "paddle")
+TARGETS = ("gptq", "gptq_v2", "awq", "fp8_block", "compressed_tensors", "paddle", "float")
 SHARD_BYTES = 2 << 30
 
 
@@ -45,6 +54,8 @@ def convert(
     out: str | Path,
     target: str,
     *,
+    tables: str | Path | None = None,
+    dtype: str | None = None,
     force: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
@@ -52,9 +63,11 @@ def convert(
     """Write a checkpoint in another layout; memory held is one layer and one shard.
 
     Args:
-        source: Folder of a quantized checkpoint.
+        source: Folder of a quantized checkpoint; with `tables`, of a float model.
         out: Folder to make.
         target: One of `TARGETS`.
+        tables: Folder of PaddleNLP's tables of scales, for `compressed_tensors`.
+        dtype: Type of the weights, for `float`; None for the one that config.json says.
         force: Whether an existing `out` may be replaced.
         shard_bytes: Most bytes of one weight file.
         progress: Whether to show a bar.
@@ -64,17 +77,23 @@ def convert(
             left behind.
     """
     source, out = Path(source), Path(out)
-    if source.resolve().is_relative_to(out.resolve()):
-        raise CheckpointError(f"{out} holds the source {source}; choose another output path")
-    if not source.is_dir():
-        raise CheckpointError(f"{source}: no such folder; give the folder of a quantized model")
+    _check_paths(source, out)
+    _check_options(target, tables, dtype)
+    refuse_pickle(source)
+    if tables is not None:
+        return import_tables(source, Path(tables), out, force, shard_bytes, progress)
     foreign = ForeignFolder(source)
+    if target == "float":
+        return to_float(foreign, out, dtype, force, shard_bytes, progress)
     method = foreign.quantization.get("quant_method", "compressed-tensors")
+    if method != "compressed-tensors":
+        require_grid(foreign)
     if (target == "compressed_tensors") == (method == "compressed-tensors"):
         found = f"the layout {method}" if foreign.quantization else "no quantized weights"
         raise CheckpointError(
             f"{source} has {found} and is not converted to {target}. Convert from "
-            "compressed-tensors to another layout, or from another to compressed_tensors"
+            "compressed-tensors to another layout, or from another to compressed_tensors; a float "
+            "model with PaddleNLP's scales to compressed_tensors with --tables"
         )
     if target == "compressed_tensors":
         return import_folder(foreign, out, force, shard_bytes, progress)
@@ -82,6 +101,19 @@ def convert(
     if target == "paddle":
         return _export_tables(checkpoint, out, force)
     return _export(checkpoint, foreign, out, target, force, shard_bytes, progress)
+
+
+def _check_paths(source: Path, out: Path) -> None:
+    if source.resolve().is_relative_to(out.resolve()):
+        raise CheckpointError(f"{out} holds the source {source}; choose another output path")
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: no such folder; give the folder of a quantized model")
+
+
+def _check_options(target: str, tables: str | Path | None, dtype: str | None) -> None:
+    for option, given, of in (("tables", tables, "compressed_tensors"), ("dtype", dtype, "float")):
+        if given is not None and target != of:
+            raise RequestError(f"--{option} goes with --to {of}, not with --to {target}")
 
 
 def _export_tables(checkpoint: Checkpoint, out: Path, force: bool) -> Conversion:
@@ -116,6 +148,7 @@ def _export(
                 shards.add(name, source.tensor(name))
                 continue
             with named(module):
+                assert layout.pack is not None
                 for leaf, tensor in layout.pack(checkpoint.weight(module)).items():
                     shards.add(f"{module}.{leaf}", tensor)
         shards.finish()
@@ -166,6 +199,7 @@ def _verify(
         if module is None:
             require_same(name, source.tensor(name), written.tensor(name))
             continue
+        assert layout.unpack is not None
         with named(module):
             new = layout.unpack(written.layer(layout, module))
         rounding = max(rounding, compare(module, checkpoint.weight(module), new))
@@ -189,9 +223,18 @@ def _export_notes(target: str, scheme: Scheme) -> tuple[str, ...]:
 
 
 def describe(done: Conversion, out: Path, target: str) -> list[str]:
-    """Lines for a terminal."""
+    """Lines for a terminal, of what `convert` returned."""
     if target == "paddle":
         return [f"{out}: tables of scales of {done.modules} quantized layers", *done.notes]
+    if target == "float":
+        exact = f"rounded, by at most {done.scale_rounding:.2g} of their value"
+        weights = exact if done.scale_rounding else "exact"
+        return [f"{out}: a float model of {done.modules} layers, weights {weights}", *done.notes]
+    if done.rounded:
+        return [
+            f"{out}: {done.modules} layers, rounded to the nearest with given scales",
+            *done.notes,
+        ]
     rounding = (
         f"rounded to fp16, by at most {done.scale_rounding:.2g} of their value"
         if done.scale_rounding
@@ -209,10 +252,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
     parser.add_argument("out", type=Path, metavar="DST", help="folder to make")
     parser.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")
+    parser.add_argument("--dtype", choices=FLOATS, help="type of float weights, else config.json's")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
     arguments = parser.parse_args(argv)
     done = convert(
-        arguments.source, arguments.out, arguments.to, force=arguments.force, progress=True
+        arguments.source,
+        arguments.out,
+        arguments.to,
+        tables=arguments.tables,
+        dtype=arguments.dtype,
+        force=arguments.force,
+        progress=True,
     )
     print("\n".join(describe(done, arguments.out, arguments.to)))
     return 0

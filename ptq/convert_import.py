@@ -1,19 +1,23 @@
-"""A GPTQ, AWQ or FP8 block folder as a checkpoint of ours, its integers bit for bit."""
+"""A foreign folder as a checkpoint of ours, its integers bit for bit.
+
+GPTQ, AWQ, FP8 blocks, bitsandbytes' int8, and what neural-compressor calls GPTQ.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from formats.awq import awq_layout, read_awq_config
+from formats.bitsandbytes import read_bitsandbytes_config
 from formats.errors import CheckpointError
 from formats.foreign import ForeignFolder, Layout
 from formats.fp8_block import fp8_block_layout, read_fp8_block_config
 from formats.gptq import gptq_layout, read_gptq_config
+from formats.neural_compressor import is_neural_compressor, neural_compressor_layout
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.scheme import Scheme, WeightSpec
 from formats.weights import StoredWeight, read_weight, weight_tensors
@@ -28,6 +32,7 @@ from ptq.conversion import (
     unquantized,
     zero_points,
 )
+from ptq.convert_surplus import surplus_tensors
 
 
 def import_folder(
@@ -38,9 +43,9 @@ def import_folder(
     Raises:
         CheckpointError: settings or tensors cannot be expressed, or are damaged.
     """
-    scheme, layout = _read_layout(source.quantization)
-    modules = source.modules(layout)
-    scheme = _with_symmetry(source, scheme, layout, modules)
+    scheme, layout, modules = open_layout(source)
+    assert layout.unpack is not None
+    surplus = surplus_tensors(source, modules)
     rows: list[ScaleEntry] = []
     with CheckpointWriter(
         out,
@@ -53,7 +58,8 @@ def import_folder(
     ) as writer:
         for name, module in parts(source, modules, "Converting", progress):
             if module is None:
-                writer.add(name, source.tensor(name))
+                if name not in surplus:
+                    writer.add(name, source.tensor(name))
                 continue
             with named(module):
                 tensors = source.layer(layout, module)
@@ -62,15 +68,49 @@ def import_folder(
             writer.add_linear(module, weight, dtype)
             rows.append(_entry(module, weight, scheme))
         writer.finish(ScaleTable(entries=tuple(rows)))
-    return Conversion(modules=len(modules), scale_rounding=0.0, notes=_import_notes(source, scheme))
+    notes = _import_notes(source, scheme)
+    return Conversion(modules=len(modules), scale_rounding=0.0, notes=notes)
 
 
-def _read_layout(quantization: dict[str, Any]) -> tuple[Scheme, Layout]:
+def require_grid(source: ForeignFolder) -> None:
+    """Refuse a foreign folder whose values lie on no integer grid.
+
+    Raises:
+        CheckpointError: so they do; it says what to do instead.
+    """
+    _, layout = _read_layout(source)
+    if layout.unpack is None:
+        raise CheckpointError(
+            f"{source.path}: values of {layout.name} weights lie on no integer grid, so that no "
+            "scheme here holds them exactly. Make a float model of it with `ptq convert "
+            f"{source.path} FLOAT --to float`, then quantize that with a recipe: `ptq run RECIPE "
+            "--set model.path=FLOAT`"
+        )
+
+
+def open_layout(source: ForeignFolder) -> tuple[Scheme, Layout, tuple[str, ...]]:
+    """A foreign folder's scheme, its layout, and its quantized layers.
+
+    Raises:
+        CheckpointError: settings are not read here, do not fit the tensors, or a layer's tensors
+            are not complete.
+    """
+    scheme, layout = _read_layout(source)
+    modules = source.modules(layout)
+    return _with_symmetry(source, scheme, layout, modules), layout, modules
+
+
+def _read_layout(source: ForeignFolder) -> tuple[Scheme, Layout]:
     """Scheme and layout of a foreign `quantization_config`."""
-    method = quantization["quant_method"]
+    quantization = source.quantization
+    method = quantization.get("quant_method")
     if method == "gptq":
         scheme, version = read_gptq_config(quantization)
+        if is_neural_compressor(source.names()):
+            return scheme, neural_compressor_layout(_weights(scheme), quantization, source.names())
         return scheme, gptq_layout(_weights(scheme), version)
+    if method == "bitsandbytes":
+        return read_bitsandbytes_config(quantization)
     if method == "awq":
         scheme = read_awq_config(quantization)
         return scheme, awq_layout(_weights(scheme))
@@ -78,7 +118,7 @@ def _read_layout(quantization: dict[str, Any]) -> tuple[Scheme, Layout]:
         return read_fp8_block_config(quantization), fp8_block_layout()
     raise CheckpointError(
         f"config.json: quantization_config has quant_method {method!r}; allowed: 'gptq', 'awq', "
-        "'fp8'. Quantize the original model with one of the shipped recipes"
+        "'fp8', 'bitsandbytes'. Quantize the original model with one of the shipped recipes"
     )
 
 
@@ -148,9 +188,17 @@ def _entry(module: str, weight: StoredWeight, scheme: Scheme) -> ScaleEntry:
 
 
 def _import_notes(source: ForeignFolder, scheme: Scheme) -> tuple[str, ...]:
-    note = f"Read as scheme {scheme.wac} ({_weights(scheme).text}); its calibration is not known."
+    notes = [
+        f"Read as scheme {scheme.wac} ({_weights(scheme).text}); its calibration is not known."
+    ]
     kept = source.config.get("dtype") or source.config.get("torch_dtype") or "another type"
     if scheme.activations is None and kept != "float16":
-        rest = f"Scales are kept as they came; software that runs the model in {kept} may round."
-        return note, rest
-    return (note,)
+        notes.append(
+            f"Scales are kept as they came; software that runs the model in {kept} may round."
+        )
+    if source.quantization.get("llm_int8_threshold"):
+        notes.append(
+            "bitsandbytes quantizes inputs, too, but for columns with outliers; here they run in "
+            "float, so that answers differ a little."
+        )
+    return tuple(notes)

@@ -284,12 +284,12 @@ def test_float_models_and_other_sources_are_refused(tiny_llama, converted, tmp_p
         convert(converted("w4", "gptq"), tmp_path / "out", "awq")
     with pytest.raises(CheckpointError, match="no such folder"):
         convert(tmp_path / "nothing", tmp_path / "out", "gptq")
-    shutil.copytree(converted("w4", "gptq"), tmp_path / "bnb")
-    config = config_of(tmp_path / "bnb")
-    config["quantization_config"]["quant_method"] = "bitsandbytes"
-    (tmp_path / "bnb" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="quant_method 'bitsandbytes'; allowed: 'gptq'"):
-        convert(tmp_path / "bnb", tmp_path / "out", "compressed_tensors")
+    shutil.copytree(converted("w4", "gptq"), tmp_path / "hqq")
+    config = config_of(tmp_path / "hqq")
+    config["quantization_config"]["quant_method"] = "hqq"
+    (tmp_path / "hqq" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="quant_method 'hqq'; allowed: 'gptq'"):
+        convert(tmp_path / "hqq", tmp_path / "out", "compressed_tensors")
 
 
 def test_existing_folders_need_force_and_the_source_is_safe(quantized, tmp_path):
