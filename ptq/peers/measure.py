@@ -152,4 +152,4 @@ def _measure(
 
 def without_folders(text: str) -> str:
     """Text with absolute paths cut to their last name: reports do not tell where things lie."""
-    return re.sub(r"(?<![\w.])/(?:[^\s/'\":]+/)+", "", text)
+    return re.sub(r"(?<![\w./])/(?:[^\s/'\":]+/)+", "", text)
