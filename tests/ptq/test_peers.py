@@ -204,7 +204,7 @@ def test_a_peer_that_fails_is_a_row_with_its_reason(
     assert ("Traceback" in log) is ("Error" in reason)
 
 
-@pytest.mark.parametrize("fault", ["nothing", "nan", "short", "cut", "vocabulary"])
+@pytest.mark.parametrize("fault", ["nothing", "nan", "short", "missing", "cut", "vocabulary"])
 def test_logits_that_cannot_be_judged_are_refused(
     fake, tmp_path, tiny_llama, original, tokens, fault
 ):
@@ -213,11 +213,12 @@ def test_logits_that_cannot_be_judged_are_refused(
         "nothing": ((first, second), "it quantized nothing"),
         "nan": ((first, second * torch.nan), "are not finite"),
         "short": ((first, second[1:]), "of 6 tokens are not finite, or too few"),
-        "cut": ((first,), "its process ended with exit code 0"),
+        "missing": ((first,), "its process ended with exit code 0"),
+        "cut": ((first, second), "its process ended with exit code 0"),
         "vocabulary": ((first[:, 1:], second), "compare models with one vocabulary"),
     }
     logits, reason = made[fault]
-    data = logits_frames(*logits)
+    data = logits_frames(*logits)[: -100 if fault == "cut" else None]
     (tmp_path / "frames").write_bytes(data)
     fake(SENDS.format(frames=str(tmp_path / "frames")))
     row = measured(tmp_path, tiny_llama, original, tokens)
