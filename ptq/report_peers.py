@@ -44,8 +44,9 @@ def peers_section(data: ReportData) -> Section:
         "The same model, calibration tokens and evaluation tokens, and the same definitions as "
         "above. Each tool ran in a process of its own, and its model in transformers, in fp32 "
         "beside what it quantizes; this run's model ran on the engine and its real kernels. The "
-        "time of a tool is that of its quantization alone, without loading the model; that of this "
-        "run is its whole time, reading, measuring and writing included. Memory is the largest "
+        "time of a tool is that of its quantization alone, without loading the model (bitsandbytes "
+        "quantizes while it loads: both count); that of this run is its whole time, reading, "
+        "measuring and writing included. Memory is the largest "
         "resident memory of the process up to the end of its quantization.",
         ("peers",),
         (Table(HEADS, [_own_row(data), *peer_rows(data.peers)]),),

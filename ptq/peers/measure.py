@@ -41,7 +41,8 @@ class PeerRow(Strict):
         package: Its distribution.
         version: Of that; None where it is not installed.
         threads: Threads that it was allowed.
-        seconds: Wall time of its quantization alone, without loading the model.
+        seconds: Wall time of its quantization alone, without loading the model, unless it
+            quantizes while it loads.
         peak_rss_bytes: Largest resident memory of its process up to the end of the quantization.
         accuracy: Against the original; None where it failed.
         error: Why it failed.
