@@ -21,6 +21,7 @@ COMMANDS = {
     "diff": ("ptq.diff", "show what differs between two recipes or two checkpoints"),
     "compare": ("ptq.compare", "put the reports of several runs into one table and one plot"),
     "predict": ("inference.predict", "complete a prompt or a file of prompts"),
+    "peers": ("ptq.peers.command", "measure what other tools make of a recipe's model"),
     "report": ("ptq.report", "measure a finished run again and write its report"),
     "bench": ("inference.bench", "measure tokens per second, latencies and memory"),
     "inspect": ("ptq.inspect", "show a checkpoint's scales, outlier channels and sizes"),

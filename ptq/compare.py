@@ -2,17 +2,19 @@
 
     ptq compare OUTPUT [OUTPUT ...] [--markdown FILE] [--plot FILE.svg]
 
-Each OUTPUT is the output directory of a finished run. Runs that were not compared with the same
-original on the same tokens are refused: their figures do not belong in one table.
+Each OUTPUT is the output directory of a finished run, or of `ptq peers`; peers that either of them
+measured are rows as well. Runs that were not compared with the same original on the same tokens are
+refused: their figures do not belong in one table.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from matplotlib import rc_context
@@ -22,33 +24,32 @@ from pydantic import ValidationError
 from formats.command import run_command
 from formats.errors import RequestError
 from formats.files import replace_file
+from ptq.peers.measure import PEERS_FILE, PeerRow, PeersRecord
 from ptq.report_data import ReportData
-from ptq.report_plots import NO_METADATA, QUANTIZED, STYLE, WIDTH
-from ptq.strict_yaml import parse
+from ptq.report_figure import NO_METADATA, QUANTIZED, STYLE, WIDTH
+from ptq.report_peers import method_names
 
+R = TypeVar("R", ReportData, PeersRecord)
 REPORT = "report/report.json"
 
 
-def load_reports(outputs: Sequence[Path]) -> dict[str, ReportData]:
-    """Reports by the name of their output directory, the least KL divergence first.
+def load_reports(outputs: Sequence[Path]) -> dict[str, ReportData | PeersRecord]:
+    """Reports, or records of peers alone, by the name of their output directory.
 
     Raises:
         RequestError: one is missing or damaged, two have one name, or they do not compare with the
             same original on the same tokens.
     """
-    reports: dict[str, ReportData] = {}
+    reports: dict[str, ReportData | PeersRecord] = {}
     for output in outputs:
         name = output.resolve().name
-        if name in reports:
+        if {name, f"{name}/{PEERS_FILE}"} & set(reports):
             raise RequestError(f"two of the outputs are named {name!r}; rename one")
-        try:
-            reports[name] = ReportData.model_validate_json((output / REPORT).read_bytes())
-        except (OSError, ValidationError) as error:
-            reason = str(error).splitlines()[0]
-            raise RequestError(
-                f"{output / REPORT}: not a readable report ({reason}). Give output directories of "
-                "finished runs; `ptq report OUTPUT` writes the report again"
-            ) from error
+        alone = (output / PEERS_FILE).exists()
+        if alone:
+            reports[f"{name}/{PEERS_FILE}"] = _load(output / PEERS_FILE, PeersRecord)
+        if not alone or (output / REPORT).exists():
+            reports[name] = _load(output / REPORT, ReportData)
     first, *others = reports.items()
     for name, report in others:
         for what, found, wanted in (
@@ -60,12 +61,48 @@ def load_reports(outputs: Sequence[Path]) -> dict[str, ReportData]:
                     f"{name} and {first[0]} were not measured on the same {what}; compare runs of "
                     "one model and one evaluation split"
                 )
-    return dict(sorted(reports.items(), key=lambda item: item[1].accuracy.kl_mean))
+    return reports
 
 
-def table(reports: dict[str, ReportData]) -> pd.DataFrame:
-    """One row for each run: figures against the original, and what the run took."""
-    return pd.DataFrame([_row(name, report) for name, report in reports.items()])
+def _load(path: Path, model: type[R]) -> R:
+    try:
+        return model.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise RequestError(
+            f"{path}: not a readable report ({reason}). Give output directories of finished runs; "
+            "`ptq report OUTPUT` writes the report again"
+        ) from error
+
+
+def table(reports: dict[str, ReportData | PeersRecord]) -> pd.DataFrame:
+    """One row for each run and each peer that ran, the least KL divergence first.
+
+    A row holds figures against the original, and what the run took; sizes and speeds of peers are
+    not measured. Of a peer that several of the runs measured, the first one counts.
+    """
+    runs = [_row(name, r) for name, r in reports.items() if isinstance(r, ReportData)]
+    measured = [row for report in reports.values() for row in report.peers if row.accuracy]
+    peers = {(row.name, row.version): row for row in reversed(measured)}
+    frame = pd.DataFrame([*runs, *map(_peer_row, peers.values())])
+    if frame.empty:
+        raise RequestError("none of the outputs holds a figure: every peer failed, see its log")
+    return frame.sort_values("kl", kind="stable", ignore_index=True)
+
+
+def _peer_row(peer: PeerRow) -> dict[str, Any]:
+    accuracy = peer.accuracy
+    assert accuracy is not None
+    unmeasured = ("weights", "cache", "prefill", "decode")
+    return {
+        "run": peer.name,
+        "scheme": f"{peer.package} {peer.version}",
+        "methods": peer.method,
+        "perplexity": accuracy.perplexity_ratio,
+        "kl": accuracy.kl_mean,
+        "top1": accuracy.top1_agreement,
+        "seconds": peer.seconds,
+    } | dict.fromkeys(unmeasured, math.nan)
 
 
 def _row(name: str, report: ReportData) -> dict[str, Any]:
@@ -73,7 +110,7 @@ def _row(name: str, report: ReportData) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": name,
         "scheme": report.scheme,
-        "methods": _methods(report.recipe),
+        "methods": method_names(report.recipe),
         "weights": sizes.quantized_weights / sizes.original_weights,
         "cache": sizes.quantized_kv / sizes.original_kv,
         "perplexity": accuracy.perplexity_ratio,
@@ -89,11 +126,6 @@ def _row(name: str, report: ReportData) -> dict[str, Any]:
     return row
 
 
-def _methods(recipe: str) -> str:
-    methods = parse(recipe).data.get("methods", [])
-    return ", ".join(next(iter(method)) for method in methods) or "none"
-
-
 def markdown(frame: pd.DataFrame) -> str:
     """The table as Markdown; sizes and speeds as factors of the original's."""
     head = (
@@ -102,15 +134,16 @@ def markdown(frame: pd.DataFrame) -> str:
     )
     lines = [head, "|---|---|---|---|---|---|---|---|---|---|---|"]
     for row in frame.to_dict("records"):
-        speeds = [
-            "" if pd.isna(row[phase]) else f"x {row[phase]:.2f}" for phase in ("prefill", "decode")
-        ]
+        weights, cache, *speeds = (
+            "" if pd.isna(row[key]) else f"x {row[key]:.2f}"
+            for key in ("weights", "cache", "prefill", "decode")
+        )
         cells = (
             f"`{row['run']}`",
             row["scheme"],
             row["methods"],
-            f"x {row['weights']:.2f}",
-            f"x {row['cache']:.2f}",
+            weights,
+            cache,
             f"x {row['perplexity']:.4f}",
             f"{row['kl']:.4f}",
             f"{100 * row['top1']:.1f}%",
@@ -128,7 +161,12 @@ def draw(frame: pd.DataFrame) -> str:
         axes = figure.subplots()
         bars = axes.barh(list(frame["run"]), list(frame["kl"]), color=QUANTIZED, height=0.6)
         texts = [
-            f"{row['kl']:.4f}   weights x {row['weights']:.2f}, cache x {row['cache']:.2f}"
+            f"{row['kl']:.4f}   "
+            + (
+                row["scheme"]
+                if pd.isna(row["weights"])
+                else f"weights x {row['weights']:.2f}, cache x {row['cache']:.2f}"
+            )
             for row in frame.to_dict("records")
         ]
         axes.bar_label(bars, labels=texts, padding=4, fontsize=8, color="#334155")

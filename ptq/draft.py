@@ -55,7 +55,7 @@ class Draft:
         return Problem(Where(self.origins)(key), key, message)
 
     def expand(self) -> list[Problem]:
-        """Replace the short forms: a preset's name, a method's name, `speed: false` or `true`.
+        """Replace the short forms: names of a preset, methods, peers; `speed: false` or `true`.
 
         Returns:
             Problems of values that stand for nothing, which are left as they are.
@@ -77,6 +77,8 @@ class Draft:
                 methods[i] = {name: {} for name in item}
         if isinstance(report, dict) and isinstance(report.get("speed"), bool):
             report["speed"] = {} if report["speed"] else None
+        for i, item in enumerate(peers := self._peers()):
+            peers[i] = {"name": item} if isinstance(item, str) else item
         return problems
 
     def override(self, text: str) -> None:
@@ -121,6 +123,16 @@ class Draft:
             base = Path.cwd() if typed else folder
             if isinstance(value, str) and (key[0] != "dataset" or _is_file(base, value)):
                 section[key[1]] = os.path.normpath(base / Path(value).expanduser())
+        for i, item in enumerate(self._peers()):
+            key = ("report", "peers", i, "python")
+            if isinstance(item, dict) and isinstance(item.get("python"), str):
+                base = folder if Where(self.origins)(key).line else Path.cwd()
+                item["python"] = os.path.normpath(base / Path(item["python"]).expanduser())
+
+    def _peers(self) -> list[Any]:
+        report = self.data.get("report")
+        peers = report.get("peers") if isinstance(report, dict) else None
+        return peers if isinstance(peers, list) else []
 
     def check_model(self) -> None:
         """Note a problem where the model's folder is none."""

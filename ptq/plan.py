@@ -22,6 +22,7 @@ from formats.scheme import Strict
 from ptq import preflight
 from ptq.groups import SmoothingGroup, fused_layers, smoothing_groups
 from ptq.methods.specs import AWQSpec, SmoothingKind, SmoothQuantSpec
+from ptq.peers.check import check_peers
 from ptq.problems import Problem, Where, recipe_error
 from ptq.recipe import Recipe
 from ptq.strict_yaml import Key
@@ -105,7 +106,8 @@ def build_plan(
     Raises:
         RecipeError: tells all that was found: an unsupported, quantized or incomplete model, a
             missing or foreign tokenizer, ignored layers that do not exist or split a fused group,
-            sequences that are too long, an output that is taken or does not fit on its disk.
+            sequences that are too long, an output that is taken or does not fit on its disk, peers
+            that are not installed.
     """
     where = where or Where()
     config = preflight.read_config(checkpoint, where)
@@ -124,6 +126,7 @@ def build_plan(
         *preflight.check_ignore(recipe, shapes),
         *_check_groups(recipe, modules),
         *preflight.check_output(recipe, size, force),
+        *check_peers(recipe),
     ]
     if problems:
         raise recipe_error(Problem(where(key), key, message) for key, message in problems)

@@ -32,6 +32,7 @@ from ptq.strict_yaml import Key
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MODEL: Key = ("model", "path")
+PEER_FILES = ("peers", "peers.json")
 
 
 def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
@@ -165,8 +166,10 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether an output path holds anything but what an interrupted run left to go on with."""
-    return not unfinished(path) and path.exists() and (not path.is_dir() or any(path.iterdir()))
+    """Whether an output path holds anything but a run to go on with, or what `ptq peers` wrote."""
+    if unfinished(path) or not path.exists():
+        return False
+    return not path.is_dir() or any(entry.name not in PEER_FILES for entry in path.iterdir())
 
 
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:

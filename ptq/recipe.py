@@ -19,6 +19,7 @@
     report:
       thresholds: {perplexity_ratio: 1.01, kl: 0.01}
       speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
+      peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.peers.specs
 
 A recipe may start from another one, `base: other.yaml`: what it says itself goes over what the base
 says, mappings key by key, lists and values as a whole.
@@ -44,6 +45,7 @@ from formats.errors import RecipeError
 from formats.scheme import Scheme, Strict
 from ptq.draft import Draft
 from ptq.methods.specs import ROUNDING, MethodSpec
+from ptq.peers.specs import PeerSpec
 from ptq.problems import Origin, Problem, Where, recipe_error, suggestion
 from ptq.strict_yaml import dump, parse
 
@@ -138,11 +140,21 @@ class SpeedSpec(Strict):
 class ReportSpec(Strict):
     """What the report checks and measures.
 
-    `speed` is null (in YAML also `false`) where speed is not to be measured.
+    `speed` is null (in YAML also `false`) where speed is not to be measured. `peers` are other
+    tools that quantize the same model, shown beside our own run; see `ptq.peers.specs`.
     """
 
     thresholds: ThresholdsSpec = ThresholdsSpec()
     speed: SpeedSpec | None = SpeedSpec()
+    peers: tuple[PeerSpec, ...] = ()
+
+    @field_validator("peers")
+    @classmethod
+    def _once(cls, peers: tuple[PeerSpec, ...]) -> tuple[PeerSpec, ...]:
+        names = [spec.name for spec in peers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"found {', '.join(names)}; give each peer once")
+        return peers
 
 
 class Recipe(Strict):

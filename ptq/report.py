@@ -33,6 +33,7 @@ from inference.engine import Engine
 from inference.kv_cache import blocks_for
 from ptq.next_steps import typed_path
 from ptq.outliers import activation_outliers
+from ptq.peers.measure import PeerRow, measure_peers
 from ptq.plan import Plan, build_plan
 from ptq.recipe import ModelSpec, OutputSpec, Recipe, SpeedSpec, load_recipe, resolved_yaml
 from ptq.report_data import (
@@ -102,7 +103,7 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
     recipe, watch = plan.recipe, Stopwatch()
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
     evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
-    config = _engine_config(evaluation, recipe.report.speed)
+    config = engine_config(evaluation, recipe.report.speed)
     with watch.phase("loading both models"):
         original = Engine.from_pretrained(recipe.model.path, config=config)
         quantized = Engine.from_pretrained(result.checkpoint, config=config)
@@ -110,6 +111,11 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
         accuracy = compare(original, quantized, evaluation.sequences(), progress=progress)
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, recipe.report.speed)
+    peers: tuple[PeerRow, ...] = ()
+    if recipe.report.peers:
+        with watch.phase("other tools"):
+            calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
+            peers = measure_peers(recipe, original, calibration, evaluation, progress=progress)
     checks = check_thresholds(recipe.report.thresholds, accuracy)
     statistics = result.checkpoint.parent / STATISTICS_FILE
     scheme = quantized.checkpoint.scheme.wac
@@ -125,7 +131,7 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
         accuracy=accuracy,
         sizes=_sizes(original, quantized),
         speed=speed,
-        evaluation=_shown_text(CalibrationSummary.of(evaluation)),
+        evaluation=shown_text(evaluation),
         quantization=_record(result),
         scale_table=result.scale_table,
         kv_scales=_kv_scales(quantized.checkpoint),
@@ -133,6 +139,7 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
         environment=environment(),
         seconds=seconds,
         recipe=resolved_yaml(_shown_recipe(recipe)),
+        peers=peers,
     )
 
 
@@ -149,7 +156,7 @@ def write_report(data: ReportData, folder: Path) -> None:
         write_bytes(temporary / "report.json", (data.model_dump_json(indent=1) + "\n").encode())
 
 
-def _engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
+def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
     """Room for the longest sequence, and for the measurement of speed at once."""
     longest, places, blocks = max(evaluation.ids.shape[1], 2), 1, 1
     if speed is not None:
@@ -208,7 +215,8 @@ def _record(result: QuantizationResult) -> QuantizationRecord:
     record: dict[str, Any] = {
         name: getattr(result, name) for name in QuantizationRecord.model_fields
     }
-    record["calibration"] = _shown_text(result.calibration)
+    source = shown_path(result.calibration.source)
+    record["calibration"] = result.calibration.model_copy(update={"source": source})
     return QuantizationRecord(**record)
 
 
@@ -221,7 +229,9 @@ def shown_path(path: str | Path) -> str:
     return typed.name if typed.is_absolute() else str(typed)
 
 
-def _shown_text(text: CalibrationSummary) -> CalibrationSummary:
+def shown_text(tokens: TokenSet) -> CalibrationSummary:
+    """What is told of a token set, to others."""
+    text = CalibrationSummary.of(tokens)
     return text.model_copy(update={"source": shown_path(text.source)})
 
 
@@ -229,11 +239,16 @@ def _shown_recipe(recipe: Recipe) -> Recipe:
     data = {"name": shown_path(recipe.dataset.name)}
     if recipe.dataset.evaluation_name is not None:
         data["evaluation_name"] = shown_path(recipe.dataset.evaluation_name)
+    peers = tuple(
+        spec.model_copy(update={"python": spec.python and Path(shown_path(spec.python))})
+        for spec in recipe.report.peers
+    )
     return recipe.model_copy(
         update={
             "model": ModelSpec(path=Path(shown_path(recipe.model.path))),
             "dataset": recipe.dataset.model_copy(update=data),
             "output": OutputSpec(path=Path(shown_path(recipe.output.path))),
+            "report": recipe.report.model_copy(update={"peers": peers}),
         }
     )
 

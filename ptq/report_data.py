@@ -7,6 +7,7 @@ from formats.scheme import Strict
 from inference.accuracy import Accuracy
 from inference.bench import Speed
 from ptq.outliers import OutlierRow
+from ptq.peers.measure import PeerRow
 from ptq.plan import ModelSummary
 from ptq.recipe import ThresholdsSpec
 from ptq.result import CalibrationSummary, QuantizationRecord
@@ -88,6 +89,7 @@ class ReportData(Strict):
         environment: Processor, threads and versions of the measurement.
         seconds: Wall time of the comparison and of the measurement of speed.
         recipe: The resolved recipe as YAML.
+        peers: What other tools made of the same model.
     """
 
     title: str
@@ -107,6 +109,7 @@ class ReportData(Strict):
     environment: dict[str, str | int]
     seconds: dict[str, float]
     recipe: str
+    peers: tuple[PeerRow, ...] = ()
 
 
 LABELS = {

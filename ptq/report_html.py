@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 
 from ptq.report_data import ReportData
-from ptq.report_sections import Section, sections
-from ptq.report_summary import Cells, Table, check_rows, summary_rows
+from ptq.report_sections import sections
+from ptq.report_summary import Cells, Section, Table, check_rows, summary_rows
 
 STYLE = """
 :root { color-scheme: light; }
@@ -43,6 +43,7 @@ li { overflow-wrap: anywhere; }
 """
 PLOTS = {
     "perplexity": "Perplexity of both models and their ratio, with intervals",
+    "peers": "Perplexity ratio and mean KL divergence of this run and of other tools",
     "divergence": "KL divergence: percentiles, mean by position, and top-1 agreement by position",
     "layers": "Heat maps of the output SQNR of every layer",
     "activations": "Magnitudes of the layers' inputs, and smoothing strengths, by block",

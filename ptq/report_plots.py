@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,26 +15,9 @@ from matplotlib.ticker import MaxNLocator
 from formats.experts import EXPERT
 from ptq.outliers import distinct_inputs
 from ptq.report_data import ReportData
+from ptq.report_figure import LIMIT, ORIGINAL, QUANTIZED, STYLE, draw_dot, new_figure, svg_text
+from ptq.report_peers import draw_peers
 
-ORIGINAL, QUANTIZED, LIMIT = "#64748b", "#2563eb", "#b91c1c"
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "ptq",  # equal data give equal files
-    "font.size": 10,
-    "font.family": "sans-serif",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.edgecolor": "#94a3b8",
-    "axes.labelcolor": "#334155",
-    "xtick.color": "#334155",
-    "ytick.color": "#334155",
-    "axes.formatter.useoffset": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e2e8f0",
-    "legend.frameon": False,
-}
 READERS = {  # layers that read an input, by the first of them or by what smoothing divides: color
     "q_proj": ("q, k, v", "C0"),
     "input_layernorm": ("q, k, v", "C0"),
@@ -49,9 +31,7 @@ READERS = {  # layers that read an input, by the first of them or by what smooth
     "w2": ("down", "C3"),
     "w3": ("down", "C3"),
 }
-WIDTH = 9.0  # inches
 ANNOTATED_COLUMNS = 12  # heat maps up to this wide have their values written in
-NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
 def draw_plots(data: ReportData) -> dict[str, str]:
@@ -67,36 +47,26 @@ def draw_plots(data: ReportData) -> dict[str, str]:
         plots["activations"] = _activations
     if data.kv_scales:
         plots["cache"] = _cache
+    if any(row.accuracy for row in data.peers):
+        plots["peers"] = draw_peers
     with rc_context(STYLE):
-        return {name: _svg(draw(data)) for name, draw in plots.items()}
-
-
-def _svg(figure: Figure) -> str:
-    file = io.StringIO()
-    figure.savefig(file, format="svg", bbox_inches="tight", metadata=NO_METADATA)
-    text = file.getvalue()
-    return text[text.index("<svg") :]
-
-
-def _figure(height: float, columns: int, widths: Sequence[float] | None = None):
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots(1, columns, width_ratios=widths, squeeze=False)[0]
+        return {name: svg_text(draw(data)) for name, draw in plots.items()}
 
 
 def _perplexity(data: ReportData) -> Figure:
     """Perplexities and their ratio, with intervals and the threshold."""
     a = data.accuracy
-    figure, (left, right) = _figure(2.1, 2)
+    figure, (left, right) = new_figure(2.1, 2)
     for y, value, ends, color in (
         (1, a.perplexity_original, a.perplexity_original_ci, ORIGINAL),
         (0, a.perplexity_quantized, a.perplexity_quantized_ci, QUANTIZED),
     ):
-        _dot(left, y, value, ends, color)
+        draw_dot(left, y, value, ends, color)
         left.annotate(f"{value:.3f}", (value, y), (0, 7), textcoords="offset points", ha="center")
         left.set_yticks([0, 1], ["quantized", "original"])
     left.set_title("Perplexity")
     left.set_ylim(-0.5, 1.6)
-    _dot(right, 0, a.perplexity_ratio, a.perplexity_ratio_ci, QUANTIZED)
+    draw_dot(right, 0, a.perplexity_ratio, a.perplexity_ratio_ci, QUANTIZED)
     right.axvline(1.0, color=ORIGINAL, linewidth=1)
     limit = next((c.limit for c in data.checks if c.name == "perplexity_ratio"), None)
     if limit is not None:
@@ -119,17 +89,10 @@ def _perplexity(data: ReportData) -> Figure:
     return figure
 
 
-def _dot(axes: Axes, y: float, value: float, ends: tuple[float, float] | None, color: str) -> None:
-    if ends is not None:
-        axes.plot(ends, [y, y], color=color, linewidth=2.5, solid_capstyle="butt")
-        axes.plot(ends, [y, y], "|", color=color, markersize=10, markeredgewidth=2)
-    axes.plot([value], [y], "o", color=color, markersize=7)
-
-
 def _divergence(data: ReportData) -> Figure:
     """KL divergence: its percentiles, and its mean and the agreement by position."""
     a = data.accuracy
-    figure, (left, middle, right) = _figure(2.7, 3)
+    figure, (left, middle, right) = new_figure(2.7, 3)
     names = ["median", "mean", "90%", "99%", "largest"]
     values = [a.kl_p50, a.kl_mean, a.kl_p90, a.kl_p99, a.kl_max]
     bars = left.barh(names[::-1], values[::-1], color=QUANTIZED)
@@ -167,7 +130,7 @@ def _layers(data: ReportData) -> Figure:
     ]
     known = np.concatenate([grid[np.isfinite(grid)] for grid in grids])
     low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
-    figure, axes = _figure(1.0 + 0.34 * len(kinds), 2)
+    figure, axes = new_figure(1.0 + 0.34 * len(kinds), 2)
     for part, grid, (title, _) in zip(axes, grids, tables, strict=True):
         _heat_map(part, grid, list(blocks), kinds, low, high, "{:.0f}")
         part.set_title(title)
@@ -233,7 +196,7 @@ def _activations(data: ReportData) -> Figure:
     inputs = one_of_experts(inputs, lambda row: row.absmax)
     smoothing = {row.source: row for row in data.quantization.smoothing}
     panels = (["inputs"] if inputs else []) + (["factors", "alpha"] if smoothing else [])
-    figure, axes = _figure(3.0, len(panels))
+    figure, axes = new_figure(3.0, len(panels))
     for part, panel in zip(axes, panels, strict=True):
         if panel == "inputs":
             part.set_title("Largest input (median dotted)")
@@ -281,7 +244,7 @@ def _log_scale(axes: Axes) -> None:
 def _cache(data: ReportData) -> Figure:
     """Heat maps of the cache's scales, head by layer."""
     heads = [str(h) for h in range(len(data.kv_scales[0].k))]
-    figure, axes = _figure(1.1 + 0.34 * len(heads), 2)
+    figure, axes = new_figure(1.1 + 0.34 * len(heads), 2)
     layers = [re.sub(r"\D+", "", row.module) for row in data.kv_scales]
     for part, title, rows in (
         (axes[0], "K scales", [row.k for row in data.kv_scales]),
@@ -309,7 +272,7 @@ def _sizes(data: ReportData) -> Figure:
             ("Prefill tokens/s", o.prefill_tokens_s.median, q.prefill_tokens_s.median),
             ("Decode tokens/s", o.decode_tokens_s.median, q.decode_tokens_s.median),
         ]
-    figure, axes = _figure(2.4, len(panels))
+    figure, axes = new_figure(2.4, len(panels))
     for part, (title, *values) in zip(axes, panels, strict=True):
         bars = part.bar(["original", "quantized"], values, color=[ORIGINAL, QUANTIZED], width=0.6)
         part.bar_label(bars, [f"{v:,.3g}" if v < 1000 else f"{v:,.0f}" for v in values], padding=2)

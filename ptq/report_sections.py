@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from inference.accuracy import Accuracy
 from inference.bench import Speed
@@ -18,28 +17,19 @@ from ptq.report_format import (
     size_text,
     spread_text,
 )
-from ptq.report_summary import Cells, Table, summary_rows
+from ptq.report_peers import peers_section
+from ptq.report_summary import Cells, Section, Table, summary_rows
 from ptq.result import BlockRow
 
 MOST_OUTLIERS = 12
-
-
-@dataclass(frozen=True)
-class Section:
-    """A headline, what its figures mean, a plot by its name, and tables."""
-
-    title: str
-    text: str
-    plots: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    code: str = ""
-    notes: tuple[str, ...] = ()
 
 
 def sections(data: ReportData) -> Iterator[Section]:
     """Everything below the verdict, in order."""
     yield _accuracy(data.accuracy)
     yield _divergence(data.accuracy)
+    if data.peers:
+        yield peers_section(data)
     yield _layers(data)
     if data.quantization.smoothing or data.outliers:
         yield _activations(data)

@@ -28,6 +28,18 @@ class Table:
     folded: bool = False
 
 
+@dataclass(frozen=True)
+class Section:
+    """A headline, what its figures mean, a plot by its name, and tables."""
+
+    title: str
+    text: str
+    plots: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    code: str = ""
+    notes: tuple[str, ...] = ()
+
+
 def summary_rows(data: ReportData) -> list[Cells]:
     """The table that ends a run: head and rows of (what, original, quantized, change)."""
     a, s = data.accuracy, data.sizes

@@ -59,6 +59,13 @@ def test_calibrate_uses_only_vocabulary_and_numerics():
         assert ours <= CALIBRATE_MAY_USE, f"{path.relative_to(ROOT)} imports {ours}"
 
 
+def test_what_runs_in_a_peers_interpreter_imports_nothing_of_ours():
+    files = [ROOT / "ptq/peers/worker.py", *(ROOT / "ptq/peers/adapters").glob("*.py")]
+    assert len(files) == 6
+    for path in files:
+        assert not {name.split(".")[0] for name in imported_modules(path)} & set(ROOMS), path
+
+
 def test_quantizing_does_not_import_the_engine():
     allowed = {"inference.models"}  # the list of model families that the engine runs
     for name in sorted(QUANTIZING):

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from inference.engine import Engine
 from ptq import compare as runs
 from ptq import report
 from ptq.outliers import OutlierRow, distinct_inputs
+from ptq.peers.measure import PeerRow
+from ptq.peers.specs import PEERS, Peer
 from ptq.pipeline import quantize
 from ptq.plan import build_plan
 from ptq.recipe import Recipe, ThresholdsSpec, load_recipe
@@ -29,7 +32,7 @@ from ptq.report_html import render_html, render_markdown
 from ptq.report_plots import draw_plots
 from ptq.report_sections import sections
 from ptq.report_summary import summary_rows
-from ptq.result import Event
+from ptq.result import Event, load_result
 
 RECIPE = """\
 model: {{path: {model}}}
@@ -320,6 +323,58 @@ def test_the_command_measures_a_moved_run_again(made, folder, tmp_path, monkeypa
     (moved / "recipe.yaml").write_text(text.replace("kl: 5.0", "kl: 1.0e-09"))
     assert report.main(["moved"]) == 1
     assert "FAILED: mean KL (nats) " in capsys.readouterr().out
+
+
+def test_other_tools_stand_beside_the_run(made):
+    better = made.data.accuracy.model_copy(update={"kl_mean": 0.125, "kl_mean_ci": (0.1, 0.15)})
+    about = {"method": "int4, RTN", "package": "p", "version": "1.5", "threads": 3}
+    rows = (
+        PeerRow(name="a|b", seconds=7.25, peak_rss_bytes=9_000_000, accuracy=better, **about),
+        PeerRow(name="c", error="it <broke>", **about),
+    )
+    record = made.data.quantization.model_copy(update={"smoothing": (), "modules": ()})
+    empty = {"kv_scales": (), "outliers": (), "quantization": record}  # fewer plots to draw
+    data = made.data.model_copy(update=empty | {"peers": rows})
+    (section,) = [s for s in sections(data) if s.title == "Beside other tools"]
+    assert [s for s in sections(made.data) if s.title == "Beside other tools"] == []
+    ((head, own, first, second),) = [[t.columns, *t.rows] for t in section.tables]
+    assert len(head) == len(own) == len(first) == len(second)
+    assert own[:3] == (
+        "this run",
+        "a8w8c8, smoothquant, rtn",
+        f"{data.accuracy.perplexity_ratio:.4f}",
+    )
+    assert first[4:6] == ("0.125", "0.1 to 0.15")
+    assert first[7:] == ("7.2 s", "9 MB", "3", "p 1.5")
+    assert second[2:8] == ("", "", "", "", "", "could not run")
+    plots = draw_plots(data)
+    assert set(plots) == {"perplexity", "divergence", "sizes", "peers"}
+    assert plots["peers"].count("<!-- a|b -->") == 1
+    assert "<!-- c -->" not in plots["peers"]
+    page = Page(render_html(data, plots))
+    assert "c could not run: it <broke>" in page.words
+    assert page.tags.count("img") == 4
+    assert "| a\\|b | int4, RTN |" in render_markdown(data)
+    failed = data.model_copy(update={"peers": rows[1:]})
+    assert "peers" not in draw_plots(failed)
+
+
+def test_a_peer_that_fails_does_not_fail_the_report(folder, made, tmp_path, monkeypatch):
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text("raise ValueError('broken')")
+    monkeypatch.setitem(PEERS, "fake", Peer("rounding", "torch", adapter))
+    peers = json.dumps([{"name": "fake", "python": sys.executable}])
+    out = Path(shutil.copytree(folder / "out", tmp_path / "out"))
+    settings = [f"report.peers={peers}", "report.speed=false", f"output.path={out}"]
+    recipe = load_recipe(folder / "r.yaml", settings)
+    plan = build_plan(recipe, Checkpoint.open(recipe.model.path), force=True)
+    report = make_report(load_result(out), plan, progress=False)
+    assert [(row.name, row.error) for row in report.data.peers] == [("fake", "ValueError: broken")]
+    assert report.passed
+    assert report.data.accuracy == made.data.accuracy
+    assert "fake could not run: ValueError: broken" in (report.folder / "report.md").read_text()
+    for file in report.folder.iterdir():
+        assert str(Path(sys.executable).parent) not in file.read_text(encoding="utf-8"), file
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

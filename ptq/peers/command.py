@@ -1,0 +1,124 @@
+"""`ptq peers`: measures what other tools make of a recipe's model, without a run of our own.
+
+    ptq peers RECIPE [--peer NAME[=PYTHON]]... [--set KEY=VALUE]... [--output DIR]
+
+The recipe gives the model, the tokens, and the peers in `report.peers`; `--peer` names others
+instead. PYTHON is the interpreter of the environment that has the peer's package, where it is not
+this one. `peers.json` goes to the output path of the recipe, what the peers print below `peers/`
+beside it; `ptq compare` puts them into one table with runs of recipes on the same model and tokens.
+Exit codes: 0 where all peers ran, 1 where one could not, 2 for errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from calibrate.data import load_tokens
+from formats.checkpoint import Checkpoint
+from formats.command import run_command
+from formats.errors import RecipeError
+from formats.files import replace_file
+from inference.bench import environment
+from inference.engine import Engine
+from ptq.check import add_recipe_arguments
+from ptq.next_steps import typed_path
+from ptq.peers.measure import PEERS_FILE, PeersRecord, measure_peers
+from ptq.peers.specs import PEERS
+from ptq.plan import Plan, build_plan
+from ptq.recipe import read_recipe
+from ptq.report import engine_config, shown_text
+from ptq.report_peers import HEADS, peer_rows
+
+
+def measure(plan: Plan, *, progress: bool = True) -> PeersRecord:
+    """Measure the peers of a plan's recipe.
+
+    Raises:
+        RecipeError: the data cannot be used.
+        CheckpointError: the model is damaged.
+    """
+    recipe = plan.recipe
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
+    evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
+    original = Engine.from_pretrained(recipe.model.path, config=engine_config(evaluation, None))
+    return PeersRecord(
+        model=plan.model,
+        calibration=shown_text(calibration),
+        evaluation=shown_text(evaluation),
+        environment=environment(),
+        peers=measure_peers(recipe, original, calibration, evaluation, progress=progress),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure peers and print their table; 0 where all of them ran."""
+    from ptq.run import format_table
+
+    arguments = _parse(argv)
+    plan = _plan(arguments)
+    record = measure(plan)
+    path = plan.recipe.output.path / PEERS_FILE
+    replace_file(path, (record.model_dump_json(indent=1) + "\n").encode())
+    print(format_table([HEADS, *peer_rows(record.peers)]))
+    print()
+    failed = [row for row in record.peers if row.error]
+    for row in failed:
+        print(f"{row.name} could not run: {row.error}")
+    print(f"peers: {typed_path(path)}")
+    return 1 if failed else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ptq peers",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog=f"Peers: {', '.join(PEERS)}. "
+        "Exit codes: 0 all peers ran, 1 one of them could not, 2 errors.",
+    )
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME[=PYTHON]",
+        help="measure this one instead of those of the recipe, under its own interpreter if one is "
+        "given; may be repeated",
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="overrides output.path")
+    return parser.parse_args(argv)
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """The recipe with its overrides, held against its model.
+
+    Raises:
+        RecipeError: it is invalid, names no peer, or one that is not installed.
+    """
+    overrides = list(arguments.set)
+    if arguments.peer:
+        overrides.append(f"report.peers={json.dumps([_peer(text) for text in arguments.peer])}")
+    if arguments.output is not None:
+        overrides.append(f"output.path={json.dumps(str(arguments.output))}")
+    loaded = read_recipe(arguments.recipe, overrides)
+    if not loaded.recipe.report.peers:
+        raise RecipeError(
+            f"{arguments.recipe}: found no peers in report.peers; name some there, or give "
+            f"--peer NAME. Allowed: {', '.join(PEERS)}"
+        )
+    checkpoint = Checkpoint.open(loaded.recipe.model.path)
+    return build_plan(loaded.recipe, checkpoint, loaded.where, force=True)
+
+
+def _peer(text: str) -> dict[str, str]:
+    name, _, python = text.partition("=")
+    return {"name": name} | ({"python": python} if python else {})
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

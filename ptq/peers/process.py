@@ -1,0 +1,163 @@
+"""A peer at work in a process of its own, under its own interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from formats.errors import EngineError
+from formats.scheme import Strict
+from ptq.peers.specs import PeerSpec
+
+WORKER = Path(__file__).resolve().parent / "worker.py"
+PROBE_SECONDS = 60.0
+
+
+class Quantized(Strict):
+    """What a worker tells of a quantization: wall time, and the largest memory of its process."""
+
+    seconds: float
+    peak_rss_bytes: int
+
+
+def interpreter(spec: PeerSpec) -> str:
+    """The Python that runs a peer."""
+    return sys.executable if spec.python is None else str(spec.python)
+
+
+def installed(python: str, distributions: Iterable[str]) -> dict[str, str | None]:
+    """Versions of distributions as an interpreter sees them, None for those that it lacks.
+
+    Raises:
+        EngineError: it cannot be started, or is no Python.
+    """
+    command = [python, str(WORKER), "--versions", *distributions]
+    options = {"capture_output": True, "text": True, "timeout": PROBE_SECONDS, "check": True}
+    try:
+        done = subprocess.run(command, env=_environment({}), **options)
+        return json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise EngineError(f"{python} cannot be used as a Python interpreter ({error})") from error
+
+
+def _environment(settings: dict[str, str]) -> dict[str, str]:
+    """Ours without what would lead another interpreter to our modules, and settings of its own."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | settings
+
+
+class PeerProcess:
+    """Starts a worker on a job, and gives what it sends; a context manager and a `Scorer`.
+
+    Args:
+        spec: The peer.
+        job: Folder with the job; see `ptq.peers.worker`.
+        log: File that receives what the process prints.
+        cpu_only: Hide GPUs from it.
+
+    Raises:
+        EngineError: from all methods, where it could not be started, failed, died, or was stopped
+            as its time was over; the message is the reason.
+    """
+
+    def __init__(self, spec: PeerSpec, job: Path, log: Path, *, cpu_only: bool) -> None:
+        self._spec, self._job, self._log = spec, job, log
+        settings = {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": str(torch.get_num_threads()),
+        }
+        self._settings = settings | ({"CUDA_VISIBLE_DEVICES": ""} if cpu_only else {})
+        self._late = False
+
+    def __enter__(self) -> PeerProcess:
+        read, write = os.pipe()
+        self._pipe = os.fdopen(read, "rb")
+        command = [interpreter(self._spec), str(WORKER), str(self._job), str(write)]
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    env=_environment(self._settings),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(write,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._pipe.close()
+            raise EngineError(f"{command[0]} cannot be started ({error.strerror})") from error
+        finally:
+            os.close(write)
+        self._timer = threading.Timer(self._spec.timeout, self._stop)
+        self._timer.daemon = True
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+        self._kill()
+        self._process.wait()
+        self._pipe.close()
+
+    def quantized(self) -> Quantized:
+        """Wait for the end of the quantization."""
+        record = json.loads(self._frame())
+        if "error" in record:
+            raise EngineError(record["error"])
+        return Quantized.model_validate(record)
+
+    def score(self, ids: Tensor) -> Tensor:
+        """Logits fp32 [T, vocabulary] of the next evaluation sequence [T]."""
+        frame = self._frame()
+        if frame.startswith(b'{"error"'):
+            raise EngineError(json.loads(frame)["error"])
+        logits = load(frame)["logits"]
+        if len(logits) != len(ids) or not torch.isfinite(logits).all():
+            raise EngineError(
+                f"its logits {list(logits.shape)} of {len(ids)} tokens are not finite, or too few"
+            )
+        return logits
+
+    def _frame(self) -> bytes:
+        length = int.from_bytes(header := self._pipe.read(8), "little")
+        frame = self._pipe.read(length)
+        if len(header) < 8 or len(frame) < length:
+            raise EngineError(self._why_it_ended())
+        return frame
+
+    def _why_it_ended(self) -> str:
+        code = self._process.wait()
+        if self._late:
+            return f"stopped after its {self._spec.timeout:g} s; a larger `timeout` gives it longer"
+        lines = self._log.read_text(errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        killed = " (killed: memory may have run out)" if code == -signal.SIGKILL else ""
+        return f"its process ended with exit code {code}{killed}; the last that it printed: {last}"
+
+    def _stop(self) -> None:
+        self._late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """End it and whatever it started: they share a process group."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # all of them ended by themselves
+            return
