@@ -27,18 +27,26 @@ from formats.errors import CheckpointError, RecipeError
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 _ATTENTION = "ptq_observed"
 _CALLBACK = "ptq_on_kv"
+_CACHE = "ptq_cache"
 
 OnInput = Callable[[str, Tensor], None]
 OnKV = Callable[[Tensor, Tensor], None]
+Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _observed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Any:
-    """transformers' sdpa; shows K (after RoPE) and V to a callback left on the attention module."""
-    callback = getattr(module, _CALLBACK, None)
+    """transformers' sdpa; shows K (after RoPE) and V to a callback left on the attention module.
+
+    A cache that is left there, too, says what is read in their place.
+    """
+    callback, cache = getattr(module, _CALLBACK, None), getattr(module, _CACHE, None)
     if callback is not None:
         callback(key[0].transpose(0, 1), value[0].transpose(0, 1))  # [tokens, kv heads, head_dim]
+    if cache is not None:
+        cached = cache(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        key, value = (x.transpose(0, 1)[None] for x in cached)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
 
@@ -105,7 +113,12 @@ class Block:
 
     @torch.no_grad()
     def run(
-        self, sample: int, *, on_input: OnInput | None = None, on_kv: OnKV | None = None
+        self,
+        sample: int,
+        *,
+        on_input: OnInput | None = None,
+        on_kv: OnKV | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Run one sample through the block as it is now.
 
@@ -113,11 +126,12 @@ class Block:
             sample: Index into `inputs`.
             on_input: Called with each linear layer's full name and its input [tokens, in].
             on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
+            cache: Makes of the same what attention reads of them.
 
         Returns:
             Hidden states [tokens, hidden], on the block's device.
         """
-        with self._hooks(on_input, on_kv):
+        with self._hooks(on_input, on_kv, cache):
             return self.forward(self.inputs[sample])
 
     def output(
@@ -150,7 +164,9 @@ class Block:
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     @contextmanager
-    def _hooks(self, on_input: OnInput | None, on_kv: OnKV | None) -> Iterator[None]:
+    def _hooks(
+        self, on_input: OnInput | None, on_kv: OnKV | None, cache: Cache | None
+    ) -> Iterator[None]:
         attention = self.module.get_submodule("self_attn")
         with ExitStack() as stack:
             if on_input is not None:
@@ -160,9 +176,10 @@ class Block:
                         on_input(name, args[0].flatten(0, -2))
 
                     stack.callback(linear.register_forward_pre_hook(hook).remove)
-            if on_kv is not None:
-                setattr(attention, _CALLBACK, on_kv)
-                stack.callback(delattr, attention, _CALLBACK)
+            for name, callback in ((_CALLBACK, on_kv), (_CACHE, cache)):
+                if callback is not None:
+                    setattr(attention, name, callback)
+                    stack.callback(delattr, attention, name)
             yield
 
 

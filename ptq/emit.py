@@ -12,7 +12,6 @@ from calibrate.observers import (
     clip_fraction,
     estimated_sqnr_db,
 )
-from formats.checkpoint import Checkpoint
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
 from formats.weights import weight_tensors
@@ -20,11 +19,12 @@ from formats.writer import CheckpointWriter
 from kernels.numerics import TYPES, QuantizedType, choose_scale, expand_scale
 from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import ModuleRow
+from ptq.source import Source
 
 ROLES: tuple[Role, Role] = ("k_cache", "v_cache")
 
 
-def emit_rest(writer: CheckpointWriter, checkpoint: Checkpoint, blocks: tuple[str, ...]) -> None:
+def emit_rest(writer: CheckpointWriter, checkpoint: Source, blocks: tuple[str, ...]) -> None:
     """Copy every tensor that belongs to no decoder block, bit for bit."""
     prefixes = tuple(f"{block}." for block in blocks)
     for name in checkpoint.names():
@@ -32,7 +32,7 @@ def emit_rest(writer: CheckpointWriter, checkpoint: Checkpoint, blocks: tuple[st
             writer.add(name, checkpoint.tensor(name))
 
 
-def block_tensors(checkpoint: Checkpoint, work: BlockWork) -> dict[str, Tensor]:
+def block_tensors(checkpoint: Source, work: BlockWork) -> dict[str, Tensor]:
     """A block's quantized layers and folded vectors as stored; all else bit for bit as it was."""
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.names():

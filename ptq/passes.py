@@ -9,12 +9,12 @@ from torch import Tensor
 
 from calibrate.statistics import Statistics
 from calibrate.stream import Block, to_host
-from formats.checkpoint import Checkpoint
 from ptq.methods.base import BlockWork, Method, quantized_block
 from ptq.plan import Plan
+from ptq.source import Source
 
 
-def block_work(plan: Plan, checkpoint: Checkpoint, block: Block) -> BlockWork:
+def block_work(plan: Plan, checkpoint: Source, block: Block) -> BlockWork:
     """A loaded block with what the plan says of it."""
     config = checkpoint.config
     heads = config["num_attention_heads"]

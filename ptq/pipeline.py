@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
@@ -34,8 +34,9 @@ from formats.writer import CheckpointWriter
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
 from ptq.measure import SAMPLES, Ratios, measure, module_rows
 from ptq.methods.base import BlockWork
-from ptq.methods.registry import build_methods
+from ptq.methods.registry import block_specs, build_methods
 from ptq.methods.rtn import round_to_nearest
+from ptq.methods.views import source_of
 from ptq.passes import block_work, observe, quantized_outputs
 from ptq.plan import Plan
 from ptq.recipe import Recipe, resolved_yaml
@@ -53,6 +54,7 @@ from ptq.result import (
     peak_rss_bytes,
 )
 from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
+from ptq.source import config_of
 
 CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
 SMALLEST_SHARD = 16 << 20  # bytes
@@ -162,9 +164,10 @@ class _Driver:
 
     def __init__(self, plan: Plan, watch: Stopwatch, fingerprint: str) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
-        self.checkpoint = Checkpoint.open(plan.recipe.model.path)
-        self.config = AutoConfig.from_pretrained(plan.recipe.model.path, local_files_only=True)
+        self.checkpoint = source_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
+        self.config = config_of(self.checkpoint)
         self.methods = build_methods(plan.recipe.methods)
+        self.specs = block_specs(plan.recipe.methods)
         self.device = device_of(plan.recipe)
         key = run_key(plan.recipe, self.checkpoint, fingerprint, self.device)
         self.store = ResumableRun(plan.recipe.output.path, key)
@@ -230,7 +233,7 @@ class _Driver:
                 outputs = seen
                 with self.watch.phase("measure"):
                     baseline = measure(work, round_to_nearest(work))
-            for method, spec in zip(stage, self.recipe.methods[start:stop], strict=True):
+            for method, spec in zip(stage, self.specs[start:stop], strict=True):
                 with self.watch.phase(spec.name):
                     method.solve(work)
                     method.commit(work)
@@ -248,12 +251,11 @@ class _Driver:
     def _stages(self) -> list[tuple[int, int]]:
         """Runs of methods, as (first, one past the last), that one pass over the samples serves.
 
-        A pass serves methods up to the first that changes the float block.
+        A pass serves methods up to the first that changes the float block; where that is the last
+        one, another pass sees what it has left.
         """
         ends = [i + 1 for i, method in enumerate(self.methods) if method.folds]
-        if not ends or ends[-1] != len(self.methods):
-            ends.append(len(self.methods))
-        return list(itertools.pairwise((0, *ends)))
+        return list(itertools.pairwise((0, *ends, len(self.methods))))
 
     @property
     def needs_data(self) -> bool:

@@ -19,8 +19,10 @@ from formats.compressed_tensors import is_ignored
 from formats.scheme import Strict
 from ptq import preflight
 from ptq.methods.specs import AWQSpec, SmoothingKind, SmoothQuantSpec
+from ptq.methods.views import source_of
 from ptq.problems import Problem, Where, recipe_error
 from ptq.recipe import Recipe
+from ptq.source import View
 from ptq.strict_yaml import Key
 
 # Layers that runtimes fuse into one: they read the same input and must share its scale and type.
@@ -99,6 +101,7 @@ class Plan(Strict):
         blocks: Full names of the decoder blocks, in their order.
         model: The model as it comes.
         prediction: What the run will take.
+        transforms: What the recipe makes of the float model before anything is observed.
     """
 
     recipe: Recipe
@@ -107,6 +110,7 @@ class Plan(Strict):
     blocks: tuple[str, ...]
     model: ModelSummary
     prediction: Prediction
+    transforms: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -145,7 +149,8 @@ def build_plan(
     }
     modules = tuple(_plan_module(recipe, blocks, name, shape) for name, shape in shapes.items())
     quantized = {module.name for module in modules if module.action == "quantize"}
-    size = preflight.predict_checkpoint(checkpoint, config, recipe.scheme, quantized)
+    source = source_of(checkpoint, recipe.methods)
+    size = preflight.predict_checkpoint(source, config, recipe.scheme, quantized)
     problems: list[tuple[Key, str]] = [
         *preflight.check_tensors(checkpoint, config, model),
         *preflight.check_tokenizer(checkpoint, config),
@@ -167,6 +172,7 @@ def build_plan(
             checkpoint_bytes=size,
             memory_bytes=preflight.predict_memory(recipe, checkpoint, config, blocks),
         ),
+        transforms=tuple(source.describe()) if isinstance(source, View) else (),
     )
 
 

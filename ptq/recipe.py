@@ -32,6 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,7 +43,7 @@ from calibrate.observers import ObserverSpec
 from formats.errors import RecipeError
 from formats.scheme import Scheme, Strict
 from ptq.draft import Draft
-from ptq.methods.specs import ROUNDING, MethodSpec
+from ptq.methods.specs import ORDER, ROUNDING, MethodSpec
 from ptq.problems import Origin, Problem, Where, recipe_error, suggestion
 from ptq.strict_yaml import dump, parse
 
@@ -162,10 +163,16 @@ class Recipe(Strict):
         names = [method.name for method in methods]
         if len(set(names)) < len(names):
             raise ValueError(f"found {', '.join(names)}; give each method once")
-        if scheme is not None and scheme.weights is None and names:
+        if scheme is not None and "smooth_k" in names and scheme.kv_cache is None:
+            raise ValueError(
+                f"found smooth_k, but the scheme {scheme.wac} leaves the cache in floating point; "
+                "remove it or quantize the cache"
+            )
+        if scheme is not None and scheme.weights is None and names not in ([], ["smooth_k"]):
             raise ValueError(
                 f"found {', '.join(names)}, but the scheme {scheme.wac} leaves weights and "
-                "activations in floating point; remove the methods or quantize weights"
+                "activations in floating point; remove the methods but smooth_k, or quantize "
+                "weights"
             )
         if scheme is None or scheme.weights is None:
             return methods
@@ -180,6 +187,13 @@ class Recipe(Strict):
             raise ValueError(
                 f"found {', '.join(names)}; {early[0]} hands over quantized weights, which "
                 f"{solving[-1]} cannot solve again: keep one of them"
+            )
+        ranks = [rank for name in names for rank, kinds in enumerate(ORDER) if name in kinds]
+        if ranks != sorted(ranks):
+            right = [name for _, name in sorted(zip(ranks, names, strict=True), key=itemgetter(0))]
+            raise ValueError(
+                f"found {', '.join(names)}; each method must leave alone what those before it "
+                f"have made: the order is {', '.join(right)}"
             )
         if "refine" in names and scheme.weights.dtype == "fp8_e4m3":
             raise ValueError("refine moves integers; it is not for fp8 weights")

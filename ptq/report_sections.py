@@ -182,7 +182,7 @@ def _activations(data: ReportData) -> Section:
                 [
                     (
                         row.source,
-                        "none" if row.alpha is None else f"{row.alpha:g}",
+                        row.strength,
                         f"{row.scale_min:.3g} to {row.scale_max:.3g}",
                         f"{row.error:.3g}",
                         f"{row.unsmoothed_error:.3g}",

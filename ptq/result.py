@@ -58,7 +58,9 @@ class Candidate(Strict):
 class SmoothingRow(Strict):
     """What was chosen for one smoothing group; `alpha` None means that it was left alone.
 
-    `scale_min` and `scale_max` bound the factors that the source was divided by.
+    `scale_min` and `scale_max` bound the factors that the source was divided by. Where pieces of
+    the channels have strengths of their own, these are `pieces`, the largest channels' first, and
+    `alpha` is the highest of them.
     """
 
     source: str
@@ -68,6 +70,15 @@ class SmoothingRow(Strict):
     scale_min: float
     scale_max: float
     candidates: tuple[Candidate, ...]
+    pieces: tuple[float | None, ...] = ()
+
+    @property
+    def strength(self) -> str:
+        """The strength or strengths, for a person."""
+        parts = (
+            "none" if alpha is None else f"{alpha:g}" for alpha in self.pieces or (self.alpha,)
+        )
+        return " / ".join(parts)
 
     @property
     def unsmoothed_error(self) -> float:

@@ -31,14 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from formats.scheme import KVCacheSpec
-from kernels.numerics import (
-    TYPES,
-    block_absmax,
-    choose_scale,
-    fake_quantize,
-    fake_quantize_activations,
-)
+from kernels.numerics import TYPES, choose_scale
 from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced, set_parameter
+from ptq.methods.cache import through_cache
 from ptq.methods.rounding import round_weight
 from ptq.plan import SmoothingGroup
 from ptq.result import Candidate, Event, SmoothingRow
@@ -177,19 +172,14 @@ class SmoothedGroup:
     @contextmanager
     def _quantized_v(self, folding: Folding, spec: KVCacheSpec) -> Iterator[None]:
         """Let V pass through the cache: smoothed, rounded with static scales, and back."""
-        shape, kind = (-1, self.work.head_dim), TYPES[spec.dtype]  # [kv heads, head_dim]
+        shape = (-1, self.work.head_dim)  # [kv heads, head_dim]
         observed = self.work.observed(self.work.block.attention, "v_cache")
         absmax = observed.channel_absmax.double() / folding.scale.view(shape)
-        block = (-1, -1) if spec.granularity == "per_tensor" else (1, -1)
-        device = self.work.block.device
-        scale = choose_scale(block_absmax(absmax, block), kind).to(device)
-        factor = folding.scale.view(shape).float().to(device)
+        factor = folding.scale.view(shape).float().to(self.work.block.device)
 
         def stored(_: nn.Module, __: tuple, v: Tensor) -> Tensor:
             heads = v.reshape(-1, *factor.shape) / factor  # [tokens, kv heads, head_dim]
-            if spec.dynamic:
-                return (fake_quantize_activations(heads, None, kind) * factor).reshape(v.shape)
-            return (fake_quantize(heads, scale[None], kind) * factor).reshape(v.shape)
+            return (through_cache(heads, absmax, spec, "v_cache") * factor).reshape(v.shape)
 
         handle = self.source.register_forward_hook(stored)
         try:
@@ -209,6 +199,62 @@ def source_channel(source_channels: int, inputs: int, head_dim: int) -> Tensor:
         return index
     queries_per_kv = inputs // source_channels
     return index // (head_dim * queries_per_kv) * head_dim + index % head_dim
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a group: the strengths of its pieces, one for all without pieces.
+
+    Attributes:
+        alphas: None is no smoothing.
+        scale: Factors [channels] fp64.
+        error: Squared error of the block's outputs with them.
+    """
+
+    alphas: tuple[float | None, ...]
+    scale: Tensor
+    error: float
+
+
+def best_of(errors: Mapping[float | None, float], scales: Mapping[float | None, Tensor]) -> Choice:
+    """The strength of least error, the earlier one of equals."""
+    best = min(errors, key=lambda alpha: errors[alpha])
+    return Choice((best,), scales[best], errors[best])
+
+
+def tell(
+    work: BlockWork,
+    members: tuple[str, tuple[str, ...]],
+    choice: Choice,
+    errors: Mapping[float | None, float],
+    power: float,
+) -> None:
+    """Keep for the record what was chosen.
+
+    Args:
+        work: The block.
+        members: Names of what is divided and of what is multiplied.
+        choice: The best.
+        errors: Squared error of the block's outputs by strength; None is no smoothing.
+        power: Sum of the outputs' squares.
+    """
+    strengths = [alpha for alpha in choice.alphas if alpha is not None]
+    if not strengths:
+        tried = ", ".join(f"{alpha:g}" for alpha in errors if alpha is not None)
+        message = f"not smoothed: the block's output is no better with alpha {tried}"
+        work.events.append(Event(module=members[0], kind="fallback", message=message))
+    work.smoothing.append(
+        SmoothingRow(
+            source=members[0],
+            consumers=members[1],
+            alpha=max(strengths, default=None),
+            pieces=choice.alphas if len(choice.alphas) > 1 else (),
+            error=choice.error / power,
+            scale_min=choice.scale.min().item(),
+            scale_max=choice.scale.max().item(),
+            candidates=tuple(Candidate(alpha=a, error=e / power) for a, e in errors.items()),
+        )
+    )
 
 
 class Migration(Method):
@@ -258,30 +304,26 @@ class Migration(Method):
         self, group: SmoothedGroup, reference: list[Tensor], power: float
     ) -> tuple[SmoothedGroup, Folding]:
         """Try no factors and every candidate; keep the best, the earlier one of equals."""
-        foldings: dict[float | None, Folding] = {None: group.fold(None)}
-        foldings |= {alpha: group.fold(s) for alpha, s in self.candidates(group).items()}
+        wanted: dict[float | None, Tensor | None] = {None: None, **self.candidates(group)}
+        foldings = {alpha: group.fold(scale) for alpha, scale in wanted.items()}
         errors = {alpha: group.error(folding, reference) for alpha, folding in foldings.items()}
-        best = min(errors, key=lambda alpha: errors[alpha])
-        chosen = foldings[best]
-        work, source = group.work, group.group.source
-        if best is None:
-            tried = ", ".join(f"{alpha:g}" for alpha in foldings if alpha is not None)
-            message = f"not smoothed: the block's output is no better with alpha {tried}"
-            work.events.append(Event(module=source, kind="fallback", message=message))
-        work.smoothing.append(
-            SmoothingRow(
-                source=source,
-                consumers=group.group.consumers,
-                alpha=best,
-                error=errors[best] / power,
-                scale_min=chosen.scale.min().item(),
-                scale_max=chosen.scale.max().item(),
-                candidates=tuple(
-                    Candidate(alpha=alpha, error=error / power) for alpha, error in errors.items()
-                ),
-            )
-        )
-        return group, chosen
+        scales = {alpha: folding.scale for alpha, folding in foldings.items()}
+        choice = self.refined(best_of(errors, scales), group, scales, reference)
+        smoothed = any(alpha is not None for alpha in choice.alphas)
+        folding = group.fold(choice.scale if smoothed else None)
+        members = (group.group.source, group.group.consumers)
+        tell(group.work, members, choice, errors, power)
+        return group, folding
+
+    def refined(
+        self,
+        choice: Choice,
+        group: SmoothedGroup,
+        scales: Mapping[float | None, Tensor],
+        reference: Sequence[Tensor],
+    ) -> Choice:
+        """Improve on the best strength for all channels; here it is left as it is."""
+        return choice
 
     def commit(self, work: BlockWork) -> None:
         """Fold the chosen factors into the block's float weights."""

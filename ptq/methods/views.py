@@ -1,0 +1,23 @@
+"""Which views of the float model the methods of a recipe ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from formats.checkpoint import Checkpoint
+from ptq.methods.rotation import RotatedCheckpoint
+from ptq.methods.specs import MethodSpec, RotationSpec
+from ptq.source import Source
+
+
+def source_of(checkpoint: Checkpoint, methods: Sequence[MethodSpec]) -> Source:
+    """The model that blocks are read from.
+
+    Raises:
+        RecipeError: a method does not know this model.
+    """
+    source: Source = checkpoint
+    for spec in methods:
+        if isinstance(spec, RotationSpec):
+            source = RotatedCheckpoint(source, spec)
+    return source
