@@ -45,9 +45,9 @@ def search_pieces(
     best = Choice(start.alphas * count, start.scale, start.error)
     for index in range(count):
         for alpha, scale in scales.items():
-            alphas = (*best.alphas[:index], alpha, *best.alphas[index + 1 :])
-            if alphas == best.alphas:
+            if alpha == start.alphas[0]:  # known
                 continue
+            alphas = (*best.alphas[:index], alpha, *best.alphas[index + 1 :])
             trial = torch.where(piece == index, scale, best.scale)
             found = error(trial)
             if found < best.error:
