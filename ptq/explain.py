@@ -20,6 +20,7 @@ from ptq.methods.specs import (
     RefineSpec,
     RotationSpec,
     RTNSpec,
+    ShiftSpec,
     SmoothKSpec,
     SmoothQuantSpec,
 )
@@ -63,6 +64,8 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
     for method in recipe.methods:
         if isinstance(method, RotationSpec):
             yield from _rotated(module, method)
+        elif isinstance(method, ShiftSpec) and module.name.endswith(("v_proj", "o_proj")):
+            yield "shift: its bias takes what centres V, where it has one"
         elif isinstance(method, SmoothKSpec) and module.name.endswith(("q_proj", "k_proj")):
             yield "smooth_k: its rows, or the norm after it, take factors that even out K"
         elif isinstance(method, SmoothQuantSpec | AWQSpec):

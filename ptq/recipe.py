@@ -168,6 +168,11 @@ class Recipe(Strict):
                 f"found smooth_k, but the scheme {scheme.wac} leaves the cache in floating point; "
                 "remove it or quantize the cache"
             )
+        if scheme is not None and "shift" in names and not (scheme.activations or scheme.kv_cache):
+            raise ValueError(
+                f"found shift, but the scheme {scheme.wac} leaves activations and the cache in "
+                "floating point; remove it or quantize one of them"
+            )
         if scheme is not None and scheme.weights is None and names not in ([], ["smooth_k"]):
             raise ValueError(
                 f"found {', '.join(names)}, but the scheme {scheme.wac} leaves weights and "

@@ -10,11 +10,13 @@ from ptq.methods.base import Method
 from ptq.methods.gptq import GPTQ
 from ptq.methods.refine import Refine
 from ptq.methods.rtn import RoundToNearest
+from ptq.methods.shift import Shift
 from ptq.methods.smooth_k import SmoothK
 from ptq.methods.smoothquant import SmoothQuant
 from ptq.methods.specs import MethodSpec
 
 _CLASSES: dict[str, Callable[[Any], Method]] = {
+    "shift": Shift,
     "smoothquant": SmoothQuant,
     "awq": AWQ,
     "smooth_k": SmoothK,

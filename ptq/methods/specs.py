@@ -54,6 +54,17 @@ class RotationSpec(Strict):
         return self
 
 
+class ShiftSpec(Strict):
+    """Shift: each channel of V is centred, and with it the cached V and the input of o_proj.
+
+    YAML: ``shift: {}``
+
+    Families that know `attention_bias` get biases in attention for it (llama, qwen3).
+    """
+
+    name: Literal["shift"] = "shift"
+
+
 class SmoothQuantSpec(Strict):
     """SmoothQuant: outliers move from the inputs of linear layers into their weights.
 
@@ -183,11 +194,19 @@ class RefineSpec(Strict):
 
 
 MethodSpec = Annotated[
-    RotationSpec | SmoothQuantSpec | AWQSpec | SmoothKSpec | RTNSpec | GPTQSpec | RefineSpec,
+    RotationSpec
+    | ShiftSpec
+    | SmoothQuantSpec
+    | AWQSpec
+    | SmoothKSpec
+    | RTNSpec
+    | GPTQSpec
+    | RefineSpec,
     Field(discriminator="name"),
 ]
 METHODS: dict[str, type[Strict]] = {
     "rotation": RotationSpec,
+    "shift": ShiftSpec,
     "smoothquant": SmoothQuantSpec,
     "awq": AWQSpec,
     "smooth_k": SmoothKSpec,
@@ -197,4 +216,4 @@ METHODS: dict[str, type[Strict]] = {
 }
 ROUNDING = ("rtn", "gptq")  # methods that hand over quantized weights; refine may follow them
 # Each leaves alone what those before it have made.
-ORDER = (("rotation",), ("smoothquant", "awq"), ("smooth_k",), ROUNDING, ("refine",))
+ORDER = (("rotation",), ("shift",), ("smoothquant", "awq"), ("smooth_k",), ROUNDING, ("refine",))

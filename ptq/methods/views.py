@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from formats.checkpoint import Checkpoint
+from ptq.methods.biased import BiasedCheckpoint
 from ptq.methods.rotation import RotatedCheckpoint
-from ptq.methods.specs import MethodSpec, RotationSpec
+from ptq.methods.specs import MethodSpec, RotationSpec, ShiftSpec
 from ptq.source import Source
 
 
@@ -20,4 +21,6 @@ def source_of(checkpoint: Checkpoint, methods: Sequence[MethodSpec]) -> Source:
     for spec in methods:
         if isinstance(spec, RotationSpec):
             source = RotatedCheckpoint(source, spec)
+        elif isinstance(spec, ShiftSpec):
+            source = BiasedCheckpoint(source)
     return source
