@@ -29,18 +29,26 @@ from formats.errors import CheckpointError, RecipeError
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 _ATTENTION = "ptq_observed"
 _CALLBACK = "ptq_on_kv"
+_CACHE = "ptq_cache"
 
 OnInput = Callable[[str, Tensor], None]
 OnKV = Callable[[Tensor, Tensor], None]
+Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _observed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Any:
-    """transformers' sdpa; shows K (after RoPE) and V to a callback left on the attention module."""
-    callback = getattr(module, _CALLBACK, None)
+    """transformers' sdpa; shows K (after RoPE) and V to a callback left on the attention module.
+
+    A cache that is left there, too, says what is read in their place.
+    """
+    callback, cache = getattr(module, _CALLBACK, None), getattr(module, _CACHE, None)
     if callback is not None:
         callback(key[0].transpose(0, 1), value[0].transpose(0, 1))  # [tokens, kv heads, head_dim]
+    if cache is not None:
+        cached = cache(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        key, value = (x.transpose(0, 1)[None] for x in cached)
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
 
@@ -113,6 +121,7 @@ class Block:
         on_input: OnInput | None = None,
         on_kv: OnKV | None = None,
         on_route: OnRoute | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Run one sample through the block as it is now.
 
@@ -123,11 +132,12 @@ class Block:
             on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
             on_route: Called with the full name of the experts and how many tokens the router sends
                 to each of them: int64 [experts].
+            cache: Makes of the same what attention reads of them.
 
         Returns:
             Hidden states [tokens, hidden], on the block's device.
         """
-        with self._hooks(on_input, on_kv, on_route):
+        with self._hooks(on_input, on_kv, on_route, cache):
             return self.forward(self.inputs[sample])
 
     def output(
@@ -166,7 +176,11 @@ class Block:
 
     @contextmanager
     def _hooks(
-        self, on_input: OnInput | None, on_kv: OnKV | None, on_route: OnRoute | None
+        self,
+        on_input: OnInput | None,
+        on_kv: OnKV | None,
+        on_route: OnRoute | None,
+        cache: Cache | None,
     ) -> Iterator[None]:
         attention = self.module.get_submodule("self_attn")
         with ExitStack() as stack:
@@ -181,9 +195,10 @@ class Block:
                 if isinstance(experts, Experts):
                     name = f"{self.name}.{path}"
                     stack.enter_context(experts.watched(name, on_input is not None, on_route))
-            if on_kv is not None:
-                setattr(attention, _CALLBACK, on_kv)
-                stack.callback(delattr, attention, _CALLBACK)
+            for name, callback in ((_CALLBACK, on_kv), (_CACHE, cache)):
+                if callback is not None:
+                    setattr(attention, name, callback)
+                    stack.callback(delattr, attention, name)
             yield
 
 

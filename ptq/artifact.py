@@ -21,10 +21,12 @@ from formats.errors import CheckpointError, RecipeError
 from formats.files import fsync_path, writing
 from ptq.methods.base import BlockWork, Method
 from ptq.methods.moments import Moments
+from ptq.methods.registry import block_specs
 from ptq.next_steps import typed_path
 from ptq.recipe import Recipe
 from ptq.result import STATISTICS_FILE, QuantizationRecord, load_record
 from ptq.resume import model_key
+from ptq.source import Source
 
 HESSIANS_FOLDER = "hessians"
 
@@ -84,6 +86,13 @@ def save_hessians(folder: Path, work: BlockWork) -> None:
         fsync_path(path)
 
 
+def seen_key(recipe: Recipe, checkpoint: Source) -> str:
+    """Tells the model that calibration saw: its files, and the views it is read through."""
+    blocks = block_specs(recipe.methods)
+    views = [spec.model_dump_json() for spec in recipe.methods if spec not in blocks]
+    return " ".join([model_key(checkpoint), *views])
+
+
 def drop_hessians(folder: Path) -> None:
     """Remove those of an earlier run."""
     shutil.rmtree(folder / HESSIANS_FOLDER, ignore_errors=True)
@@ -105,15 +114,18 @@ def check_solvable(artifact: Artifact, recipe: Recipe, methods: list[Method]) ->
 
 def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Iterator[str]:
     record, statistics = artifact.record, artifact.statistics
-    if record.model_key != model_key(Checkpoint.open(recipe.model.path)):
-        yield f"{recipe.model.path} is not the model, or not as it was, that they were taken from"
+    if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.path)):
+        yield (
+            f"{recipe.model.path} is not the model, or not as it was (rotated or not), that they "
+            "were taken from"
+        )
     seen = {stats.tokens for stats in statistics.values()}
     if seen != {record.calibration.tokens}:
         yield (
             f"its scheme needed no data: {max(seen, default=0)} of {record.calibration.tokens} "
             "tokens were observed. Run it with --set statistics.histograms=true"
         )
-    for method, spec in zip(methods, recipe.methods, strict=True):
+    for method, spec in zip(methods, block_specs(recipe.methods), strict=True):
         if method.needs == "samples":
             fix = "; give alpha a number" if spec.name == "smoothquant" else "; leave it out"
             yield f"{spec.name} runs samples through the model{fix}"

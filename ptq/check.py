@@ -70,6 +70,7 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
             f"{'dynamic' if kv.dynamic else 'static'}"
         )
     yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
+    yield from (f"  {transform}" for transform in plan.transforms)
     if plan.smoothing:
         yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"
     for split, tokens in data.items():

@@ -11,7 +11,6 @@ from calibrate.observers import (
     choose_absmax,
     clip_fraction,
 )
-from formats.checkpoint import Checkpoint
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
 from formats.weights import weight_tensors
@@ -20,9 +19,10 @@ from kernels.numerics import TYPES, choose_scale, expand_scale
 from ptq.measure import CACHES, cache_ratios
 from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import ModuleRow
+from ptq.source import Source
 
 
-def emit_rest(writer: CheckpointWriter, checkpoint: Checkpoint, blocks: tuple[str, ...]) -> None:
+def emit_rest(writer: CheckpointWriter, checkpoint: Source, blocks: tuple[str, ...]) -> None:
     """Copy every tensor that belongs to no decoder block, bit for bit."""
     prefixes = tuple(f"{block}." for block in blocks)
     for name in checkpoint.names():
@@ -30,7 +30,7 @@ def emit_rest(writer: CheckpointWriter, checkpoint: Checkpoint, blocks: tuple[st
             writer.add(name, checkpoint.tensor(name))
 
 
-def block_tensors(checkpoint: Checkpoint, work: BlockWork) -> dict[str, Tensor]:
+def block_tensors(checkpoint: Source, work: BlockWork) -> dict[str, Tensor]:
     """A block's quantized layers and folded vectors as stored; all else bit for bit as it was."""
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.names():

@@ -14,7 +14,17 @@ from formats.errors import RequestError
 from formats.experts import EXPERT
 from ptq.check import add_recipe_arguments
 from ptq.inspect import matches
-from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.methods.rotation import WRITERS
+from ptq.methods.specs import (
+    AWQSpec,
+    GPTQSpec,
+    RefineSpec,
+    RotationSpec,
+    RTNSpec,
+    ShiftSpec,
+    SmoothKSpec,
+    SmoothQuantSpec,
+)
 from ptq.plan import ModulePlan, Plan, build_plan
 from ptq.recipe import read_recipe
 
@@ -70,7 +80,13 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
         return
     recipe, activations = plan.recipe, plan.recipe.scheme.activations
     for method in recipe.methods:
-        if isinstance(method, SmoothQuantSpec | AWQSpec):
+        if isinstance(method, RotationSpec):
+            yield from _rotated(module, method)
+        elif isinstance(method, ShiftSpec) and module.name.endswith(("v_proj", "o_proj")):
+            yield "shift: its bias takes what centres V, where it has one"
+        elif isinstance(method, SmoothKSpec) and module.name.endswith(("q_proj", "k_proj")):
+            yield "smooth_k: its rows, or the norm after it, take factors that even out K"
+        elif isinstance(method, SmoothQuantSpec | AWQSpec):
             yield from _folded(plan, module, method)
         elif isinstance(method, RTNSpec):
             yield f"rtn: rounded to the nearest, scales by {method.scale}"
@@ -83,6 +99,15 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
         shared = f", shared by {module.fused_group}" if module.fused_group else ""
         yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"
     yield f"stored as {module.reason}"
+
+
+def _rotated(module: ModulePlan, method: RotationSpec) -> Iterator[str]:
+    leaf = module.name.rpartition(".")[2]
+    if method.residual:
+        writes = leaf in WRITERS
+        yield f"rotation: its {'rows' if writes else 'columns'} turn with the residual stream"
+    if method.values and leaf in ("v_proj", "o_proj"):
+        yield f"rotation: its {'rows' if leaf == 'v_proj' else 'columns'} turn with each head's V"
 
 
 def _folded(plan: Plan, module: ModulePlan, method: SmoothQuantSpec | AWQSpec) -> Iterator[str]:

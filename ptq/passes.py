@@ -9,17 +9,17 @@ from torch import Tensor
 
 from calibrate.statistics import Statistics
 from calibrate.stream import Block, to_host
-from formats.checkpoint import Checkpoint
 from ptq.groups import common_inputs
 from ptq.methods.base import BlockWork, Method, quantized_block
 from ptq.methods.moments import Moments
 from ptq.plan import Plan
 from ptq.result import Event
+from ptq.source import Source
 
 STARVED = 0.01  # of an even share of the tokens; an expert that gets less is told of
 
 
-def block_work(plan: Plan, checkpoint: Checkpoint, block: Block) -> BlockWork:
+def block_work(plan: Plan, checkpoint: Source, block: Block) -> BlockWork:
     """A loaded block with what the plan says of it."""
     config = checkpoint.config
     heads = config["num_attention_heads"]

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
@@ -31,13 +31,14 @@ from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.writer import CheckpointWriter
-from ptq.artifact import Artifact, check_solvable, drop_hessians, save_hessians
+from ptq.artifact import Artifact, check_solvable, drop_hessians, save_hessians, seen_key
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
 from ptq.live import LiveTable
 from ptq.measure import SAMPLES, Ratios, measure, module_rows
 from ptq.methods.base import BlockWork, Method
-from ptq.methods.registry import build_methods
+from ptq.methods.registry import block_specs, build_methods
 from ptq.methods.rtn import round_to_nearest
+from ptq.methods.views import source_of
 from ptq.passes import block_work, observe, quantized_outputs
 from ptq.plan import Plan
 from ptq.recipe import Recipe, resolved_yaml
@@ -55,7 +56,8 @@ from ptq.result import (
     Stopwatch,
     peak_rss_bytes,
 )
-from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, model_key, run_key
+from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
+from ptq.source import config_of
 
 CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
 SMALLEST_SHARD = 16 << 20  # bytes
@@ -178,9 +180,10 @@ class _Driver:
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
         self.calibration, self.artifact = calibration, artifact
-        self.checkpoint = Checkpoint.open(plan.recipe.model.path)
-        self.config = AutoConfig.from_pretrained(plan.recipe.model.path, local_files_only=True)
+        self.checkpoint = source_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
+        self.config = config_of(self.checkpoint)
         self.methods = build_methods(plan.recipe.methods)
+        self.specs = block_specs(plan.recipe.methods)
         self.device = device_of(plan.recipe)
         key = run_key(plan.recipe, self.checkpoint, calibration.fingerprint, self.device)
         self.store = ResumableRun(plan.recipe.output.path, key)
@@ -241,7 +244,7 @@ class _Driver:
             modules=tuple(self.modules),
             blocks=tuple(self.costs),
             resumed_blocks=self.resumed,
-            model_key=model_key(self.checkpoint),
+            model_key=seen_key(self.recipe, self.checkpoint),
         )
         replace_file(output / RESULT_FILE, result.to_json().encode())
         return result
@@ -268,7 +271,7 @@ class _Driver:
         outputs, baseline = self._see(work)
         assert work.statistics is not None
         seen = work.statistics  # of the model as it came, which the artifact keeps
-        for i, (method, spec) in enumerate(zip(self.methods, self.recipe.methods, strict=True)):
+        for i, (method, spec) in enumerate(zip(self.methods, self.specs, strict=True)):
             if i in self._passes:
                 with self.watch.phase("observe"):
                     self._observe(work, i)

@@ -22,9 +22,11 @@ from formats.scheme import Strict
 from ptq import preflight
 from ptq.groups import SmoothingGroup, fused_layers, smoothing_groups
 from ptq.methods.specs import AWQSpec, SmoothingKind, SmoothQuantSpec
+from ptq.methods.views import source_of
 from ptq.peers.check import check_peers
 from ptq.problems import Problem, Where, recipe_error
 from ptq.recipe import Recipe
+from ptq.source import View
 from ptq.strict_yaml import Key
 
 
@@ -73,6 +75,7 @@ class Plan(Strict):
         blocks: Full names of the decoder blocks, in their order.
         model: The model as it comes.
         prediction: What the run will take.
+        transforms: What the recipe makes of the float model before anything is observed.
     """
 
     recipe: Recipe
@@ -81,6 +84,7 @@ class Plan(Strict):
     blocks: tuple[str, ...]
     model: ModelSummary
     prediction: Prediction
+    transforms: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -117,7 +121,8 @@ def build_plan(
     names = _names_by_block(shapes)
     modules = tuple(_plan_modules(recipe, blocks, shapes, names))
     quantized = {module.name for module in modules if module.action == "quantize"}
-    size = preflight.predict_checkpoint(checkpoint, config, recipe.scheme, quantized)
+    source = source_of(checkpoint, recipe.methods)
+    size = preflight.predict_checkpoint(source, config, recipe.scheme, quantized)
     problems: list[tuple[Key, str]] = [
         *preflight.check_tensors(checkpoint, config, model),
         *preflight.check_tokenizer(checkpoint, config),
@@ -140,6 +145,7 @@ def build_plan(
             checkpoint_bytes=size,
             memory_bytes=preflight.predict_memory(recipe, checkpoint, config, blocks),
         ),
+        transforms=tuple(source.describe()) if isinstance(source, View) else (),
     )
 
 

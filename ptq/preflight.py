@@ -28,6 +28,7 @@ from formats.weights import scale_shape, storage_format
 from ptq.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe import Recipe
 from ptq.resume import unfinished
+from ptq.source import Source
 from ptq.strict_yaml import Key
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -186,7 +187,7 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
 
 
 def predict_checkpoint(
-    checkpoint: Checkpoint, config: PretrainedConfig, scheme: Scheme, quantized: Collection[str]
+    checkpoint: Source, config: PretrainedConfig, scheme: Scheme, quantized: Collection[str]
 ) -> int:
     """Bytes of the weights that will be written, with their scales.
 

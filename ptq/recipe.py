@@ -34,6 +34,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -44,7 +45,7 @@ from calibrate.observers import ObserverSpec
 from formats.errors import RecipeError
 from formats.scheme import Scheme, Strict
 from ptq.draft import Draft
-from ptq.methods.specs import ROUNDING, MethodSpec
+from ptq.methods.specs import ORDER, ROUNDING, MethodSpec
 from ptq.peers.specs import PeerSpec
 from ptq.problems import Origin, Problem, Where, recipe_error, suggestion
 from ptq.strict_yaml import dump, parse
@@ -194,10 +195,21 @@ class Recipe(Strict):
         names = [method.name for method in methods]
         if len(set(names)) < len(names):
             raise ValueError(f"found {', '.join(names)}; give each method once")
-        if scheme is not None and scheme.weights is None and names:
+        if scheme is not None and "smooth_k" in names and scheme.kv_cache is None:
+            raise ValueError(
+                f"found smooth_k, but the scheme {scheme.wac} leaves the cache in floating point; "
+                "remove it or quantize the cache"
+            )
+        if scheme is not None and "shift" in names and not (scheme.activations or scheme.kv_cache):
+            raise ValueError(
+                f"found shift, but the scheme {scheme.wac} leaves activations and the cache in "
+                "floating point; remove it or quantize one of them"
+            )
+        if scheme is not None and scheme.weights is None and names not in ([], ["smooth_k"]):
             raise ValueError(
                 f"found {', '.join(names)}, but the scheme {scheme.wac} leaves weights and "
-                "activations in floating point; remove the methods or quantize weights"
+                "activations in floating point; remove the methods but smooth_k, or quantize "
+                "weights"
             )
         if scheme is None or scheme.weights is None:
             return methods
@@ -215,6 +227,13 @@ class Recipe(Strict):
             )
         if "clip" in names:
             _check_clip(names, scheme)
+        ranks = [rank for name in names for rank, kinds in enumerate(ORDER) if name in kinds]
+        if ranks != sorted(ranks):
+            right = [name for _, name in sorted(zip(ranks, names, strict=True), key=itemgetter(0))]
+            raise ValueError(
+                f"found {', '.join(names)}; each method must leave alone what those before it "
+                f"have made: the order is {', '.join(right)}"
+            )
         if "refine" in names and scheme.weights.dtype == "fp8_e4m3":
             raise ValueError("refine moves integers; it is not for fp8 weights")
         return methods
@@ -225,8 +244,6 @@ def _check_clip(names: list[str], scheme: Scheme) -> None:
         raise ValueError(
             f"clip chooses ranges of static inputs; the scheme {scheme.wac} has none: leave it out"
         )
-    if late := [name for name in names[names.index("clip") :] if name in ("smoothquant", "awq")]:
-        raise ValueError(f"clip works on inputs as they will be; put it after {', '.join(late)}")
 
 
 def resolved_yaml(recipe: Recipe) -> str:

@@ -173,7 +173,7 @@ def _activations(data: ReportData) -> Section:
                 [
                     (
                         row.source,
-                        "none" if row.alpha is None else f"{row.alpha:g}",
+                        row.strength,
                         f"{row.scale_min:.3g} to {row.scale_max:.3g}",
                         *(
                             "–" if error is None else f"{error:.3g}"

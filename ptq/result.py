@@ -64,8 +64,10 @@ class Candidate(Strict):
 class SmoothingRow(Strict):
     """What was chosen for one smoothing group; `alpha` None means that it was left alone.
 
-    `scale_min` and `scale_max` bound the factors that the source was divided by. `error` is None
-    and there are no candidates where nothing was tried.
+    `scale_min` and `scale_max` bound the factors that the source was divided by. Where pieces of
+    the channels have strengths of their own, these are `pieces`, the largest channels' first, and
+    `alpha` is the highest of them. `error` is None and there are no candidates where nothing was
+    tried.
     """
 
     source: str
@@ -75,6 +77,15 @@ class SmoothingRow(Strict):
     scale_min: float
     scale_max: float
     candidates: tuple[Candidate, ...]
+    pieces: tuple[float | None, ...] = ()
+
+    @property
+    def strength(self) -> str:
+        """The strength or strengths, for a person."""
+        parts = (
+            "none" if alpha is None else f"{alpha:g}" for alpha in self.pieces or (self.alpha,)
+        )
+        return " / ".join(parts)
 
     @property
     def unsmoothed_error(self) -> float | None:
@@ -143,7 +154,7 @@ class QuantizationRecord(Strict):
         modules: One row for each quantized linear layer.
         blocks: One row for each decoder block.
         resumed_blocks: Blocks that an earlier, interrupted run had solved; `seconds` is without it.
-        model_key: Of the model that was quantized; see `ptq.resume.model_key`.
+        model_key: Of the model that was quantized; see `ptq.artifact.seen_key`.
     """
 
     seconds: dict[str, float]

@@ -35,7 +35,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from calibrate.statistics import Statistics
-from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, sha256_file, writing
 from formats.safetensors_files import SafetensorsFile
@@ -43,6 +42,7 @@ from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
 from ptq.recipe import Recipe
 from ptq.result import BlockRow, Event, ModuleRow, SmoothingRow
+from ptq.source import Source
 
 FOLDER = ".resume"
 PROGRESS = "progress.json"
@@ -85,7 +85,7 @@ class Progress(Strict):
 
 
 def run_key(
-    recipe: Recipe, checkpoint: Checkpoint, fingerprint: str, device: torch.device | None = None
+    recipe: Recipe, checkpoint: Source, fingerprint: str, device: torch.device | None = None
 ) -> str:
     """SHA-256 of all that decides on the bytes of a checkpoint.
 
@@ -106,7 +106,7 @@ def run_key(
     return digest.hexdigest()
 
 
-def model_key(checkpoint: Checkpoint) -> str:
+def model_key(checkpoint: Source) -> str:
     """SHA-256 of a model's files: names, sizes and times of change, the whole of small ones."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.path.iterdir()):

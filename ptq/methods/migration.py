@@ -37,14 +37,9 @@ import torch
 from torch import Tensor, nn
 
 from formats.scheme import KVCacheSpec
-from kernels.numerics import (
-    TYPES,
-    block_absmax,
-    choose_scale,
-    fake_quantize,
-    fake_quantize_activations,
-)
+from kernels.numerics import TYPES, choose_scale
 from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced, set_parameter
+from ptq.methods.cache import through_cache
 from ptq.methods.rounding import round_weight
 from ptq.plan import SmoothingGroup
 from ptq.result import Candidate, Event, SmoothingRow
@@ -199,19 +194,14 @@ class SmoothedGroup:
     @contextmanager
     def _quantized_v(self, folding: Folding, spec: KVCacheSpec) -> Iterator[None]:
         """Let V pass through the cache: smoothed, rounded with static scales, and back."""
-        shape, kind = (-1, self.work.head_dim), TYPES[spec.dtype]  # [kv heads, head_dim]
+        shape = (-1, self.work.head_dim)  # [kv heads, head_dim]
         observed = self.work.observed(self.work.block.attention, "v_cache")
         absmax = observed.channel_absmax.double() / folding.scale.view(shape)
-        block = (-1, -1) if spec.granularity == "per_tensor" else (1, -1)
-        device = self.work.block.device
-        scale = choose_scale(block_absmax(absmax, block), kind).to(device)
-        factor = folding.scale.view(shape).float().to(device)
+        factor = folding.scale.view(shape).float().to(self.work.block.device)
 
         def stored(_: nn.Module, __: tuple, v: Tensor) -> Tensor:
             heads = v.reshape(-1, *factor.shape) / factor  # [tokens, kv heads, head_dim]
-            if spec.dynamic:
-                return (fake_quantize_activations(heads, None, kind) * factor).reshape(v.shape)
-            return (fake_quantize(heads, scale[None], kind) * factor).reshape(v.shape)
+            return (through_cache(heads, absmax, spec, "v_cache") * factor).reshape(v.shape)
 
         handle = self.source.register_forward_hook(stored)
         try:
@@ -254,6 +244,62 @@ def source_channel(source_channels: int, inputs: int, head_dim: int) -> Tensor:
         return index
     queries_per_kv = inputs // source_channels
     return index // (head_dim * queries_per_kv) * head_dim + index % head_dim
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a group: the strengths of its pieces, one for all without pieces.
+
+    Attributes:
+        alphas: None is no smoothing.
+        scale: Factors [channels] fp64.
+        error: Squared error of the block's outputs with them; None where it was not measured.
+    """
+
+    alphas: tuple[float | None, ...]
+    scale: Tensor
+    error: float | None
+
+
+def best_of(errors: Mapping[float | None, float], scales: Mapping[float | None, Tensor]) -> Choice:
+    """The strength of least error, the earlier one of equals."""
+    best = min(errors, key=lambda alpha: errors[alpha])
+    return Choice((best,), scales[best], errors[best])
+
+
+def tell(
+    work: BlockWork,
+    members: tuple[str, tuple[str, ...]],
+    choice: Choice,
+    errors: Mapping[float | None, float],
+    power: float,
+) -> None:
+    """Keep for the record what was chosen.
+
+    Args:
+        work: The block.
+        members: Names of what is divided and of what is multiplied.
+        choice: The best.
+        errors: Squared error of the block's outputs by strength; None is no smoothing.
+        power: Sum of the outputs' squares.
+    """
+    strengths = [alpha for alpha in choice.alphas if alpha is not None]
+    if not strengths:
+        tried = ", ".join(f"{alpha:g}" for alpha in errors if alpha is not None)
+        message = f"not smoothed: the block's output is no better with alpha {tried}"
+        work.events.append(Event(module=members[0], kind="fallback", message=message))
+    work.smoothing.append(
+        SmoothingRow(
+            source=members[0],
+            consumers=members[1],
+            alpha=max(strengths, default=None),
+            pieces=choice.alphas if len(choice.alphas) > 1 else (),
+            error=None if choice.error is None else choice.error / power,
+            scale_min=choice.scale.min().item(),
+            scale_max=choice.scale.max().item(),
+            candidates=tuple(Candidate(alpha=a, error=e / power) for a, e in errors.items()),
+        )
+    )
 
 
 class Migration(Method):
@@ -312,7 +358,8 @@ class Migration(Method):
         Args:
             name: The source, or what stands for those of groups that get one strength.
             groups: One, or those that get one strength.
-            reference: The float block's output for each sample.
+            reference: The float block's output for each sample; none where nothing can be tried,
+                and the one candidate is taken.
             power: Sum of its squares.
         """
         trials: dict[float | None, list[tuple[SmoothedGroup, Folding]]]
@@ -320,29 +367,31 @@ class Migration(Method):
         for group in groups:
             for alpha, scale in self.candidates(group).items():
                 trials.setdefault(alpha, []).append((group, group.fold(scale)))
-        errors = {}
-        if reference:  # else there is nothing to try them on: the one asked for is taken
+        scales = {alpha: torch.cat([f.scale for _, f in trial]) for alpha, trial in trials.items()}
+        if not reference:
+            choice, errors = Choice(tuple(trials), *scales.values(), error=None), {}
+        else:
             errors = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
-        best = min(trials, key=lambda alpha: errors.get(alpha, 0.0))
-        work, chosen = groups[0].work, trials[best]
-        if best is None:
-            tried = ", ".join(f"{alpha:g}" for alpha in trials if alpha is not None)
-            message = f"not smoothed: the block's output is no better with alpha {tried}"
-            work.events.append(Event(module=name, kind="fallback", message=message))
-        work.smoothing.append(
-            SmoothingRow(
-                source=name,
-                consumers=tuple(dict.fromkeys(c for g in groups for c in g.group.consumers)),
-                alpha=best,
-                error=errors[best] / power if errors else None,
-                scale_min=min(folding.scale.min().item() for _, folding in chosen),
-                scale_max=max(folding.scale.max().item() for _, folding in chosen),
-                candidates=tuple(
-                    Candidate(alpha=alpha, error=error / power) for alpha, error in errors.items()
-                ),
-            )
-        )
+            choice = best_of(errors, scales)
+        chosen = trials[choice.alphas[0]]
+        if errors and len(groups) == 1:
+            choice = self.refined(choice, groups[0], scales, reference)
+            if len(choice.alphas) > 1:
+                smoothed = any(alpha is not None for alpha in choice.alphas)
+                chosen = [(groups[0], groups[0].fold(choice.scale if smoothed else None))]
+        consumers = tuple(dict.fromkeys(c for g in groups for c in g.group.consumers))
+        tell(groups[0].work, (name, consumers), choice, errors, power)
         return chosen
+
+    def refined(
+        self,
+        choice: Choice,
+        group: SmoothedGroup,
+        scales: Mapping[float | None, Tensor],
+        reference: Sequence[Tensor],
+    ) -> Choice:
+        """Improve on the best strength for all channels; here it is left as it is."""
+        return choice
 
     def commit(self, work: BlockWork) -> None:
         """Fold the chosen factors into the block's float weights."""

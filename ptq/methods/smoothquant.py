@@ -5,19 +5,21 @@ Models", ICML 2023 (arXiv 2211.10438), with factors (Eq. 4)
 
     s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
 
-for every group of `ptq.methods.migration`. alpha is fixed or searched for each group. Static input
+for every group of `ptq.methods.migration`. alpha is fixed or searched for each group, or for pieces
+of its channels (`ptq.methods.piecewise`). Static input
 scales are those of absmax, which for a smoothed input is known without running it:
 max_j max|X_j| / s_j.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ptq.methods.migration import Migration, SmoothedGroup
+from ptq.methods.migration import Choice, Migration, SmoothedGroup
+from ptq.methods.piecewise import pieces_of, search_pieces
 from ptq.methods.specs import SmoothQuantSpec
 
 
@@ -49,6 +51,21 @@ class SmoothQuant(Migration):
     def alphas(self) -> tuple[float, ...]:
         """The strengths to try."""
         return self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
+
+    def refined(
+        self,
+        choice: Choice,
+        group: SmoothedGroup,
+        scales: Mapping[float | None, Tensor],
+        reference: Sequence[Tensor],
+    ) -> Choice:
+        """Search the strengths of pieces, where the recipe asks for more than one."""
+        if self.spec.pieces == 1:
+            return choice
+        piece = pieces_of(group.x_absmax, self.spec.pieces)
+        return search_pieces(
+            piece, scales, choice, lambda scale: group.error(group.fold(scale), reference)
+        )
 
     def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
         """Equation 4 for each strength."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from formats.scheme import Strict
 
@@ -26,6 +26,45 @@ SMOOTHING_KINDS: tuple[SmoothingKind, ...] = (
 )
 
 
+class RotationSpec(Strict):
+    """Rotation of the residual stream and of the values, folded into the weights.
+
+    YAML::
+
+        rotation:
+          residual: true          # R1: the residual stream; a tied lm_head is untied by it
+          values: true            # R2: the values of each head, and with them the cache V
+          seed: 0
+
+    It needs no data and comes first: all other methods see the rotated model.
+
+    Raises:
+        ValueError: nothing is to be rotated.
+    """
+
+    name: Literal["rotation"] = "rotation"
+    residual: bool = True
+    values: bool = True
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _rotates(self) -> RotationSpec:
+        if not (self.residual or self.values):
+            raise ValueError("rotates nothing; set residual or values to true, or remove it")
+        return self
+
+
+class ShiftSpec(Strict):
+    """Shift: each channel of V is centred, and with it the cached V and the input of o_proj.
+
+    YAML: ``shift: {}``
+
+    Families that know `attention_bias` get biases in attention for it (llama, qwen3).
+    """
+
+    name: Literal["shift"] = "shift"
+
+
 class SmoothQuantSpec(Strict):
     """SmoothQuant: outliers move from the inputs of linear layers into their weights.
 
@@ -34,6 +73,7 @@ class SmoothQuantSpec(Strict):
         smoothquant:
           alpha: search           # or one number from 0 to 1 for all groups
           alphas: [0.5, 0.7, 0.85, 0.95, 1.0] # what a search tries, beside leaving the group alone
+          pieces: 1               # of a group's channels, by magnitude, searched one by one
           search_samples: 4       # calibration sequences that a search measures its error on
           targets: [attention_input, attention_output, mlp_input, mlp_output]
 
@@ -46,8 +86,18 @@ class SmoothQuantSpec(Strict):
     name: Literal["smoothquant"] = "smoothquant"
     alpha: Literal["search"] | Alpha = "search"
     alphas: Annotated[tuple[Alpha, ...], Field(min_length=1)] = (0.5, 0.7, 0.85, 0.95, 1.0)
+    pieces: Annotated[int, Field(ge=1, le=16)] = 1
     search_samples: Annotated[int, Field(ge=1)] = 4
     targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
+
+    @model_validator(mode="after")
+    def _pieces_are_searched(self) -> SmoothQuantSpec:
+        if self.pieces > 1 and self.alpha != "search":
+            raise ValueError(
+                f"found pieces: {self.pieces} with alpha: {self.alpha:g}; only a search gives "
+                "pieces strengths of their own: set alpha: search, or remove pieces"
+            )
+        return self
 
 
 class AWQSpec(Strict):
@@ -85,6 +135,25 @@ class ClipSpec(Strict):
         tuple[Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)], ...],
         Field(min_length=1),
     ] = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+    search_samples: Annotated[int, Field(ge=1)] = 4
+
+
+class SmoothKSpec(Strict):
+    """K smoothing: the channels of the cached K are evened out, at the cost of Q, which is not.
+
+    YAML::
+
+        smooth_k:
+          alpha: search           # or one number from 0 to 1 for all blocks
+          alphas: [0.5, 0.7, 0.85, 1.0] # what a search tries, beside leaving K alone
+          search_samples: 4       # calibration sequences that a search measures its error on
+
+    It needs a scheme that quantizes the cache, and works alone where nothing else is quantized.
+    """
+
+    name: Literal["smooth_k"] = "smooth_k"
+    alpha: Literal["search"] | Alpha = "search"
+    alphas: Annotated[tuple[Alpha, ...], Field(min_length=1)] = (0.5, 0.7, 0.85, 1.0)
     search_samples: Annotated[int, Field(ge=1)] = 4
 
 
@@ -144,15 +213,36 @@ class RefineSpec(Strict):
 
 
 MethodSpec = Annotated[
-    SmoothQuantSpec | AWQSpec | ClipSpec | RTNSpec | GPTQSpec | RefineSpec,
+    RotationSpec
+    | ShiftSpec
+    | SmoothQuantSpec
+    | AWQSpec
+    | SmoothKSpec
+    | ClipSpec
+    | RTNSpec
+    | GPTQSpec
+    | RefineSpec,
     Field(discriminator="name"),
 ]
 METHODS: dict[str, type[Strict]] = {
+    "rotation": RotationSpec,
+    "shift": ShiftSpec,
     "smoothquant": SmoothQuantSpec,
     "awq": AWQSpec,
+    "smooth_k": SmoothKSpec,
     "clip": ClipSpec,
     "rtn": RTNSpec,
     "gptq": GPTQSpec,
     "refine": RefineSpec,
 }
 ROUNDING = ("rtn", "gptq")  # methods that hand over quantized weights; refine may follow them
+# Each leaves alone what those before it have made.
+ORDER = (
+    ("rotation",),
+    ("shift",),
+    ("smoothquant", "awq"),
+    ("smooth_k",),
+    ("clip",),
+    ROUNDING,
+    ("refine",),
+)

@@ -77,5 +77,5 @@ def test_it_is_for_static_inputs_before_rounding(tmp_path, tiny_llama):
     with pytest.raises(RecipeError, match="clip chooses ranges of static inputs"):
         load_recipe(path)
     path.write_text(text + "scheme: a8w8\nmethods: [clip, {smoothquant: {alpha: 0.5}}, rtn]\n")
-    with pytest.raises(RecipeError, match="after smoothquant"):
+    with pytest.raises(RecipeError, match="the order is smoothquant, clip, rtn"):
         load_recipe(path)

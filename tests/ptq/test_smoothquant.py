@@ -17,7 +17,8 @@ from quantizing import (
 
 from kernels.numerics import dequantize, fake_quantize_activations
 from ptq.methods.base import replaced
-from ptq.methods.migration import SmoothedGroup, fold_vector, source_channel
+from ptq.methods.migration import Choice, SmoothedGroup, fold_vector, source_channel
+from ptq.methods.piecewise import pieces_of, search_pieces
 from ptq.methods.rtn import round_to_nearest
 from ptq.methods.smoothquant import SmoothQuant, smoothing_scale
 from ptq.methods.specs import RTNSpec, SmoothQuantSpec
@@ -236,3 +237,48 @@ def test_weights_of_v_and_up_round_to_the_same_integers(tiny_llama, tmp_path):
     assert (q != q_after).float().mean() < 1e-3
     restored = dequantize(q_after, scale_after) * folding.scale[:, None].float()
     assert torch.allclose(restored, dequantize(q, scale), atol=scale.max().item() * 1.01)
+
+
+def test_pieces_are_quantiles_of_the_magnitudes():
+    magnitude = torch.tensor([1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 3.0])
+    assert pieces_of(magnitude, 3).tolist() == [2, 0, 1, 0, 2, 0, 1]
+    assert pieces_of(magnitude, 1).tolist() == [0] * 7
+
+
+def test_pieces_are_searched_from_the_largest_down():
+    """Each piece ends with its own best strength, and what is tried is told by the error alone."""
+    scales: dict[float | None, torch.Tensor] = {
+        a: torch.full((6,), s).double() for a, s in ((None, 1.0), (0.5, 2.0), (1.0, 4.0))
+    }
+    piece, wanted = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([4.0, 4, 1, 1, 2, 2]).double()
+    tried: list[list[float]] = []
+
+    def error(scale: torch.Tensor) -> float:
+        tried.append(scale[::2].tolist())
+        return (scale - wanted).square().sum().item()
+
+    found = search_pieces(piece, scales, Choice((0.5,), scales[0.5], 10.0), error)
+    assert found.alphas == (1.0, None, 0.5)
+    assert torch.equal(found.scale, wanted)
+    assert found.error == 0.0
+    assert tried[:4] == [[1, 2, 2], [4, 2, 2], [4, 1, 2], [4, 4, 2]]
+
+
+def test_pieces_are_never_worse_and_keep_the_function(tiny_llama, tmp_path):
+    model = edit_model(tiny_llama, tmp_path / "outliers", add_outliers)
+    errors = {}
+    for pieces in (1, 3):
+        work = observed_work(make_plan(model, tmp_path / "out", "a8w8", methods=methods()))
+        before = work.block.run(0)
+        method = SmoothQuant(SmoothQuantSpec(pieces=pieces, search_samples=3))
+        method.prepare(work)
+        method.solve(work)
+        method.commit(work)
+        assert (work.block.run(0) - before).norm() / before.norm() < 3e-6
+        errors[pieces] = [row.error for row in work.smoothing]
+        assert {len(row.pieces) for row in work.smoothing} == ({3} if pieces == 3 else {0})
+    assert all(new <= old for new, old in zip(errors[3], errors[1], strict=True))
+    assert any(new < old for new, old in zip(errors[3], errors[1], strict=True))
+    assert any(" / " in row.strength for row in work.smoothing)
+    with pytest.raises(ValueError, match="only a search"):
+        SmoothQuantSpec(alpha=0.5, pieces=2)

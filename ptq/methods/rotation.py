@@ -1,0 +1,169 @@
+"""Rotation of the residual stream and of the values: the same function in a basis without outliers.
+
+Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", NeurIPS 2024 (arXiv
+2404.00456), section 4, with the names that Liu et al., "SpinQuant" (arXiv 2405.16406), give to the
+matrices. With x [tokens, hidden] in the residual stream and a linear layer y = x W^T,
+
+    R1   the stream is x R1: embedding E R1, readers (q, k, v, gate, up) W diag(g) R1,
+         writers (o, down) R1^T W with biases b R1, lm_head W diag(g) R1
+    R2   each KV head's values are v R2: v R2^T W with biases b R2, o's columns of each head W R2
+
+where g is the weight of the norm before a reader. RMSNorm(x R1) = RMSNorm(x) R1 only once that
+weight is 1, so it moves into the readers; the final norm's moves into lm_head, which can then no
+longer be the embedding: tied weights are untied. Queries and keys stay as they are, and with them
+rotary embedding and the norms that some families (Qwen3) have of q and k: R1 cancels inside of the
+projections before them. R2 passes through attention, which mixes tokens and not channels.
+
+Everything is folded into weights: products are made in fp64, and rounding them to the checkpoint's
+type is all that is lost. The inputs of down_proj are not rotated: that would take a product when
+the model runs (QuaRot's online transform); SmoothQuant's group `mlp_output` serves them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.errors import RecipeError
+from ptq.methods.hadamard import hadamard_matrix, random_rotation
+from ptq.methods.specs import RotationSpec
+from ptq.source import Source, View
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+NORM_OF = {
+    "q_proj": "input_layernorm",
+    "k_proj": "input_layernorm",
+    "v_proj": "input_layernorm",
+    "gate_proj": "post_attention_layernorm",
+    "up_proj": "post_attention_layernorm",
+}
+WRITERS = ("o_proj", "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+UNTOUCHED = ("q_norm", "k_norm", "rotary_emb")
+ROWS = 8192  # of a weight that are rotated at a time
+
+
+class RotatedCheckpoint(View):
+    """A float model whose residual stream and values are rotated; see the module's docstring.
+
+    Args:
+        source: The model as it comes.
+        spec: What is rotated, and the seed of the rotations.
+
+    Raises:
+        RecipeError: the model has tensors whose place in it is not known here.
+    """
+
+    def __init__(self, source: Source, spec: RotationSpec) -> None:
+        super().__init__(source)
+        self.spec = spec
+        config = source.config
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        self.r1 = random_rotation(hidden, spec.seed) if spec.residual else None
+        self.r2 = random_rotation(head_dim, spec.seed + 1) if spec.values else None
+        tied = bool(config.get("tie_word_embeddings", HEAD not in source))
+        self.unties = spec.residual and tied
+        self._check_names()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's, untied where the residual stream is rotated."""
+        untied = {"tie_word_embeddings": False} if self.spec.residual else {}
+        return {**self.source.config, **untied}
+
+    @property
+    def added_bytes(self) -> int:
+        """What untying the embedding costs in the checkpoint."""
+        if not self.unties or HEAD in self.source:
+            return 0
+        return math.prod(self.shape(EMBEDDING)) * self.dtype(EMBEDDING).itemsize
+
+    def describe(self) -> Iterator[str]:
+        """What is rotated, by what, and what it costs."""
+        yield from super().describe()
+        parts = (("residual stream", self.r1), ("values of each head", self.r2))
+        kinds = [
+            f"{name} ({'Hadamard' if hadamard_matrix(len(r)) is not None else 'random'} {len(r)})"
+            for name, r in parts
+            if r is not None
+        ]
+        cost = f"; unties lm_head, which adds {self.added_bytes / 1e6:.1f} MB"
+        yield f"rotated: {', '.join(kinds)}{cost if self.added_bytes else ''}"
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, lm_head's among them."""
+        names = self.source.names()
+        return tuple(sorted({*names, HEAD})) if self.unties else names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor: none changes."""
+        return self.source.shape(self._origin(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor: none changes."""
+        return self.source.dtype(self._origin(name))
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor and rotate it, in fp64; rounded once to its type."""
+        stored, (module, leaf) = self.source.tensor(self._origin(name)), _parts(name)
+        if self.r1 is not None and (module in NORMS or name == FINAL_NORM):
+            return torch.ones_like(stored)
+        rows, columns = self._rotations(name, module)
+        if rows is not None:  # [out, in] or, of a bias, [out]
+            turned = stored.double()
+            stored = _rotated(turned.T, rows).T if leaf == "weight" else _rotated(turned, rows)
+        dtype = self.dtype(name)
+        if leaf != "weight" or (columns is None and rows is None):
+            return stored.to(dtype)
+        norm = self._norm(name, module)
+        parts = [_rotated(part.double() * norm, columns) for part in stored.split(ROWS)]
+        return torch.cat([part.to(dtype) for part in parts])
+
+    def _rotations(self, name: str, module: str) -> tuple[Tensor | None, Tensor | None]:
+        """What turns the outputs of a layer (its rows) and what its inputs (its columns)."""
+        if name in (EMBEDDING, HEAD):
+            return None, self.r1
+        rows = self.r1 if module in WRITERS else self.r2 if module == "v_proj" else None
+        columns = self.r1 if module in NORM_OF else self.r2 if module == "o_proj" else None
+        return rows, columns
+
+    def _norm(self, name: str, module: str) -> Tensor:
+        """Weight of the norm that a layer takes over, fp64 [in]; 1 where there is none."""
+        block = ".".join(name.split(".")[:3])
+        norm = FINAL_NORM if name == HEAD else f"{block}.{NORM_OF.get(module)}.weight"
+        if self.r1 is None or (name != HEAD and module not in NORM_OF):
+            return torch.ones((), dtype=torch.float64)
+        return self.source.tensor(norm).double()
+
+    def _origin(self, name: str) -> str:
+        """Name of the tensor in the source: a tied head is the embedding."""
+        return EMBEDDING if self.unties and name == HEAD else name
+
+    def _check_names(self) -> None:
+        known = {*NORM_OF, *WRITERS, *NORMS, *UNTOUCHED}
+        top = {EMBEDDING, FINAL_NORM, HEAD}
+        for name in self.source.names():
+            if name not in top and _parts(name)[0] not in known:
+                raise RecipeError(
+                    f"rotation: {name} of {self.path} reads or writes the residual stream in a way "
+                    f"that is not known here; known are {', '.join(sorted(known))}. Remove the "
+                    "method rotation"
+                )
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Last name of a tensor's module, and its own: `q_proj`, `weight`."""
+    module, _, leaf = name.rpartition(".")
+    return module.rpartition(".")[2], leaf
+
+
+def _rotated(x: Tensor, matrix: Tensor | None) -> Tensor:
+    """Every run of n channels [..., k n] times a matrix [n, n]; nothing without one."""
+    if matrix is None:
+        return x
+    return (x.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)

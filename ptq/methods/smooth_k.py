@@ -1,0 +1,139 @@
+"""K smoothing: evens out the channels of the cached keys, so that one scale for a head fits all.
+
+Lin et al., "QServe: W4A8KV4 Quantization and System Co-design for Efficient LLM Serving", MLSys
+2025 (arXiv 2405.04532), section 4.2, SmoothAttention. A few channels of K are far larger than the
+others, in every token; Q has no such outliers. With one factor for each channel of a KV head,
+
+    Z = (Q Lambda) (K Lambda^-1)^T,    lambda_j = max(max|K_j|, max|K_{j + D/2}|)^alpha
+
+K is cached after rotary embedding, which turns the channels j and j + D/2 (D the head's size) into
+each other: it commutes with Lambda where the two have one factor. So Lambda folds into the rows of
+k_proj (divided) and of q_proj (multiplied, in all query heads that read the KV head), with their
+biases. Where q and k pass through norms after their projections (Qwen3), whatever a projection
+multiplies is normed away, and Lambda goes into the weights of the norms, which all heads share.
+
+Factors are divided by their geometric mean, as only ratios matter. Where they go into tensors that
+are stored in floating point (biases, norms, projections that are not quantized) they are rounded to
+powers of two, which cost such a tensor nothing; rows of quantized projections, which have scales of
+their own, take any factor. alpha is fixed, or searched by the squared error of the block's output
+with K passed through the quantized cache and all else in float; where no strength beats leaving K
+alone, it is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ptq.methods.base import BlockWork, Method, set_parameter
+from ptq.methods.cache import through_cache
+from ptq.methods.migration import best_of, tell
+from ptq.methods.specs import SmoothKSpec
+
+
+def key_factors(k_absmax: Tensor, alpha: float, *, exact: bool = False) -> Tensor:
+    """The factors above, for the largest magnitudes of K after rotary embedding.
+
+    Args:
+        k_absmax: [kv heads, D].
+        alpha: Strength; at 1 all pairs of channels get the same largest magnitude.
+        exact: Whether to round to powers of two.
+
+    Returns:
+        lambda [kv heads, D] fp64; 1 where a channel is dead.
+    """
+    pairs = k_absmax.double().unflatten(-1, (2, -1)).amax(dim=-2)  # [kv heads, D / 2]
+    alive = pairs > 0
+    logs = torch.where(alive, pairs, torch.ones_like(pairs)).log2() * alpha
+    mean = logs.sum(dim=-1, keepdim=True) / alive.sum(dim=-1, keepdim=True).clamp(min=1)
+    logs = torch.where(alive, logs - mean, torch.zeros_like(logs))
+    factors = torch.exp2(logs.round() if exact else logs)
+    return torch.cat((factors, factors), dim=-1)
+
+
+class SmoothK(Method):
+    """Smooths the cached K of every block; see the module's docstring."""
+
+    folds = True
+    rescales = True
+
+    def __init__(self, spec: SmoothKSpec) -> None:
+        self.spec = spec
+        self.factors: Tensor | None = None
+
+    def solve(self, work: BlockWork) -> None:
+        """Try no factors and every strength on the first samples."""
+        k, q = _stages(work)
+        absmax = work.observed(work.block.attention, "k_cache").channel_absmax  # [kv heads, D]
+        if work.module(k).get_parameter("weight").dim() == 1:  # one norm for all heads
+            basis = absmax.amax(dim=0, keepdim=True).expand_as(absmax)
+        else:
+            basis = absmax
+        alphas = self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
+        exact = any(not _takes_any_factor(work, name) for name in (k, q))
+        factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
+        factors |= {alpha: key_factors(basis, alpha, exact=exact) for alpha in alphas}
+        reference = [work.block.run(sample) for sample in work.samples(self.spec.search_samples)]
+        power = math.fsum(y.double().square().sum().item() for y in reference)
+        errors = {alpha: _error(work, absmax, f, reference) for alpha, f in factors.items()}
+        choice = best_of(errors, factors)
+        tell(work, (k, (q,)), choice, errors, power)
+        self.factors = None if choice.alphas == (None,) else choice.scale
+
+    def commit(self, work: BlockWork) -> None:
+        """Divide what makes K and multiply what makes Q, in the block's float weights."""
+        if self.factors is not None:
+            k, q = _stages(work)
+            _multiply(work, k, 1 / self.factors)
+            _multiply(work, q, self.factors)
+            work.divide(work.block.attention, "k_cache", self.factors)
+        self.factors = None
+
+
+def _stages(work: BlockWork) -> tuple[str, str]:
+    """Names of the last modules that K and Q pass before rotary embedding, and that can scale."""
+    attention = work.block.attention
+    normed = "k_norm" in dict(work.module(attention).named_children())
+    leaves = ("k_norm", "q_norm") if normed else ("k_proj", "q_proj")
+    return f"{attention}.{leaves[0]}", f"{attention}.{leaves[1]}"
+
+
+def _takes_any_factor(work: BlockWork, name: str) -> bool:
+    """Whether nothing of a module is stored in floating point but the scales of its rows."""
+    module = work.module(name)
+    return name in work.targets and isinstance(module, nn.Linear) and module.bias is None
+
+
+def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
+    """Multiply a module's outputs by factors [kv heads, D] that all query heads of a group share.
+
+    A norm's weight is [D], and all rows of the factors are one then.
+    """
+    module = work.module(name)
+    for leaf, parameter in list(module.named_parameters()):
+        heads = parameter.shape[0] // factors.shape[1]
+        repeated = factors.repeat_interleave(max(1, heads // len(factors)), dim=0)
+        by_row = repeated.flatten()[: len(parameter)].to(parameter.device)
+        moved = parameter.double() * by_row.view(-1, *(1,) * (parameter.dim() - 1))
+        set_parameter(module, leaf, moved.float())
+        if leaf == "bias" or name not in work.targets:
+            full = f"{name}.{leaf}"
+            work.folded[full] = moved.to(work.dtype_of(full)).cpu()
+
+
+def _error(work: BlockWork, absmax: Tensor, factors: Tensor, reference: Sequence[Tensor]) -> float:
+    """Squared error of the block's outputs with K / factors in the quantized cache."""
+    spec = work.scheme.kv_cache
+    assert spec is not None
+    seen, divisor = absmax.double() / factors, factors.float().to(work.block.device)
+
+    def cached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return through_cache(k / divisor, seen, spec, "k_cache") * divisor, v
+
+    return math.fsum(
+        (work.block.run(sample, cache=cached).double() - y.double()).square().sum().item()
+        for sample, y in enumerate(reference)
+    )
