@@ -83,26 +83,9 @@ class TensorStatistics:
         Raises:
             RecipeError: `x` holds NaN or infinity.
         """
-        if x.shape[0] == 0:
-            return
-        magnitude = x.detach().float().abs()
-        peak = magnitude.amax(dim=0).cpu()
-        assert peak.shape == self.channel_absmax.shape
-        if not bool(torch.isfinite(peak).all()):
-            raise RecipeError(
-                f"{name}: its activations hold NaN or infinity. Check the model's weights, and "
-                "that it runs in float on this data"
-            )
-        by_head = peak.reshape(self.heads, -1).amax(dim=1)
-        if not histogram:
-            self._add_maxima(x.shape[0], peak, by_head[None])
-            return
-        bins = magnitude.contiguous().view(torch.int32) >> 16
-        if self.heads > 1:
-            first = torch.arange(self.heads, dtype=torch.int32, device=bins.device) * BINS
-            bins = bins + first[:, None]
-        counts = torch.bincount(bins.flatten(), minlength=self.heads * BINS)
-        self._add(x.shape[0], peak, by_head[None], counts.cpu())
+        seen = Accumulator(tuple(self.channel_absmax.shape), histogram=histogram)
+        seen.observe(x, name)
+        self.merge(seen.statistics(name))
 
     def merge(self, other: TensorStatistics) -> None:
         """Add what another has seen of the same tensor."""
@@ -217,6 +200,78 @@ class TensorStatistics:
         rows, times = samples.unique(dim=0, return_counts=True)  # ascending, whatever came first
         self.sample_absmax = rows.repeat_interleave(times, dim=0)
         self.tokens += tokens
+
+
+class Accumulator:
+    """Gathers what samples show of one tensor where they are, on a GPU without waiting for it.
+
+    Args:
+        shape: Of a token: (K,) for an input, (H, D) for heads.
+        histogram: Whether to count magnitudes; the largest ones alone take a third of the time.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, histogram: bool = True) -> None:
+        self._shape, self._histogram = shape, histogram
+        self._heads = shape[0] if len(shape) == 2 else 1
+        self._tokens = 0
+        self._channels: Tensor | None = None
+        self._samples: list[Tensor] = []
+        self._counts: Tensor | None = None
+
+    def observe(self, x: Tensor, name: str) -> None:
+        """Add the tokens of one sample; arguments and errors as of `TensorStatistics.observe`.
+
+        On a GPU, values that are not finite are found by `statistics`.
+        """
+        if x.shape[0] == 0:
+            return
+        magnitude = x.detach().float().abs()
+        peak = magnitude.amax(dim=0)
+        assert peak.shape == self._shape
+        if not x.is_cuda:
+            _check_finite(peak, name)
+        self._tokens += x.shape[0]
+        self._channels = peak if self._channels is None else torch.maximum(self._channels, peak)
+        self._samples.append(peak.reshape(self._heads, -1).amax(dim=1))
+        if self._histogram:
+            counts = self._count(magnitude)
+            self._counts = counts if self._counts is None else self._counts.add_(counts)
+
+    def statistics(self, name: str) -> TensorStatistics:
+        """What was seen so far, in the host's memory.
+
+        Raises:
+            RecipeError: it held NaN or infinity.
+        """
+        found = TensorStatistics(self._shape)
+        if self._channels is not None:
+            _check_finite(self._channels, name)
+            samples = torch.stack(self._samples).cpu()
+            if self._counts is None:
+                found._add_maxima(self._tokens, self._channels.cpu(), samples)
+            else:
+                found._add(self._tokens, self._channels.cpu(), samples, self._counts.cpu())
+        return found
+
+    def _count(self, magnitude: Tensor) -> Tensor:
+        """Values in each bin of each head: int64 [heads * BINS]."""
+        bins = magnitude.contiguous().view(torch.int32) >> 16
+        if self._heads > 1:
+            first = torch.arange(self._heads, dtype=torch.int32, device=bins.device) * BINS
+            bins = bins + first[:, None]
+        if not bins.is_cuda:
+            return torch.bincount(bins.flatten(), minlength=self._heads * BINS)
+        counts = torch.zeros(self._heads * BINS, dtype=torch.int64, device=bins.device)
+        one = torch.ones((), dtype=torch.int64, device=bins.device)
+        return counts.scatter_add_(0, bins.flatten().long(), one.expand(bins.numel()))
+
+
+def _check_finite(peak: Tensor, name: str) -> None:
+    if not bool(torch.isfinite(peak).all()):
+        raise RecipeError(
+            f"{name}: its activations hold NaN or infinity. Check the model's weights, and "
+            "that it runs in float on this data"
+        )
 
 
 def bin_edge(bins: Tensor) -> Tensor:

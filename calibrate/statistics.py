@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from calibrate.observers import TensorStatistics
+from calibrate.observers import Accumulator, TensorStatistics
 from formats.errors import CheckpointError
 from formats.files import replace_file
 
@@ -28,43 +28,59 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
 
     def __init__(self) -> None:
         self._of: dict[Key, TensorStatistics] = {}
+        self._open: dict[Key, Accumulator] = {}
 
     def __getitem__(self, key: Key) -> TensorStatistics:
-        return self._of[key]
+        return self.settled()[key]
 
     def __setitem__(self, key: Key, value: TensorStatistics) -> None:
-        self._of[key] = value
+        self.settled()[key] = value
 
     def __delitem__(self, key: Key) -> None:
-        del self._of[key]
+        del self.settled()[key]
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(sorted(self._of))
+        return iter(sorted(self.settled()))
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self.settled())
 
     def observe(self, module: str, role: str, x: Tensor, *, histogram: bool = True) -> None:
         """Add tokens [T, K] or [T, H, D] of a module's role; see `TensorStatistics.observe`.
 
         Raises:
-            RecipeError: they hold NaN or infinity.
+            RecipeError: they hold NaN or infinity; told later of tokens on a GPU, by `settled`.
         """
-        if (module, role) not in self._of:
-            self._of[module, role] = TensorStatistics(tuple(x.shape[1:]))
-        self._of[module, role].observe(x, module, histogram=histogram)
+        if (module, role) not in self._open:
+            self._open[module, role] = Accumulator(tuple(x.shape[1:]), histogram=histogram)
+        self._open[module, role].observe(x, module)
+
+    def settled(self) -> dict[Key, TensorStatistics]:
+        """All that was observed, in the host's memory.
+
+        Raises:
+            RecipeError: what was observed holds NaN or infinity.
+        """
+        for key in list(self._open):
+            found = self._open.pop(key).statistics(key[0])
+            if key in self._of:
+                self._of[key].merge(found)
+            else:
+                self._of[key] = found
+        return self._of
 
     def merge(self, other: Statistics) -> None:
         """Add what another pass, over other data or on another rank, has seen."""
+        mine = self.settled()
         for key, stats in other.items():
-            if key not in self._of:
-                self._of[key] = TensorStatistics(tuple(stats.channel_absmax.shape))
-            self._of[key].merge(stats)
+            if key not in mine:
+                mine[key] = TensorStatistics(tuple(stats.channel_absmax.shape))
+            mine[key].merge(stats)
 
     def below(self, name: str) -> Statistics:
         """Those of a module and of the modules in it."""
         part = Statistics()
-        for (module, role), stats in self._of.items():
+        for (module, role), stats in self.items():
             if f"{module}.".startswith(f"{name}."):
                 part[module, role] = stats
         return part

@@ -347,4 +347,4 @@ class BlockStream:
                 f"{name}: found shape {tuple(tensor.shape)}; the model's configuration says "
                 f"{tuple(shape)}. The checkpoint and its config.json do not belong together"
             )
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device).to(self._dtype)  # narrow over the bus, wide there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -19,11 +20,14 @@ class ShardWriter:
     Args:
         folder: To write into.
         shard_bytes: Most bytes of one file, unless one tensor alone has more; memory held is one
-            file.
+            file, and one more where a pool writes it.
+        pool: Writes full files while the next one fills; `wait` before it or the folder goes.
     """
 
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
+    def __init__(self, folder: Path, shard_bytes: int, pool: Executor | None = None) -> None:
         self._folder = folder
+        self._pool = pool
+        self._written: Future[None] | None = None
         self._shard_bytes = shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
@@ -40,6 +44,7 @@ class ShardWriter:
     def finish(self) -> None:
         """Write what is left, name the files, and write their index if there are several."""
         self._flush()
+        self.wait()
         count = len(self._shards)
         if count == 1:
             (self._folder / "0.part").rename(self._folder / SINGLE)
@@ -55,11 +60,27 @@ class ShardWriter:
         }
         write_bytes(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
+    def wait(self) -> None:
+        """Wait until full files are on the disk; what went wrong with them is raised here."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
     def _flush(self) -> None:
-        if self._pending:
-            path = self._folder / f"{len(self._shards)}.part"
-            save_file(self._pending, path, metadata={"format": "pt"})
-            fsync_path(path)
-            self._shards.append(list(self._pending))
-            self._pending = {}
-            release_freed_memory()
+        self.wait()
+        if not self._pending:
+            return
+        path, tensors = self._folder / f"{len(self._shards)}.part", self._pending
+        self._shards.append(list(tensors))
+        self._pending = {}
+        if self._pool is None:
+            _save(path, tensors)
+        else:
+            self._written = self._pool.submit(_save, path, tensors)
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    fsync_path(path)
+    tensors.clear()
+    release_freed_memory()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +26,7 @@ from formats.scheme import Scheme
 from formats.shards import ShardWriter
 from formats.weights import StoredWeight, weight_tensors
 
-HASHING_THREADS = 4  # SHA-256 of large buffers runs beside other threads
+HASHING_THREADS = max(4, os.cpu_count() or 1)  # SHA-256 of large buffers runs beside other threads
 
 
 class CheckpointWriter:
@@ -77,7 +78,7 @@ class CheckpointWriter:
         self._stack.enter_context(self._pool)
         building = building_directory(self.out, replace=self._force)
         self._folder = self._stack.enter_context(building)
-        self._shards = ShardWriter(self._folder, self._shard_bytes)
+        self._shards = ShardWriter(self._folder, self._shard_bytes, self._pool)
         return self
 
     def __exit__(
@@ -86,6 +87,9 @@ class CheckpointWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if not self._finished:
+            with suppress(Exception):  # nothing writes any more when the folder is removed
+                self._shards.wait()
         if kind is None and not self._finished:
             error = CheckpointError(f"{self.out}: the writer was left before finish()")
             self._stack.__exit__(CheckpointError, error, None)
@@ -96,8 +100,7 @@ class CheckpointWriter:
         """Add a tensor as it is; it is on the disk as soon as its shard is full."""
         if name in self._digests:
             raise CheckpointError(f"{name} was added twice")
-        wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 has no isfinite
-        if tensor.dtype.is_floating_point and not bool(torch.isfinite(wide).all()):
+        if tensor.dtype.is_floating_point and not _is_finite(tensor):
             raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
         tensor = tensor.detach().contiguous()
         with writing(self.out):
@@ -191,6 +194,13 @@ class CheckpointWriter:
             for path, digest in zip(paths, self._pool.map(sha256_file, paths), strict=True)
         }
         write_bytes(self._folder / MANIFEST, _json({"files": files}))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:  # for which torch has no isfinite: no infinity, two NaN
+        return not bool((tensor.view(torch.uint8).bitwise_and(0x7F) == 0x7F).any())
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    return bool(torch.isfinite(wide).all())
 
 
 def _digest(tensor: Tensor) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from calibrate.statistics import Statistics
 from calibrate.stream import Block, to_host
+from formats.errors import RecipeError
 from ptq.groups import common_inputs
 from ptq.methods.base import BlockWork, Method, quantized_block
 from ptq.methods.moments import Moments
@@ -90,10 +91,14 @@ def observe(
     def on_route(experts: str, counts: Tensor) -> None:
         routed[experts] = routed[experts] + counts if experts in routed else counts
 
-    outputs = [
-        work.block.output(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
-        for sample in range(len(work.block.inputs))
-    ]
+    try:
+        outputs = [
+            work.block.output(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
+            for sample in range(len(work.block.inputs))
+        ]
+    except RecipeError:
+        statistics.settled()  # which names the layer, where it can
+        raise
     for name in work.block.linears:
         statistics[name, "input"] = statistics[stand_in[name], "input"]
     if work.statistics is None:

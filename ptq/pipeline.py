@@ -16,7 +16,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 from torch import Tensor
@@ -198,7 +198,7 @@ class _Driver:
 
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
-        with self._writer(force or self.resumed > 0) as writer:
+        with closing(self.store), self._writer(force or self.resumed > 0) as writer:
             stream = BlockStream(
                 self.config,
                 self.checkpoint.tensor,

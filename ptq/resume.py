@@ -25,6 +25,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -130,6 +131,8 @@ class ResumableRun:
 
     def __init__(self, output: Path, key: str) -> None:
         self._folder, self._key = output / FOLDER, key
+        self._pool = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
         self.done = self._solved = 0
         self._due = 0.0
         try:
@@ -149,23 +152,21 @@ class ResumableRun:
     ) -> None:
         """Store the next block and, where they are due, the hidden states after it.
 
+        The block is written while the run goes on; what went wrong with it is raised by the next
+        call, or by `close`.
+
         Args:
             solved: The block.
             states: Hidden states of the float model.
             quantized: Those after the quantized blocks, where they are kept.
         """
-        name = self._name(self._solved)
-        arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
-        for attention, (k, v) in solved.kv_scales.items():
-            arrays |= {f"k/{attention}": k, f"v/{attention}": v}
-        order = {"order": json.dumps(list(solved.tensors))}
-        self._write(f"{name}.safetensors", arrays, order)
-        replace_file(self._folder / f"{name}.json", solved.record.model_dump_json().encode())
-        solved.statistics.save(self._folder / f"{name}.statistics")
+        self._wait()
+        self._written = self._pool.submit(self._save_block, self._name(self._solved), solved)
         self._solved += 1
         begin = time.monotonic()
         if begin < self._due:
             return
+        self._wait()
         hidden = {f"float/{i}": state for i, state in enumerate(states)}
         hidden |= {f"quantized/{i}": state for i, state in enumerate(quantized or ())}
         self._write(self._states(self._solved - 1), hidden)
@@ -175,6 +176,31 @@ class ResumableRun:
             (self._folder / self._states(before - 1)).unlink(missing_ok=True)
         end = time.monotonic()
         self._due = end + (end - begin) / SHARE
+
+    def close(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self._wait()
+        finally:
+            self._pool.shutdown()
+
+    def _wait(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _save_block(self, name: str, solved: SolvedBlock) -> None:
+        arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
+        for attention, (k, v) in solved.kv_scales.items():
+            arrays |= {f"k/{attention}": k, f"v/{attention}": v}
+        order = {"order": json.dumps(list(solved.tensors))}
+        self._write(f"{name}.safetensors", arrays, order)
+        replace_file(self._folder / f"{name}.json", solved.record.model_dump_json().encode())
+        solved.statistics.save(self._folder / f"{name}.statistics")
 
     def block(self, index: int) -> SolvedBlock:
         """A stored block.
