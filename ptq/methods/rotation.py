@@ -4,7 +4,7 @@ Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", NeurIPS
 2404.00456), section 4, with the names that Liu et al., "SpinQuant" (arXiv 2405.16406), give to the
 matrices. With x [tokens, hidden] in the residual stream and a linear layer y = x W^T,
 
-    R1   the stream is x R1: embedding E R1, readers (q, k, v, gate, up) W diag(g) R1,
+    R1   the stream is x R1: embedding E R1, readers (q, k, v, gate, up, routers) W diag(g) R1,
          writers (o, down) R1^T W with biases b R1, lm_head W diag(g) R1
     R2   each KV head's values are v R2: v R2^T W with biases b R2, o's columns of each head W R2
 
@@ -40,8 +40,12 @@ NORM_OF = {
     "v_proj": "input_layernorm",
     "gate_proj": "post_attention_layernorm",
     "up_proj": "post_attention_layernorm",
+    "w1": "post_attention_layernorm",  # experts of Mixtral: gate, up and, below, down
+    "w3": "post_attention_layernorm",
+    "gate": "post_attention_layernorm",  # routers
+    "shared_expert_gate": "post_attention_layernorm",
 }
-WRITERS = ("o_proj", "down_proj")
+WRITERS = ("o_proj", "down_proj", "w2")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 UNTOUCHED = ("q_norm", "k_norm", "rotary_emb")
 ROWS = 8192  # of a weight that are rotated at a time

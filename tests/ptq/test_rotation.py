@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from experts import MOE
 from quantizing import edit_model, make_plan, random_tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,7 @@ MODELS = {
     "qwen2": {"num_key_value_heads": 1, "hidden_size": 48, "tie_word_embeddings": False},
     "qwen3": {"attention_bias": True, "hidden_size": 100, "head_dim": 20},  # no Hadamard matrix
     "mistral": {},
-}
+} | MOE
 IDS = torch.arange(1, 60)[None] * 7 % 384
 ROTATED_RTN = (RotationSpec(), RTNSpec())
 
@@ -186,10 +187,10 @@ def test_a_stopped_run_goes_on_with_the_same_bytes(tiny_llama, tmp_path, monkeyp
 
 def test_tensors_of_unknown_place_are_refused(tiny_llama, tmp_path):
     def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.1.mlp.gate.weight"] = torch.zeros(4, 128)
+        tensors["model.layers.1.mlp.adapter.weight"] = torch.zeros(4, 128)
 
     model = edit_model(tiny_llama, tmp_path / "model", add)
-    with pytest.raises(RecipeError, match=r"rotation: model.layers.1.mlp.gate.weight of .*known"):
+    with pytest.raises(RecipeError, match=r"rotation: model.layers.1.mlp.adapter.weight of .*known"):
         RotatedCheckpoint(Checkpoint.open(model), RotationSpec())
 
 
