@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from experts import MOE
 from quantizing import edit_model, make_plan, random_tokens
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -24,6 +23,7 @@ from ptq.methods.rotation import RotatedCheckpoint
 from ptq.methods.specs import GPTQSpec, RotationSpec, RTNSpec, SmoothQuantSpec
 from ptq.pipeline import quantize_tokens
 from ptq.resume import ResumableRun
+from tests.experts import MOE
 
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "hidden_size": 96, "head_dim": 24},
@@ -190,7 +190,9 @@ def test_tensors_of_unknown_place_are_refused(tiny_llama, tmp_path):
         tensors["model.layers.1.mlp.adapter.weight"] = torch.zeros(4, 128)
 
     model = edit_model(tiny_llama, tmp_path / "model", add)
-    with pytest.raises(RecipeError, match=r"rotation: model.layers.1.mlp.adapter.weight of .*known"):
+    with pytest.raises(
+        RecipeError, match=r"rotation: model.layers.1.mlp.adapter.weight of .*known"
+    ):
         RotatedCheckpoint(Checkpoint.open(model), RotationSpec())
 
 
