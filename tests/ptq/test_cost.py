@@ -217,7 +217,7 @@ def test_a_disk_that_holds_the_checkpoint_but_not_what_a_run_goes_on_with(
 def llama_8b(make_model, tmp_path_factory):
     """Folders of Llama-3-8B's shape with so many blocks: headers, and holes for weights."""
 
-    def make(layers: int) -> Path:
+    def make(layers: int, vocabulary: int = 128256) -> Path:
         folder = tmp_path_factory.mktemp(f"llama{layers}")
         tiny = make_model("llama")
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -229,7 +229,7 @@ def llama_8b(make_model, tmp_path_factory):
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "head_dim": 128,
-            "vocab_size": 128256,
+            "vocab_size": vocabulary,
             "max_position_embeddings": 8192,
             "tie_word_embeddings": False,
         }
@@ -275,6 +275,16 @@ def test_memory_at_a_large_size_is_near_what_was_measured(
     predicted = predict(tmp_path, model, scheme, methods, **size)
     assert predicted.device_bytes / GIB == pytest.approx(device_gib, rel=0.3)
     assert predicted.memory_bytes / GIB + PROCESS == pytest.approx(host_gib, rel=0.3)
+
+
+def test_memory_of_measuring_is_that_counted_by_hand(llama_8b, tmp_path, monkeypatch):
+    """A block in fp32, its layers as integers and in fp32, and three fp64 copies of the widest."""
+    plenty = SimpleNamespace(free=1 << 50)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: plenty)
+    predicted = predict(tmp_path, llama_8b(2, vocabulary=384), "w8", "rtn", device="cuda")
+    widest = 4096 * 14336
+    layers = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * widest
+    assert predicted.device_bytes == 4 * (layers + 2 * 4096) + 5 * layers + 24 * widest
 
 
 def test_memory_does_not_grow_with_depth(llama_8b, tmp_path, monkeypatch):
