@@ -59,12 +59,23 @@ def count_work(
     for block in blocks:
         for phase, work in _Counting(block, recipe).steps():
             phases[phase] = phases.get(phase, Work()) + work
-    hashes = 3  # as it is added, from the file, and read back
-    phases["write"] = Work(nbytes=(hashes + 2) * checkpoint_bytes, calls=100 * len(blocks))
+    phases["write"] = _write(recipe, blocks, checkpoint_bytes)
     phases["load"] = Work(
         elements=4 * sum(block.elements for block in blocks), calls=20 * len(blocks)
     )
     return phases
+
+
+def _write(recipe: Recipe, blocks: Sequence[BlockShape], checkpoint_bytes: int) -> Work:
+    """What goes to the disk; hidden states once, as they may take a tenth of the time at most."""
+    hashes = 3  # as it is added, from the file, and read back
+    nbytes = (hashes + 2) * checkpoint_bytes
+    methods, data = build_methods(recipe.methods), recipe.dataset.calibration
+    if Schedule(recipe, methods).needs_data:  # what a stopped run goes on with
+        sets = 2 if any(method.quantized_path for method in methods) else 1
+        states = 4 * data.samples * data.sequence_length * blocks[0].hidden
+        nbytes += checkpoint_bytes + sets * states
+    return Work(nbytes=nbytes, calls=100 * len(blocks))
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,13 @@ def test_without_a_need_for_data_only_the_compared_samples_run(tiny_llama, tmp_p
     assert static.work["observe"].products == 16 * many.work["observe"].products
 
 
+def test_what_a_stopped_run_goes_on_with_is_written_too(tiny_llama, tmp_path):
+    rounded, static = (predict(tmp_path, tiny_llama, scheme) for scheme in ("w8", "a8w8"))
+    assert rounded.work["write"].nbytes == 5 * rounded.checkpoint_bytes
+    states = 2 * 32 * 128 * 4
+    assert static.work["write"].nbytes == 6 * static.checkpoint_bytes + states
+
+
 def test_gptq_counts_moments_factors_and_columns(tiny_llama, tmp_path):
     work = predict(tmp_path, tiny_llama, "w4", "gptq: {scale: absmax}", samples=3).work
     squares = 3 * 128**2 + 256**2  # attention's input and o's, the feed-forward's and down's
