@@ -10,13 +10,20 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from calibrate.data import TokenSet
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.experts import EXPERT
+from ptq.cost import predict_seconds
 from ptq.plan import Plan, build_plan
 from ptq.preflight import is_taken, read_data
 from ptq.recipe import LoadedRecipe, read_recipe
+from ptq.result import rss_bytes
+from ptq.speed import measure_speed
+
+PHASES = 4  # that are named, the longest
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,12 +85,39 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
             f"{split:<13}{tokens.source}: {len(tokens.ids)} sequences, {tokens.tokens} tokens, "
             f"fingerprint {tokens.fingerprint[:12]}"
         )
-    yield (
-        f"predicted    checkpoint {_size(plan.prediction.checkpoint_bytes)} (original "
-        f"{_size(model.nbytes)}), working memory about {_size(plan.prediction.memory_bytes)}"
-    )
+    yield from describe_prediction(plan)
     taken = " (exists: run with --force)" if is_taken(recipe.output.path) else ""
     yield f"output       {recipe.output.path}{taken}"
+
+
+def describe_prediction(plan: Plan) -> Iterator[str]:
+    """What a run would take: room, memory, and time on this machine as it is now."""
+    predicted, process = plan.prediction, rss_bytes()
+    host = _size(process + predicted.memory_bytes)
+    memory = f"memory about {host}, {_size(process)} of it the process itself"
+    if predicted.device_bytes:
+        memory += f"; GPU memory about {_size(predicted.device_bytes)}"
+    yield (
+        f"predicted    checkpoint {_size(predicted.checkpoint_bytes)} (original "
+        f"{_size(plan.model.nbytes)}), on the disk about {_size(predicted.disk_bytes)} at most"
+    )
+    yield f"  {memory}"
+    device = torch.device("cuda" if predicted.device_bytes else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        yield "  time unknown: the recipe asks for a GPU, and there is none here"
+        return
+    seconds = predict_seconds(predicted.work, measure_speed(device))
+    total = seconds.pop("total")
+    longest = sorted(seconds, key=lambda phase: -seconds[phase])[:PHASES]
+    parts = ", ".join(f"{phase} {duration_text(seconds[phase])}" for phase in longest)
+    yield f"  quantization about {duration_text(total)} ({parts}), data and report aside"
+
+
+def duration_text(seconds: float) -> str:
+    """A time for a person, such as `12 s`, `3 min` or `1.5 h`."""
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def group_modules(plan: Plan) -> Iterator[str]:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from ptq.artifact import Artifact, check_solvable, drop_hessians, save_hessians,
 from ptq.emit import block_tensors, emit_rest, kv_scales, linear_entries
 from ptq.live import LiveTable
 from ptq.measure import SAMPLES, Ratios, measure, module_rows
-from ptq.methods.base import BlockWork, Method
+from ptq.methods.base import BlockWork
 from ptq.methods.registry import block_specs, build_methods
 from ptq.methods.rtn import round_to_nearest
 from ptq.methods.views import source_of
@@ -57,10 +56,12 @@ from ptq.result import (
     peak_rss_bytes,
 )
 from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
+from ptq.schedule import Schedule
+from ptq.shapes import shard_bytes
 from ptq.source import config_of
+from ptq.speed import fast_products
 
 CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
-SMALLEST_SHARD = 16 << 20  # bytes
 
 
 def quantize(
@@ -152,17 +153,6 @@ def device_of(recipe: Recipe) -> torch.device:
     return torch.device("cuda" if available and recipe.device != "cpu" else "cpu")
 
 
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """On a GPU, let products of fp32 matrices run in TF32: far faster, and finer than bf16."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def in_canonical_order(sequences: list[Tensor]) -> list[Tensor]:
     """Sequences by the SHA-256 of their tokens: one order, however they come, without a pattern."""
     return sorted(sequences, key=lambda ids: hashlib.sha256(ids.numpy().tobytes()).digest())
@@ -183,6 +173,7 @@ class _Driver:
         self.checkpoint = source_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
         self.config = config_of(self.checkpoint)
         self.methods = build_methods(plan.recipe.methods)
+        self.schedule = Schedule(plan.recipe, self.methods)
         self.specs = block_specs(plan.recipe.methods)
         self.device = device_of(plan.recipe)
         key = run_key(plan.recipe, self.checkpoint, calibration.fingerprint, self.device)
@@ -211,7 +202,7 @@ class _Driver:
                 if self.resumed == 0:
                     drop_hessians(self.recipe.output.path)
                 with self.watch.phase("forward"):
-                    stream.start(sequences if self.needs_data else sequences[:SAMPLES])
+                    stream.start(sequences if self.schedule.needs_data else sequences[:SAMPLES])
             self.table = LiveTable(shown=progress, names=self.plan.quantized)
             bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
             for index, name in enumerate(bar):
@@ -260,7 +251,7 @@ class _Driver:
             ignore=[module.name for module in self.plan.modules if module.action == "float"],
             aux_files=self.checkpoint.auxiliary_files,
             force=force,
-            shard_bytes=max(SMALLEST_SHARD, 4 * elements),
+            shard_bytes=shard_bytes(elements),
         )
 
     def _block(self, stream: BlockStream, index: int, writer: CheckpointWriter) -> None:
@@ -272,13 +263,13 @@ class _Driver:
         assert work.statistics is not None
         seen = work.statistics  # of the model as it came, which the artifact keeps
         for i, (method, spec) in enumerate(zip(self.methods, self.specs, strict=True)):
-            if i in self._passes:
+            if i in self.schedule.passes:
                 with self.watch.phase("observe"):
                     self._observe(work, i)
             with self.watch.phase(spec.name):
                 method.solve(work)
                 method.commit(work)
-        if len(self.methods) in self._passes:
+        if len(self.methods) in self.schedule.passes:
             with self.watch.phase("observe"):
                 self._observe(work, len(self.methods))
         with self.watch.phase("measure"):
@@ -287,7 +278,7 @@ class _Driver:
         with self.watch.phase("forward"):
             stream.advance(work.block, outputs, quantized_outputs(work))
         with self.watch.phase("write"):
-            if self.needs_data and self.artifact is None:  # else starting over is as fast
+            if self.schedule.needs_data and self.artifact is None:  # else starting over is as fast
                 self.store.save(solved, stream.inputs, stream.quantized_inputs)
             self._emit(writer, solved)
 
@@ -309,41 +300,9 @@ class _Driver:
 
     def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
         """Run the samples for the methods from `first` on; returns the block's outputs."""
-        keep, static = self.recipe.statistics, self.recipe.scheme.static
-        methods = self.methods[first:]
-        if first == 0:  # what the artifact keeps
-            counted = static or keep.histograms
-            return observe(work, methods, histograms=counted, hessians=keep.hessians)
-        return observe(work, methods, histograms=static and not self._by_maxima)
-
-    @property
-    def _passes(self) -> list[int]:
-        """Methods before which (or the end, before which) the samples must run again.
-
-        That is after those that changed the float block, unless what was seen before tells what
-        would be seen now.
-        """
-        return [
-            i + 1
-            for i, method in enumerate(self.methods)
-            if method.folds and not self._follows(method)
-        ]
-
-    def _follows(self, method: Method) -> bool:
-        return method.rescales and (self._by_maxima or not self.recipe.scheme.static)
-
-    @property
-    def _by_maxima(self) -> bool:
-        """Whether static scales follow from maxima alone, and cut nothing."""
-        return self.recipe.observers.by_absmax and not any(m.clips for m in self.methods)
-
-    @property
-    def needs_data(self) -> bool:
-        """Whether anything follows from the calibration data but the errors that are reported."""
-        keep = self.recipe.statistics
-        kept = keep.histograms or keep.hessians
-        needed = any(method.needs != "weights" for method in self.methods)
-        return kept or needed or self.recipe.scheme.static
+        hessians = first == 0 and self.recipe.statistics.hessians
+        counted = self.schedule.counts(first)
+        return observe(work, self.methods[first:], histograms=counted, hessians=hessians)
 
     def _solved(
         self, work: BlockWork, rows: list[ModuleRow], seen: Statistics, begin: float

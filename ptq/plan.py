@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import pandas as pd
 from torch import nn
+from transformers import PretrainedConfig
 
 from calibrate.stream import BlockStream
 from formats.checkpoint import Checkpoint
@@ -20,13 +21,17 @@ from formats.compressed_tensors import is_ignored
 from formats.experts import is_router
 from formats.scheme import Strict
 from ptq import preflight
+from ptq.cost import count_work
+from ptq.footprint import Footprint
 from ptq.groups import SmoothingGroup, fused_layers, smoothing_groups
 from ptq.methods.specs import AWQSpec, SmoothingKind, SmoothQuantSpec
 from ptq.methods.views import source_of
 from ptq.peers.check import check_peers
 from ptq.problems import Problem, Where, recipe_error
 from ptq.recipe import Recipe
-from ptq.source import View
+from ptq.shapes import Shape, block_shapes
+from ptq.source import Source, View
+from ptq.speed import Work
 from ptq.strict_yaml import Key
 
 
@@ -59,10 +64,22 @@ class ModelSummary(Strict):
 
 
 class Prediction(Strict):
-    """Bytes that a run takes: of the checkpoint's weight files, and of working memory."""
+    """What a run takes.
+
+    Attributes:
+        checkpoint_bytes: Of the checkpoint's weight files.
+        memory_bytes: Peak of the host's memory, the process itself aside.
+        device_bytes: Peak of the GPU's memory; 0 where blocks are solved on the CPU.
+        disk_bytes: Most that is on the disk at once: the checkpoint, what a stopped run goes on
+            with, and statistics.
+        work: Operations by phase; `ptq.cost.predict_seconds` makes time of them.
+    """
 
     checkpoint_bytes: int
     memory_bytes: int
+    device_bytes: int
+    disk_bytes: int
+    work: dict[str, Work]
 
 
 class Plan(Strict):
@@ -122,7 +139,7 @@ def build_plan(
     modules = tuple(_plan_modules(recipe, blocks, shapes, names))
     quantized = {module.name for module in modules if module.action == "quantize"}
     source = source_of(checkpoint, recipe.methods)
-    size = preflight.predict_checkpoint(source, config, recipe.scheme, quantized)
+    prediction = _predict(recipe, source, config, shapes, quantized, blocks)
     problems: list[tuple[Key, str]] = [
         *preflight.check_tensors(checkpoint, config, model),
         *preflight.check_tokenizer(checkpoint, config),
@@ -130,7 +147,7 @@ def build_plan(
         *preflight.check_lengths(recipe, config),
         *preflight.check_ignore(recipe, shapes),
         *_check_groups(recipe, modules),
-        *preflight.check_output(recipe, size, force),
+        *preflight.check_output(recipe, prediction.disk_bytes, force),
         *check_peers(recipe),
     ]
     if problems:
@@ -141,11 +158,29 @@ def build_plan(
         smoothing=tuple(_smoothing_groups(recipe, blocks, names)),
         blocks=blocks,
         model=_summary(checkpoint, len(blocks)),
-        prediction=Prediction(
-            checkpoint_bytes=size,
-            memory_bytes=preflight.predict_memory(recipe, checkpoint, config, blocks),
-        ),
+        prediction=prediction,
         transforms=tuple(source.describe()) if isinstance(source, View) else (),
+    )
+
+
+def _predict(
+    recipe: Recipe,
+    source: Source,
+    config: PretrainedConfig,
+    shapes: Mapping[str, Shape],
+    quantized: Collection[str],
+    blocks: Sequence[str],
+) -> Prediction:
+    """What a run takes, from the model's headers."""
+    size = preflight.predict_checkpoint(source, config, recipe.scheme, quantized)
+    sizes = tuple(block_shapes(source, config, shapes, quantized, blocks))
+    footprint = Footprint(recipe, source, sizes, size, preflight.on_gpu(recipe))
+    return Prediction(
+        checkpoint_bytes=size,
+        memory_bytes=footprint.host(),
+        device_bytes=footprint.device(),
+        disk_bytes=footprint.disk(),
+        work=count_work(recipe, sizes, size),
     )
 
 

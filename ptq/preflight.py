@@ -173,6 +173,12 @@ def is_taken(path: Path) -> bool:
     return not path.is_dir() or any(entry.name not in PEER_FILES for entry in path.iterdir())
 
 
+def on_gpu(recipe: Recipe) -> bool:
+    """Whether blocks will be run and solved on a GPU."""
+    available = torch.cuda.is_available()
+    return recipe.device == "cuda" or (recipe.device == "auto" and available)
+
+
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:
     """An output folder that is taken, holds the model, or lies on a disk that is too small."""
     key, path = ("output", "path"), recipe.output.path
@@ -221,25 +227,3 @@ def _weight_bytes(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) ->
     total += 16 if packed else 0  # its shape
     total += 0 if spec.symmetric else scales * spec.bits // 8
     return total + (4 if static else 0)
-
-
-def predict_memory(
-    recipe: Recipe, checkpoint: Checkpoint, config: PretrainedConfig, blocks: Collection[str]
-) -> int:
-    """Peak bytes of what quantization holds at once, the process itself aside.
-
-    One block in fp32 with a second, quantized, copy of it; the embedding in fp32; the hidden states
-    of every calibration token; the widest activations of one sequence. The count of blocks does not
-    enter.
-    """
-    of_block = dict.fromkeys(blocks, 0)
-    for name in checkpoint.names():
-        block = ".".join(name.split(".")[:3])
-        if block in of_block:
-            of_block[block] += math.prod(checkpoint.shape(name))
-    samples, length = recipe.dataset.calibration.samples, recipe.dataset.calibration.sequence_length
-    embedding = config.vocab_size * config.hidden_size
-    states = samples * length * config.hidden_size
-    widest = length * 4 * (config.intermediate_size + config.hidden_size)
-    widest += config.num_attention_heads * length * length
-    return 4 * (2 * max(of_block.values()) + embedding + states + widest)

@@ -27,6 +27,7 @@ CHECKPOINT_FOLDER = "checkpoint"
 RESULT_FILE = "quantization.json"
 RECIPE_FILE = "recipe.yaml"
 STATISTICS_FILE = "statistics.safetensors"
+STATUS = Path("/proc/self/status")
 
 
 class Event(Strict):
@@ -212,12 +213,21 @@ def load_record(output: Path) -> QuantizationRecord:
 
 def peak_rss_bytes() -> int:
     """Peak resident memory of this process so far."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # ru_maxrss may be that of the process that started this one
-        line = next(row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+    if STATUS.is_file():  # ru_maxrss may be that of the process that started this one
+        return _status_bytes("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now; its peak where the system does not tell."""
+    return _status_bytes("VmRSS") if STATUS.is_file() else peak_rss_bytes()
+
+
+def _status_bytes(key: str) -> int:
+    lines = STATUS.read_text().splitlines()
+    line = next(row for row in lines if row.startswith(f"{key}:"))
+    return int(line.split()[1]) * 1024
 
 
 class Stopwatch:

@@ -27,8 +27,8 @@ from calibrate.stream import Block
 from formats.scheme import Scheme, WeightSpec
 from formats.weights import StoredWeight, storage_format
 from kernels.numerics import INT8, TYPES, choose_scale, dequantize, fake_quantize_activations
+from ptq.groups import SmoothingGroup
 from ptq.methods.moments import Moments
-from ptq.plan import SmoothingGroup
 from ptq.result import Event, SmoothingRow
 
 MomentKind = Literal["none", "diagonal", "full"]
