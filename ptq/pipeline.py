@@ -257,6 +257,7 @@ class _Driver:
             self.recipe.output.path / CHECKPOINT_FOLDER,
             config=self.checkpoint.config,
             scheme=self.recipe.scheme,
+            layers=self.plan.schemes,
             ignore=[module.name for module in self.plan.modules if module.action == "float"],
             aux_files=self.checkpoint.auxiliary_files,
             force=force,
@@ -309,7 +310,7 @@ class _Driver:
 
     def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
         """Run the samples for the methods from `first` on; returns the block's outputs."""
-        keep, static = self.recipe.statistics, self.recipe.scheme.static
+        keep, static = self.recipe.statistics, self.recipe.static
         methods = self.methods[first:]
         if first == 0:  # what the artifact keeps
             counted = static or keep.histograms
@@ -330,7 +331,7 @@ class _Driver:
         ]
 
     def _follows(self, method: Method) -> bool:
-        return method.rescales and (self._by_maxima or not self.recipe.scheme.static)
+        return method.rescales and (self._by_maxima or not self.recipe.static)
 
     @property
     def _by_maxima(self) -> bool:
@@ -343,7 +344,7 @@ class _Driver:
         keep = self.recipe.statistics
         kept = keep.histograms or keep.hessians
         needed = any(method.needs != "weights" for method in self.methods)
-        return kept or needed or self.recipe.scheme.static
+        return kept or needed or self.recipe.static
 
     def _solved(
         self, work: BlockWork, rows: list[ModuleRow], seen: Statistics, begin: float

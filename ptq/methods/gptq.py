@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from formats.scheme import WeightSpec
+from formats.scheme import LayerScheme, WeightSpec
 from formats.weights import StoredWeight
 from kernels.numerics import TYPES, QuantizedType, dequantize, quantize
 from ptq.methods.base import BlockWork, Method, QuantizedLinear
@@ -130,10 +130,12 @@ class GPTQ(Method):
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers, those of one input together."""
-        stand_in, together = work.observed_for, dict[str, dict[str, list[str]]]()
+        stand_in = work.observed_for
+        together: dict[str, dict[tuple[str, LayerScheme], list[str]]] = {}
         for name in work.targets:
             modules = together.setdefault(stand_in[name], {})
-            modules.setdefault(name.rpartition(".")[0], []).append(name)
+            alike = name.rpartition(".")[0], work.scheme_of(name)
+            modules.setdefault(alike, []).append(name)
         self.solved = {}
         for modules in together.values():  # experts share one input; their factor is found once
             factor = self._factor(work, next(iter(modules.values()))[0])
@@ -148,8 +150,8 @@ class GPTQ(Method):
     def _solve(
         self, work: BlockWork, names: list[str], factor: tuple[Tensor, Tensor] | None
     ) -> Iterator[tuple[str, QuantizedLinear]]:
-        """Layers that read one input, their output channels stacked; rounded without a factor."""
-        hessian, spec = work.second_moments(names[0]), work.weight_spec
+        """Layers of one input and scheme, their rows stacked; rounded where there is no factor."""
+        hessian, spec = work.second_moments(names[0]), work.weight_spec(names[0])
         weights = [work.block.linears[name].weight for name in names]
         params = [
             choose_qparams(w, spec, work.scale_dtype(n), self.spec.scale, hessian)
@@ -159,7 +161,7 @@ class GPTQ(Method):
             quantize(w, scale, TYPES[spec.dtype], zeros, spec.block)
             for w, (scale, zeros) in zip(weights, params, strict=True)
         ]
-        solved = rounded if factor is None else self._gptq(work, weights, params, *factor)
+        solved = rounded if factor is None else self._gptq(spec, weights, params, *factor)
         for name, w, (scale, zeros), q, plain in zip(
             names, weights, params, solved, rounded, strict=True
         ):
@@ -198,14 +200,13 @@ class GPTQ(Method):
 
     def _gptq(
         self,
-        work: BlockWork,
+        spec: WeightSpec,
         weights: list[Tensor],
         params: list[tuple[Tensor, Tensor | None]],
         factor: Tensor,
         order: Tensor,
     ) -> list[Tensor]:
         """The integers of each layer."""
-        spec = work.weight_spec
         joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row
         if not joined:
             return [
