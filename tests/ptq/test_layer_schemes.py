@@ -6,23 +6,22 @@ import json
 
 import pytest
 import torch
-from quantizing import make_plan, random_tokens
+from quantizing import make_plan, observed_work, random_tokens
 from transformers import AutoModelForCausalLM
 
 from formats.checkpoint import Checkpoint
-from formats.errors import CheckpointError, RecipeError
+from formats.errors import CheckpointError
 from formats.scheme import PRESETS
 from inference.engine import Engine
 from kernels.numerics import TYPES, dequantize, fake_quantize_activations
-from ptq.check import describe_plan
+from ptq import resume
 from ptq.convert import convert
 from ptq.diff import diff_checkpoints
-from ptq.explain import explain
 from ptq.inspect import describe, inspect
+from ptq.methods.clip import Clip
 from ptq.methods.specs import ClipSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
 from ptq.pipeline import quantize_tokens
-from ptq.recipe import load_recipe, resolved_yaml
-from tests.ptq.test_plan import plan, problems
+from ptq.resume import ResumableRun
 
 DOWN, FIRST = "re:.*down_proj", r"re:.*layers\.0\."
 SMOOTH = SmoothQuantSpec(alpha=0.5)
@@ -152,3 +151,82 @@ def test_tools_tell_schemes_of_layers_apart(made, tiny_llama, tmp_path):
     assert f"{name}: '{dynamic}' -> '{group}'" in lines
     with pytest.raises(CheckpointError, match="gptq holds one scheme for all layers"):
         convert(made["int4 + int8"].path, tmp_path / "out", "gptq")
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_gptq_solves_each_layer_by_its_own_scheme(kind, tiny_llama, tmp_path):
+    checkpoint = quantized(tiny_llama, tmp_path / "out", kind, GPTQSpec())
+    rounded = quantized(tiny_llama, tmp_path / "rtn", kind)
+    for name in checkpoint.quantized_modules:
+        assert checkpoint.scheme_of(name) == rounded.scheme_of(name)
+        assert checkpoint.weight(name).scale.shape == rounded.weight(name).scale.shape
+    differ = [n for n in checkpoint.quantized_modules if not same_weight(checkpoint, rounded, n)]
+    assert {checkpoint.scheme_of(name) for name in differ} == {
+        checkpoint.scheme_of(name) for name in checkpoint.quantized_modules
+    }
+
+
+def same_weight(a: Checkpoint, b: Checkpoint, name: str) -> bool:
+    return torch.equal(a.weight(name).q.float(), b.weight(name).q.float())
+
+
+def test_experts_of_one_input_may_have_schemes_of_their_own(make_model, tmp_path):
+    model = make_model("qwen3_moe")
+    layers = {r"re:.*experts\.1\.(gate|up)_proj": "a8w8_dynamic"}
+    made = make_plan(model, tmp_path / "out", "w4", layers=layers, methods=(SMOOTH, GPTQSpec()))
+    quantize_tokens(made, random_tokens(), progress=False)
+    checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint")
+    names = [name for name in checkpoint.quantized_modules if ".experts.1." in name]
+    assert {checkpoint.scheme_of(n) for n in names if "down" not in n} == {
+        PRESETS["a8w8_dynamic"].of_layers
+    }
+    assert set(checkpoint.own_schemes) == {name for name in names if "down" not in name}
+
+
+def test_refinement_leaves_fp8_layers_alone(tiny_llama, tmp_path):
+    kind = "fp8 + int4"
+    refine = RefineSpec(iterations=8, batch=2)
+    refined = quantized(tiny_llama, tmp_path / "refined", kind, RTNSpec(), refine)
+    rounded = quantized(tiny_llama, tmp_path / "rounded", kind)
+    moved = {n for n in refined.quantized_modules if not same_weight(refined, rounded, n)}
+    assert moved == {n for n in refined.own_schemes if "int4" in refined.own_schemes[n].text}
+
+
+def test_clipping_chooses_ranges_of_static_inputs_alone(tiny_llama, tmp_path):
+    scheme, layers, methods = MIXED["static + dynamic"]
+    work = observed_work(make_plan(tiny_llama, tmp_path, scheme, layers=layers))
+    clip = Clip(methods[1])
+    clip.solve(work)
+    assert set(clip.solved) == {name for name in work.targets if "down_proj" not in name}
+
+
+def test_a_mixture_goes_on_to_the_same_bytes_and_the_size_is_as_predicted(
+    tiny_llama, tmp_path, monkeypatch
+):
+    scheme, layers, methods = MIXED["int4 + int8"]
+    plans = [
+        make_plan(tiny_llama, tmp_path / n, scheme, layers=layers, methods=(*methods, GPTQSpec()))
+        for n in "ab"
+    ]
+    quantize_tokens(plans[0], random_tokens(), progress=False)
+    save = ResumableRun.save
+
+    def save_and_stop(self, *arguments):
+        save(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resume, "SHARE", 1e9)
+    monkeypatch.setattr(ResumableRun, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_tokens(plans[1], random_tokens(), progress=False)
+    monkeypatch.setattr(ResumableRun, "save", save)
+    assert quantize_tokens(plans[1], random_tokens(), progress=False).resumed_blocks == 1
+    a, b = (tmp_path / name / "checkpoint" for name in "ab")
+    files = [p.relative_to(a) for p in a.rglob("*.safetensors")] + ["config.json"]
+    assert all((a / path).read_bytes() == (b / path).read_bytes() for path in files)
+    checkpoint = Checkpoint.open(a)
+    tensors = sum(
+        checkpoint.tensor(name).numel() * checkpoint.dtype(name).itemsize
+        for name in checkpoint.names()
+    )
+    assert tensors == plans[0].prediction.checkpoint_bytes
