@@ -22,6 +22,7 @@ from ptq.methods.clip import Clip
 from ptq.methods.specs import ClipSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
 from ptq.pipeline import quantize_tokens
 from ptq.resume import ResumableRun
+from tests.experts import MOE
 
 DOWN, FIRST = "re:.*down_proj", r"re:.*layers\.0\."
 SMOOTH = SmoothQuantSpec(alpha=0.5)
@@ -171,9 +172,9 @@ def same_weight(a: Checkpoint, b: Checkpoint, name: str) -> bool:
 
 
 def test_experts_of_one_input_may_have_schemes_of_their_own(make_model, tmp_path):
-    model = make_model("qwen3_moe")
+    model = make_model("qwen3_moe", **MOE["qwen3_moe"])
     layers = {r"re:.*experts\.1\.(gate|up)_proj": "a8w8_dynamic"}
-    made = make_plan(model, tmp_path / "out", "w4", layers=layers, methods=(SMOOTH, GPTQSpec()))
+    made = make_plan(model, tmp_path / "out", "w8", layers=layers, methods=(SMOOTH, GPTQSpec()))
     quantize_tokens(made, random_tokens(), progress=False)
     checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint")
     names = [name for name in checkpoint.quantized_modules if ".experts.1." in name]
