@@ -12,9 +12,11 @@ No pattern of a group matches a layer of another one, so that their order means 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:(.+)\.)?([^.]+)")
+from formats.experts import EXPERT
+
+NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.([^.]+)")
 FUSED = {
     frozenset(("q_proj", "k_proj", "v_proj")): "qkv_proj",
     frozenset(("gate_proj", "up_proj")): "gate_up_proj",
@@ -29,39 +31,43 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
         groups: Full names of linear layers of decoder blocks, such as
             `model.layers.0.mlp.down_proj`. Layers that are fused at run time are of one group.
     """
-    places = [_places(names) for names in groups]
-    return [
-        [
-            _pattern(blocks, module, leaves)
-            for (module, blocks), leaves in _by_leaves(mine, [p for p in places if p is not mine])
-        ]
-        for mine in places
-    ]
+    parts = [[_split(name) for name in names] for names in groups]
+    owners: dict[tuple[str, ...], set[int]] = {}
+    for i, layers in enumerate(parts):
+        for block, module, leaf in layers:
+            owners.setdefault((block, _starred(module), leaf), set()).add(i)
+            owners.setdefault((_starred(module), leaf), set()).add(i)
+    return [_targets(i, layers, owners) for i, layers in enumerate(parts)]
 
 
-def _places(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Indices of the blocks in which each (module, leaf) of a block is."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        match = NAME.fullmatch(name)
-        assert match is not None, name
-        places.setdefault((match[2] or "", match[3]), []).append(match[1])
-    return places
+def _split(name: str) -> tuple[str, str, str]:
+    """Index of a layer's block, its module there, and its own name."""
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    return match[1], match[2], match[3]
 
 
-def _by_leaves(
-    mine: dict[tuple[str, str], list[str]], others: list[dict[tuple[str, str], list[str]]]
-) -> list[tuple[tuple[str, tuple[str, ...]], list[str]]]:
-    """Leaves of one module and the same blocks together; no blocks where no other group has any."""
+def _starred(module: str) -> str:
+    return EXPERT.sub(".experts.*", f".{module}.").strip(".")
+
+
+def _targets(
+    group: int, layers: Sequence[tuple[str, str, str]], owners: Mapping[tuple[str, ...], set[int]]
+) -> list[str]:
+    """Patterns of one group; blocks and experts are numbered where other groups have some."""
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for block, module, leaf in layers:
+        whole = owners[block, _starred(module), leaf] == {group}
+        places.setdefault((_starred(module) if whole else module, leaf), {})[block] = None
     together: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (module, leaf), blocks in mine.items():
-        alone = not any((module, leaf) in other for other in others)
+    for (module, leaf), blocks in places.items():
+        alone = owners[_starred(module), leaf] == {group}
         together.setdefault((module, () if alone else tuple(blocks)), []).append(leaf)
-    return list(together.items())
+    return [_pattern(module, blocks, leaves) for (module, blocks), leaves in together.items()]
 
 
-def _pattern(blocks: tuple[str, ...], module: str, leaves: list[str]) -> str:
+def _pattern(module: str, blocks: tuple[str, ...], leaves: list[str]) -> str:
     fused = [name for parts, name in FUSED.items() if parts <= set(leaves)]
     where = f"({'|'.join(blocks)})" if blocks else r"\d+"
-    inside = re.escape(f"{module}.") if module else ""
-    return rf"re:.*layers\.{where}\.{inside}({'|'.join([*leaves, *fused])})$"
+    inside = re.escape(module).replace(r"\*", r"\d+")
+    return rf"re:.*layers\.{where}\.{inside}\.({'|'.join([*leaves, *fused])})$"

@@ -44,10 +44,21 @@ def test_targets_mean_their_layers_alone_by_their_own_and_by_the_fused_name(othe
 
 
 def test_targets_of_experts():
-    names = [f"model.layers.0.mlp.experts.{i}.{x}_proj" for i in (1, 11) for x in ("gate", "up")]
-    (first,), (second,) = layer_targets([names[:2], names[2:]])
-    assert first == r"re:.*layers\.\d+\.mlp\.experts\.1\.(gate_proj|up_proj|gate_up_proj)$"
-    assert not any(re.match(second[3:], name) for name in names[:2])
+    names = [
+        f"model.layers.{block}.mlp.experts.{i}.{leaf}_proj"
+        for block in (0, 10)
+        for i in (1, 11)
+        for leaf in ("gate", "up", "down")
+    ]
+    gated = r"(gate_proj|up_proj|gate_up_proj)$"
+    down = [name for name in names if "down" in name]
+    first, second = layer_targets([[name for name in names if name not in down], down])
+    assert first == [rf"re:.*layers\.\d+\.mlp\.experts\.\d+\.{gated}"]
+    assert second == [r"re:.*layers\.\d+\.mlp\.experts\.\d+\.(down_proj)$"]
+    first, second = layer_targets([names[:2], names[2:]])
+    assert first == [rf"re:.*layers\.(0)\.mlp\.experts\.1\.{gated}"]
+    found = [any(re.match(target[3:], name) for target in second) for name in names]
+    assert found == [False] * 2 + [True] * 10
 
 
 def test_one_scheme_is_written_as_without_layers():
