@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from formats.scheme import LayerScheme, WeightSpec
+from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
 from kernels.numerics import TYPES, QuantizedType, dequantize, quantize
 from ptq.methods.base import BlockWork, Method, QuantizedLinear
@@ -130,12 +130,10 @@ class GPTQ(Method):
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers, those of one input together."""
-        stand_in = work.observed_for
-        together: dict[str, dict[tuple[str, LayerScheme], list[str]]] = {}
+        stand_in, together = work.observed_for, dict[str, dict[str, list[str]]]()
         for name in work.targets:
             modules = together.setdefault(stand_in[name], {})
-            alike = name.rpartition(".")[0], work.scheme_of(name)
-            modules.setdefault(alike, []).append(name)
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
         self.solved = {}
         for modules in together.values():  # experts share one input; their factor is found once
             factor = self._factor(work, next(iter(modules.values()))[0])
@@ -150,7 +148,10 @@ class GPTQ(Method):
     def _solve(
         self, work: BlockWork, names: list[str], factor: tuple[Tensor, Tensor] | None
     ) -> Iterator[tuple[str, QuantizedLinear]]:
-        """Layers of one input and scheme, their rows stacked; rounded where there is no factor."""
+        """Layers of one module that read one input, their output channels stacked.
+
+        Such layers are fused at run time, so that they have one scheme. Rounded without a factor.
+        """
         hessian, spec = work.second_moments(names[0]), work.weight_spec(names[0])
         weights = [work.block.linears[name].weight for name in names]
         params = [

@@ -18,7 +18,10 @@ from ptq import resume
 from ptq.convert import convert
 from ptq.diff import diff_checkpoints
 from ptq.inspect import describe, inspect
+from ptq.methods.base import quantized_block
 from ptq.methods.clip import Clip
+from ptq.methods.refine import _rounded_inputs
+from ptq.methods.rtn import round_to_nearest
 from ptq.methods.specs import ClipSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
 from ptq.pipeline import quantize_tokens
 from ptq.resume import ResumableRun
@@ -191,6 +194,19 @@ def test_refinement_leaves_fp8_layers_alone(tiny_llama, tmp_path):
     rounded = quantized(tiny_llama, tmp_path / "rounded", kind)
     moved = {n for n in refined.quantized_modules if not same_weight(refined, rounded, n)}
     assert moved == {n for n in refined.own_schemes if "int4" in refined.own_schemes[n].text}
+
+
+def test_refinement_sees_the_block_as_it_will_run(tiny_llama, tmp_path):
+    scheme, layers, _ = MIXED["fp8 + int4"]
+    work = observed_work(make_plan(tiny_llama, tmp_path, scheme, layers=layers))
+    work.quantized.update(round_to_nearest(work))
+    down, x = "model.layers.0.mlp.down_proj", work.block.inputs[0]
+    weights = {down: work.quantized[down].dequantized()}  # the one that is not fp8
+    with torch.no_grad(), quantized_block(work):
+        expected = work.block.forward(x)
+    with torch.no_grad(), _rounded_inputs(work):
+        seen = work.block.forward(x, weights)
+    assert (seen - expected).norm() / expected.norm() < 1e-5
 
 
 def test_clipping_chooses_ranges_of_static_inputs_alone(tiny_llama, tmp_path):
