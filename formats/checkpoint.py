@@ -23,13 +23,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from formats.compressed_tensors import is_ignored, read_scheme
+from formats.compressed_tensors import Groups, find_scheme, is_ignored, read_groups
 from formats.errors import CheckpointError
 from formats.experts import TensorFile, is_projection, per_expert
 from formats.files import safe_join, sha256_file
 from formats.safetensors_files import SafetensorsFile, open_weights
 from formats.scale_table import ScaleTable
-from formats.scheme import KVCacheSpec, Scheme
+from formats.scheme import KVCacheSpec, LayerScheme, Scheme
 from formats.weights import (
     LEAVES,
     StoredWeight,
@@ -54,7 +54,8 @@ class Checkpoint:
         path: The folder.
         config: config.json without its `quantization_config`.
         ignore: Linear layers that the quantization left alone, as `quantization_config` says.
-        scheme: What is quantized.
+        scheme: What is quantized. Single layers may have a scheme of their own: `scheme_of` tells;
+            this is that of the first group of `quantization_config`.
         quantized_modules: Full names of the quantized linear layers, sorted.
         kv_scales: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by channel),
             of each attention module by its full name.
@@ -67,8 +68,11 @@ class Checkpoint:
         self._files = per_expert(open_weights(path), self.config.get("model_type"))
         self._kv_file = _open_optional(path / KV_SCALES)
         self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
-        scheme = read_scheme(quantization) if quantization else Scheme()
-        self.scheme = scheme.model_copy(update={"kv_cache": self._kv_spec()})
+        self._groups: Groups = read_groups(quantization) if quantization else ()
+        main = self._groups[0][1] if self._groups else LayerScheme()
+        self.scheme = Scheme(
+            weights=main.weights, activations=main.activations, kv_cache=self._kv_spec()
+        )
         self.quantized_modules = tuple(
             sorted(
                 name.rpartition(".")[0]
@@ -120,13 +124,41 @@ class Checkpoint:
 
     def weight(self, module: str) -> StoredWeight:
         """The quantized weight of a linear layer, checked."""
-        return read_weight(self.scheme, module, self.tensor)
+        return read_weight(self.scheme_of(module), module, self.tensor)
+
+    def scheme_of(self, module: str) -> LayerScheme:
+        """How a linear layer's weight and input are quantized; of nothing where they are not."""
+        return self._schemes.get(module, LayerScheme())
+
+    @cached_property
+    def _schemes(self) -> dict[str, LayerScheme]:
+        found = {name: find_scheme(name, self._groups) for name in self.quantized_modules}
+        return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+    @property
+    def own_schemes(self) -> dict[str, LayerScheme]:
+        """Quantized layers whose scheme is not `scheme`'s, by full name."""
+        main = self.scheme.of_layers
+        return {name: scheme for name, scheme in self._schemes.items() if scheme != main}
 
     def weight_shape(self, module: str) -> tuple[int, ...]:
         """Outputs and inputs of a linear layer, quantized or not."""
         if f"{module}.weight_shape" in self._files:
             return tuple(self.tensor(f"{module}.weight_shape").flatten().tolist())
         return self.shape(f"{module}.weight")
+
+    def require_one_scheme(self, target: str) -> None:
+        """Refuse a checkpoint whose layers have several schemes, for a target that holds one.
+
+        Raises:
+            CheckpointError: it has several.
+        """
+        for name, scheme in self.own_schemes.items():
+            raise CheckpointError(
+                f"{self.path}: found {scheme.text} in {name} and {self.scheme.of_layers.text} in "
+                f"others; {target} holds one scheme for all layers. Quantize with a recipe "
+                "without layers"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -213,18 +245,25 @@ class Checkpoint:
                 )
             _same_names(set(), found, "")
             return
-        wanted = {name for name in projections if not is_ignored(name, self.ignore)}
+        wanted = {
+            name
+            for name in projections
+            if not is_ignored(name, self.ignore) and find_scheme(name, self._groups)
+        }
         _same_names(wanted, quantized, f"{self.scheme.weights.dtype} weights by config.json: ")
-        leaves = needed_leaves(self.scheme)
-        static = self.scheme.activations is not None and not self.scheme.activations.dynamic
-        leaves |= {"input_scale"} if static else set()
-        tensors = {f"{name}.{leaf}" for name in quantized for leaf in leaves}
+        tensors = {f"{name}.{leaf}" for name in quantized for leaf in self._leaves(name)}
         found |= {f"{name}.weight" for name in quantized if f"{name}.weight" in self._files}
         _same_names(tensors, found, "")
         for name in quantized:
-            check_weight(self.scheme, name, lambda n: self._file(n).tensors[n], self.tensor)
-            if static:
+            scheme = self.scheme_of(name)
+            check_weight(scheme, name, lambda n: self._file(n).tensors[n], self.tensor)
+            if scheme.static_input:
                 check_scale(f"{name}.input_scale", self.tensor(f"{name}.input_scale"), ((1,), ()))
+
+    def _leaves(self, module: str) -> set[str]:
+        """Last parts of the names of the tensors that a quantized layer needs."""
+        scheme = self.scheme_of(module)
+        return needed_leaves(scheme) | ({"input_scale"} if scheme.static_input else set())
 
     def _check_scale_table(self) -> None:
         if self.scale_table is None:

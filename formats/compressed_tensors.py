@@ -14,9 +14,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from formats.errors import CheckpointError
-from formats.scheme import BLOCK, ActivationSpec, Scheme, WeightSpec
+from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
+from formats.targets import layer_targets
 from formats.weights import storage_format
 
+CLASS = "Linear"  # the target that means every linear layer
 SUPPORTED = (
     "int8, int4 (packed) and fp8 e4m3 weights per channel, int8 and int4 in groups of 32, 64 or "
     "128, fp8 per tensor or in blocks of 128 x 128; activations unquantized, int8 or fp8, static "
@@ -27,34 +29,51 @@ _INPUT_STRATEGY = {"per_tensor": "tensor", "per_token": "token", "group": "group
 _TYPES = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "fp8_e4m3"}
 
 
-def quantization_config(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any] | None:
+def quantization_config(
+    scheme: LayerScheme, ignore: Sequence[str], layers: Mapping[str, LayerScheme] | None = None
+) -> dict[str, Any] | None:
     """The `quantization_config` of a scheme, or None where no weight is quantized.
 
     Args:
-        scheme: What is quantized.
+        scheme: Of all linear layers, or of those that `layers` does not say otherwise of.
         ignore: Linear layers left alone: full names, or `re:` patterns for `re.match`.
+        layers: Schemes of all quantized layers by their full name, where they may differ; the
+            scheme is that of one at least.
     """
     if scheme.weights is None:
         return None
-    layout = storage_format(scheme)
-    group = {
-        "targets": ["Linear"],
-        "format": layout,
-        "weights": _weight_args(scheme.weights),
-        "input_activations": scheme.activations and _input_args(scheme.activations),
-        "output_activations": None,
-    }
+    main = LayerScheme(weights=scheme.weights, activations=scheme.activations)
+    members: dict[LayerScheme, list[str]] = {}
+    members.setdefault(main, [])  # first, whichever layer is
+    for name, of_layer in (layers or {}).items():
+        members.setdefault(of_layer, []).append(name)
+    targets = [[CLASS]] if len(members) == 1 else layer_targets(list(members.values()))
+    formats = {storage_format(of_group) for of_group in members}
     return {
         "quant_method": "compressed-tensors",
         "version": "0.17.0",
-        "format": layout,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "config_groups": {"group_0": group},
+        "config_groups": {
+            f"group_{i}": _group(*group)
+            for i, group in enumerate(zip(members, targets, strict=True))
+        },
         "ignore": list(dict.fromkeys([*ignore, "lm_head"])),
         "kv_cache_scheme": None,
         "sparsity_config": {},
         "transform_config": {},
+    }
+
+
+def _group(scheme: LayerScheme, targets: list[str]) -> dict[str, Any]:
+    assert scheme.weights is not None
+    return {
+        "targets": targets,
+        "format": storage_format(scheme),
+        "weights": _weight_args(scheme.weights),
+        "input_activations": scheme.activations and _input_args(scheme.activations),
+        "output_activations": None,
     }
 
 
@@ -86,8 +105,11 @@ def _input_args(spec: ActivationSpec) -> dict[str, Any]:
     return args
 
 
-def read_scheme(config: Mapping[str, Any]) -> Scheme:
-    """The weights' and activations' part of a scheme from a `quantization_config`.
+Groups = tuple[tuple[tuple[str, ...], LayerScheme], ...]
+
+
+def read_groups(config: Mapping[str, Any]) -> Groups:
+    """Targets and scheme of each of a `quantization_config`'s groups, in their order.
 
     Raises:
         CheckpointError: another method, or a compressed-tensors scheme that is not run here.
@@ -96,29 +118,30 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme:
     if method != "compressed-tensors":
         raise _unsupported(f"quant_method {method!r}")
     groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        count = len(groups) if isinstance(groups, Mapping) else "no"
-        raise _unsupported(f"{count} config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _unsupported(f"{len(groups) if isinstance(groups, Mapping) else 'no'} config_groups")
     if config.get("kv_cache_scheme"):
         raise _unsupported(f"kv_cache_scheme {config['kv_cache_scheme']}")
     if config.get("transform_config"):
         raise _unsupported("transform_config (transforms applied while running)")
-    group = next(iter(groups.values()))
-    if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
-        raise _unsupported(
-            f"targets {group.get('targets') if isinstance(group, Mapping) else group}"
-        )
+    return tuple(_read_group(group, config.get("format")) for group in groups.values())
+
+
+def _read_group(group: Any, layout_of_all: str | None) -> tuple[tuple[str, ...], LayerScheme]:
+    targets = group.get("targets") if isinstance(group, Mapping) else group
+    if not isinstance(targets, list) or not targets or not all(map(_is_target, targets)):
+        raise _unsupported(f"targets {targets}")
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, Mapping) or group.get("output_activations"):
         raise _unsupported(f"weights {weights}, output_activations")
     try:
-        scheme = Scheme(weights=_read_weights(weights), activations=_read_inputs(inputs))
+        scheme = LayerScheme(weights=_read_weights(weights), activations=_read_inputs(inputs))
     except (ValidationError, KeyError, TypeError) as error:
         raise _unsupported(f"weights {weights} with input_activations {inputs}") from error
-    layout = group.get("format") or config.get("format")
+    layout = group.get("format") or layout_of_all
     if layout not in (None, storage_format(scheme)):
         raise _unsupported(f"format {layout!r} for weights {weights}")
-    return scheme
+    return tuple(targets), scheme
 
 
 def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
@@ -155,6 +178,28 @@ def _ours(strategies: Mapping[str, str], args: Mapping[str, Any]) -> Any:
 
 def _dtype(args: Mapping[str, Any]) -> Any:
     return _TYPES[args.get("type", "int"), args.get("num_bits", 8)]
+
+
+def _is_target(target: Any) -> bool:
+    """Whether it names linear layers: all of them, one by its full name, or some by a pattern."""
+    if not isinstance(target, str) or not (target == CLASS or "." in target):
+        return False
+    try:
+        re.compile(target.removeprefix("re:"))
+    except re.error:
+        return False
+    return True
+
+
+def find_scheme(module: str, groups: Groups) -> LayerScheme | None:
+    """The scheme of a layer, None where no target means it.
+
+    A target that names it goes before its class, and an earlier group before a later one.
+    """
+    for targets, scheme in groups:
+        if is_ignored(module, targets):
+            return scheme
+    return next((scheme for targets, scheme in groups if CLASS in targets), None)
 
 
 def is_ignored(module: str, ignore: Sequence[str]) -> bool:

@@ -42,6 +42,7 @@ def paddle_tables(checkpoint: Checkpoint) -> dict[str, Table]:
             scales that differ within a merged product.
     """
     refuse_paddle(checkpoint.scheme)
+    checkpoint.require_one_scheme("a set of Paddle's tables")
     require_family(checkpoint.config)
     return dict(
         zip(FILES, (_inputs(checkpoint), _weights(checkpoint), _cache(checkpoint)), strict=True)

@@ -9,7 +9,7 @@ channel of a weight `[out, in]`; `per_token` one for each row of an activation `
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -144,8 +144,8 @@ class KVCacheSpec(Strict):
         return (heads, dim) if self.granularity == "per_channel" and role == "k_cache" else (heads,)
 
 
-class Scheme(Strict):
-    """Weights, activations and cache KV of one checkpoint; None leaves a part unquantized.
+class LayerScheme(Strict):
+    """Weight and input of one linear layer; None leaves them unquantized.
 
     Raises:
         ValueError: activations are quantized but weights are not: no integer kernel runs that.
@@ -153,10 +153,9 @@ class Scheme(Strict):
 
     weights: WeightSpec | None = None
     activations: ActivationSpec | None = None
-    kv_cache: KVCacheSpec | None = None
 
     @model_validator(mode="after")
-    def _activations_need_weights(self) -> Scheme:
+    def _activations_need_weights(self) -> Self:
         if self.activations is not None and self.weights is None:
             raise ValueError(
                 "activations are quantized but weights are not; no kernel multiplies integer "
@@ -165,6 +164,31 @@ class Scheme(Strict):
         if self.weights is not None and (message := _mismatch(self.weights, self.activations)):
             raise ValueError(message)
         return self
+
+    @property
+    def static_input(self) -> bool:
+        """Whether the input has a calibrated scale."""
+        return self.activations is not None and not self.activations.dynamic
+
+    @property
+    def text(self) -> str:
+        """A few words for a person."""
+        return ", ".join(part.text for part in (self.weights, self.activations) if part) or "float"
+
+
+class Scheme(LayerScheme):
+    """Weights, activations and cache KV of one checkpoint; None leaves a part unquantized.
+
+    Raises:
+        ValueError: activations are quantized but weights are not: no integer kernel runs that.
+    """
+
+    kv_cache: KVCacheSpec | None = None
+
+    @property
+    def of_layers(self) -> LayerScheme:
+        """What it says of linear layers."""
+        return LayerScheme(weights=self.weights, activations=self.activations)
 
     @property
     def wac(self) -> str:
@@ -183,8 +207,8 @@ class Scheme(Strict):
     @property
     def static(self) -> bool:
         """Whether inputs or the cache have static scales, which follow from data."""
-        parts = [part for part in (self.activations, self.kv_cache) if part is not None]
-        return any(not part.dynamic for part in parts)
+        cache = self.kv_cache is not None and not self.kv_cache.dynamic
+        return self.static_input or cache
 
     @property
     def quantizes_anything(self) -> bool:

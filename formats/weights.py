@@ -20,7 +20,7 @@ from torch import Tensor
 
 from formats.errors import CheckpointError
 from formats.pack import pack_words, unpack_words
-from formats.scheme import Scheme, WeightSpec
+from formats.scheme import LayerScheme, WeightSpec
 
 Kind = Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
 LEAVES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
@@ -42,7 +42,7 @@ class StoredWeight:
     zero_point: Tensor | None = None
 
 
-def storage_format(scheme: Scheme) -> str:
+def storage_format(scheme: LayerScheme) -> str:
     """compressed-tensors' name for how the weights of a scheme are laid out."""
     assert scheme.weights is not None
     if scheme.weights.dtype == "fp8_e4m3":
@@ -60,11 +60,13 @@ def scale_shape(spec: WeightSpec, shape: tuple[int, int]) -> tuple[int, int]:
     return rows, columns
 
 
-def weight_tensors(scheme: Scheme, weight: StoredWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+def weight_tensors(
+    scheme: LayerScheme, weight: StoredWeight, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """The tensors of a weight by the last part of their name.
 
     Args:
-        scheme: Of the checkpoint.
+        scheme: Of the layer.
         weight: To be stored.
         dtype: The model's: packed weights keep their scales in it, which must hold them exactly.
     """
@@ -86,7 +88,7 @@ def weight_tensors(scheme: Scheme, weight: StoredWeight, dtype: torch.dtype) -> 
     return tensors
 
 
-def needed_leaves(scheme: Scheme) -> set[str]:
+def needed_leaves(scheme: LayerScheme) -> set[str]:
     """Last parts of the names of a quantized weight's tensors."""
     assert scheme.weights is not None
     if storage_format(scheme) != "pack-quantized":
@@ -95,11 +97,13 @@ def needed_leaves(scheme: Scheme) -> set[str]:
     return leaves if scheme.weights.symmetric else leaves | {"weight_zero_point"}
 
 
-def check_weight(scheme: Scheme, module: str, kind: Kind, read: Callable[[str], Tensor]) -> None:
+def check_weight(
+    scheme: LayerScheme, module: str, kind: Kind, read: Callable[[str], Tensor]
+) -> None:
     """Check the tensors of a weight; only scales and shapes are read, not the weight itself.
 
     Args:
-        scheme: Of the checkpoint.
+        scheme: Of the layer.
         module: Full name of the layer.
         kind: Gives the type and shape of a tensor by its full name.
         read: Gives a tensor by its full name.
@@ -130,7 +134,7 @@ def check_weight(scheme: Scheme, module: str, kind: Kind, read: Callable[[str], 
     check_scale(f"{module}.weight_scale", read(f"{module}.weight_scale"), shapes)
 
 
-def read_weight(scheme: Scheme, module: str, read: Callable[[str], Tensor]) -> StoredWeight:
+def read_weight(scheme: LayerScheme, module: str, read: Callable[[str], Tensor]) -> StoredWeight:
     """Inverse of `weight_tensors`, of tensors that `check_weight` has seen."""
     assert scheme.weights is not None
     spec, scale = scheme.weights, read(f"{module}.weight_scale").float()

@@ -22,7 +22,7 @@ from formats.compressed_tensors import quantization_config
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
 from formats.scale_table import ScaleTable
-from formats.scheme import Scheme
+from formats.scheme import LayerScheme, Scheme
 from formats.shards import ShardWriter
 from formats.weights import StoredWeight, weight_tensors
 
@@ -39,6 +39,8 @@ class CheckpointWriter:
         out: Folder to make.
         config: config.json of the model, without `quantization_config`.
         scheme: What is quantized.
+        layers: Schemes of all quantized layers, where they are not the same; see
+            `quantization_config`.
         ignore: Linear layers left alone: full names or `re:` patterns.
         aux_files: Tokenizer and other files to copy.
         force: Whether an existing `out` may be replaced; it stays until the new one is complete.
@@ -54,6 +56,7 @@ class CheckpointWriter:
         *,
         config: Mapping[str, Any],
         scheme: Scheme,
+        layers: Mapping[str, LayerScheme] | None = None,
         ignore: Sequence[str] = ("lm_head",),
         aux_files: Sequence[Path] = (),
         force: bool = False,
@@ -62,6 +65,7 @@ class CheckpointWriter:
         self.out = Path(out)
         self.scheme = scheme
         self._config = dict(config)
+        self._layers = layers or {}
         self._ignore = ignore
         self._aux_files = aux_files
         self._force = force
@@ -124,7 +128,8 @@ class CheckpointWriter:
             bias: [N] in the model's type, or None.
             input_scale: fp32 [1] where activations are static, else None.
         """
-        for leaf, tensor in weight_tensors(self.scheme, weight, dtype).items():
+        scheme = self._layers.get(module, self.scheme)
+        for leaf, tensor in weight_tensors(scheme, weight, dtype).items():
             self.add(f"{module}.{leaf}", tensor)
         if bias is not None:
             self.add(f"{module}.bias", bias)
@@ -163,6 +168,12 @@ class CheckpointWriter:
                 f"{self.out}: tensors were added for {written.scheme.wac}, the scheme is "
                 f"{self.scheme.wac}; nothing was kept"
             )
+        for module, scheme in self._layers.items():
+            if written.scheme_of(module) != scheme:
+                raise CheckpointError(
+                    f"{module} was read back as {written.scheme_of(module).text}; its scheme is "
+                    f"{scheme.text}. Nothing was kept"
+                )
         self._finished = True
         self._stack.close()
         return self.out
@@ -171,7 +182,7 @@ class CheckpointWriter:
         for file in self._aux_files:
             shutil.copyfile(file, self._folder / file.name)
             fsync_path(self._folder / file.name)
-        quantization = quantization_config(self.scheme, self._ignore)
+        quantization = quantization_config(self.scheme, self._ignore, self._layers)
         config = self._config | ({"quantization_config": quantization} if quantization else {})
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
         for name, data in (everything | dict(documents)).items():

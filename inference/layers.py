@@ -10,7 +10,7 @@ from torch import Tensor
 
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
-from formats.scheme import ActivationSpec
+from formats.scheme import ActivationSpec, LayerScheme
 from kernels.numerics import TYPES, dequantize, fake_quantize_activations
 from kernels.ops import (
     FloatWeight,
@@ -112,8 +112,8 @@ def load_linear(
         dtype: Type of float weights.
 
     Raises:
-        CheckpointError: some are quantized and some are not, their input scales or widths differ,
-            or a tensor is missing.
+        CheckpointError: some are quantized and some are not, their schemes, input scales or widths
+            differ, or a tensor is missing.
     """
     quantized = [module in checkpoint.quantized_modules for module in modules]
     if any(quantized) != all(quantized):
@@ -141,7 +141,8 @@ def load_linear(
 def _quantized_linear(
     checkpoint: Checkpoint, modules: Sequence[str], bias: Tensor | None, device: torch.device
 ) -> Linear:
-    spec, activations = checkpoint.scheme.weights, checkpoint.scheme.activations
+    scheme = _one_scheme(checkpoint, modules)
+    spec, activations = scheme.weights, scheme.activations
     assert spec is not None
     input_scale = _input_scale(checkpoint, modules, device)
     weights = [checkpoint.weight(module) for module in modules]
@@ -151,6 +152,17 @@ def _quantized_linear(
     values = [dequantize(w.q, w.scale, w.zero_point, spec.block) for w in weights]
     packed = pack_float_weight(torch.cat(values), bias, torch.float32, device)
     return DequantizedLinear(packed, activations, input_scale)
+
+
+def _one_scheme(checkpoint: Checkpoint, modules: Sequence[str]) -> LayerScheme:
+    schemes = {module: checkpoint.scheme_of(module) for module in modules}
+    if len(set(schemes.values())) > 1:
+        found = "; ".join(f"{module}: {scheme.text}" for module, scheme in schemes.items())
+        raise CheckpointError(
+            f"layers that run as one differ in their scheme: {found}. Write the checkpoint with "
+            "one scheme for them"
+        )
+    return schemes[modules[0]]
 
 
 def _input_scale(

@@ -134,7 +134,7 @@ def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Ite
                 f"{spec.name} needs second moments, which that run did not keep. Run it with "
                 "--set statistics.hessians=true"
             )
-    observers, static = recipe.observers, recipe.scheme.static
+    observers, static = recipe.observers, recipe.static
     if not static or observers.by_absmax:
         return
     if any(method.folds for method in methods):

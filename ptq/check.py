@@ -67,7 +67,7 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
         f"model        {recipe.model.path}: {model.model_type}, {model.blocks} blocks, "
         f"{model.parameters / 1e6:.1f} M parameters, {model.dtype}, {_size(model.nbytes)}"
     )
-    yield f"scheme       {scheme.wac}"
+    yield f"scheme       {scheme.wac}{_other_layers(plan)}"
     for row in group_modules(plan):
         yield f"  {row}"
     if scheme.kv_cache is not None:
@@ -118,6 +118,13 @@ def duration_text(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _other_layers(plan: Plan) -> str:
+    """How many layers have a scheme of their own, if any."""
+    main = plan.recipe.scheme.of_layers
+    count = sum(scheme != main for scheme in plan.schemes.values())
+    return f", but for {count} of {len(plan.quantized)} quantized layers" if count else ""
 
 
 def group_modules(plan: Plan) -> Iterator[str]:

@@ -140,6 +140,7 @@ def _export(
     progress: bool,
 ) -> Conversion:
     modules = checkpoint.quantized_modules
+    checkpoint.require_one_scheme(target)
     layout, quantization = _target(target, checkpoint.scheme, unquantized(source, modules))
     with building_directory(out, replace=force) as folder:
         shards = ShardWriter(folder, shard_bytes)

@@ -81,7 +81,7 @@ def _open(source: ForeignFolder) -> tuple[Scheme, tuple[str, ...], Callable[[str
 
 
 def _own_weight(checkpoint: Checkpoint, module: str) -> Tensor:
-    weight, spec = checkpoint.weight(module), checkpoint.scheme.weights
+    weight, spec = checkpoint.weight(module), checkpoint.scheme_of(module).weights
     assert spec is not None
     return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 

@@ -80,6 +80,7 @@ def import_tables(
 
 def _layers(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Full names of the linear layers of the decoder blocks; CheckpointError if not float or w8."""
+    checkpoint.require_one_scheme("a set of PaddleNLP's tables")
     scheme = checkpoint.scheme
     if scheme.weights not in (None, INT8_WEIGHTS):
         found = scheme.weights.text if scheme.weights else ""

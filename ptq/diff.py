@@ -61,6 +61,10 @@ def diff_checkpoints(a: Checkpoint, b: Checkpoint, top: int = 10) -> list[str]:
     """
     schemes = [flatten(side.scheme.model_dump(mode="json"), "scheme") for side in (a, b)]
     lines = list(diff_values(*schemes))
+    apart = sorted(set(a.own_schemes) | set(b.own_schemes))
+    lines += diff_values(
+        *({f"scheme of {n}": side.scheme_of(n).text for n in apart} for side in (a, b))
+    )
     first, second = set(a.names()), set(b.names())
     lines += _listed("only in the first", sorted(first - second), top)
     lines += _listed("only in the second", sorted(second - first), top)

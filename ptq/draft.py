@@ -68,6 +68,7 @@ class Draft:
             else:
                 message = f"unknown scheme {scheme!r}; {suggestion(scheme, PRESETS)}"
                 problems.append(self.at(("scheme",), message))
+        problems += self._expand_layers()
         for i, item in enumerate(methods if isinstance(methods, list) else ()):
             methods[i] = item = {item: {}} if isinstance(item, str) else item
             message = _method_problem(item)
@@ -79,6 +80,30 @@ class Draft:
             report["speed"] = {} if report["speed"] else None
         for i, item in enumerate(peers := self._peers()):
             peers[i] = {"name": item} if isinstance(item, str) else item
+        return problems
+
+    def _expand_layers(self) -> list[Problem]:
+        """Presets of single layers, without the cache, of which they have none of their own."""
+        problems: list[Problem] = []
+        layers = self.data.get("layers")
+        for i, entry in enumerate(layers if isinstance(layers, list) else ()):
+            scheme, key = child(entry, "scheme"), ("layers", i, "scheme")
+            if isinstance(scheme, str) and scheme in PRESETS:
+                entry["scheme"] = scheme = PRESETS[scheme].model_dump(mode="json")
+                if scheme["kv_cache"] is None:
+                    del scheme["kv_cache"]
+            elif isinstance(scheme, str):
+                plain = [name for name, preset in PRESETS.items() if preset.kv_cache is None]
+                message = f"unknown scheme {scheme!r}; {suggestion(scheme, plain)}"
+                problems.append(self.at(key, message))
+            if isinstance(scheme, dict) and "kv_cache" in scheme:
+                problems.append(
+                    self.at(
+                        (*key, "kv_cache"),
+                        "found a cache in the scheme of single layers; it has one scheme in the "
+                        "whole model: give it under scheme, and leave it out here",
+                    )
+                )
         return problems
 
     def override(self, text: str) -> None:

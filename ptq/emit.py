@@ -42,7 +42,7 @@ def block_tensors(checkpoint: Source, work: BlockWork) -> dict[str, Tensor]:
             tensors[name] = checkpoint.tensor(name) if folded is None else folded
         elif leaf == "weight":
             solved, bias = work.quantized[module], work.block.linears[module].bias
-            stored = weight_tensors(work.scheme, solved.weight, checkpoint.dtype(name))
+            stored = weight_tensors(work.scheme_of(module), solved.weight, checkpoint.dtype(name))
             if bias is not None:
                 stored["bias"] = bias.to(checkpoint.dtype(f"{module}.bias"))
             if solved.input_scale is not None:
@@ -71,7 +71,7 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
                 sqnr_db=row.weight_sqnr_db,
             )
         )
-        activations = work.scheme.activations
+        activations = work.scheme_of(row.module).activations
         if solved.input_scale is not None and activations is not None:
             stats = work.observed(row.module, "input")
             entries.append(

@@ -12,6 +12,7 @@ from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.errors import RequestError
 from formats.experts import EXPERT
+from formats.scheme import LayerScheme
 from ptq.check import add_recipe_arguments
 from ptq.inspect import matches
 from ptq.methods.rotation import WRITERS
@@ -78,7 +79,7 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
         for source in dict.fromkeys(g.source for g in plan.smoothing if module.name in g.routers):
             yield f"but for powers of two in its columns, by which {source} is divided"
         return
-    recipe, activations = plan.recipe, plan.recipe.scheme.activations
+    recipe, scheme = plan.recipe, plan.recipe.scheme_of(module.name)
     for method in recipe.methods:
         if isinstance(method, RotationSpec):
             yield from _rotated(module, method)
@@ -93,12 +94,16 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
         elif isinstance(method, GPTQSpec):
             order = "important columns first" if method.act_order else "columns in order"
             yield f"gptq: solved column by column, {order}, scales by {method.scale}"
-        elif isinstance(method, RefineSpec):
+        elif isinstance(method, RefineSpec) and not _fp8(scheme):
             yield f"refine: roundings and scales moved by {method.iterations} steps of its block"
-    if activations is not None and not activations.dynamic:
+    if scheme.static_input:
         shared = f", shared by {module.fused_group}" if module.fused_group else ""
         yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"
     yield f"stored as {module.reason}"
+
+
+def _fp8(scheme: LayerScheme) -> bool:
+    return scheme.weights is not None and scheme.weights.dtype == "fp8_e4m3"
 
 
 def _rotated(module: ModulePlan, method: RotationSpec) -> Iterator[str]:

@@ -45,6 +45,7 @@ class Inspection(Strict):
         model_type: Such as `llama`.
         scheme: What is quantized.
         wac: Its short name.
+        layers: What is quantized otherwise: how, and full names of the layers.
         sizes: By kind of tensor.
         scales: One row for each scale tensor, as in the scale table; only tensor, shape and range
             where the checkpoint, of other software, has no such table.
@@ -54,6 +55,7 @@ class Inspection(Strict):
     model_type: str
     scheme: Scheme
     wac: str
+    layers: dict[str, tuple[str, ...]]
     sizes: tuple[SizeRow, ...]
     scales: tuple[dict[str, Any], ...]
     outliers: tuple[OutlierRow, ...]
@@ -87,6 +89,7 @@ def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         scheme=checkpoint.scheme,
         wac=checkpoint.scheme.wac,
+        layers=_other_layers(checkpoint),
         sizes=_sizes(checkpoint),
         scales=tuple(row for row in scales if row["module"] in kept),
         outliers=tuple(by_ratio([row for row in outliers if row.module in kept])),
@@ -98,6 +101,13 @@ def matches(name: str, pattern: str) -> bool:
     if "*" in pattern or "?" in pattern:
         return fnmatchcase(name, pattern)
     return pattern in name
+
+
+def _other_layers(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    layers: dict[str, tuple[str, ...]] = {}
+    for name, scheme in checkpoint.own_schemes.items():
+        layers[scheme.text] = (*layers.get(scheme.text, ()), name)
+    return layers
 
 
 def _scales(checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -128,8 +138,8 @@ def _sizes(checkpoint: Checkpoint) -> tuple[SizeRow, ...]:
         kind = f"{str(dtype).removeprefix('torch.')} weights"
         elements = math.prod(checkpoint.shape(name))
         itemsize = float(dtype.itemsize)
-        if leaf == "weight_packed" and checkpoint.scheme.weights is not None:
-            kind = f"{checkpoint.scheme.weights.dtype} weights, packed"
+        if leaf == "weight_packed" and (spec := checkpoint.scheme_of(module).weights):
+            kind = f"{spec.dtype} weights, packed"
             packed, elements = elements, math.prod(checkpoint.weight_shape(module))
             itemsize *= packed / elements
         elif leaf in ("weight_shape", "weight_zero_point"):
@@ -154,7 +164,10 @@ def describe(found: Inspection, top: int) -> list[str]:
         top: Outlier channels to list, of weights and of activations each.
     """
     nbytes = sum(row.nbytes for row in found.sizes)
-    lines = [f"{found.model_type}, scheme {found.wac}, {size_text(nbytes)} of tensors", ""]
+    lines = [f"{found.model_type}, scheme {found.wac}, {size_text(nbytes)} of tensors"]
+    for text, names in found.layers.items():
+        lines.append(f"  otherwise {len(names)} layers, such as {names[0]}: {text}")
+    lines.append("")
     sizes = [
         {"kind": r.kind, "tensors": r.tensors, "elements": r.elements, "size": size_text(r.nbytes)}
         for r in found.sizes

@@ -41,7 +41,7 @@ def measure(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str,
 
     def compare(name: str, x: Tensor) -> None:
         if name in layers:
-            seen = work.seen_input(x, layers[name].input_scale)
+            seen = work.seen_input(name, x, layers[name].input_scale)
             inputs[name].append(_powers(x, seen))
             exact = F.linear(x, work.block.linears[name].weight)
             outputs[name].append(_powers(exact, F.linear(seen, weights[name])))

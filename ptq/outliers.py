@@ -69,12 +69,12 @@ def weight_outliers(checkpoint: Checkpoint, top: int = 3) -> list[OutlierRow]:
 
 
 def _weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    spec, quantized = checkpoint.scheme.weights, set(checkpoint.quantized_modules)
     for name in checkpoint.names():
         module, _, leaf = name.rpartition(".")
         if not is_projection(module) or leaf not in ("weight", "weight_packed"):
             continue
-        if module in quantized and spec is not None:
+        spec = checkpoint.scheme_of(module).weights
+        if spec is not None:
             stored = checkpoint.weight(module)
             values = dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
         else:

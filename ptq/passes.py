@@ -24,10 +24,12 @@ def block_work(plan: Plan, checkpoint: Source, block: Block) -> BlockWork:
     """A loaded block with what the plan says of it."""
     config = checkpoint.config
     heads = config["num_attention_heads"]
+    schemes = {name: s for name, s in plan.schemes.items() if name in block.linears}
     return BlockWork(
         block=block,
         scheme=plan.recipe.scheme,
-        targets=tuple(name for name in plan.quantized if name in block.linears),
+        schemes=schemes,
+        targets=tuple(schemes),
         common_input=common_inputs(block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,

@@ -248,6 +248,7 @@ class _Driver:
             self.recipe.output.path / CHECKPOINT_FOLDER,
             config=self.checkpoint.config,
             scheme=self.recipe.scheme,
+            layers=self.plan.schemes,
             ignore=[module.name for module in self.plan.modules if module.action == "float"],
             aux_files=self.checkpoint.auxiliary_files,
             force=force,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import pandas as pd
@@ -19,7 +19,7 @@ from calibrate.stream import BlockStream
 from formats.checkpoint import Checkpoint
 from formats.compressed_tensors import is_ignored
 from formats.experts import is_router
-from formats.scheme import Strict
+from formats.scheme import LayerScheme, Strict
 from ptq import preflight
 from ptq.cost import count_work
 from ptq.footprint import Footprint
@@ -108,6 +108,11 @@ class Plan(Strict):
         """Full names of the linear layers that are quantized, in the model's order."""
         return tuple(module.name for module in self.modules if module.action == "quantize")
 
+    @property
+    def schemes(self) -> dict[str, LayerScheme]:
+        """Schemes of the quantized layers by full name."""
+        return {name: self.recipe.scheme_of(name) for name in self.quantized}
+
     def to_table(self) -> pd.DataFrame:
         """One row for each linear layer: name, action, reason, shape, fused_group."""
         return pd.DataFrame([module.model_dump() for module in self.modules])
@@ -126,7 +131,7 @@ def build_plan(
 
     Raises:
         RecipeError: tells all that was found: an unsupported, quantized or incomplete model, a
-            missing or foreign tokenizer, ignored layers that do not exist or split a fused group,
+            missing or foreign tokenizer, patterns that match no layer or split a fused group,
             sequences that are too long, an output that is taken or does not fit on its disk, peers
             that are not installed.
     """
@@ -137,7 +142,7 @@ def build_plan(
     shapes = dict(_layer_shapes(model))
     names = _names_by_block(shapes)
     modules = tuple(_plan_modules(recipe, blocks, shapes, names))
-    quantized = {module.name for module in modules if module.action == "quantize"}
+    quantized = {m.name: recipe.scheme_of(m.name) for m in modules if m.action == "quantize"}
     source = source_of(checkpoint, recipe.methods)
     prediction = _predict(recipe, source, config, shapes, quantized, blocks)
     problems: list[tuple[Key, str]] = [
@@ -145,7 +150,7 @@ def build_plan(
         *preflight.check_tokenizer(checkpoint, config),
         *preflight.check_data(recipe),
         *preflight.check_lengths(recipe, config),
-        *preflight.check_ignore(recipe, shapes),
+        *preflight.check_patterns(recipe, shapes, quantized),
         *_check_groups(recipe, modules),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
         *check_peers(recipe),
@@ -168,11 +173,11 @@ def _predict(
     source: Source,
     config: PretrainedConfig,
     shapes: Mapping[str, Shape],
-    quantized: Collection[str],
+    quantized: Mapping[str, LayerScheme],
     blocks: Sequence[str],
 ) -> Prediction:
     """What a run takes, from the model's headers."""
-    size = preflight.predict_checkpoint(source, config, recipe.scheme, quantized)
+    size = preflight.predict_checkpoint(source, config, quantized, recipe.scheme.kv_cache)
     sizes = tuple(block_shapes(source, config, shapes, quantized, blocks))
     footprint = Footprint(recipe, source, sizes, size, preflight.on_gpu(recipe))
     return Prediction(
@@ -214,11 +219,10 @@ def _plan_modules(
     for name, shape in shapes.items():
         kept = None if name in inside else "outside of the decoder blocks"
         kept = kept or _kept_reason(recipe, name)
-        parts = (recipe.scheme.weights, recipe.scheme.activations)
         yield ModulePlan(
             name=name,
             action="float" if kept else "quantize",
-            reason=kept or ", ".join(part.text for part in parts if part is not None),
+            reason=kept or recipe.scheme_of(name).text,
             shape=shape,
             fused_group=fused.get(name),
         )
@@ -254,30 +258,57 @@ def _check_groups(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[t
                 f"{group} fuses {names}, but only {', '.join(kept)} "
                 f"{'is' if len(kept) == 1 else 'are'} ignored; ignore all of them or none",
             )
+        elif not kept:
+            yield from _check_one_scheme(recipe, group, [m.name for m in members])
     yield from _check_divisible(recipe, modules)
-    if recipe.scheme.weights is not None and all(m.action == "float" for m in modules):
+    left = [m.name for m in modules if m.action == "quantize"]
+    if recipe.scheme.weights is not None and not left:
         yield ("ignore",), f"leaves no layer to the scheme {recipe.scheme.wac}; ignore fewer"
+    if left and recipe.scheme.of_layers not in map(recipe.scheme_of, left):
+        yield (
+            ("layers",),
+            f"leaves no layer to the scheme {recipe.scheme.wac}; give scheme what most of the "
+            "layers are to have",
+        )
+
+
+def _check_one_scheme(
+    recipe: Recipe, group: str, members: Sequence[str]
+) -> Iterator[tuple[Key, str]]:
+    """Layers that become one at run time and would be stored by different schemes."""
+    schemes: dict[str, list[str]] = {}
+    for name in members:
+        leaf = name.rpartition(".")[2]
+        schemes.setdefault(recipe.scheme_of(name).text, []).append(leaf)
+    if len(schemes) > 1:
+        entry = max(i for i in map(recipe.entry_of, members) if i is not None)
+        parts = "; ".join(f"{', '.join(leaves)}: {text}" for text, leaves in schemes.items())
+        yield (
+            ("layers", entry, "match"),
+            f"{group} fuses layers that would have different schemes ({parts}); match all of them "
+            "or none",
+        )
 
 
 def _check_divisible(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[tuple[Key, str]]:
     """Layers whose inputs are not whole groups, or whose outputs do not fill packed words."""
-    spec = recipe.scheme.weights
-    if spec is None:
-        return
     for module in modules:
         rows, columns = module.shape
-        if module.action != "quantize":
+        spec, entry = recipe.scheme_of(module.name).weights, recipe.entry_of(module.name)
+        if module.action != "quantize" or spec is None:
             continue
+        key: Key = ("scheme", "weights")
+        key = key if entry is None else ("layers", entry, *key)
         if spec.group_size is not None and columns % spec.group_size:
             fits = [size for size in (128, 64, 32) if columns % size == 0]
             hint = f"group_size {fits[0]} divides it" if fits else "add the layer to ignore"
             yield (
-                ("scheme", "weights", "group_size"),
+                (*key, "group_size"),
                 f"{spec.group_size} does not divide the {columns} inputs of {module.name}; {hint}",
             )
         if not spec.symmetric and rows % (32 // spec.bits):
             yield (
-                ("scheme", "weights", "symmetric"),
+                (*key, "symmetric"),
                 f"zero points are packed {32 // spec.bits} a word, which does not divide the "
                 f"{rows} outputs of {module.name}; use symmetric: true or add the layer to ignore",
             )

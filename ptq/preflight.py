@@ -23,7 +23,7 @@ from calibrate.experts import split_experts
 from calibrate.stream import SUPPORTED
 from formats.checkpoint import Checkpoint
 from formats.compressed_tensors import is_ignored
-from formats.scheme import Scheme
+from formats.scheme import KVCacheSpec, LayerScheme
 from formats.weights import scale_shape, storage_format
 from ptq.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe import Recipe
@@ -148,8 +148,24 @@ def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Ke
         yield ("report", "speed"), f"found {total}; the model has {most} positions"
 
 
-def check_ignore(recipe: Recipe, linears: Mapping[str, object]) -> Iterator[tuple[Key, str]]:
-    """Entries of `ignore` that match no linear layer."""
+def check_patterns(
+    recipe: Recipe, linears: Mapping[str, object], quantized: Collection[str]
+) -> Iterator[tuple[Key, str]]:
+    """Entries of `ignore` and patterns of `layers` that match no linear layer.
+
+    Those of `layers` must match one that is quantized, too.
+    """
+    for i, layers in enumerate(recipe.layers):
+        for j, entry in enumerate(layers.match):
+            key, matched = ("layers", i, "match", j), [n for n in linears if is_ignored(n, [entry])]
+            if not matched:
+                yield key, f"{entry!r} matches no linear layer; {_nearest(entry, linears)}"
+            elif not any(name in quantized for name in matched):
+                yield (
+                    key,
+                    f"{entry!r} matches only layers that stay in float, such as {matched[0]}; "
+                    "leave it out, or ignore fewer",
+                )
     for i, entry in enumerate(recipe.ignore):
         if not any(is_ignored(name, [entry]) for name in linears):
             yield ("ignore", i), f"{entry!r} matches no linear layer; {_nearest(entry, linears)}"
@@ -193,7 +209,10 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
 
 
 def predict_checkpoint(
-    checkpoint: Source, config: PretrainedConfig, scheme: Scheme, quantized: Collection[str]
+    checkpoint: Source,
+    config: PretrainedConfig,
+    quantized: Mapping[str, LayerScheme],
+    kv_cache: KVCacheSpec | None,
 ) -> int:
     """Bytes of the weights that will be written, with their scales.
 
@@ -204,26 +223,25 @@ def predict_checkpoint(
     for name in checkpoint.names():
         shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
         module, _, leaf = name.rpartition(".")
-        if module in quantized and leaf == "weight" and scheme.weights is not None:
-            total += _weight_bytes(scheme, (shape[0], shape[1]), dtype)
+        if module in quantized and leaf == "weight":
+            total += _weight_bytes(quantized[module], (shape[0], shape[1]), dtype)
         else:
             total += math.prod(shape) * dtype.itemsize
-    if scheme.kv_cache is not None and not scheme.kv_cache.dynamic:
+    if kv_cache is not None and not kv_cache.dynamic:
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         for role in ("k_cache", "v_cache"):
-            scales = math.prod(scheme.kv_cache.scale_shape(role, heads, dim))
+            scales = math.prod(kv_cache.scale_shape(role, heads, dim))
             total += config.num_hidden_layers * 4 * scales
     return total
 
 
-def _weight_bytes(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype) -> int:
+def _weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype) -> int:
     """Bytes of a quantized layer [out, in], without its bias, for a model in `dtype`."""
     assert scheme.weights is not None
     spec, scales = scheme.weights, math.prod(scale_shape(scheme.weights, shape))
-    static = scheme.activations is not None and not scheme.activations.dynamic
     packed = storage_format(scheme) == "pack-quantized"
     total = math.prod(shape) * spec.bits // 8 + scales * (dtype.itemsize if packed else 4)
     total += 16 if packed else 0  # its shape
     total += 0 if spec.symmetric else scales * spec.bits // 8
-    return total + (4 if static else 0)
+    return total + (4 if scheme.static_input else 0)

@@ -6,6 +6,8 @@
       calibration: {samples: 64, sequence_length: 512}
       evaluation: {samples: 64, sequence_length: 512}
     scheme: a8w8c8                          # a preset, or weights, activations and kv_cache
+    layers:                                 # optional; later entries go over earlier ones
+      - {match: ['re:.*down_proj'], scheme: a8w8_dynamic}    # or weights and activations
     observers:
       input: {method: absmax}
       kv_cache: {method: absmax}
@@ -42,8 +44,9 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from calibrate.data import DatasetSpec
 from calibrate.observers import ObserverSpec
+from formats.compressed_tensors import is_ignored
 from formats.errors import RecipeError
-from formats.scheme import Scheme, Strict
+from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.draft import Draft
 from ptq.methods.specs import ORDER, ROUNDING, MethodSpec
 from ptq.peers.specs import PeerSpec
@@ -104,6 +107,28 @@ class StatisticsSpec(Strict):
     hessians: bool = False
 
 
+class LayersSpec(Strict):
+    """Linear layers that have another scheme than the rest of the model.
+
+    `match` holds full names, or `re:` patterns matched from the name's start; `scheme` is a preset
+    or weights and activations. The cache is that of the recipe's own scheme.
+
+    YAML: ``layers: [{match: ['re:.*down_proj'], scheme: a8w8_dynamic}]``
+    """
+
+    match: Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    scheme: LayerScheme
+
+    @field_validator("scheme")
+    @classmethod
+    def _quantizes(cls, scheme: LayerScheme) -> LayerScheme:
+        if scheme.weights is None:
+            raise ValueError(
+                "quantizes no weights; give weights, or name layers that stay in float in ignore"
+            )
+        return scheme
+
+
 class OutputSpec(Strict):
     """The folder that receives the checkpoint, the report and the resolved recipe.
 
@@ -162,7 +187,9 @@ class Recipe(Strict):
     """One run, with nothing left open; see the module's docstring for its YAML.
 
     Linear layers matched by `ignore` (full names, or `re:` patterns matched from the name's start)
-    stay in floating point; `lm_head` always does. Methods work in the order given.
+    stay in floating point, whatever `layers` says; `lm_head` always does. Methods work in the order
+    given, on each layer by its own scheme: `clip` leaves layers without static inputs alone,
+    `refine` those with fp8 weights.
 
     Raises:
         ValueError: methods do not fit the scheme, or a pattern is not a regular expression.
@@ -171,6 +198,7 @@ class Recipe(Strict):
     model: ModelSpec
     dataset: DatasetSpec = DatasetSpec()
     scheme: Scheme
+    layers: tuple[LayersSpec, ...] = ()
     observers: ObserversSpec = ObserversSpec()
     statistics: StatisticsSpec = StatisticsSpec()
     methods: Annotated[tuple[MethodSpec, ...], Field(validate_default=True)] = ()
@@ -186,6 +214,34 @@ class Recipe(Strict):
             raise ValueError("quantizes nothing; give weights and activations, kv_cache, or both")
         return scheme
 
+    @field_validator("layers")
+    @classmethod
+    def _beside_weights(
+        cls, layers: tuple[LayersSpec, ...], info: ValidationInfo
+    ) -> tuple[LayersSpec, ...]:
+        scheme: Scheme | None = info.data.get("scheme")
+        if layers and scheme is not None and scheme.weights is None:
+            raise ValueError(
+                f"the scheme {scheme.wac} quantizes no weights, of which layers could differ; give "
+                "scheme the weights of most layers, and name those that stay in float in ignore"
+            )
+        return layers
+
+    def scheme_of(self, name: str) -> LayerScheme:
+        """What `layers` and `scheme` want of a linear layer, by its full name."""
+        entry = self.entry_of(name)
+        return self.scheme.of_layers if entry is None else self.layers[entry].scheme
+
+    def entry_of(self, name: str) -> int | None:
+        """Index of the entry of `layers` that decides on a linear layer, if one does."""
+        matching = (i for i, entry in enumerate(self.layers) if is_ignored(name, entry.match))
+        return max(matching, default=None)
+
+    @property
+    def static(self) -> bool:
+        """Whether inputs or the cache have static scales, which follow from data."""
+        return self.scheme.static or any(entry.scheme.static_input for entry in self.layers)
+
     @field_validator("methods")
     @classmethod
     def _fit_the_scheme(
@@ -200,7 +256,10 @@ class Recipe(Strict):
                 f"found smooth_k, but the scheme {scheme.wac} leaves the cache in floating point; "
                 "remove it or quantize the cache"
             )
-        if scheme is not None and "shift" in names and not (scheme.activations or scheme.kv_cache):
+        layers: tuple[LayersSpec, ...] = info.data.get("layers", ())
+        schemes = [*([scheme] if scheme else []), *(entry.scheme for entry in layers)]
+        inputs = any(of_some.activations for of_some in schemes)
+        if scheme is not None and "shift" in names and not (inputs or scheme.kv_cache):
             raise ValueError(
                 f"found shift, but the scheme {scheme.wac} leaves activations and the cache in "
                 "floating point; remove it or quantize one of them"
@@ -226,7 +285,7 @@ class Recipe(Strict):
                 f"{solving[-1]} cannot solve again: keep one of them"
             )
         if "clip" in names:
-            _check_clip(names, scheme)
+            _check_clip(scheme, schemes)
         ranks = [rank for name in names for rank, kinds in enumerate(ORDER) if name in kinds]
         if ranks != sorted(ranks):
             right = [name for _, name in sorted(zip(ranks, names, strict=True), key=itemgetter(0))]
@@ -234,13 +293,14 @@ class Recipe(Strict):
                 f"found {', '.join(names)}; each method must leave alone what those before it "
                 f"have made: the order is {', '.join(right)}"
             )
-        if "refine" in names and scheme.weights.dtype == "fp8_e4m3":
+        kinds = {of_some.weights.dtype for of_some in schemes if of_some.weights}
+        if "refine" in names and kinds == {"fp8_e4m3"}:
             raise ValueError("refine moves integers; it is not for fp8 weights")
         return methods
 
 
-def _check_clip(names: list[str], scheme: Scheme) -> None:
-    if scheme.activations is None or scheme.activations.dynamic:
+def _check_clip(scheme: Scheme, schemes: Sequence[LayerScheme]) -> None:
+    if not any(of_some.static_input for of_some in schemes):
         raise ValueError(
             f"clip chooses ranges of static inputs; the scheme {scheme.wac} has none: leave it out"
         )
@@ -251,6 +311,8 @@ def resolved_yaml(recipe: Recipe) -> str:
     data: dict[str, Any] = recipe.model_dump(mode="json")
     data["methods"] = [{options.pop("name"): options} for options in data["methods"]]
     data["report"]["speed"] = data["report"]["speed"] or False
+    if not recipe.layers:
+        del data["layers"]
     return RESOLVED + dump(data)
 
 

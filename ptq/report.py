@@ -118,7 +118,8 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
             peers = measure_peers(recipe, original, calibration, evaluation, progress=progress)
     checks = check_thresholds(recipe.report.thresholds, accuracy)
     statistics = result.checkpoint.parent / STATISTICS_FILE
-    scheme = quantized.checkpoint.scheme.wac
+    mixed = ", mixed" if quantized.checkpoint.own_schemes else ""
+    scheme = f"{quantized.checkpoint.scheme.wac}{mixed}"
     seconds = watch.seconds()
     seconds.pop("total")
     return ReportData(

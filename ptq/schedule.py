@@ -35,8 +35,8 @@ class Schedule:
     def counts(self, first: int) -> bool:
         """Whether the pass for the methods from `first` on counts magnitudes, or keeps maxima."""
         if first == 0:  # what the artifact keeps
-            return self.recipe.scheme.static or self.recipe.statistics.histograms
-        return self.recipe.scheme.static and not self.by_maxima
+            return self.recipe.static or self.recipe.statistics.histograms
+        return self.recipe.static and not self.by_maxima
 
     @property
     def by_maxima(self) -> bool:
@@ -49,7 +49,7 @@ class Schedule:
         keep = self.recipe.statistics
         kept = keep.histograms or keep.hessians
         needed = any(method.needs != "weights" for method in self.methods)
-        return kept or needed or self.recipe.scheme.static
+        return kept or needed or self.recipe.static
 
     def _follows(self, method: Method) -> bool:
-        return method.rescales and (self.by_maxima or not self.recipe.scheme.static)
+        return method.rescales and (self.by_maxima or not self.recipe.static)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from calibrate.observers import ObserverSpec, TensorStatistics, choose_absmax
 from calibrate.statistics import Key, Statistics
 from calibrate.stream import Block
-from formats.scheme import Scheme, WeightSpec
+from formats.scheme import LayerScheme, Scheme, WeightSpec
 from formats.weights import StoredWeight, storage_format
 from kernels.numerics import INT8, TYPES, choose_scale, dequantize, fake_quantize_activations
 from ptq.groups import SmoothingGroup
@@ -62,7 +62,8 @@ class BlockWork:
 
     Attributes:
         block: The block with its float weights as they are now, and its inputs.
-        scheme: What is to be quantized, and how.
+        scheme: What is to be quantized, and how, but for layers with a scheme of their own.
+        schemes: Of each target, by its full name; `scheme_of` tells.
         targets: Full names of this block's linear layers that are to be quantized.
         common_input: Layers that read one input, by full name: the norm that it comes from.
         groups: Smoothing groups of this block.
@@ -82,6 +83,7 @@ class BlockWork:
 
     block: Block
     scheme: Scheme
+    schemes: Mapping[str, LayerScheme]
     targets: tuple[str, ...]
     common_input: Mapping[str, str]
     groups: tuple[SmoothingGroup, ...]
@@ -130,17 +132,21 @@ class BlockWork:
         before = self.divisors.get((name, role))
         self.divisors[name, role] = factor if before is None else before * factor
 
+    def scheme_of(self, name: str) -> LayerScheme:
+        """How a linear layer's weight and input are to be quantized."""
+        return self.schemes.get(name, self.scheme.of_layers)
+
     def input_scale(self, name: str) -> Tensor | None:
         """Static scale of a linear layer's input, fp32 [1]; None where there is none."""
-        spec = self.scheme.activations
+        spec = self.scheme_of(name).activations
         if spec is None or spec.dynamic:
             return None
         absmax = torch.tensor([self.input_absmax(name)], dtype=torch.float32)
         return choose_scale(absmax, TYPES[spec.dtype])
 
-    def seen_input(self, x: Tensor, scale: Tensor | None) -> Tensor:
+    def seen_input(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """What the kernels see of a quantized layer's input [..., in], with its static scale."""
-        spec = self.scheme.activations
+        spec = self.scheme_of(name).activations
         if spec is None:
             return x
         return fake_quantize_activations(x, scale, TYPES[spec.dtype], spec.group)
@@ -158,18 +164,18 @@ class BlockWork:
 
         A scale is rounded to it before it is used, so that the stored one is the one that counts.
         """
-        packed = storage_format(self.scheme) == "pack-quantized"
+        packed = storage_format(self.scheme_of(name)) == "pack-quantized"
         return self.dtype_of(f"{name}.weight") if packed else torch.float32
 
-    @property
-    def weight_spec(self) -> WeightSpec:
-        """How the weights of `targets` are to be stored."""
-        assert self.scheme.weights is not None
-        return self.scheme.weights
+    def weight_spec(self, name: str) -> WeightSpec:
+        """How the weight of one of `targets` is to be stored."""
+        spec = self.scheme_of(name).weights
+        assert spec is not None
+        return spec
 
     def input_absmax(self, name: str) -> float:
         """Magnitude at which a linear layer's input is clipped: the observer's, or a method's."""
-        spec = self.scheme.activations
+        spec = self.scheme_of(name).activations
         kind = TYPES[spec.dtype] if spec is not None else INT8
         found = choose_absmax(self.observed(name, "input"), self.input_observer, kind)
         return found * self.clips.get(name, 1.0)
@@ -218,8 +224,10 @@ def quantized_block(work: BlockWork) -> Iterator[None]:
     with ExitStack() as stack:
         for name, layer in work.quantized.items():
 
-            def seen(x: Tensor, scale: Tensor | None = layer.input_scale) -> Tensor:
-                return work.seen_input(x, scale)
+            def seen(
+                x: Tensor, name: str = name, scale: Tensor | None = layer.input_scale
+            ) -> Tensor:
+                return work.seen_input(name, x, scale)
 
             stack.enter_context(replaced(work.block.linears[name], layer.dequantized(), seen))
         yield

@@ -37,6 +37,8 @@ class Clip(Method):
         rounded = {n: layer.dequantized() for n, layer in round_to_nearest(work).items()}
         together: dict[str, list[str]] = {}
         for name in work.targets:
+            if not work.scheme_of(name).static_input:
+                continue  # an input that is scaled when it arrives has no range to choose
             together.setdefault(work.observed_for[name], []).append(name)
         self.solved = {}
         for names in together.values():
@@ -77,8 +79,8 @@ def _clipped(
     with ExitStack() as stack:
         for name in names:
 
-            def seen(x: Tensor) -> Tensor:
-                return work.seen_input(x, scale * factor)
+            def seen(x: Tensor, name: str = name) -> Tensor:
+                return work.seen_input(name, x, scale * factor)
 
             stack.enter_context(replaced(work.block.linears[name], rounded[name], seen))
         yield

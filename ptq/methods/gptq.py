@@ -148,8 +148,11 @@ class GPTQ(Method):
     def _solve(
         self, work: BlockWork, names: list[str], factor: tuple[Tensor, Tensor] | None
     ) -> Iterator[tuple[str, QuantizedLinear]]:
-        """Layers that read one input, their output channels stacked; rounded without a factor."""
-        hessian, spec = work.second_moments(names[0]), work.weight_spec
+        """Layers of one module that read one input, their output channels stacked.
+
+        Such layers are fused at run time, so that they have one scheme. Rounded without a factor.
+        """
+        hessian, spec = work.second_moments(names[0]), work.weight_spec(names[0])
         weights = [work.block.linears[name].weight for name in names]
         params = [
             choose_qparams(w, spec, work.scale_dtype(n), self.spec.scale, hessian)
@@ -159,7 +162,7 @@ class GPTQ(Method):
             quantize(w, scale, TYPES[spec.dtype], zeros, spec.block)
             for w, (scale, zeros) in zip(weights, params, strict=True)
         ]
-        solved = rounded if factor is None else self._gptq(work, weights, params, *factor)
+        solved = rounded if factor is None else self._gptq(spec, weights, params, *factor)
         for name, w, (scale, zeros), q, plain in zip(
             names, weights, params, solved, rounded, strict=True
         ):
@@ -198,14 +201,13 @@ class GPTQ(Method):
 
     def _gptq(
         self,
-        work: BlockWork,
+        spec: WeightSpec,
         weights: list[Tensor],
         params: list[tuple[Tensor, Tensor | None]],
         factor: Tensor,
         order: Tensor,
     ) -> list[Tensor]:
         """The integers of each layer."""
-        spec = work.weight_spec
         joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row
         if not joined:
             return [

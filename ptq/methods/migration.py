@@ -171,21 +171,22 @@ class SmoothedGroup:
     @contextmanager
     def simulated(self, folding: Folding) -> Iterator[None]:
         """Let the consumers compute as they will once they are smoothed and quantized."""
-        work, activations = self.work, self.work.scheme.activations
+        work = self.work
         divisor = folding.scale[self.channel].float().to(work.block.device)  # [in]
-        scale = None
-        if activations is not None and not activations.dynamic:
-            absmax = (self.x_absmax / folding.scale).max().float()
-            scale = choose_scale(absmax, TYPES[activations.dtype])
-
-        def seen(x: Tensor) -> Tensor:
-            return work.seen_input(x / divisor, scale)
-
+        absmax = (self.x_absmax / folding.scale).max().float()
         with ExitStack() as stack:
             for name, linear in zip(self.group.consumers, self.consumers, strict=True):
+                scheme, spec = work.scheme_of(name), work.weight_spec(name)
+                scale = None
+                if scheme.activations is not None and scheme.static_input:
+                    scale = choose_scale(absmax, TYPES[scheme.activations.dtype])
+
+                def seen(x: Tensor, name: str = name, scale: Tensor | None = scale) -> Tensor:
+                    return work.seen_input(name, x / divisor, scale)
+
                 smoothed = self._smoothed_weight(linear, folding)
-                stored = round_weight(smoothed, work.weight_spec, work.scale_dtype(name))
-                weight = QuantizedLinear(stored, work.weight_spec, scale).dequantized()
+                stored = round_weight(smoothed, spec, work.scale_dtype(name))
+                weight = QuantizedLinear(stored, spec, scale).dequantized()
                 stack.enter_context(replaced(linear, weight, seen))
             if self.group.kind == "attention_output" and self.work.scheme.kv_cache is not None:
                 stack.enter_context(self._quantized_v(folding, self.work.scheme.kv_cache))

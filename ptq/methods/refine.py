@@ -11,7 +11,7 @@ and the block is given what the quantized blocks before it hand over while it is
 float block would have, so that it also makes up for their error.
 
 Where the error over all samples is not lower in the end, the layers stay as they were: a reported
-event.
+event. Layers with fp8 weights have no integers: they stay as they were rounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from formats.weights import StoredWeight
 from kernels.numerics import TYPES, expand_scale
-from ptq.methods.base import BlockWork, Method, QuantizedLinear
+from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced
 from ptq.methods.specs import RefineSpec
 from ptq.result import Event
 
@@ -109,7 +109,10 @@ class Refine(Method):
         layers = {
             name: Adjustable.of(layer, work.block.linears[name].weight, work.scale_dtype(name))
             for name, layer in work.quantized.items()
+            if _has_integers(layer)
         }
+        if not layers:
+            return
         with torch.no_grad():
             targets = [work.block.run(sample).cpu() for sample in range(len(inputs))]
         with _rounded_inputs(work):
@@ -185,17 +188,25 @@ def _error(
     )
 
 
+def _has_integers(layer: QuantizedLinear) -> bool:
+    return layer.spec.dtype != "fp8_e4m3"
+
+
 @contextmanager
 def _rounded_inputs(work: BlockWork) -> Iterator[None]:
-    """Let the solved layers see quantized inputs, through which gradients pass."""
+    """Let the solved layers see quantized inputs, through which gradients pass.
+
+    Those without integers compute with their quantized weights.
+    """
     with ExitStack() as stack:
         for name, layer in work.quantized.items():
 
-            def hook(_: object, args: tuple[Tensor], scale: Tensor | None = layer.input_scale):
-                x = args[0]
-                return (x + (work.seen_input(x.detach(), scale) - x.detach()),)
+            def seen(
+                x: Tensor, name: str = name, scale: Tensor | None = layer.input_scale
+            ) -> Tensor:
+                return x + (work.seen_input(name, x.detach(), scale) - x.detach())
 
-            if work.scheme.activations is not None:
-                handle = work.block.linears[name].register_forward_pre_hook(hook)
-                stack.callback(handle.remove)
+            linear = work.block.linears[name]
+            weight = linear.weight if _has_integers(layer) else layer.dequantized()
+            stack.enter_context(replaced(linear, weight, seen))
         yield

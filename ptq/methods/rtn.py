@@ -26,7 +26,7 @@ def round_to_nearest(work: BlockWork, search: ScaleSearch = "absmax") -> dict[st
     for name in work.targets:
         weight = work.block.linears[name].weight
         inputs = work.second_moments(name) if MOMENTS[search] != "none" else None
-        spec, dtype = work.weight_spec, work.scale_dtype(name)
+        spec, dtype = work.weight_spec(name), work.scale_dtype(name)
         stored = round_weight(weight, spec, dtype, search, inputs)
         solved[name] = QuantizedLinear(stored, spec, work.input_scale(name), search)
     return solved

@@ -240,7 +240,7 @@ def test_an_index_that_is_wrong(tiny_llama, tmp_path, damage):
     [
         (lambda q: q.update(quant_method="gptq"), "gptq"),
         (lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=4), "'num_bits': 4"),
-        (lambda q: q["config_groups"]["group_0"].update(targets=["re:.*"]), "targets"),
+        (lambda q: q["config_groups"]["group_0"].update(targets=["Conv1d"]), "targets"),
         (lambda q: q["config_groups"]["group_0"].update(input_activations=None), "'int-quantized'"),
         (lambda q: q.update(config_groups={}), "0 config_groups"),
         (lambda q: q.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),

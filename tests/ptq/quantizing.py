@@ -20,6 +20,7 @@ from ptq.methods.specs import RTNSpec, SmoothQuantSpec
 from ptq.passes import block_work, observe
 from ptq.plan import Plan, build_plan
 from ptq.recipe import (
+    LayersSpec,
     ModelSpec,
     ObserversSpec,
     OutputSpec,
@@ -41,6 +42,7 @@ def make_plan(
     scheme: str | Scheme = "a8w8c8",
     *,
     methods: tuple = SMOOTH,
+    layers: dict[str, str] | None = None,
     ignore: tuple[str, ...] = ("lm_head",),
     observers: ObserversSpec | None = None,
     statistics: StatisticsSpec | None = None,
@@ -49,6 +51,10 @@ def make_plan(
         model=ModelSpec(path=model),
         dataset=DATA,
         scheme=PRESETS[scheme] if isinstance(scheme, str) else scheme,
+        layers=tuple(
+            LayersSpec(match=(pattern,), scheme=PRESETS[preset].of_layers)
+            for pattern, preset in (layers or {}).items()
+        ),
         observers=observers or ObserversSpec(),
         statistics=statistics or StatisticsSpec(),
         methods=methods,
