@@ -116,7 +116,7 @@ def _errors(
     error = weight - dequantize(q, scale, zero_point, spec.block)
     if search == "output_mse":
         assert moments is not None
-        return _output_errors(error, scale.shape[1], moments)
+        return _output_errors(error, spec.block, moments)
     squared = error.square()
     if search == "weighted_mse":
         assert moments is not None
@@ -124,15 +124,18 @@ def _errors(
     return block_view(pad_to_blocks(squared, spec.block), spec.block).sum(dim=(1, 3))
 
 
-def _output_errors(error: Tensor, groups: int, moments: Tensor) -> Tensor:
-    """e H e^T within each group of inputs: [out, groups]."""
-    size = error.shape[1] // groups
+def _output_errors(error: Tensor, block: tuple[int, int], moments: Tensor) -> Tensor:
+    """e H e^T within each block's inputs, summed over its outputs: of the shape of the scales."""
+    columns = error.shape[1]
+    size = columns if block[1] == -1 else block[1]
     parts = []
-    for group in range(groups):
-        span = slice(group * size, (group + 1) * size)
+    for start in range(0, columns, size):
+        span = slice(start, start + size)
         part = error[:, span]
         parts.append(((part @ moments[span, span]) * part).sum(dim=1))
-    return torch.stack(parts, dim=1)
+    rows = (block[0], 1)
+    by_row = torch.stack(parts, dim=1)  # [out, blocks]
+    return block_view(pad_to_blocks(by_row, rows), rows).sum(dim=(1, 3))
 
 
 def expanded(scale: Tensor, weight: Tensor, spec: WeightSpec) -> Tensor:

@@ -9,7 +9,7 @@ from formats.scheme import WeightSpec
 from formats.weights import scale_shape
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.gptq import output_errors
-from ptq.methods.rounding import choose_qparams, round_weight
+from ptq.methods.rounding import FACTORS, choose_qparams, round_weight
 
 GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (
@@ -84,3 +84,27 @@ def test_two_rounds_are_one():
     stored = round_weight(weight, spec, torch.float32)
     again = round_weight(dequantize(stored.q, stored.scale), spec, torch.float32)
     assert torch.equal(again.q, stored.q)
+
+
+def test_output_mse_of_blocks_of_rows_and_columns():
+    """A block's scale is the best of those tried for the outputs of all its rows, edges included."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(130, 200, generator=generator)
+    weight[:, :128] *= torch.rand(1, 128, generator=generator) ** 4
+    x = torch.randn(500, 200, generator=generator)
+    moments, spec = x.T @ x / 500, WeightSpec(dtype="fp8_e4m3", granularity="block")
+    scale, _ = choose_qparams(weight, spec, torch.float32, "output_mse", moments)
+    start, _ = choose_qparams(weight, spec, torch.float32)
+    assert scale.shape == start.shape == (2, 2)
+    for i, rows in enumerate((slice(0, 128), slice(128, 130))):
+        for j, columns in enumerate((slice(0, 128), slice(128, 200))):
+            part, h = weight[rows, columns], moments[columns, columns]
+
+            def error(s: torch.Tensor, part=part, h=h) -> float:
+                kind = TYPES["fp8_e4m3"]
+                left = part - dequantize(quantize(part, s, kind), s)
+                return ((left @ h) * left).sum().item()
+
+            tried = [error(start[i, j] * factor) for factor in FACTORS]
+            assert error(scale[i, j]) == pytest.approx(min(tried), rel=1e-5)
+            assert scale[i, j] <= start[i, j]
