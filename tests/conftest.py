@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of several workers would wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 from collections.abc import Callable
 from pathlib import Path
 

@@ -25,6 +25,8 @@ SMALLER = [  # the cases that show that a recipe runs, not how accurate it is
     "dataset.evaluation.samples=8",
 ]
 
+FLAGSHIP = pytest.mark.xdist_group("flagship")  # they share its run
+SMALL = pytest.mark.xdist_group("small runs")
 UNTIMED = ["--set", "report.speed=false"]
 
 
@@ -56,6 +58,7 @@ def flagship(tmp_path_factory) -> tuple[Path, int, str, dict]:
     return folder, *run_recipe("a8w8c8", folder)
 
 
+@FLAGSHIP
 @pytest.mark.timeout(900)
 def test_a8w8c8_keeps_the_accuracy_that_it_promises(flagship) -> None:
     _, code, output, report = flagship
@@ -66,6 +69,7 @@ def test_a8w8c8_keeps_the_accuracy_that_it_promises(flagship) -> None:
     assert accuracy["tokens"] > 30_000
 
 
+@FLAGSHIP
 @pytest.mark.timeout(900)
 def test_the_same_recipe_without_smoothing_is_visibly_worse(flagship, tmp_path) -> None:
     smooth = flagship[3]["accuracy"]
@@ -75,6 +79,7 @@ def test_the_same_recipe_without_smoothing_is_visibly_worse(flagship, tmp_path) 
     assert rough["kl_mean"] > 3 * smooth["kl_mean"]
 
 
+@FLAGSHIP
 @pytest.mark.timeout(900)
 def test_the_printed_next_commands_work_when_pasted(flagship) -> None:
     folder, _, output, _ = flagship
@@ -87,6 +92,7 @@ def test_the_printed_next_commands_work_when_pasted(flagship) -> None:
         assert done.stdout.strip(), line
 
 
+@FLAGSHIP
 @pytest.mark.timeout(900)
 def test_the_resolved_recipe_reruns_to_the_same_bytes(flagship, tmp_path) -> None:
     first = flagship[0] / "output" / "a8w8c8"
@@ -131,6 +137,7 @@ def small_runs(tmp_path_factory):
     return run
 
 
+@SMALL
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [n for n in RECIPES if n not in ("a8w8c8", "a8w8c8_unsmoothed")])
 def test_recipe_runs_to_its_report(name: str, small_runs) -> None:
@@ -142,6 +149,7 @@ def test_recipe_runs_to_its_report(name: str, small_runs) -> None:
     assert not (folder / ".resume").exists()
 
 
+@SMALL
 @pytest.mark.timeout(600)
 def test_no_int4_method_is_worse_than_rounding(small_runs) -> None:
     rounding, *others = (
@@ -158,6 +166,7 @@ def mean_kl(p: torch.Tensor, q: torch.Tensor) -> float:
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
+@FLAGSHIP
 @pytest.mark.timeout(900)
 def test_transformers_gives_the_same_logits_within_the_noise_of_rounding(flagship) -> None:
     """The noise is measured: our own engine with input scales changed by a millionth.
