@@ -1,0 +1,139 @@
+// What every kernel of the CPU shares: the packed weight, the team of threads, and the table of
+// functions that each instruction set fills in. No torch headers; compiled in seconds.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace ptq {
+
+enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512Vnni = 2 };
+enum Format : int32_t { kF32 = 0, kBF16 = 1, kF8 = 2, kI8 = 3, kI4 = 4 };  // F8 is e4m3 (fn)
+enum ScaleType : int32_t { kNoScale = 0, kScaleF32 = 1, kScaleBF16 = 2 };
+
+// A packed weight: this header, then panels of `panel` outputs each, then the bias. Outputs are
+// padded with zeros to whole panels, inputs to whole groups of `step` (kI8: 4, kI4: 8 inputs).
+//
+// kI8 and kI4: a panel is a run of groups; a group of g inputs (g = `group`, the last may be
+// shorter; g = `inputs` where there is one scale an output) is
+//     kI8: [ceil(g / 4)][panel][4]   int8
+//     kI4: [ceil(g / 8)][panel][4]   bytes; byte j of a lane holds input j in its low nibble and
+//                                    input 4 + j in its high one, as q + 8 (0 to 15)
+//     scale [panel] fp32 or bf16     (bf16 only where that loses nothing)
+//     zero point [panel] int8        only if has_zero; q's zero, so that x' = (q - zero) scale
+// and starts at a multiple of 64 bytes. Layouts of the float formats are told in gemm_float.h.
+// Weights are packed for the instruction set that packs them and stay in memory only.
+struct Packed {
+  uint64_t magic;  // kMagic
+  int32_t isa, format;
+  int64_t outputs, inputs, group;
+  int32_t scale_type, has_zero, has_bias, panel;
+  int64_t panel_bytes, group_bytes;  // group_bytes: of each group but the last
+  int64_t data_offset, bias_offset;  // from the header's start; bias is fp32 [outputs padded]
+  int64_t bytes;                     // of all
+};
+constexpr uint64_t kMagic = 0x5051543157454947;
+constexpr int64_t kAlign = 64;
+
+// Where a weight comes from, row-major as in the checkpoint.
+struct Source {
+  const void* q;        // [outputs, inputs]: fp32, bf16, e4m3 or int8 (kI4: int8 in [-8, 7])
+  const float* scale;   // [outputs, groups], or null without scales
+  const int8_t* zero;   // [outputs, groups], or null if symmetric
+  const float* bias;    // [outputs] or null
+  int32_t format, scale_type;
+  int64_t outputs, inputs, group;
+};
+
+// One thread of a parallel region that runs a kernel together with the others.
+struct Team {
+  int id, size;
+  long* ticket;  // shared; 0 between kernels
+  long take() const { return __atomic_fetch_add(ticket, 1L, __ATOMIC_RELAXED); }
+  void barrier() const {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+  }
+  void restart() const {  // all tickets taken, or none: begin again
+    barrier();
+    if (id == 0) __atomic_store_n(ticket, 0L, __ATOMIC_RELAXED);
+    barrier();
+  }
+};
+
+struct Range {
+  int64_t begin, end;
+};
+static inline Range share(int64_t items, const Team& team) {
+  return {items * team.id / team.size, items * (team.id + 1) / team.size};
+}
+
+// y[rows, outputs] = x w^T + bias, added to y instead of written where `accumulate` is set.
+struct LinearArgs {
+  const Packed* weight;
+  const void* x;         // int8 [rows, x_stride] (integer products) or fp32 (float products)
+  const float* x_scale;  // int8: one for all, or one a row; float products: null
+  int32_t x_is_int8, x_scale_per_row, accumulate;
+  int64_t rows, x_stride, y_stride;  // strides in elements
+  float* y;
+};
+
+struct AttentionArgs {
+  const float* q;  // [T, q_stride], head h at h * dim
+  float* out;      // [T, out_stride]
+  const void *k_pool, *v_pool;            // [blocks, kv_heads, 64, dim]
+  const float *k_scale, *v_scale;         // see scale kinds
+  const int64_t *block_tables, *query_start, *context_len;
+  int64_t sequences, table_stride, q_stride, out_stride;
+  int64_t heads, kv_heads, dim, window;   // window: 0 for all
+  int32_t kv_format;                      // kF32, kBF16, kI8, kF8
+  int32_t k_scale_kind, v_scale_kind;     // kScaleNone, kScaleHead, kScaleChannel, kScaleToken
+  float softmax_scale;
+};
+enum ScaleKind : int32_t { kScaleNone = 0, kScaleHead = 1, kScaleChannel = 2, kScaleToken = 3 };
+
+struct WriteKvArgs {
+  const float *k, *v;  // [T, stride], head h at h * dim
+  void *k_pool, *v_pool;
+  float *k_scale, *v_scale;  // kScaleToken: written
+  const int64_t* slots;
+  int64_t tokens, stride, kv_heads, dim;
+  int32_t kv_format, k_scale_kind, v_scale_kind;
+};
+
+// How the input of a linear layer is quantized.
+struct QuantizeArgs {
+  const float* x;      // [rows, x_stride]
+  int64_t rows, columns, x_stride, group;  // group: inputs that share a dynamic scale
+  const float* scale;  // one static scale, or null where scales come from the data
+  int32_t format;      // kI8: integers and scales; kF8: values as they stand for (q * scale)
+  int8_t* q;           // kI8: [rows, columns]
+  float* values;       // kF8: [rows, columns]
+  float* scales;       // kI8 and dynamic: [rows]
+};
+
+// The functions of one instruction set. Each is called by all threads of a team; the caller puts
+// barriers between calls. What they need of scratch they keep per thread.
+struct Kernels {
+  Isa isa;
+  int64_t (*pack_bytes)(const Source&);
+  void (*pack)(const Source&, void* out, const Team&);
+  void (*linear)(const LinearArgs&, const Team&);
+  void (*quantize)(const QuantizeArgs&, const Team&);  // returns nonfinite rows through flags
+  void (*rms_norm)(const float* x, const float* weight, float eps, float* y, int64_t rows,
+                   int64_t columns, int64_t x_stride, int64_t y_stride, const Team&);
+  void (*silu_mul)(const float* gate, const float* up, float* y, int64_t rows, int64_t columns,
+                   int64_t in_stride, int64_t y_stride, const Team&);
+  void (*rope)(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
+               int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);
+  void (*write_kv)(const WriteKvArgs&, const Team&);
+  void (*attention)(const AttentionArgs&, const Team&);
+};
+
+extern const Kernels kKernelsPortable;
+#ifdef PTQ_X86
+extern const Kernels kKernelsAvx2;
+extern const Kernels kKernelsAvx512;
+#endif
+
+}  // namespace ptq

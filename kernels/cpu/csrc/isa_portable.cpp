@@ -1,0 +1,3 @@
+#define PTQ_ISA kPortable
+#define PTQ_TABLE kKernelsPortable
+#include "isa.inc"

@@ -1,0 +1,105 @@
+// What Python calls: the choice of an instruction set, and each kernel in a parallel region of its
+// own. Plain C functions, for ctypes.
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "api.h"
+
+#define PTQ_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace ptq {
+namespace {
+
+bool supported(Isa isa) {
+  if (isa == kPortable) return true;
+#ifdef PTQ_X86
+  __builtin_cpu_init();
+  if (isa == kAvx2)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+  if (isa == kAvx512Vnni)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+#endif
+  return false;
+}
+
+const Kernels* table_of(Isa isa) {
+#ifdef PTQ_X86
+  if (isa == kAvx512Vnni) return &kKernelsAvx512;
+  if (isa == kAvx2) return &kKernelsAvx2;
+#endif
+  return &kKernelsPortable;
+}
+
+const Kernels* best() {
+  return table_of(supported(kAvx512Vnni) ? kAvx512Vnni : supported(kAvx2) ? kAvx2 : kPortable);
+}
+
+const Kernels* chosen = best();
+
+// Runs `body` on a team; kernels are told who they are.
+template <class Body>
+void together(int threads, const Body& body) {
+  long ticket = 0;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+  body(Team{omp_get_thread_num(), omp_get_num_threads(), &ticket});
+#else
+  (void)threads;
+  body(Team{0, 1, &ticket});
+#endif
+}
+
+}  // namespace
+}  // namespace ptq
+
+using namespace ptq;
+
+// 1 if the processor runs an instruction set, 0 if not.
+PTQ_EXPORT int ptq_supports(int isa) { return supported((Isa)isa); }
+PTQ_EXPORT int ptq_isa() { return chosen->isa; }
+// For tests: use another instruction set from now on; weights packed before are refused.
+PTQ_EXPORT void ptq_force(int isa) { chosen = table_of((Isa)isa); }
+
+PTQ_EXPORT int64_t ptq_pack_bytes(const Source* source) { return chosen->pack_bytes(*source); }
+PTQ_EXPORT void ptq_pack(const Source* source, void* out, int threads) {
+  together(threads, [&](const Team& team) { chosen->pack(*source, out, team); });
+}
+PTQ_EXPORT int ptq_linear(const LinearArgs* args, int threads) {
+  if (args->weight->magic != kMagic || args->weight->isa != chosen->isa) return 1;
+  together(threads, [&](const Team& team) { chosen->linear(*args, team); });
+  return 0;
+}
+PTQ_EXPORT void ptq_quantize(const QuantizeArgs* args, int threads) {
+  together(threads, [&](const Team& team) { chosen->quantize(*args, team); });
+}
+PTQ_EXPORT void ptq_rms_norm(const float* x, const float* weight, float eps, float* y, int64_t rows,
+                             int64_t columns, int64_t x_stride, int threads) {
+  together(threads, [&](const Team& team) {
+    chosen->rms_norm(x, weight, eps, y, rows, columns, x_stride, columns, team);
+  });
+}
+PTQ_EXPORT void ptq_silu_mul(const float* gate, const float* up, float* y, int64_t rows,
+                             int64_t columns, int64_t stride, int threads) {
+  together(threads, [&](const Team& team) {
+    chosen->silu_mul(gate, up, y, rows, columns, stride, columns, team);
+  });
+}
+PTQ_EXPORT void ptq_rope(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
+                         int64_t heads, int64_t dim, int64_t stride, int threads) {
+  together(threads, [&](const Team& team) {
+    chosen->rope(x, cos, sin, y, rows, heads, dim, stride, heads * dim, team);
+  });
+}
+PTQ_EXPORT void ptq_write_kv(const WriteKvArgs* args, int threads) {
+  together(threads, [&](const Team& team) { chosen->write_kv(*args, team); });
+}
+PTQ_EXPORT void ptq_attention(const AttentionArgs* args, int threads) {
+  together(threads, [&](const Team& team) { chosen->attention(*args, team); });
+}

@@ -1,0 +1,274 @@
+"""The compiled kernels as Python sees them: loading, structures, and calls by `ctypes`.
+
+Everything here takes and gives torch tensors on the CPU; the ops of `kernels.ops` stand on it. The
+library is found in the package (built when it was installed), in a cache, or is compiled at first
+use. Where none of these works, `library()` is None, a warning says so once, and the ops run on
+torch's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import build
+
+log = logging.getLogger("ptq.kernels")
+
+ISAS = ("portable", "avx2", "avx512_vnni")
+FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
+NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
+SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
+
+
+class Packed(Structure):
+    """Header of a packed weight; see `csrc/api.h`."""
+
+    _fields_ = [
+        ("magic", c_uint64),
+        *[(name, c_int32) for name in ("isa", "format")],
+        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
+        *[(name, c_int32) for name in ("scale_type", "has_zero", "has_bias", "panel")],
+        *[
+            (name, c_int64)
+            for name in ("panel_bytes", "group_bytes", "data_offset", "bias_offset", "bytes")
+        ],
+    ]
+
+
+class Source(Structure):
+    """A weight to be packed; see `csrc/api.h`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("q", "scale", "zero", "bias")],
+        *[(name, c_int32) for name in ("format", "scale_type")],
+        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
+    ]
+
+
+class LinearArgs(Structure):
+    """Arguments of a linear layer."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "x", "x_scale")],
+        *[(name, c_int32) for name in ("x_is_int8", "x_scale_per_row", "accumulate")],
+        *[(name, c_int64) for name in ("rows", "x_stride", "y_stride")],
+        ("y", c_void_p),
+    ]
+
+
+class AttentionArgs(Structure):
+    """Arguments of attention over the paged cache."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("q", "out", "k_pool", "v_pool", "k_scale", "v_scale")],
+        *[(name, c_void_p) for name in ("block_tables", "query_start", "context_len")],
+        *[(name, c_int64) for name in ("sequences", "table_stride", "q_stride", "out_stride")],
+        *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "window")],
+        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+        ("softmax_scale", c_float),
+    ]
+
+
+class WriteKvArgs(Structure):
+    """Arguments of writing to the paged cache."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
+        ("slots", c_void_p),
+        *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim")],
+        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+    ]
+
+
+class QuantizeArgs(Structure):
+    """Arguments of quantizing activations."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        *[(name, c_int64) for name in ("rows", "columns", "x_stride", "group")],
+        ("scale", c_void_p),
+        ("format", c_int32),
+        *[(name, c_void_p) for name in ("q", "values", "scales")],
+    ]
+
+
+_SIGNATURES = {
+    "ptq_supports": ([c_int], c_int),
+    "ptq_isa": ([], c_int),
+    "ptq_force": ([c_int], None),
+    "ptq_pack_bytes": ([POINTER(Source)], c_int64),
+    "ptq_pack": ([POINTER(Source), c_void_p, c_int], None),
+    "ptq_linear": ([POINTER(LinearArgs), c_int], c_int),
+    "ptq_quantize": ([POINTER(QuantizeArgs), c_int], None),
+    "ptq_rms_norm": (
+        [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64, c_int],
+        None,
+    ),
+    "ptq_silu_mul": ([c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int], None),
+    "ptq_rope": (
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int],
+        None,
+    ),
+    "ptq_write_kv": ([POINTER(WriteKvArgs), c_int], None),
+    "ptq_attention": ([POINTER(AttentionArgs), c_int], None),
+}
+
+
+def cache_folder() -> Path:
+    """Where libraries that are compiled at first use are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "ptq"
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be had; the reason is logged once."""
+    name = build.library_name()
+    packaged = Path(__file__).resolve().parent / "_native" / name
+    cached = cache_folder() / name
+    try:
+        path = next((p for p in (packaged, cached) if p.is_file()), None)
+        if path is None:
+            log.info("compiling the CPU kernels into %s", cached.parent)
+            path = build.build(cached.parent)
+        return open_library(path)
+    except (build.CompilerError, OSError) as error:
+        log.warning("CPU kernels are not available, torch's ops are used (slower): %s", error)
+        return None
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library and declare its functions."""
+    loaded = ctypes.CDLL(str(path))  # torch is imported: both share its OpenMP
+    for name, (arguments, result) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, result
+    return loaded
+
+
+def supported() -> list[str]:
+    """Instruction sets that are compiled in and that this processor runs."""
+    loaded = library()
+    return [n for i, n in enumerate(ISAS) if loaded is not None and loaded.ptq_supports(i)]
+
+
+def isa() -> str | None:
+    """The instruction set in use, or None without compiled kernels."""
+    loaded = library()
+    return None if loaded is None else ISAS[loaded.ptq_isa()]
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    """Use another instruction set for a while; weights packed for one do not run on another."""
+    loaded = library()
+    if loaded is None or name not in supported():
+        raise ValueError(f"instruction set {name!r} does not run here; {supported()} do")
+    before = loaded.ptq_isa()
+    loaded.ptq_force(ISAS.index(name))
+    try:
+        yield
+    finally:
+        loaded.ptq_force(before)
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    assert loaded is not None, "callers ask library() first"
+    return loaded
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Address of a tensor's data."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def pack(
+    q: Tensor,
+    fmt: str,
+    scale: Tensor | None = None,
+    zero: Tensor | None = None,
+    bias: Tensor | None = None,
+    group: int | None = None,
+) -> Tensor:
+    """Pack a weight for the instruction set in use.
+
+    Args:
+        q: [N, K]: fp32, bf16, e4m3 or int8 (int4 one a byte, in [-8, 7]).
+        fmt: `FORMATS`.
+        scale: fp32 [N, groups], or None.
+        zero: int8 [N, groups], or None for symmetric integers.
+        bias: fp32 [N], or None.
+        group: Inputs that share a scale; None for all.
+
+    Returns:
+        uint8, one dimension, aligned to 64 bytes: everything about the weight.
+    """
+    outputs, inputs = q.shape
+    group = inputs if group is None else min(group, inputs)
+    kind = NO_SCALE
+    if scale is not None:
+        scale = scale.float().contiguous()
+        exact = fmt == "int4" and torch.equal(scale.bfloat16().float(), scale)
+        kind = SCALE_BF16 if exact else SCALE_F32
+    q = q.contiguous()
+    zero = None if zero is None else zero.to(torch.int8).contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    source = Source(
+        *map(pointer, (q, scale, zero, bias)), FORMATS[fmt], kind, outputs, inputs, group
+    )
+    out = aligned(_loaded().ptq_pack_bytes(byref(source)))
+    _loaded().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def aligned(size: int) -> Tensor:
+    """uint8 [size] whose address is a multiple of 64."""
+    raw = torch.empty(size + 64, dtype=torch.uint8)
+    return raw.narrow(0, -raw.data_ptr() % 64, size)
+
+
+def header(packed: Tensor) -> Packed:
+    """What a packed weight says of itself."""
+    return Packed.from_address(packed.data_ptr())
+
+
+def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
+    """x w^T + bias.
+
+    Args:
+        x: int8 [T, K] with scales, or fp32 [T, K].
+        packed: From `pack`.
+        x_scale: fp32, one element or [T, 1]; for int8 only.
+
+    Returns:
+        fp32 [T, N].
+    """
+    x = x.contiguous()
+    y = torch.empty(x.shape[0], header(packed).outputs)
+    per_row = x_scale is not None and x_scale.numel() > 1
+    args = LinearArgs(
+        packed.data_ptr(),
+        x.data_ptr(),
+        pointer(x_scale),
+        x.dtype == torch.int8,
+        per_row,
+        0,
+        x.shape[0],
+        x.shape[1],
+        y.shape[1],
+        y.data_ptr(),
+    )
+    if _loaded().ptq_linear(byref(args), torch.get_num_threads()):
+        raise ValueError(f"the weight was packed for another instruction set than {isa()}")
+    return y
