@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from formats.errors import EngineError
@@ -22,12 +24,14 @@ class EngineConfig(Strict):
         max_model_len: Most tokens of a request, prompt and output; default: what the model allows,
             up to 4096.
         kv_blocks: Blocks of 64 tokens in the cache; default: enough for all places, up to 512.
+        kv_dtype: Type of K and V in a cache that is not quantized.
     """
 
     max_batch_size: int = Field(default=16, ge=1)
     max_batched_tokens: int = Field(default=2048, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
     kv_blocks: int | None = Field(default=None, ge=1)
+    kv_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def sizes(self, positions: int) -> tuple[int, int]:
         """Most tokens of a request, and blocks of the cache, for a model of so many positions.

@@ -61,7 +61,9 @@ class Engine:
         self.quantized_kv = kv_cache is not None
         pool = (blocks, shape.kv_heads, KV_BLOCK, shape.head_dim)
         self._pools = [
-            make_pool(pool, torch.float32, kv_cache, checkpoint.kv_scales.get(name))
+            make_pool(
+                pool, getattr(torch, config.kv_dtype), kv_cache, checkpoint.kv_scales.get(name)
+            )
             for name in (f"model.layers.{i}.self_attn" for i in range(shape.layers))
         ]
         self._blocks = BlockManager(blocks)

@@ -11,93 +11,50 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import ActivationSpec, LayerScheme
-from kernels.numerics import TYPES, dequantize, fake_quantize_activations
+from formats.weights import StoredWeight
 from kernels.ops import (
-    FloatWeight,
-    Int8Weight,
-    float_linear,
-    int8_linear,
+    Weight,
+    fake_quantize_fp8,
+    linear,
     pack_float_weight,
-    pack_int8_weight,
+    pack_quantized_weight,
     quantize_per_token,
     quantize_static,
 )
 
 
 @dataclass(frozen=True)
-class FloatLinear:
-    """x W^T + b without quantization."""
-
-    weight: FloatWeight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N]."""
-        return float_linear(x, self.weight)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.weight.nbytes
-
-
-@dataclass(frozen=True)
-class Int8Linear:
-    """W8A8: int8 weights and activations, int32 sums.
+class Linear:
+    """A linear layer, quantized or not.
 
     Attributes:
-        weight: Packed weight.
+        weight: Packed for the device it runs on.
+        activations: How the input is quantized, or None.
         input_scale: fp32, one element, or None where each token is scaled when it arrives.
     """
 
-    weight: Int8Weight
-    input_scale: Tensor | None
+    weight: Weight
+    activations: ActivationSpec | None = None
+    input_scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] float -> [T, N] in the type of `x`."""
+        spec = self.activations
+        if spec is None:
+            return linear(x, self.weight, None, x.dtype)
+        if spec.dtype == "fp8_e4m3":
+            seen = fake_quantize_fp8(x, self.input_scale, spec.group)
+            return linear(seen, self.weight, None, x.dtype)
         if self.input_scale is None:
             xq, scale = quantize_per_token(x)
         else:
             xq, scale = quantize_static(x, self.input_scale), self.input_scale
-        return int8_linear(xq, scale, self.weight, x.dtype)
+        return linear(xq, self.weight, scale, x.dtype)
 
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
         return self.weight.nbytes
-
-
-@dataclass(frozen=True)
-class DequantizedLinear:
-    """Any other scheme: the numbers that the stored weight stands for, held in floating point.
-
-    The input goes through the same quantization as in a kernel of integers or fp8, so that the
-    result is that of one up to the rounding of sums; memory and speed are those of a float layer.
-
-    Attributes:
-        weight: The dequantized weight, in fp32.
-        activations: How the input is quantized, or None.
-        input_scale: fp32, one element, where that is static.
-    """
-
-    weight: FloatWeight
-    activations: ActivationSpec | None
-    input_scale: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] float -> [T, N] in the type of `x`."""
-        seen, spec = x, self.activations
-        if spec is not None:
-            kind = TYPES[spec.dtype]
-            seen = fake_quantize_activations(x, self.input_scale, kind, spec.group)
-        return float_linear(seen, self.weight).to(x.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.weight.nbytes
-
-
-Linear = FloatLinear | Int8Linear | DequantizedLinear
 
 
 def load_linear(
@@ -134,7 +91,7 @@ def load_linear(
         bias = torch.cat(parts)
     if not quantized[0]:
         weight = torch.cat([checkpoint.tensor(f"{module}.weight") for module in modules])
-        return FloatLinear(pack_float_weight(weight, bias, dtype, device))
+        return Linear(pack_float_weight(weight, bias, dtype, device))
     return _quantized_linear(checkpoint, modules, bias, device)
 
 
@@ -145,13 +102,27 @@ def _quantized_linear(
     spec, activations = scheme.weights, scheme.activations
     assert spec is not None
     input_scale = _input_scale(checkpoint, modules, device)
-    weights = [checkpoint.weight(module) for module in modules]
-    if spec.dtype == "int8" and activations is not None:
-        q, scale = torch.cat([w.q for w in weights]), torch.cat([w.scale for w in weights])
-        return Int8Linear(pack_int8_weight(q, scale, bias, device), input_scale)
-    values = [dequantize(w.q, w.scale, w.zero_point, spec.block) for w in weights]
-    packed = pack_float_weight(torch.cat(values), bias, torch.float32, device)
-    return DequantizedLinear(packed, activations, input_scale)
+    parts = [checkpoint.weight(module) for module in modules]
+    zeros = [part.zero_point for part in parts if part.zero_point is not None]
+    packed = pack_quantized_weight(
+        torch.cat([part.q for part in parts]),
+        torch.cat([_scale_by_row(part, spec.block[0]) for part in parts]),
+        spec.dtype,
+        torch.cat(zeros) if zeros else None,
+        None if spec.block[1] == -1 else spec.block[1],
+        bias,
+        integer_inputs=activations is not None and activations.dtype == "int8",
+        device=device,
+    )
+    return Linear(packed, activations, input_scale)
+
+
+def _scale_by_row(weight: StoredWeight, length: int) -> Tensor:
+    """Scales [N, groups] of a weight [N, K] whose blocks have `length` rows, -1 for all."""
+    rows = weight.q.shape[0]
+    if length == 1:
+        return weight.scale
+    return weight.scale.repeat_interleave(rows if length == -1 else length, dim=0)[:rows]
 
 
 def _one_scheme(checkpoint: Checkpoint, modules: Sequence[str]) -> LayerScheme:

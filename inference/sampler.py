@@ -9,6 +9,8 @@ from torch import Tensor
 
 from inference.request import SamplingParams
 
+FIRST_CANDIDATES = 64  # tokens that top_p looks at first; more where they are not enough
+
 
 def penalize(
     logits: Tensor, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
@@ -39,6 +41,8 @@ def penalize(
 def keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """Set the logits of all but the likely tokens to minus infinity.
 
+    Only as many tokens are sorted as may be kept; the vocabulary as a whole never is.
+
     Args:
         logits: fp32 [vocabulary], after temperature.
         top_k: Most tokens to keep, 0 for all; the lower ids of equals.
@@ -46,15 +50,27 @@ def keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """
     if top_k == 0 and top_p == 1.0:
         return logits
-    ordered, index = logits.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if top_k:
-        keep[top_k:] = False
-    if top_p < 1.0:
-        probabilities = torch.softmax(ordered.masked_fill(~keep, -torch.inf), dim=0)
+    count = min(top_k or FIRST_CANDIDATES, len(logits))
+    while True:
+        values, index = _largest(logits, count)
+        mass = values if top_k else logits  # what probabilities are relative to
+        probabilities = torch.exp(values - torch.logsumexp(mass, dim=0))
         before = probabilities.cumsum(0) - probabilities
-        keep &= before < top_p
-    return logits.index_fill(0, index[~keep], -torch.inf)
+        keep = before < top_p if top_p < 1.0 else torch.ones_like(before, dtype=torch.bool)
+        if top_k or count == len(logits) or not bool(keep[-1]):
+            break
+        count = min(8 * count, len(logits))
+    kept = torch.full_like(logits, -torch.inf)
+    kept[index[keep]] = values[keep]
+    return kept
+
+
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and ids of the largest logits, descending; of equals the lower ids, in order."""
+    least = logits.topk(count).values[-1]
+    index = (logits >= least).nonzero().flatten()
+    values, order = logits[index].sort(descending=True, stable=True)
+    return values[:count], index[order[:count]]
 
 
 def sample(

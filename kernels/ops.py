@@ -26,6 +26,8 @@ from torch import Tensor
 from kernels.cpu import attention as cpu_attention
 from kernels.cpu import elementwise as cpu_elementwise
 from kernels.cpu import linear as cpu_linear
+from kernels.cpu import native, native_ops
+from kernels.numerics import TYPES, dequantize
 
 KV_BLOCK = cpu_attention.KV_BLOCK  # tokens of one block of the paged cache
 
@@ -39,17 +41,42 @@ def _register(schema: str, cpu: Callable[..., Any], fake: Callable[..., Any]) ->
     torch.library.register_fake(f"ptq::{name}", fake, lib=_library)
 
 
+def _either(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled kernel of a name where there is one, else the one of torch's operations."""
+
+    def run(*arguments: Any) -> Any:
+        chosen = plain if native.library() is None else getattr(native_ops, name)
+        return chosen(*arguments)
+
+    return run
+
+
 _register(
     "quantize_static(Tensor x, Tensor scale) -> Tensor",
-    cpu_elementwise.quantize_static,
+    _either("quantize_static", cpu_elementwise.quantize_static),
     lambda x, scale: torch.empty_like(x, dtype=torch.int8),
 )
 _register(
     "quantize_per_token(Tensor x) -> (Tensor, Tensor)",
-    cpu_elementwise.quantize_per_token,
+    _either("quantize_per_token", cpu_elementwise.quantize_per_token),
     lambda x: (
         torch.empty_like(x, dtype=torch.int8),
         x.new_empty((x.shape[0], 1), dtype=torch.float32),
+    ),
+)
+_register(
+    "fake_quantize_fp8(Tensor x, Tensor? scale, int group) -> Tensor",
+    _either("fake_quantize_fp8", cpu_elementwise.fake_quantize_fp8),
+    lambda x, scale, group: torch.empty_like(x, dtype=torch.float32),
+)
+_register(
+    "packed_linear(Tensor x, Tensor packed, Tensor? x_scale, int outputs, ScalarType out_dtype) "
+    "-> Tensor",
+    lambda x, packed, x_scale, outputs, out_dtype: native_ops.linear(x, packed, x_scale).to(
+        out_dtype
+    ),
+    lambda x, packed, x_scale, outputs, out_dtype: x.new_empty(
+        (x.shape[0], outputs), dtype=out_dtype
     ),
 )
 _register(
@@ -67,17 +94,17 @@ _register(
 )
 _register(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    cpu_elementwise.rms_norm,
+    _either("rms_norm", cpu_elementwise.rms_norm),
     lambda x, weight, eps: torch.empty_like(x),
 )
 _register(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
-    cpu_elementwise.silu_mul,
+    _either("silu_mul", cpu_elementwise.silu_mul),
     lambda gate, up: torch.empty_like(gate, memory_format=torch.contiguous_format),
 )
 _register(
     "apply_rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
-    cpu_elementwise.apply_rope,
+    _either("apply_rope", cpu_elementwise.apply_rope),
     lambda q, k, cos, sin: (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         torch.empty_like(k, memory_format=torch.contiguous_format),
@@ -86,14 +113,14 @@ _register(
 _register(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor slots, "
     "Tensor(c!)? k_scale, Tensor(d!)? v_scale, bool dynamic) -> ()",
-    cpu_attention.write_kv,
+    _either("write_kv", cpu_attention.write_kv),
     lambda k, v, k_pool, v_pool, slots, k_scale, v_scale, dynamic: None,
 )
 _register(
     "paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_tables, "
     "Tensor query_start, Tensor context_len, Tensor? k_scale, Tensor? v_scale, "
     "float softmax_scale, int? sliding_window) -> Tensor",
-    cpu_attention.paged_attention,
+    _either("paged_attention", cpu_attention.paged_attention),
     lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
 )
 
@@ -124,12 +151,31 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Int8Weight:
-    """A quantized weight in the layout of its device's kernel.
+class PackedWeight:
+    """A weight of any format in the layout of the compiled CPU kernels.
 
     Attributes:
-        packed: The integers, [N, K]; fp32-held where the device has no exact int8 product.
-        scale: fp32 [N], one multiplier an output channel.
+        packed: uint8, one dimension: integers or floats, scales, zero points and bias; see
+            `kernels/cpu/csrc/api.h`.
+        outputs: N.
+    """
+
+    packed: Tensor
+    outputs: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.packed.nbytes
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """An int8 weight with one scale an output channel, as torch's own products want it.
+
+    Attributes:
+        packed: The integers, [N, K], held in fp32.
+        scale: fp32 [N].
         bias: fp32 [N] or None.
     """
 
@@ -146,7 +192,7 @@ class Int8Weight:
 
 @dataclass(frozen=True)
 class FloatWeight:
-    """An unquantized weight [N, K] with its bias [N] or None, in the type that is computed in."""
+    """A weight [N, K] with its bias [N] or None, in the floating-point type to compute in."""
 
     packed: Tensor
     bias: Tensor | None
@@ -157,29 +203,7 @@ class FloatWeight:
         return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def pack_int8_weight(
-    q: Tensor, scale: Tensor, bias: Tensor | None = None, device: torch.device | str = "cpu"
-) -> Int8Weight:
-    """Lay a quantized weight out for `int8_linear`; done once, when a checkpoint is loaded.
-
-    Args:
-        q: int8 [N, K], in [-127, 127].
-        scale: fp32 [N] or [N, 1].
-        bias: Float [N] or None.
-        device: Where it will run.
-
-    Raises:
-        ValueError: a type or shape is another, or -128 occurs.
-    """
-    if q.dtype != torch.int8 or q.dim() != 2:
-        raise ValueError(f"weight is {q.dtype} {tuple(q.shape)}; needed is int8 [N, K]")
-    if scale.numel() != q.shape[0]:
-        raise ValueError(f"{scale.numel()} scales for {q.shape[0]} output channels; needed is [N]")
-    if bool((q == -128).any()):
-        raise ValueError("weight holds -128; the symmetric range is [-127, 127]")
-    packed = cpu_linear.pack_int8(q.to(device))
-    scale = scale.detach().to(device, torch.float32).reshape(-1).contiguous()
-    return Int8Weight(packed, scale, None if bias is None else bias.to(device, torch.float32))
+Weight = PackedWeight | Int8Weight | FloatWeight
 
 
 def pack_float_weight(
@@ -187,34 +211,126 @@ def pack_float_weight(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> FloatWeight:
-    """Lay an unquantized weight [N, K] out for `float_linear`, in the type to compute in."""
-    moved = None if bias is None else bias.detach().to(device, dtype)
-    return FloatWeight(weight.detach().to(device, dtype).contiguous(), moved)
-
-
-def int8_linear(
-    xq: Tensor, x_scale: Tensor, weight: Int8Weight, out_dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """W8A8 linear layer: exact int32 accumulation, fp32 epilogue.
+) -> Weight:
+    """Lay an unquantized weight out for `linear`; done once, when a checkpoint is loaded.
 
     Args:
-        xq: int8 [T, K] in [-127, 127].
-        x_scale: fp32, one element (static) or [T, 1] (per token).
-        weight: From `pack_int8_weight`.
+        weight: Float [N, K]; held as it is where the kernels widen it to fp32 on their way.
+        bias: Float [N] or None.
+        dtype: Type to compute in.
+        device: Where it will run.
+    """
+    weight = weight.detach()
+    if _compiled(device) and dtype == torch.float32:
+        held = weight if weight.dtype == torch.bfloat16 else weight.float()
+        name = "bf16" if held.dtype == torch.bfloat16 else "f32"
+        return PackedWeight(native.pack(held, name, bias=bias), weight.shape[0])
+    moved = None if bias is None else bias.detach().to(device, dtype)
+    return FloatWeight(weight.to(device, dtype).contiguous(), moved)
+
+
+def pack_quantized_weight(
+    q: Tensor,
+    scale: Tensor,
+    dtype: str,
+    zero_point: Tensor | None = None,
+    group: int | None = None,
+    bias: Tensor | None = None,
+    *,
+    integer_inputs: bool = False,
+    device: torch.device | str = "cpu",
+) -> Weight:
+    """Lay a quantized weight out for `linear`; done once, when a checkpoint is loaded.
+
+    Args:
+        q: [N, K], int8 (int4 too, one a byte) or e4m3.
+        scale: fp32 [N, groups].
+        dtype: `int8`, `int4` or `fp8_e4m3`.
+        zero_point: int8 [N, groups], or None.
+        group: Inputs that share a scale; None for all.
+        bias: Float [N] or None.
+        integer_inputs: Whether its inputs will be int8.
+        device: Where it will run.
+
+    Raises:
+        ValueError: a type or shape is another than these, or values are out of range.
+    """
+    _check_quantized(q, scale, dtype, zero_point, group)
+    if _compiled(device):
+        return PackedWeight(native.pack(q, dtype, scale, zero_point, bias, group), q.shape[0])
+    moved = None if bias is None else bias.to(device, torch.float32)
+    if integer_inputs and dtype == "int8" and group is None and zero_point is None:
+        flat = scale.detach().to(device, torch.float32).reshape(-1).contiguous()
+        return Int8Weight(cpu_linear.pack_int8(q.to(device)), flat, moved)
+    values = dequantize(q, scale.float(), zero_point, (1, group or -1))
+    return FloatWeight(values.to(device).contiguous(), moved)
+
+
+def _compiled(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cpu" and native.library() is not None
+
+
+def _check_quantized(
+    q: Tensor, scale: Tensor, dtype: str, zero_point: Tensor | None, group: int | None
+) -> None:
+    kind = TYPES[dtype]
+    if q.dtype != kind.storage or q.dim() != 2:
+        raise ValueError(
+            f"weight is {q.dtype} {tuple(q.shape)}; {dtype} needs {kind.storage} [N, K]"
+        )
+    wanted = (q.shape[0], 1 if group is None else -(-q.shape[1] // group))
+    for what, found in (("scales", scale), ("zero points", zero_point)):
+        if found is not None and tuple(found.shape) != wanted:
+            raise ValueError(f"{what} have shape {tuple(found.shape)}; needed is {wanted}")
+    if kind.storage.is_floating_point or not q.numel():
+        return
+    low = -128 if dtype == "int8" and zero_point is not None else kind.q_min
+    least, most = int(q.min()), int(q.max())
+    if least < low or most > kind.q_max:
+        raise ValueError(f"weight holds {least} to {most}; {dtype} is [{low}, {kind.q_max}] here")
+
+
+def linear(
+    x: Tensor,
+    weight: Weight,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A linear layer: x W^T + bias.
+
+    Args:
+        x: Float [T, K], or int8 [T, K] in [-127, 127] with scales.
+        weight: From `pack_quantized_weight` or `pack_float_weight`.
+        x_scale: fp32, one element (static) or [T, 1] (per token), for int8 inputs.
         out_dtype: Element type of the result.
 
     Returns:
-        [T, N]: acc * (x_scale * w_scale) + bias, where acc = sum_k xq * wq is exact.
+        [T, N]. Integer inputs: sums over the inputs that share a scale are exact integers; with
+        one scale an output, acc * (x_scale * w_scale) + bias in fp32. Float inputs: fp32 sums.
     """
-    return torch.ops.ptq.int8_linear(
-        xq, x_scale, weight.packed, weight.scale, weight.bias, out_dtype
-    )
+    if isinstance(weight, PackedWeight):
+        return torch.ops.ptq.packed_linear(x, weight.packed, x_scale, weight.outputs, out_dtype)
+    if isinstance(weight, Int8Weight):
+        return torch.ops.ptq.int8_linear(
+            x, x_scale, weight.packed, weight.scale, weight.bias, out_dtype
+        )
+    if x_scale is not None:
+        x = dequantize(x, x_scale.reshape(-1, 1) if x_scale.numel() > 1 else x_scale.reshape(()))
+    return torch.ops.ptq.float_linear(x, weight.packed, weight.bias).to(out_dtype)
 
 
-def float_linear(x: Tensor, weight: FloatWeight) -> Tensor:
-    """x W^T + bias: [T, K] -> [T, N], in the weight's type, row-invariant."""
-    return torch.ops.ptq.float_linear(x, weight.packed, weight.bias)
+def fake_quantize_fp8(x: Tensor, scale: Tensor | None = None, group: int = -1) -> Tensor:
+    """What an fp8 linear layer sees of its input: quantized to e4m3 and back.
+
+    Args:
+        x: [T, K], float.
+        scale: fp32, one static element, or None where scales come from the data.
+        group: Inputs of a row that share a dynamic scale, -1 for all; the last may be fewer.
+
+    Returns:
+        fp32 [T, K].
+    """
+    return torch.ops.ptq.fake_quantize_fp8(x, scale, group)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

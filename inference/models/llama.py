@@ -20,16 +20,12 @@ from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.experts import EXPERT_NAMES
 from inference.kv_cache import KVPool
-from inference.layers import FloatLinear, Linear, load_linear
+from inference.layers import Linear, load_linear
 from inference.models import SUPPORTED_MODEL_TYPES
 from inference.models.feed_forward import FeedForward, Routing, load_feed_forward
-from kernels.ops import (
-    apply_rope,
-    pack_float_weight,
-    paged_attention,
-    rms_norm,
-    write_kv,
-)
+from inference.models.fused import fuse
+from kernels.cpu.decoder import FusedDecoder
+from kernels.ops import apply_rope, paged_attention, rms_norm, write_kv
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -164,33 +160,42 @@ class LlamaModel:
         device: Where it runs.
         dtype: Type of activations and float weights; on a CPU, fp32 is the fast one.
 
+    Attributes:
+        config: Its shape.
+        dtype: Of activations.
+        embedding: [vocabulary, hidden], as stored.
+        layers: Its blocks.
+        norm: [hidden], before the head.
+        head: Gives the logits.
+        cos: [positions, head_dim].
+        sin: Likewise.
+
     Raises:
         CheckpointError: it is not a decoder of this kind, or tensors are missing.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
-        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
-        self._embedding = pack_float_weight(
-            checkpoint.tensor("model.embed_tokens.weight"), None, dtype, device
-        )
-        head = "lm_head" if "lm_head.weight" in checkpoint else "model.embed_tokens"
-        tied = head == "model.embed_tokens"
-        self._head: Linear = (
-            FloatLinear(self._embedding) if tied else load_linear(checkpoint, [head], device, dtype)
-        )
-        self._norm = self._vector("model.norm.weight")
-        self._layers = [self._load_layer(f"model.layers.{i}") for i in range(config.layers)]
+        self._checkpoint, self._device, self.dtype = checkpoint, device, dtype
+        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
+        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
+            self.embedding = self.embedding.to(dtype)
+        untied = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
+        head = "lm_head" if untied else "model.embed_tokens"
+        self.head = load_linear(checkpoint, [head], device, dtype)
+        self.norm = self._vector("model.norm.weight")
+        self.layers = [self._load_layer(f"model.layers.{i}") for i in range(config.layers)]
         angle = torch.outer(torch.arange(config.max_positions).float(), config.inverse_frequency)
         angle = torch.cat((angle, angle), dim=-1)
-        self._cos = (angle.cos() * config.rope_scaling).to(device, dtype)
-        self._sin = (angle.sin() * config.rope_scaling).to(device, dtype)
+        self.cos = (angle.cos() * config.rope_scaling).to(device, dtype)
+        self.sin = (angle.sin() * config.rope_scaling).to(device, dtype)
+        self._fused: tuple[Sequence[KVPool], FusedDecoder | None] | None = None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        parts = [x for layer in self._layers for x in (layer.qkv, layer.o, layer.feed_forward)]
-        return self._embedding.nbytes + sum(part.nbytes for part in parts)
+        parts = [x for layer in self.layers for x in (layer.qkv, layer.o, layer.feed_forward)]
+        return self.embedding.nbytes + sum(part.nbytes for part in (*parts, self.head))
 
     @torch.no_grad()
     def forward(self, batch: Batch, pools: Sequence[KVPool]) -> Tensor:
@@ -199,15 +204,30 @@ class LlamaModel:
         Returns:
             Logits fp32 [R, vocabulary] of the rows asked for.
         """
-        x = self._embedding.packed[batch.ids]
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
-        for layer, pool, window in zip(self._layers, pools, self.config.windows, strict=True):
+        if self._device.type == "cpu":
+            fused = self._fused_on(pools)
+            if fused is not None:
+                return fused.step(**vars(batch))
+        return self.forward_by_ops(batch, pools)
+
+    @torch.no_grad()
+    def forward_by_ops(self, batch: Batch, pools: Sequence[KVPool]) -> Tensor:
+        """`forward`, op by op: for what is not fused, and to check what is; the bits are equal."""
+        x = self.embedding[batch.ids].to(self.dtype)
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
+        for layer, pool, window in zip(self.layers, pools, self.config.windows, strict=True):
             normed = rms_norm(x, layer.input_norm, self.config.eps)
             x = x + layer.o(self._attend(layer, normed, cos, sin, batch, pool, window))
             normed = rms_norm(x, layer.post_norm, self.config.eps)
             x = x + layer.feed_forward(normed)
-        x = rms_norm(x[batch.rows], self._norm, self.config.eps)
-        return self._head(x).float()
+        x = rms_norm(x[batch.rows], self.norm, self.config.eps)
+        return self.head(x).float()
+
+    def _fused_on(self, pools: Sequence[KVPool]) -> FusedDecoder | None:
+        """The whole decoder as one call, for a cache; None where a part of it is not fused."""
+        if self._fused is None or self._fused[0] is not pools:
+            self._fused = (pools, fuse(self, pools))
+        return self._fused[1]
 
     def _attend(
         self,
@@ -241,12 +261,12 @@ class LlamaModel:
         return out.flatten(-2)
 
     def _vector(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(name).to(self._device, self._dtype)
+        return self._checkpoint.tensor(name).to(self._device, self.dtype)
 
     def _load_layer(self, name: str) -> Layer:
         def linear(*paths: str) -> Linear:
             modules = [f"{name}.{path}" for path in paths]
-            return load_linear(self._checkpoint, modules, self._device, self._dtype)
+            return load_linear(self._checkpoint, modules, self._device, self.dtype)
 
         def norm(path: str) -> Tensor | None:
             full = f"{name}.self_attn.{path}.weight"
@@ -260,6 +280,6 @@ class LlamaModel:
             o=linear("self_attn.o_proj"),
             post_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
             feed_forward=load_feed_forward(
-                self._checkpoint, name, self.config.routing, self._device, self._dtype
+                self._checkpoint, name, self.config.routing, self._device, self.dtype
             ),
         )

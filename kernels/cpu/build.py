@@ -21,9 +21,12 @@ _COMMON = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -ffp-contract=off "
     "-fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi -Wno-unused-function"
 ).split()
-_X86 = {
-    "isa_avx2": "-mavx2 -mfma -mf16c".split(),
-    "isa_avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c".split(),
+_X86: dict[str, list[str]] = {
+    "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "isa_avx512": [
+        *["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"],
+        *["-mfma", "-mf16c"],
+    ],
 }
 
 
@@ -34,7 +37,7 @@ class CompilerError(Exception):
 def units() -> dict[str, list[str]]:
     """Translation units, by name, with the flags that are their own on this machine."""
     x86 = _X86 if platform.machine().lower() in ("x86_64", "amd64") else {}
-    return {"main": [], "isa_portable": [], **x86}
+    return {"main": [], "decoder": [], "isa_portable": [], **x86}
 
 
 def fingerprint() -> str:
@@ -64,7 +67,7 @@ def compiler() -> str:
 
 
 def build(folder: Path, extra: tuple[str, ...] = ()) -> Path:
-    """Compile the kernels into a folder, atomically; several processes may do so at once.
+    """Compile the kernels into a folder, unless they are there; several processes may do so at once.
 
     Args:
         folder: Where the library goes; made if it is missing.
@@ -76,10 +79,13 @@ def build(folder: Path, extra: tuple[str, ...] = ()) -> Path:
     Raises:
         CompilerError: there is no compiler, or it fails.
     """
-    program, target = compiler(), folder / library_name()
+    target = folder / library_name()
+    if target.is_file():
+        return target
+    program = compiler()
     folder.mkdir(parents=True, exist_ok=True)
     openmp = ["-fopenmp"] if _compiles(program, "-fopenmp") else []
-    flags = [*_COMMON, *openmp, *extra, *([] if len(units()) == 2 else ["-DPTQ_X86"])]
+    flags = [*_COMMON, *openmp, *extra, *(["-DPTQ_X86"] if "isa_avx2" in units() else [])]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         objects = {name: Path(temporary) / f"{name}.o" for name in units()}
         commands = [

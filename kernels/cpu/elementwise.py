@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.numerics import block_absmax, choose_scale, quantize
+from kernels.numerics import FP8, block_absmax, choose_scale, fake_quantize_activations, quantize
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
@@ -24,6 +24,11 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.to(torch.int8), x.new_empty((0, 1), dtype=torch.float32)
     scale = choose_scale(block_absmax(x, (1, -1)))
     return quantize(x, scale), scale
+
+
+def fake_quantize_fp8(x: Tensor, scale: Tensor | None, group: int) -> Tensor:
+    """See `kernels.ops.fake_quantize_fp8`."""
+    return fake_quantize_activations(x, scale, FP8, group)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,7 +13,19 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +40,14 @@ ISAS = ("portable", "avx2", "avx512_vnni")
 FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
 NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
 SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
+
+
+STORAGE_NAMES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.int8: "int8",
+}
 
 
 class Packed(Structure):
@@ -119,6 +139,10 @@ _SIGNATURES = {
         [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int],
         None,
     ),
+    "ptq_read": ([c_void_p, c_int64, c_int], c_int64),
+    "ptq_multiply_add": ([c_int, c_int64, c_int], c_double),
+    "ptq_decoder_workspace": ([c_void_p, c_int64], c_int64),
+    "ptq_decoder_step": ([c_void_p, c_void_p, c_int], None),
     "ptq_write_kv": ([POINTER(WriteKvArgs), c_int], None),
     "ptq_attention": ([POINTER(AttentionArgs), c_int], None),
 }
@@ -182,10 +206,11 @@ def forced(name: str) -> Iterator[None]:
         loaded.ptq_force(before)
 
 
-def _loaded() -> ctypes.CDLL:
-    loaded = library()
-    assert loaded is not None, "callers ask library() first"
-    return loaded
+def loaded() -> ctypes.CDLL:
+    """The compiled kernels, for callers that know that there are any."""
+    found = library()
+    assert found is not None, "callers ask library() first"
+    return found
 
 
 def pointer(tensor: Tensor | None) -> int | None:
@@ -227,8 +252,8 @@ def pack(
     source = Source(
         *map(pointer, (q, scale, zero, bias)), FORMATS[fmt], kind, outputs, inputs, group
     )
-    out = aligned(_loaded().ptq_pack_bytes(byref(source)))
-    _loaded().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())
+    out = aligned(loaded().ptq_pack_bytes(byref(source)))
+    loaded().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -241,6 +266,33 @@ def aligned(size: int) -> Tensor:
 def header(packed: Tensor) -> Packed:
     """What a packed weight says of itself."""
     return Packed.from_address(packed.data_ptr())
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of a cache and what they belong to (SCALE_NONE to SCALE_TOKEN)."""
+
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    k_kind: int
+    v_kind: int
+
+
+def kv_scales(pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> KVScales:
+    """Scales as the kernels want them: contiguous, one a head where there is one for all.
+
+    Args:
+        pool: [blocks, Hkv, 64, D].
+        k_scale: fp32 [1], [Hkv], [Hkv, D], [blocks, Hkv, 64] or None.
+        v_scale: Likewise.
+    """
+    heads, found, kinds = pool.shape[1], [], []
+    for scale in (k_scale, v_scale):
+        if scale is not None and scale.numel() == 1:
+            scale = scale.reshape(1).expand(heads)
+        found.append(None if scale is None else scale.contiguous())
+        kinds.append(SCALE_NONE if scale is None else scale.dim())
+    return KVScales(*found, *kinds)
 
 
 def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
@@ -269,6 +321,6 @@ def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
         y.shape[1],
         y.data_ptr(),
     )
-    if _loaded().ptq_linear(byref(args), torch.get_num_threads()):
+    if loaded().ptq_linear(byref(args), torch.get_num_threads()):
         raise ValueError(f"the weight was packed for another instruction set than {isa()}")
     return y

@@ -28,7 +28,7 @@ def test_logits_are_those_of_transformers(make_model, family):
     with torch.no_grad():
         want = theirs(token_ids()[None]).logits[0]
     engine = Engine.from_pretrained(folder)
-    kinds = [type(layer.feed_forward).__name__ for layer in engine.model._layers]
+    kinds = [type(layer.feed_forward).__name__ for layer in engine.model.layers]
     assert kinds == ["MixtureOfExperts", "SwiGLU" if family == "qwen3_moe" else "MixtureOfExperts"]
     torch.testing.assert_close(engine.score(token_ids()), want, atol=2e-5, rtol=2e-5)
 
@@ -57,7 +57,7 @@ def test_a_quantized_checkpoint_computes_what_its_numbers_say(
     with torch.no_grad():
         layer = model.get_submodule("model.layers.0").mlp(x[None])[0]
         want = model(token_ids()[None]).logits[0]
-    got = engine.model._layers[0].feed_forward(x)
+    got = engine.model.layers[0].feed_forward(x)
     # A last bit can move a value over a rounding edge: in few tokens of a layer, in more of two.
     errors = (got - layer).norm(dim=-1) / layer.norm(dim=-1)
     assert (errors < 5e-6).float().mean() >= 0.95
@@ -71,7 +71,7 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(make_model, make_quantized, fa
     folder = make_model(family, **MOE[family])
     folder = make_quantized(folder, preset) if preset else folder
     engine = Engine.from_pretrained(folder)
-    moe = engine.model._layers[0].feed_forward
+    moe = engine.model.layers[0].feed_forward
     assert isinstance(moe, MixtureOfExperts)
     x = torch.randn(37, 128, generator=torch.Generator().manual_seed(1))
     whole = moe(x)

@@ -1,9 +1,11 @@
-"""Threads for tests of what must not depend on them."""
+"""Threads for tests of what must not depend on them, and both implementations of the ops."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from kernels.cpu import native
 
 
 @pytest.fixture
@@ -12,3 +14,13 @@ def with_threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def backend(request, monkeypatch):
+    """The ops run on the compiled kernels, then as if there were none."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("no C++ compiler, and no compiled kernels")
+    return request.param

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import kernels.reference as reference
-from kernels.ops import apply_rope, rms_norm, silu_mul
+from kernels.cpu import native
+from kernels.ops import apply_rope, pack_quantized_weight, rms_norm, silu_mul
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("size", [64, 288, 4544])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm(size, dtype):
@@ -22,6 +24,7 @@ def test_rms_norm(size, dtype):
     assert all(torch.equal(rms_norm(x[i : i + 1], weight, 1e-5)[0], got[i]) for i in range(40))
 
 
+@pytest.mark.usefixtures("backend")
 def test_silu_mul_is_the_same_wherever_an_element_lies():
     torch.manual_seed(0)
     gate, up = torch.randn(37, 301) * 20, torch.randn(37, 301)
@@ -33,6 +36,7 @@ def test_silu_mul_is_the_same_wherever_an_element_lies():
     assert extreme.tolist() == [[0.0, 1e4, 0.0]]
 
 
+@pytest.mark.usefixtures("backend")
 def test_rope():
     torch.manual_seed(0)
     q, k = torch.randn(7, 4, 32), torch.randn(7, 2, 32)
@@ -57,6 +61,11 @@ def cases():
     yield ops.quantize_per_token, (torch.randn(5, 64),)
     int8 = (q8, scale, torch.randn(8, 64), torch.rand(8), None, torch.bfloat16)
     yield ops.int8_linear, int8
+    yield ops.fake_quantize_fp8, (torch.randn(5, 64), None, -1)
+    if native.library() is not None:
+        packed = pack_quantized_weight(q8, torch.ones(5, 1), "int8").packed
+        yield ops.packed_linear, (q8, packed, scale, 5, torch.bfloat16)
+        yield ops.packed_linear, (torch.randn(3, 64), packed, None, 5, torch.float32)
     yield ops.float_linear, (torch.randn(5, 64), torch.randn(8, 64), torch.randn(8))
     yield ops.rms_norm, (torch.randn(5, 64), torch.randn(64), 1e-5)
     yield ops.silu_mul, (torch.randn(5, 64), torch.randn(5, 64))

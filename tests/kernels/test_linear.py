@@ -6,14 +6,25 @@ import pytest
 import torch
 
 import kernels.reference as reference
+from kernels.numerics import (
+    FP8,
+    INT4,
+    block_absmax,
+    choose_affine,
+    choose_scale,
+    dequantize,
+    quantize,
+)
 from kernels.ops import (
-    float_linear,
-    int8_linear,
+    fake_quantize_fp8,
+    linear,
     pack_float_weight,
-    pack_int8_weight,
+    pack_quantized_weight,
     quantize_per_token,
     quantize_static,
 )
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 SHAPES = [(1, 64, 64), (3, 288, 96), (5, 576, 33), (17, 1024, 128), (4, 1025, 7), (9, 4544, 61)]
 
@@ -21,6 +32,10 @@ SHAPES = [(1, 64, 64), (3, 288, 96), (5, 576, 33), (17, 1024, 128), (4, 1025, 7)
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+
+
+def pack_int8(q: torch.Tensor, scale: torch.Tensor, bias=None):
+    return pack_quantized_weight(q, scale.reshape(-1, 1), "int8", bias=bias, integer_inputs=True)
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
@@ -32,7 +47,7 @@ def test_int8_linear_equals_its_twin_bit_for_bit(rows, inputs, outputs, per_toke
     x_scale = torch.rand(rows, 1) + 0.01 if per_token else torch.tensor(0.03)
     w_scale = torch.rand(outputs) + 0.01
     bias = torch.randn(outputs) if with_bias else None
-    got = int8_linear(x, x_scale, pack_int8_weight(q, w_scale[:, None], bias))
+    got = linear(x, pack_int8(q, w_scale, bias), x_scale)
     assert torch.equal(got, reference.int8_linear(x, x_scale, q, w_scale, bias))
 
 
@@ -42,7 +57,7 @@ def test_int8_linear_is_exact_where_every_product_is_the_largest(sign):
     x = torch.full((2, inputs), 127, dtype=torch.int8)
     q = torch.full((3, inputs), 127 * sign, dtype=torch.int8)
     q[1, ::2] = 126
-    got = int8_linear(x, torch.tensor(1.0), pack_int8_weight(q, torch.ones(3)))
+    got = linear(x, pack_int8(q, torch.ones(3)), torch.tensor(1.0))
     want = (x.long() @ q.long().T).float()
     assert torch.equal(got, want)
     assert abs(want[0, 0].item()) == 127 * 127 * inputs
@@ -53,14 +68,57 @@ def test_int8_linear_is_exact_where_every_product_is_the_largest(sign):
 def test_a_row_has_the_same_bits_in_any_batch(inputs, outputs, threads, with_threads):
     with_threads(threads)
     torch.manual_seed(0)
-    x, w = torch.randn(130, inputs), torch.randn(outputs, inputs)
-    weight = pack_float_weight(w, torch.randn(outputs))
-    whole = float_linear(x, weight)
+    x, w, bias = torch.randn(130, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    weight = pack_float_weight(w, bias)
+    whole = linear(x, weight)
     assert len(whole) == 130
     for count in (*range(1, 40), 64, 99, 100):
-        part = float_linear(x[10 : 10 + count], weight)
+        part = linear(x[10 : 10 + count], weight)
         assert torch.equal(part, whole[10 : 10 + count]), count
-    assert torch.allclose(whole, reference.float_linear(x, w, weight.bias), atol=1e-3)
+    assert torch.allclose(whole, reference.float_linear(x, w, bias), atol=1e-3)
+
+
+@pytest.mark.parametrize("group", [None, 32, 128])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("integer_inputs", [True, False])
+def test_int4_weights_stand_for_their_values(group, symmetric, integer_inputs):
+    torch.manual_seed(0)
+    w, x, block = torch.randn(40, 288), torch.randn(7, 288), (1, group or -1)
+    if symmetric:
+        scale, zero = choose_scale(block_absmax(w, block), INT4), None
+    else:
+        groups = w.split(group or 288, dim=1)
+        low = torch.stack([part.amin(1) for part in groups], dim=1)
+        high = torch.stack([part.amax(1) for part in groups], dim=1)
+        scale, zero = choose_affine(low, high, INT4)
+    q = quantize(w, scale, INT4, zero, block)
+    weight = pack_quantized_weight(
+        q, scale, "int4", zero, group, torch.ones(40), integer_inputs=integer_inputs
+    )
+    xq, x_scale = quantize_per_token(x)
+    seen = dequantize(xq, x_scale) if integer_inputs else x
+    got = linear(xq, weight, x_scale) if integer_inputs else linear(x, weight)
+    values = dequantize(q, scale, zero, block)
+    want = reference.float_linear(seen, values, torch.ones(40))
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("group", [None, 128])
+def test_fp8_weights_and_inputs_stand_for_their_values(group):
+    torch.manual_seed(0)
+    w, x, block = torch.randn(40, 300), torch.randn(5, 300) * 3, (1, group or -1)
+    scale = choose_scale(block_absmax(w, block), FP8)
+    q = quantize(w, scale, FP8, block=block)
+    weight = pack_quantized_weight(q, scale, "fp8_e4m3", group=group)
+    seen = fake_quantize_fp8(x, None, group or -1)
+    x_scale = choose_scale(block_absmax(x, block), FP8)
+    assert torch.equal(
+        seen, dequantize(quantize(x, x_scale, FP8, block=block), x_scale, block=block)
+    )
+    static = fake_quantize_fp8(x, torch.tensor(0.01))
+    assert torch.equal(static, dequantize(quantize(x, torch.tensor(0.01), FP8), torch.tensor(0.01)))
+    want = reference.float_linear(seen, dequantize(q, scale, block=block), None)
+    torch.testing.assert_close(linear(seen, weight), want, atol=2e-5, rtol=2e-5)
 
 
 def test_quantize_rounds_half_to_even_and_clamps_to_127():
@@ -90,9 +148,13 @@ def test_quantize_per_token_refuses_nan():
 def test_packing_refuses_what_the_kernel_does_not_hold():
     q = integers(4, 8)
     with pytest.raises(ValueError, match="int8"):
-        pack_int8_weight(q.float(), torch.ones(4))
-    with pytest.raises(ValueError, match="5 scales for 4"):
-        pack_int8_weight(q, torch.ones(5))
+        pack_int8(q.float(), torch.ones(4))
+    with pytest.raises(ValueError, match=r"\(5, 1\); needed is \(4, 1\)"):
+        pack_int8(q, torch.ones(5))
+    with pytest.raises(ValueError, match="zero points"):
+        pack_quantized_weight(q, torch.ones(4, 1), "int8", torch.zeros(4, 2, dtype=torch.int8))
+    with pytest.raises(ValueError, match="127"):
+        pack_quantized_weight(q, torch.ones(4, 1), "int4")
     q[0, 0] = -128
     with pytest.raises(ValueError, match="-128"):
-        pack_int8_weight(q, torch.ones(4))
+        pack_int8(q, torch.ones(4))

@@ -128,6 +128,8 @@ struct Kernels {
                int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);
   void (*write_kv)(const WriteKvArgs&, const Team&);
   void (*attention)(const AttentionArgs&, const Team&);
+  int64_t (*read_all)(const void* data, int64_t bytes, const Team&);     // limits.h
+  double (*multiply_add)(int32_t format, int64_t rounds);
 };
 
 extern const Kernels kKernelsPortable;

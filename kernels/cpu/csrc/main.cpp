@@ -7,7 +7,7 @@
 #include <omp.h>
 #endif
 
-#include "api.h"
+#include "decoder.h"
 
 #define PTQ_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -102,4 +102,28 @@ PTQ_EXPORT void ptq_write_kv(const WriteKvArgs* args, int threads) {
 }
 PTQ_EXPORT void ptq_attention(const AttentionArgs* args, int threads) {
   together(threads, [&](const Team& team) { chosen->attention(*args, team); });
+}
+PTQ_EXPORT int64_t ptq_decoder_workspace(const Decoder* decoder, int64_t tokens) {
+  return decoder_workspace(*decoder, tokens);
+}
+PTQ_EXPORT void ptq_decoder_step(const Decoder* decoder, const Step* step, int threads) {
+  together(threads, [&](const Team& team) { decoder_step(*chosen, *decoder, *step, team); });
+}
+
+// The machine's limits, see limits.h.
+PTQ_EXPORT int64_t ptq_read(const void* data, int64_t bytes, int threads) {
+  int64_t sum = 0;
+  together(threads, [&](const Team& team) {
+    __atomic_fetch_add(&sum, chosen->read_all(data, bytes, team), __ATOMIC_RELAXED);
+  });
+  return sum;
+}
+// Operations done by all threads together.
+PTQ_EXPORT double ptq_multiply_add(int format, int64_t rounds, int threads) {
+  int64_t done = 0;
+  together(threads, [&](const Team&) {
+    const double mine = chosen->multiply_add(format, rounds);
+    __atomic_fetch_add(&done, (int64_t)mine, __ATOMIC_RELAXED);
+  });
+  return (double)done;
 }

@@ -1,0 +1,238 @@
+// One step of a decoder, from token ids to logits, by one team of threads: the same kernels in the
+// same order as when each is called from Python, so that the logits have the same bits, without
+// what it costs to call them one by one.
+//
+//     h = norm(x);  q, k, v = qkv(h);  q, k = rope(norm(q), norm(k));  cache <- k, v
+//     x = x + o(attention(q, cache));  h = norm(x);  x = x + down(silu(gate(h)) * up(h))
+#include "decoder.h"
+
+#include <string.h>
+
+namespace ptq {
+namespace {
+
+int64_t rounded(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+// The buffers of a step, cut from its workspace.
+struct Buffers {
+  float *x, *h, *qkv, *attended, *gate_up, *product, *scales;
+  int8_t* q;       // integers, or
+  float* values;   // values, of the widest input
+  int64_t bytes;
+
+  Buffers(const Decoder& d, int64_t tokens, char* base) {
+    const int64_t wide = widest(d);
+    int64_t at = 0;
+    const auto take = [&](int64_t bytes_each) {
+      char* p = base + at;
+      at += rounded(tokens * bytes_each);
+      return p;
+    };
+    x = (float*)take(d.hidden * 4);
+    h = (float*)take(d.hidden * 4);
+    qkv = (float*)take((d.heads + 2 * d.kv_heads) * d.dim * 4);
+    attended = (float*)take(d.heads * d.dim * 4);
+    gate_up = (float*)take(2 * d.intermediate * 4);
+    product = (float*)take(d.intermediate * 4);
+    scales = (float*)take(4);
+    values = (float*)take(wide * 4);
+    q = (int8_t*)values;
+    bytes = at;
+  }
+
+  static int64_t widest(const Decoder& d) {
+    int64_t wide = d.hidden > d.intermediate ? d.hidden : d.intermediate;
+    return wide > d.heads * d.dim ? wide : d.heads * d.dim;
+  }
+};
+
+// A team of one: what a thread does on its own rows, without barriers.
+Team alone(const Team& team) { return Team{0, 1, team.ticket}; }
+
+class StepRunner {
+ public:
+  StepRunner(const Kernels& kernels, const Decoder& decoder, const Step& step, const Team& team)
+      : kernels_(kernels), d_(decoder), s_(step), team_(team), solo_(alone(team)),
+        tokens_(share(step.tokens, team)), b_(decoder, step.tokens, step.workspace) {}
+
+  void run() {
+    embed();
+    for (int64_t i = 0; i < d_.layers; i++) block(d_.blocks[i]);
+    logits();
+  }
+
+ private:
+  void embed() {
+    for (int64_t t = tokens_.begin; t < tokens_.end; t++) {
+      float* to = b_.x + t * d_.hidden;
+      if (d_.embedding_format == kF32) {
+        memcpy(to, (const float*)d_.embedding + s_.ids[t] * d_.hidden, d_.hidden * 4);
+        continue;
+      }
+      const uint16_t* from = (const uint16_t*)d_.embedding + s_.ids[t] * d_.hidden;
+      for (int64_t i = 0; i < d_.hidden; i++) {
+        const uint32_t wide = (uint32_t)from[i] << 16;
+        memcpy(to + i, &wide, 4);
+      }
+    }
+  }
+
+  void block(const Block& block) {
+    const int64_t q_size = d_.heads * d_.dim, kv_size = d_.kv_heads * d_.dim;
+    normed(b_.x, block.input_norm, block.qkv);
+    linear(block.qkv, b_.h, s_.tokens, d_.hidden, b_.qkv, q_size + 2 * kv_size, false);
+    for (int64_t t = tokens_.begin; t < tokens_.end; t++) cache(block, t);
+    team_.barrier();
+    attend(block);
+    team_.barrier();
+    prepare(block.o, b_.attended, q_size);
+    linear(block.o, b_.attended, s_.tokens, q_size, b_.x, d_.hidden, true);
+    normed(b_.x, block.post_norm, block.gate_up);
+    linear(block.gate_up, b_.h, s_.tokens, d_.hidden, b_.gate_up, 2 * d_.intermediate, false);
+    for (int64_t t = tokens_.begin; t < tokens_.end; t++) {
+      const float* gate = b_.gate_up + t * 2 * d_.intermediate;
+      kernels_.silu_mul(gate, gate + d_.intermediate, b_.product + t * d_.intermediate, 1,
+                        d_.intermediate, 0, 0, solo_);
+    }
+    prepare(block.down, b_.product, d_.intermediate);
+    linear(block.down, b_.product, s_.tokens, d_.intermediate, b_.x, d_.hidden, true);
+  }
+
+  // h = norm(x), quantized as `next` wants it; of this thread's tokens.
+  void normed(const float* x, const float* weight, const Layer& next) {
+    for (int64_t t = tokens_.begin; t < tokens_.end; t++)
+      kernels_.rms_norm(x + t * d_.hidden, weight, d_.eps, b_.h + t * d_.hidden, 1, d_.hidden, 0, 0,
+                        solo_);
+    prepare(next, b_.h, d_.hidden);
+  }
+
+  // Quantizes this thread's rows for a layer; all rows are ready after the barrier.
+  void prepare(const Layer& layer, const float* x, int64_t columns) {
+    if (layer.kind != kInputFloat && tokens_.end > tokens_.begin)
+      quantize(layer, x + tokens_.begin * columns, columns, tokens_.begin,
+               tokens_.end - tokens_.begin);
+    team_.barrier();
+  }
+
+  void quantize(const Layer& layer, const float* x, int64_t columns, int64_t first, int64_t rows) {
+    QuantizeArgs args = {};
+    args.x = x;
+    args.rows = rows;
+    args.columns = args.x_stride = columns;
+    args.group = layer.group;
+    args.scale = layer.scale;
+    args.format = layer.kind == kInputI8 ? kI8 : kF8;
+    args.q = b_.q + first * columns;
+    args.values = b_.values + first * columns;
+    args.scales = b_.scales + first;
+    kernels_.quantize(args, solo_);
+  }
+
+  // y = layer(x), or y += layer(x); the result is ready after the barrier.
+  void linear(const Layer& layer, const float* x, int64_t rows, int64_t inputs, float* y,
+              int64_t outputs, bool accumulate) {
+    const bool integers = layer.kind == kInputI8;
+    LinearArgs args = {};
+    args.weight = layer.weight;
+    args.x = integers ? (const void*)b_.q : layer.kind == kInputF8 ? b_.values : x;
+    args.x_is_int8 = integers;
+    args.x_scale = layer.scale != nullptr ? layer.scale : b_.scales;
+    args.x_scale_per_row = layer.scale == nullptr;
+    args.accumulate = accumulate;
+    args.rows = rows;
+    args.x_stride = inputs;
+    args.y_stride = outputs;
+    args.y = y;
+    kernels_.linear(args, team_);
+    team_.barrier();
+  }
+
+  // Norm and rotation of a token's q and k, in place, and its way into the cache.
+  void cache(const Block& block, int64_t t) {
+    const int64_t stride = (d_.heads + 2 * d_.kv_heads) * d_.dim, position = s_.positions[t];
+    float* q = b_.qkv + t * stride;
+    float* k = q + d_.heads * d_.dim;
+    if (block.q_norm != nullptr) {
+      kernels_.rms_norm(q, block.q_norm, d_.eps, q, d_.heads, d_.dim, d_.dim, d_.dim, solo_);
+      kernels_.rms_norm(k, block.k_norm, d_.eps, k, d_.kv_heads, d_.dim, d_.dim, d_.dim, solo_);
+    }
+    const float *cos = d_.cos + position * d_.dim, *sin = d_.sin + position * d_.dim;
+    kernels_.rope(q, cos, sin, q, 1, d_.heads, d_.dim, stride, stride, solo_);
+    kernels_.rope(k, cos, sin, k, 1, d_.kv_heads, d_.dim, stride, stride, solo_);
+    WriteKvArgs args = {};
+    args.k = k;
+    args.v = k + d_.kv_heads * d_.dim;
+    args.k_pool = block.k_pool;
+    args.v_pool = block.v_pool;
+    args.k_scale = block.k_scale;
+    args.v_scale = block.v_scale;
+    args.slots = s_.slots + t;
+    args.tokens = 1;
+    args.stride = stride;
+    args.kv_heads = d_.kv_heads;
+    args.dim = d_.dim;
+    args.kv_format = block.kv_format;
+    args.k_scale_kind = block.k_scale_kind;
+    args.v_scale_kind = block.v_scale_kind;
+    kernels_.write_kv(args, solo_);
+  }
+
+  void attend(const Block& block) {
+    AttentionArgs args = {};
+    args.q = b_.qkv;
+    args.out = b_.attended;
+    args.k_pool = block.k_pool;
+    args.v_pool = block.v_pool;
+    args.k_scale = block.k_scale;
+    args.v_scale = block.v_scale;
+    args.block_tables = s_.block_tables;
+    args.query_start = s_.query_start;
+    args.context_len = s_.context_len;
+    args.sequences = s_.sequences;
+    args.table_stride = s_.table_stride;
+    args.q_stride = (d_.heads + 2 * d_.kv_heads) * d_.dim;
+    args.out_stride = d_.heads * d_.dim;
+    args.heads = d_.heads;
+    args.kv_heads = d_.kv_heads;
+    args.dim = d_.dim;
+    args.window = block.window;
+    args.kv_format = block.kv_format;
+    args.k_scale_kind = block.k_scale_kind;
+    args.v_scale_kind = block.v_scale_kind;
+    args.softmax_scale = d_.softmax_scale;
+    kernels_.attention(args, team_);
+  }
+
+  void logits() {
+    const Range wanted = share(s_.wanted, team_);
+    for (int64_t i = wanted.begin; i < wanted.end; i++)
+      kernels_.rms_norm(b_.x + s_.rows[i] * d_.hidden, d_.norm, d_.eps, b_.h + i * d_.hidden, 1,
+                        d_.hidden, 0, 0, solo_);
+    if (d_.head.kind != kInputFloat && wanted.end > wanted.begin)
+      quantize(d_.head, b_.h + wanted.begin * d_.hidden, d_.hidden, wanted.begin,
+               wanted.end - wanted.begin);
+    team_.barrier();
+    linear(d_.head, b_.h, s_.wanted, d_.hidden, s_.logits, d_.vocabulary, false);
+  }
+
+  const Kernels& kernels_;
+  const Decoder& d_;
+  const Step& s_;
+  const Team& team_;
+  const Team solo_;
+  const Range tokens_;
+  const Buffers b_;
+};
+
+}  // namespace
+
+int64_t decoder_workspace(const Decoder& decoder, int64_t tokens) {
+  return Buffers(decoder, tokens, nullptr).bytes;
+}
+
+void decoder_step(const Kernels& kernels, const Decoder& decoder, const Step& step,
+                  const Team& team) {
+  StepRunner(kernels, decoder, step, team).run();
+}
+
+}  // namespace ptq

@@ -1,0 +1,55 @@
+// One step of a whole Llama-like decoder: structures that Python fills in once for each model, and
+// for each step. See decoder.cpp for what is done with them.
+#pragma once
+#include "api.h"
+
+namespace ptq {
+
+enum InputKind : int32_t { kInputFloat = 0, kInputI8 = 1, kInputF8 = 2 };
+
+// A linear layer and how its input is quantized (scale: a static one, or null; group as in
+// QuantizeArgs).
+struct Layer {
+  const Packed* weight;
+  const float* scale;
+  int64_t group;
+  int32_t kind, unused;
+};
+
+struct Block {
+  Layer qkv, o, gate_up, down;
+  const float *input_norm, *post_norm;  // [hidden]
+  const float *q_norm, *k_norm;         // [dim] or null
+  void *k_pool, *v_pool;                // as in AttentionArgs
+  float *k_scale, *v_scale;
+  int64_t window;
+  int32_t kv_format, k_scale_kind, v_scale_kind, unused;
+};
+
+struct Decoder {
+  const Block* blocks;
+  const void* embedding;    // [vocabulary, hidden], fp32 or bf16
+  const float *cos, *sin;   // [positions, dim], the two halves equal
+  const float* norm;        // [hidden]
+  Layer head;
+  int64_t layers, hidden, heads, kv_heads, dim, intermediate, vocabulary;
+  int32_t embedding_format;
+  float eps, softmax_scale;
+  int32_t unused;
+};
+
+struct Step {
+  const int64_t *ids, *positions, *slots;  // [tokens]
+  const int64_t *block_tables;             // [sequences, table_stride]
+  const int64_t *query_start, *context_len;
+  const int64_t* rows;  // [wanted]: tokens whose logits are wanted
+  int64_t tokens, sequences, table_stride, wanted;
+  float* logits;    // [wanted, vocabulary]
+  char* workspace;  // of decoder_workspace() bytes, aligned to 64
+};
+
+int64_t decoder_workspace(const Decoder& decoder, int64_t tokens);
+void decoder_step(const Kernels& kernels, const Decoder& decoder, const Step& step,
+                  const Team& team);
+
+}  // namespace ptq

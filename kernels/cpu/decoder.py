@@ -1,0 +1,207 @@
+"""One step of a whole decoder in one call of the compiled kernels; see `csrc/decoder.cpp`.
+
+Weights, norms, tables and the cache stay where they are: what is made here once for a model is a
+table of their addresses. The logits have the same bits as those of the ops called one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import native
+
+KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
+
+
+class _Layer(Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("group", c_int64),
+        ("kind", c_int32),
+        ("unused", c_int32),
+    ]
+
+
+class _Block(Structure):
+    _fields_ = [
+        *[(name, _Layer) for name in ("qkv", "o", "gate_up", "down")],
+        *[(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
+        *[(name, c_void_p) for name in ("k_pool", "v_pool", "k_scale", "v_scale")],
+        ("window", c_int64),
+        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind", "unused")],
+    ]
+
+
+class _Decoder(Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("blocks", "embedding", "cos", "sin", "norm")],
+        ("head", _Layer),
+        *[(name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim")],
+        *[(name, c_int64) for name in ("intermediate", "vocabulary")],
+        ("embedding_format", c_int32),
+        ("eps", c_float),
+        ("softmax_scale", c_float),
+        ("unused", c_int32),
+    ]
+
+
+class _Step(Structure):
+    _fields_ = [
+        *[(name, c_void_p) for name in ("ids", "positions", "slots", "block_tables")],
+        *[(name, c_void_p) for name in ("query_start", "context_len", "rows")],
+        *[(name, c_int64) for name in ("tokens", "sequences", "table_stride", "wanted")],
+        *[(name, c_void_p) for name in ("logits", "workspace")],
+    ]
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer of a decoder.
+
+    Attributes:
+        packed: From `native.pack`.
+        inputs: How its input is quantized.
+        scale: fp32, one static element, or None.
+        group: Inputs of a row that share a dynamic scale, -1 for all.
+    """
+
+    packed: Tensor
+    inputs: Literal["float", "int8", "fp8_e4m3"] = "float"
+    scale: Tensor | None = None
+    group: int = -1
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A decoder block and its cache; norms are fp32, the cache as `kernels.ops` tells."""
+
+    input_norm: Tensor
+    qkv: LinearSpec
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: LinearSpec
+    post_norm: Tensor
+    gate_up: LinearSpec
+    down: LinearSpec
+    k_pool: Tensor
+    v_pool: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder.
+
+    Attributes:
+        embedding: [vocabulary, hidden], fp32 or bf16.
+        blocks: In order.
+        norm: fp32 [hidden].
+        head: Gives the logits.
+        cos: fp32 [positions, dim].
+        sin: Likewise.
+        heads: Query heads.
+        eps: Of the norms.
+    """
+
+    embedding: Tensor
+    blocks: Sequence[BlockSpec]
+    norm: Tensor
+    head: LinearSpec
+    cos: Tensor
+    sin: Tensor
+    heads: int
+    eps: float
+
+
+class FusedDecoder:
+    """Runs steps of a decoder, each in one call.
+
+    Args:
+        spec: Its tensors; they are kept, and may not move.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+        dim = spec.cos.shape[1]
+        kv_heads = spec.blocks[0].k_pool.shape[1]
+        self._kept: list[Tensor] = []
+        self._blocks = (_Block * len(spec.blocks))(*[self._block(b) for b in spec.blocks])
+        self._vocabulary = native.header(spec.head.packed).outputs
+        self._decoder = _Decoder(
+            ctypes.addressof(self._blocks),
+            *map(native.pointer, (spec.embedding, spec.cos, spec.sin, spec.norm)),
+            self._layer(spec.head),
+            len(spec.blocks),
+            spec.embedding.shape[1],
+            spec.heads,
+            kv_heads,
+            dim,
+            native.header(spec.blocks[0].down.packed).inputs,
+            self._vocabulary,
+            native.FORMATS[native.STORAGE_NAMES[spec.embedding.dtype]],
+            spec.eps,
+            dim**-0.5,
+        )
+        self._workspace = native.aligned(0)
+
+    def step(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_len: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        """Run the tokens of a step; arguments as in `kernels.ops` and `inference`'s batches.
+
+        Returns:
+            Logits fp32 [R, vocabulary] of the tokens `rows`.
+        """
+        loaded = native.loaded()
+        needed = loaded.ptq_decoder_workspace(byref(self._decoder), len(ids))
+        if needed > len(self._workspace):
+            self._workspace = native.aligned(needed)
+        logits = torch.empty(len(rows), self._vocabulary)
+        tensors = (ids, positions, slots, block_tables, query_start, context_len, rows)
+        held = [tensor.contiguous() for tensor in tensors]
+        step = _Step(
+            *map(native.pointer, held),
+            len(ids),
+            len(context_len),
+            block_tables.shape[1],
+            len(rows),
+            logits.data_ptr(),
+            self._workspace.data_ptr(),
+        )
+        loaded.ptq_decoder_step(byref(self._decoder), byref(step), torch.get_num_threads())
+        return logits
+
+    def _layer(self, spec: LinearSpec) -> _Layer:
+        return _Layer(
+            spec.packed.data_ptr(), native.pointer(spec.scale), spec.group, KINDS[spec.inputs]
+        )
+
+    def _block(self, spec: BlockSpec) -> _Block:
+        kv = native.kv_scales(spec.k_pool, spec.k_scale, spec.v_scale)
+        self._kept += [scale for scale in (kv.k_scale, kv.v_scale) if scale is not None]
+        norms = (spec.input_norm, spec.post_norm, spec.q_norm, spec.k_norm)
+        return _Block(
+            *map(self._layer, (spec.qkv, spec.o, spec.gate_up, spec.down)),
+            *map(native.pointer, (*norms, spec.k_pool, spec.v_pool, kv.k_scale, kv.v_scale)),
+            spec.window or 0,
+            native.FORMATS[native.STORAGE_NAMES[spec.k_pool.dtype]],
+            kv.k_kind,
+            kv.v_kind,
+        )
