@@ -17,6 +17,22 @@ import ptq  # noqa: F401  (joins our kernels folder to a foreign package of that
 
 torch.set_num_threads(min(4, torch.get_num_threads()))
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--native-library`: run on these compiled CPU kernels, such as a build with sanitizers."""
+    parser.addoption("--native-library", type=Path, help="compiled CPU kernels to test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the given library in the place of the one that would be found."""
+    from kernels.cpu import native
+
+    path = config.getoption("--native-library", default=None)
+    if path is not None:
+        opened = native.open_library(path)
+        native.library = lambda: opened
+
+
 CORPUS = [
     "def add(a, b):\n    return a + b\n",
     "class Node:\n    def __init__(self, value):\n        self.value = value\n",

@@ -148,6 +148,11 @@ _SIGNATURES = {
 }
 
 
+def packaged_folder() -> Path:
+    """Where the library is that was compiled when the package was installed."""
+    return Path(__file__).resolve().parent / "_native"
+
+
 def cache_folder() -> Path:
     """Where libraries that are compiled at first use are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -158,7 +163,7 @@ def cache_folder() -> Path:
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None where they cannot be had; the reason is logged once."""
     name = build.library_name()
-    packaged = Path(__file__).resolve().parent / "_native" / name
+    packaged = packaged_folder() / name
     cached = cache_folder() / name
     try:
         path = next((p for p in (packaged, cached) if p.is_file()), None)

@@ -181,7 +181,7 @@ def test_transformers_gives_the_same_logits_within_the_noise_of_rounding(flagshi
 
     folder = flagship[0] / "output" / "a8w8c8" / "checkpoint"
     engine, nudged = (Engine.from_pretrained(folder, quantized_kv=False) for _ in range(2))
-    for layer in nudged.model._layers:
+    for layer in nudged.model.layers:
         layer.qkv.input_scale.mul_(1 + 1e-6)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sequences = load_tokens(DatasetSpec(), engine.tokenizer, "evaluation").sequences()[:4]
