@@ -28,6 +28,7 @@ ISAS = ("portable", "avx2", "avx512_vnni")
 FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
 NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
 SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
+NONFINITE, NO_SUCH_BLOCK = 1, 2
 
 
 class Packed(Structure):
@@ -76,6 +77,8 @@ class AttentionArgs(Structure):
         *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "window")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
         ("softmax_scale", c_float),
+        ("blocks", c_int64),
+        ("problem", c_void_p),
     ]
 
 
@@ -87,6 +90,8 @@ class WriteKvArgs(Structure):
         ("slots", c_void_p),
         *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+        ("blocks", c_int64),
+        ("problem", c_void_p),
     ]
 
 
@@ -98,7 +103,7 @@ class QuantizeArgs(Structure):
         *[(name, c_int64) for name in ("rows", "columns", "x_stride", "group")],
         ("scale", c_void_p),
         ("format", c_int32),
-        *[(name, c_void_p) for name in ("q", "values", "scales")],
+        *[(name, c_void_p) for name in ("q", "values", "scales", "problem")],
     ]
 
 
@@ -182,7 +187,8 @@ def forced(name: str) -> Iterator[None]:
         loaded.ptq_force(before)
 
 
-def _loaded() -> ctypes.CDLL:
+def functions() -> ctypes.CDLL:
+    """The compiled kernels; callers ask `library()` first whether there are any."""
     loaded = library()
     assert loaded is not None, "callers ask library() first"
     return loaded
@@ -227,8 +233,8 @@ def pack(
     source = Source(
         *map(pointer, (q, scale, zero, bias)), FORMATS[fmt], kind, outputs, inputs, group
     )
-    out = aligned(_loaded().ptq_pack_bytes(byref(source)))
-    _loaded().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())
+    out = aligned(functions().ptq_pack_bytes(byref(source)))
+    functions().ptq_pack(byref(source), out.data_ptr(), torch.get_num_threads())
     return out
 
 
@@ -269,6 +275,6 @@ def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
         y.shape[1],
         y.data_ptr(),
     )
-    if _loaded().ptq_linear(byref(args), torch.get_num_threads()):
+    if functions().ptq_linear(byref(args), torch.get_num_threads()):
         raise ValueError(f"the weight was packed for another instruction set than {isa()}")
     return y
