@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.cpu import native
+from kernels.cpu import native, native_ops
 
 KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
 
@@ -35,7 +35,7 @@ class _Block(Structure):
         *[(name, _Layer) for name in ("qkv", "o", "gate_up", "down")],
         *[(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
         *[(name, c_void_p) for name in ("k_pool", "v_pool", "k_scale", "v_scale")],
-        ("window", c_int64),
+        *[(name, c_int64) for name in ("window", "cache_blocks")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind", "unused")],
     ]
 
@@ -58,7 +58,7 @@ class _Step(Structure):
         *[(name, c_void_p) for name in ("ids", "positions", "slots", "block_tables")],
         *[(name, c_void_p) for name in ("query_start", "context_len", "rows")],
         *[(name, c_int64) for name in ("tokens", "sequences", "table_stride", "wanted")],
-        *[(name, c_void_p) for name in ("logits", "workspace")],
+        *[(name, c_void_p) for name in ("logits", "workspace", "problem")],
     ]
 
 
@@ -134,7 +134,6 @@ class FusedDecoder:
         self._spec = spec
         dim = spec.cos.shape[1]
         kv_heads = spec.blocks[0].k_pool.shape[1]
-        self._kept: list[Tensor] = []
         self._blocks = (_Block * len(spec.blocks))(*[self._block(b) for b in spec.blocks])
         self._vocabulary = native.header(spec.head.packed).outputs
         self._decoder = _Decoder(
@@ -176,6 +175,7 @@ class FusedDecoder:
         logits = torch.empty(len(rows), self._vocabulary)
         tensors = (ids, positions, slots, block_tables, query_start, context_len, rows)
         held = [tensor.contiguous() for tensor in tensors]
+        problem = c_int32(0)
         step = _Step(
             *map(native.pointer, held),
             len(ids),
@@ -184,8 +184,10 @@ class FusedDecoder:
             len(rows),
             logits.data_ptr(),
             self._workspace.data_ptr(),
+            ctypes.addressof(problem),
         )
         loaded.ptq_decoder_step(byref(self._decoder), byref(step), torch.get_num_threads())
+        native_ops.report(problem)
         return logits
 
     def _layer(self, spec: LinearSpec) -> _Layer:
@@ -194,14 +196,14 @@ class FusedDecoder:
         )
 
     def _block(self, spec: BlockSpec) -> _Block:
-        kv = native.kv_scales(spec.k_pool, spec.k_scale, spec.v_scale)
-        self._kept += [scale for scale in (kv.k_scale, kv.v_scale) if scale is not None]
+        cache = (spec.k_pool, spec.v_pool, spec.k_scale, spec.v_scale)
+        kinds = native_ops.check_pools(*cache)
         norms = (spec.input_norm, spec.post_norm, spec.q_norm, spec.k_norm)
         return _Block(
             *map(self._layer, (spec.qkv, spec.o, spec.gate_up, spec.down)),
-            *map(native.pointer, (*norms, spec.k_pool, spec.v_pool, kv.k_scale, kv.v_scale)),
+            *map(native.pointer, (*norms, *cache)),
             spec.window or 0,
+            spec.k_pool.shape[0],
             native.FORMATS[native.STORAGE_NAMES[spec.k_pool.dtype]],
-            kv.k_kind,
-            kv.v_kind,
+            *kinds,
         )

@@ -25,7 +25,6 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +39,7 @@ ISAS = ("portable", "avx2", "avx512_vnni")
 FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
 NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
 SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
+NONFINITE, NO_SUCH_BLOCK = 1, 2
 
 
 STORAGE_NAMES = {
@@ -96,6 +96,8 @@ class AttentionArgs(Structure):
         *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "window")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
         ("softmax_scale", c_float),
+        ("blocks", c_int64),
+        ("problem", c_void_p),
     ]
 
 
@@ -107,6 +109,8 @@ class WriteKvArgs(Structure):
         ("slots", c_void_p),
         *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+        ("blocks", c_int64),
+        ("problem", c_void_p),
     ]
 
 
@@ -118,7 +122,7 @@ class QuantizeArgs(Structure):
         *[(name, c_int64) for name in ("rows", "columns", "x_stride", "group")],
         ("scale", c_void_p),
         ("format", c_int32),
-        *[(name, c_void_p) for name in ("q", "values", "scales")],
+        *[(name, c_void_p) for name in ("q", "values", "scales", "problem")],
     ]
 
 
@@ -271,33 +275,6 @@ def aligned(size: int) -> Tensor:
 def header(packed: Tensor) -> Packed:
     """What a packed weight says of itself."""
     return Packed.from_address(packed.data_ptr())
-
-
-@dataclass(frozen=True)
-class KVScales:
-    """Scales of a cache and what they belong to (SCALE_NONE to SCALE_TOKEN)."""
-
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    k_kind: int
-    v_kind: int
-
-
-def kv_scales(pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> KVScales:
-    """Scales as the kernels want them: contiguous, one a head where there is one for all.
-
-    Args:
-        pool: [blocks, Hkv, 64, D].
-        k_scale: fp32 [1], [Hkv], [Hkv, D], [blocks, Hkv, 64] or None.
-        v_scale: Likewise.
-    """
-    heads, found, kinds = pool.shape[1], [], []
-    for scale in (k_scale, v_scale):
-        if scale is not None and scale.numel() == 1:
-            scale = scale.reshape(1).expand(heads)
-        found.append(None if scale is None else scale.contiguous())
-        kinds.append(SCALE_NONE if scale is None else scale.dim())
-    return KVScales(*found, *kinds)
 
 
 def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:

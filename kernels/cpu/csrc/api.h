@@ -89,6 +89,8 @@ struct AttentionArgs {
   int32_t kv_format;                      // kF32, kBF16, kI8, kF8
   int32_t k_scale_kind, v_scale_kind;     // kScaleNone, kScaleHead, kScaleChannel, kScaleToken
   float softmax_scale;
+  int64_t blocks;    // of the pools; a table's entry beyond them is a problem
+  int32_t* problem;  // gets a Problem
 };
 enum ScaleKind : int32_t { kScaleNone = 0, kScaleHead = 1, kScaleChannel = 2, kScaleToken = 3 };
 
@@ -99,7 +101,12 @@ struct WriteKvArgs {
   const int64_t* slots;
   int64_t tokens, stride, kv_heads, dim;
   int32_t kv_format, k_scale_kind, v_scale_kind;
+  int64_t blocks;    // of the pools
+  int32_t* problem;  // a token with one is not written
 };
+
+// What kernels find wrong with the data, for the caller to report.
+enum Problem : int32_t { kNonfinite = 1, kNoSuchBlock = 2 };
 
 // How the input of a linear layer is quantized.
 struct QuantizeArgs {
@@ -109,7 +116,8 @@ struct QuantizeArgs {
   int32_t format;      // kI8: integers and scales; kF8: values as they stand for (q * scale)
   int8_t* q;           // kI8: [rows, columns]
   float* values;       // kF8: [rows, columns]
-  float* scales;       // kI8 and dynamic: [rows]
+  float* scales;       // dynamic: [rows, groups], or null if they are not wanted
+  int32_t* problem;    // kNonfinite where a scale cannot be had, or null
 };
 
 // The functions of one instruction set. Each is called by all threads of a team; the caller puts
@@ -119,7 +127,7 @@ struct Kernels {
   int64_t (*pack_bytes)(const Source&);
   void (*pack)(const Source&, void* out, const Team&);
   void (*linear)(const LinearArgs&, const Team&);
-  void (*quantize)(const QuantizeArgs&, const Team&);  // returns nonfinite rows through flags
+  void (*quantize)(const QuantizeArgs&, const Team&);
   void (*rms_norm)(const float* x, const float* weight, float eps, float* y, int64_t rows,
                    int64_t columns, int64_t x_stride, int64_t y_stride, const Team&);
   void (*silu_mul)(const float* gate, const float* up, float* y, int64_t rows, int64_t columns,

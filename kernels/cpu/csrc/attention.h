@@ -1,4 +1,286 @@
-// Attention over the paged cache, and the writing of it.
+// Attention over the paged cache (online softmax: Milakov and Gimelshein 2018; split over tokens:
+// Dao et al. 2023, "Flash-Decoding").
+//
+// Positions are cut into splits of 256, counted from 0. Within a split a row goes through its blocks
+// of 64 in order, keeping the largest score so far, the sum of weights and the weighted sum of V;
+// splits are then merged in order in the same way. A tile of queries goes through all its splits on
+// one thread, or, where there are too few tiles for the threads, its splits are shared out and
+// merged afterwards: the arithmetic is the same. Positions that a row does not see change nothing:
+// their weight is exactly 0, and the factor of what was summed before exactly 1.
 
-static void write_kv(const WriteKvArgs&, const Team&) { __builtin_trap(); }
-static void attention(const AttentionArgs&, const Team&) { __builtin_trap(); }
+constexpr int64_t kSplit = 256;     // positions
+constexpr int64_t kTileRows = 32;   // rows of a tile, if the heads of one query are not more
+constexpr int64_t kDirectRows = 8;  // more rows than that: K and V are widened to fp32 first
+constexpr float kLowest = -1e30f;   // largest score of no scores; finite, so that 0 * e^0 is 0
+
+// Some queries of one sequence, which go through the cache together.
+struct Tile {
+  int64_t sequence, first, queries, position;  // first: row of q; position: of the first query
+  int64_t begin, end;                          // positions that any of them sees
+  int64_t first_split() const { return begin / kSplit; }
+  int64_t splits() const { return ceil_div(end, kSplit) - first_split(); }
+};
+
+struct Shape {
+  int64_t group, queries, rows, width;  // queries and rows of a tile at most; width: padded dim
+  explicit Shape(const AttentionArgs& a) {
+    group = a.heads / a.kv_heads;
+    queries = group < kTileRows ? kTileRows / group : 1;
+    rows = queries * group;
+    width = round_up(a.dim, W);
+  }
+};
+
+// Goes through the tiles of a call; last queries first, as they see most.
+struct Tiles {
+  const AttentionArgs& a;
+  const Shape& shape;
+  int64_t sequence = -1, left = 0;
+  Tile tile = {};
+  bool next() {
+    while (left == 0) {
+      if (++sequence == a.sequences) return false;
+      left = ceil_div(a.query_start[sequence + 1] - a.query_start[sequence], shape.queries);
+    }
+    left--;
+    const int64_t start = a.query_start[sequence], count = a.query_start[sequence + 1] - start;
+    const int64_t offset = left * shape.queries, rest = count - offset;
+    tile.sequence = sequence;
+    tile.first = start + offset;
+    tile.queries = rest < shape.queries ? rest : shape.queries;
+    tile.position = a.context_len[sequence] - count + offset;
+    tile.end = tile.position + tile.queries;
+    tile.begin = a.window > 0 && tile.position >= a.window ? tile.position + 1 - a.window : 0;
+    return true;
+  }
+};
+
+// Sums of the rows of a tile; what a row has gathered stands for out / sum.
+struct Sums {
+  float *top, *sum, *out;  // [rows], [rows], [rows][width]
+  static int64_t floats(int64_t rows, int64_t width) { return round_up(rows * (width + 2), W); }
+  Sums(float* data, int64_t rows, int64_t width)
+      : top(data + rows * width), sum(top + rows), out(data) {}
+  void clear(int64_t rows, int64_t width) const {
+    for (int64_t r = 0; r < rows; r++) top[r] = kLowest;
+    __builtin_memset(sum, 0, rows * sizeof(float));
+    __builtin_memset(out, 0, rows * width * sizeof(float));
+  }
+};
+
+static void merge(const Sums& into, const Sums& from, int64_t rows, int64_t width) {
+  for (int64_t r = 0; r < rows; r++) {
+    const float top = into.top[r] > from.top[r] ? into.top[r] : from.top[r];
+    const vf a = exp(set1(into.top[r] - top)), b = exp(set1(from.top[r] - top));
+    float factor[2][W];
+    store(factor[0], a);
+    store(factor[1], b);
+    into.top[r] = top;
+    into.sum[r] = into.sum[r] * factor[0][0] + from.sum[r] * factor[1][0];
+    for (int64_t d = r * width; d < (r + 1) * width; d += W)
+      store(into.out + d, fma(load(from.out + d), b, mul(load(into.out + d), a)));
+  }
+}
+
+// One kv head of one tile on one thread.
+struct Attender {
+  const AttentionArgs& a;
+  const Shape& shape;
+  const Tile& tile;
+  int64_t head, rows;
+  float *q, *s, *decay, *k_wide, *v_wide;
+
+  static int64_t floats(const Shape& shape) {
+    return shape.rows * (shape.width + kBlock + W) + 2 * kBlock * shape.width;
+  }
+  Attender(const AttentionArgs& args, const Shape& sh, const Tile& t, int64_t h, float* data)
+      : a(args), shape(sh), tile(t), head(h), rows(t.queries * sh.group) {
+    k_wide = data;
+    v_wide = k_wide + kBlock * shape.width;
+    q = v_wide + kBlock * shape.width;
+    s = q + shape.rows * shape.width;
+    decay = s + shape.rows * kBlock;
+    load_queries();
+  }
+
+  void load_queries() {
+    for (int64_t r = 0; r < rows; r++) {
+      const float* from = a.q + (tile.first + r / shape.group) * a.q_stride +
+                          (head * shape.group + r % shape.group) * a.dim;
+      float* to = q + r * shape.width;
+      __builtin_memset(to, 0, shape.width * sizeof(float));
+      for (int64_t d = 0; d < a.dim; d += W) {
+        vf scale = set1(a.softmax_scale);
+        if (a.k_scale_kind == kScaleHead) scale = mul(scale, set1(a.k_scale[head]));
+        if (a.k_scale_kind == kScaleChannel)
+          scale = mul(scale, load_part(a.k_scale + head * a.dim + d, a.dim - d));
+        store(to + d, mul(load_part(from + d, a.dim - d), scale));
+      }
+    }
+  }
+
+  // Tokens of the block at `start` that a row sees.
+  Span span(int64_t row, int64_t start) const {
+    const int64_t position = tile.position + row / shape.group - start;
+    int64_t begin = a.window > 0 ? position + 1 - a.window : 0, end = position + 1;
+    begin = begin < 0 ? 0 : begin > kBlock ? kBlock : begin;
+    end = end < begin ? begin : end > kBlock ? kBlock : end;
+    return {(int)begin, (int)end};
+  }
+  // Of a run of rows, which see later tokens the later they are.
+  Span span_of_all(int64_t row, int64_t count, int64_t start) const {
+    const Span first = span(row, start), last = span(row + count - 1, start);
+    return {first.begin, last.end > first.begin ? last.end : first.begin};
+  }
+
+  template <int R, class T>
+  void attend_rows(const T* k, const T* v, const float* scales[2], int64_t start, int64_t row,
+                   const Sums& sums) {
+    const Span all = span_of_all(row, R, start);
+    if (all.begin == all.end) return;
+    float* score = s + row * kBlock;
+    scores_of<R>(q + row * shape.width, k, shape.width, all, score);
+    for (int64_t r = 0; r < R; r++)
+      decay[r] = weigh(score + r * kBlock, span(row + r, start), scales[0], scales[1],
+                       sums.top + row + r, sums.sum + row + r);
+    gather<R>(score, v, shape.width, all, decay, sums.out + row * shape.width);
+  }
+
+  template <class T>
+  void attend_block(const T* k, const T* v, const float* scales[2], int64_t start,
+                    const Sums& sums) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) attend_rows<4>(k, v, scales, start, row, sums);
+    if (rows - row == 3) attend_rows<3>(k, v, scales, start, row, sums);
+    if (rows - row == 2) attend_rows<2>(k, v, scales, start, row, sums);
+    if (rows - row == 1) attend_rows<1>(k, v, scales, start, row, sums);
+  }
+
+  template <class T>
+  void attend_split(int64_t split, const Sums& sums) {
+    const int64_t last = split * kSplit + kSplit < tile.end ? split * kSplit + kSplit : tile.end;
+    int64_t start = split * kSplit > tile.begin ? split * kSplit : tile.begin / kBlock * kBlock;
+    for (; start < last; start += kBlock) {
+      const int64_t block = a.block_tables[tile.sequence * a.table_stride + start / kBlock];
+      if (block < 0 || block >= a.blocks) {
+        __atomic_fetch_or(a.problem, (int32_t)kNoSuchBlock, __ATOMIC_RELAXED);
+        continue;
+      }
+      const int64_t place = (block * a.kv_heads + head) * kBlock;
+      const T *k = (const T*)a.k_pool + place * a.dim, *v = (const T*)a.v_pool + place * a.dim;
+      const float* scales[2] = {a.k_scale_kind == kScaleToken ? a.k_scale + place : nullptr,
+                                a.v_scale_kind == kScaleToken ? a.v_scale + place : nullptr};
+      if (a.dim == shape.width && (rows <= kDirectRows || sizeof(T) == sizeof(float))) {
+        attend_block(k, v, scales, start, sums);
+      } else {
+        attend_block(widened(k, a.dim, shape.width, k_wide),
+                     widened(v, a.dim, shape.width, v_wide), scales, start, sums);
+      }
+    }
+  }
+
+  void attend(int64_t split, const Sums& sums) {
+    sums.clear(rows, shape.width);
+    if (a.kv_format == kI8) attend_split<int8_t>(split, sums);
+    if (a.kv_format == kF8) attend_split<uint8_t>(split, sums);
+    if (a.kv_format == kBF16) attend_split<uint16_t>(split, sums);
+    if (a.kv_format == kF32) attend_split<float>(split, sums);
+  }
+};
+
+static void write_row(const AttentionArgs& a, const Shape& shape, const Tile& tile, int64_t head,
+                      const Sums& sums, int64_t r) {
+  float* to = a.out + (tile.first + r / shape.group) * a.out_stride +
+              (head * shape.group + r % shape.group) * a.dim;
+  const vf sum = set1(sums.sum[r] == 0.0f ? 1.0f : sums.sum[r]);
+  const vf scale = set1(a.v_scale_kind == kScaleHead ? a.v_scale[head] : 1.0f);
+  for (int64_t d = 0; d < a.dim; d += W)
+    store_part(to + d, mul(div(load(sums.out + r * shape.width + d), sum), scale), a.dim - d);
+}
+
+// Which tiles are shared out by splits: those that would keep one thread busy for more than a
+// quarter of its share of everything.
+struct Plan {
+  double limit = 0;
+  int64_t partials = 0;  // floats, of all splits of such tiles
+  double cost(const Tile& tile) const { return (double)(tile.end - tile.begin) * tile.queries; }
+  bool is_split(const Tile& tile) const { return tile.splits() > 1 && cost(tile) > limit; }
+  Plan(const AttentionArgs& a, const Shape& shape, const Team& team) {
+    for (Tiles tiles{a, shape}; tiles.next();) limit += cost(tiles.tile) * (double)a.kv_heads;
+    if (team.size > 1) limit = limit / (4 * team.size);
+    for (Tiles tiles{a, shape}; tiles.next();)
+      if (is_split(tiles.tile)) partials += floats(tiles.tile, a, shape);
+  }
+  static int64_t floats(const Tile& t, const AttentionArgs& a, const Shape& shape) {
+    return a.kv_heads * t.splits() * Sums::floats(t.queries * shape.group, shape.width);
+  }
+};
+
+// Memory for all threads of a team, kept by its first one. Ends with all tickets back.
+static float* shared_floats(int64_t count, const Team& team) {
+  static thread_local Scratch scratch;
+  team.barrier();
+  if (team.id == 0) __atomic_store_n(team.ticket, (long)scratch.get<float>(count), __ATOMIC_RELAXED);
+  team.barrier();
+  float* data = (float*)__atomic_load_n(team.ticket, __ATOMIC_RELAXED);
+  team.restart();
+  return data;
+}
+
+static void merge_splits(const AttentionArgs& a, const Shape& shape, const Plan& plan,
+                         float* partials, const Team& team) {
+  for (Tiles tiles{a, shape}; tiles.next();) {
+    const Tile& tile = tiles.tile;
+    if (!plan.is_split(tile)) continue;
+    const int64_t rows = tile.queries * shape.group, size = Sums::floats(rows, shape.width);
+    const Range heads = share(a.kv_heads, team);
+    for (int64_t head = heads.begin; head < heads.end; head++) {
+      float* data = partials + head * tile.splits() * size;
+      Sums total(data, rows, shape.width);
+      for (int64_t i = 1; i < tile.splits(); i++)
+        merge(total, Sums(data + i * size, rows, shape.width), rows, shape.width);
+      for (int64_t r = 0; r < rows; r++) write_row(a, shape, tile, head, total, r);
+    }
+    partials += Plan::floats(tile, a, shape);
+  }
+}
+
+static void attention(const AttentionArgs& a, const Team& team) {
+  static thread_local Scratch scratch;
+  const Shape shape(a);
+  const Plan plan(a, shape, team);
+  const int64_t size = Sums::floats(shape.rows, shape.width);
+  float* own = scratch.get<float>(Attender::floats(shape) + 2 * size);
+  float* sums = own + Attender::floats(shape);
+  float* partials = plan.partials > 0 ? shared_floats(plan.partials, team) : nullptr;
+  if (partials == nullptr) team.restart();
+  float* next = partials;  // of the tile at hand
+  int64_t ticket = team.take(), first = 0;
+  for (Tiles tiles{a, shape}; tiles.next();) {
+    const Tile& tile = tiles.tile;
+    const bool split = plan.is_split(tile);
+    const int64_t parts = split ? tile.splits() : 1;
+    const int64_t rows = tile.queries * shape.group, part = Sums::floats(rows, shape.width);
+    for (; ticket < first + a.kv_heads * parts; ticket = team.take()) {
+      const int64_t head = (ticket - first) / parts, index = (ticket - first) % parts;
+      Attender attender(a, shape, tile, head, own);
+      if (split) {
+        attender.attend(tile.first_split() + index,
+                        Sums(next + (ticket - first) * part, rows, shape.width));
+        continue;
+      }
+      Sums total(sums, rows, shape.width), one(sums + size, rows, shape.width);
+      attender.attend(tile.first_split(), total);
+      for (int64_t i = 1; i < tile.splits(); i++) {
+        attender.attend(tile.first_split() + i, one);
+        merge(total, one, rows, shape.width);
+      }
+      for (int64_t r = 0; r < rows; r++) write_row(a, shape, tile, head, total, r);
+    }
+    first += a.kv_heads * parts;
+    if (split) next += Plan::floats(tile, a, shape);
+  }
+  if (partials == nullptr) return;
+  team.barrier();
+  merge_splits(a, shape, plan, partials, team);
+}

@@ -119,12 +119,13 @@ class StepRunner {
     args.x = x;
     args.rows = rows;
     args.columns = args.x_stride = columns;
-    args.group = layer.group;
+    args.group = layer.group > 0 ? layer.group : columns;
     args.scale = layer.scale;
     args.format = layer.kind == kInputI8 ? kI8 : kF8;
     args.q = b_.q + first * columns;
     args.values = b_.values + first * columns;
-    args.scales = b_.scales + first;
+    args.scales = layer.kind == kInputI8 ? b_.scales + first : nullptr;
+    args.problem = s_.problem;
     kernels_.quantize(args, solo_);
   }
 
@@ -174,6 +175,8 @@ class StepRunner {
     args.kv_format = block.kv_format;
     args.k_scale_kind = block.k_scale_kind;
     args.v_scale_kind = block.v_scale_kind;
+    args.blocks = block.cache_blocks;
+    args.problem = s_.problem;
     kernels_.write_kv(args, solo_);
   }
 
@@ -200,6 +203,8 @@ class StepRunner {
     args.k_scale_kind = block.k_scale_kind;
     args.v_scale_kind = block.v_scale_kind;
     args.softmax_scale = d_.softmax_scale;
+    args.blocks = block.cache_blocks;
+    args.problem = s_.problem;
     kernels_.attention(args, team_);
   }
 

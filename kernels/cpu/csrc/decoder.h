@@ -22,7 +22,7 @@ struct Block {
   const float *q_norm, *k_norm;         // [dim] or null
   void *k_pool, *v_pool;                // as in AttentionArgs
   float *k_scale, *v_scale;
-  int64_t window;
+  int64_t window, cache_blocks;
   int32_t kv_format, k_scale_kind, v_scale_kind, unused;
 };
 
@@ -46,6 +46,7 @@ struct Step {
   int64_t tokens, sequences, table_stride, wanted;
   float* logits;    // [wanted, vocabulary]
   char* workspace;  // of decoder_workspace() bytes, aligned to 64
+  int32_t* problem;
 };
 
 int64_t decoder_workspace(const Decoder& decoder, int64_t tokens);

@@ -1,6 +1,169 @@
-// Row-wise ops: norm, activation, rotary embedding, quantization.
+// Row-wise ops: quantization, norm, activation, rotary embedding. What is left of a row after whole
+// vectors goes through the same vector code, so that a value does not depend on where it lies.
 
-static void quantize(const QuantizeArgs&, const Team&) { __builtin_trap(); }
-static void rms_norm(const float*, const float*, float, float*, int64_t, int64_t, int64_t, int64_t, const Team&) { __builtin_trap(); }
-static void silu_mul(const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, const Team&) { __builtin_trap(); }
-static void rope(const float*, const float*, const float*, float*, int64_t, int64_t, int64_t, int64_t, int64_t, const Team&) { __builtin_trap(); }
+constexpr int64_t kColumns = 1024;  // of a row that one thread takes at a time; whole vectors
+constexpr float kTinyScale = 0x1p-60f;
+
+// Largest magnitude of n values, NaN if there is one: as integers, the bits of NaN are the largest.
+static float absmax(const float* x, int64_t n) {
+  bits top[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int j = 0; j < 4; j++) {
+      const bits a = (bits)abs(load(x + i + j * W));
+      top[j] = a > top[j] ? a : top[j];
+    }
+  for (; i < n; i += W) {
+    const bits a = (bits)abs(load_part(x + i, n - i));
+    top[0] = a > top[0] ? a : top[0];
+  }
+  for (int j = 1; j < 4; j++) top[0] = top[j] > top[0] ? top[j] : top[0];
+  uint32_t largest = 0;
+  for (int j = 0; j < W; j++) largest = top[0][j] > largest ? top[0][j] : largest;
+  float result;
+  __builtin_memcpy(&result, &largest, 4);
+  return result;
+}
+
+static inline float top_of(int32_t format) { return format == kI8 ? 127.0f : 448.0f; }
+
+// Symmetric scale, tiny for zeros; NaN and infinity stay.
+static inline float scale_of(float absmax, int32_t format) {
+  const float scale = absmax / top_of(format);
+  return scale < kTinyScale ? kTinyScale : scale;
+}
+
+// Integers in [-127, 127]; 0 for NaN.
+static inline vf quantized_i8(vf x, vf scale) {
+  const vf q = number_or_zero(round(div(x, scale)));
+  return min(max(q, set1(-127.0f)), set1(127.0f));
+}
+
+// e4m3, rounded half to even. A magnitude with the exponent e (-6 at least) is rounded to a
+// multiple of 2^(e - 3) by adding 2^(e + 20), where fp32 has just that step.
+struct Float8 {
+  vf clamped, sum;
+  bits exponent, bias;  // bits of 2^e; bits of 2^(e + 20)
+  explicit Float8(vf x) {
+    clamped = min(set1(448.0f), max(set1(-448.0f), x));  // NaN stays
+    const bits low = all_bits(0x3c800000), high = all_bits(0x43800000);  // 2^-6, 2^8
+    exponent = (bits)clamped & 0x7f800000;
+    exponent = exponent > low ? exponent : low;
+    exponent = exponent < high ? exponent : high;
+    bias = exponent + (20u << 23);
+    sum = add(abs(clamped), (vf)bias);
+  }
+  vf value() const { return (vf)((bits)sub(sum, (vf)bias) | ((bits)clamped & 0x80000000)); }
+  // The byte as an integer in [-128, 127]. The sum's last bits count the steps, 16 at most.
+  vf code() const {
+    bits code = ((exponent - 0x3c800000) >> 20) + ((bits)sum - bias);
+    code = code - (((bits)clamped >> 31) << 7);
+    const bits number = (bits)(clamped == clamped);
+    return from_int((vi)((code & number) | (~number & 127)));
+  }
+};
+
+// One run of values that share a scale; begin: its place in q and values.
+static void quantize_run(const QuantizeArgs& a, const float* x, float scale, int64_t begin,
+                         int64_t count) {
+  const vf s = set1(scale);
+  for (int64_t i = 0; i < count; i += W) {
+    const vf v = load_part(x + i, count - i);
+    if (a.format == kI8) {
+      store_i8_part(a.q + begin + i, quantized_i8(v, s), count - i);
+    } else {
+      store_part(a.values + begin + i, mul(Float8(div(v, s)).value(), s), count - i);
+    }
+  }
+}
+
+static void quantize(const QuantizeArgs& a, const Team& team) {
+  const int64_t width = a.scale != nullptr ? kColumns : a.group;
+  const int64_t pieces = ceil_div(a.columns, width);
+  const Range items = share(a.rows * pieces, team);
+  for (int64_t item = items.begin; item < items.end; item++) {
+    const int64_t row = item / pieces, column = item % pieces * width;
+    const int64_t rest = a.columns - column, count = rest < width ? rest : width;
+    const float* x = a.x + row * a.x_stride + column;
+    float scale;
+    if (a.scale != nullptr) {
+      scale = *a.scale;
+    } else {
+      scale = scale_of(absmax(x, count), a.format);
+      if (a.scales != nullptr) a.scales[item] = scale;
+      if (a.problem != nullptr && !__builtin_isfinite(scale))
+        __atomic_fetch_or(a.problem, (int32_t)kNonfinite, __ATOMIC_RELAXED);
+    }
+    quantize_run(a, x, scale, row * a.columns + column, count);
+  }
+}
+
+// Squares are summed in 4 vectors, each in its order.
+static void rms_norm(const float* x, const float* weight, float eps, float* y, int64_t rows,
+                     int64_t columns, int64_t x_stride, int64_t y_stride, const Team& team) {
+  const Range items = share(rows, team);
+  for (int64_t row = items.begin; row < items.end; row++) {
+    const float* from = x + row * x_stride;
+    float* to = y + row * y_stride;
+    vf sum[4] = {zero(), zero(), zero(), zero()};
+    int64_t i = 0;
+    for (; i + 4 * W <= columns; i += 4 * W)
+      for (int j = 0; j < 4; j++) {
+        const vf v = load(from + i + j * W);
+        sum[j] = fma(v, v, sum[j]);
+      }
+    for (; i < columns; i += W) {
+      const vf v = load_part(from + i, columns - i);
+      sum[0] = fma(v, v, sum[0]);
+    }
+    const float total = reduce_add(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+    const vf inverse = set1(1.0f / __builtin_sqrtf(total / (float)columns + eps));
+    for (i = 0; i < columns; i += W) {
+      const vf v = mul(load_part(from + i, columns - i), inverse);
+      store_part(to + i, mul(load_part(weight + i, columns - i), v), columns - i);
+    }
+  }
+}
+
+// x sigmoid(x), with e^-|x| so that nothing overflows.
+static inline vf silu(vf x) {
+  const vf e = exp(sub(zero(), abs(x))), one = set1(1.0f);
+  const vf top = (vf)(x < zero() ? (bits)e : (bits)one);
+  return mul(x, div(top, add(one, e)));
+}
+
+static void silu_mul(const float* gate, const float* up, float* y, int64_t rows, int64_t columns,
+                     int64_t in_stride, int64_t y_stride, const Team& team) {
+  const int64_t pieces = ceil_div(columns, kColumns);
+  const Range items = share(rows * pieces, team);
+  for (int64_t item = items.begin; item < items.end; item++) {
+    const int64_t row = item / pieces, begin = item % pieces * kColumns;
+    const int64_t end = begin + kColumns < columns ? begin + kColumns : columns;
+    for (int64_t i = begin; i < end; i += W) {
+      const vf g = load_part(gate + row * in_stride + i, end - i);
+      const vf u = load_part(up + row * in_stride + i, end - i);
+      store_part(y + row * y_stride + i, mul(silu(g), u), end - i);
+    }
+  }
+}
+
+// (x_i, x_{i + dim / 2}) rotated by the angle of the row; y may be x.
+static void rope(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
+                 int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team& team) {
+  const int64_t half = dim / 2;
+  const Range items = share(rows * heads, team);
+  for (int64_t item = items.begin; item < items.end; item++) {
+    const int64_t row = item / heads, head = item % heads;
+    const float* from = x + row * x_stride + head * dim;
+    float* to = y + row * y_stride + head * dim;
+    const float *c = cos + row * dim, *s = sin + row * dim;
+    for (int64_t i = 0; i < half; i += W) {
+      const int64_t n = half - i, j = half + i;
+      const vf a = load_part(from + i, n), b = load_part(from + j, n);
+      const vf first = sub(mul(a, load_part(c + i, n)), mul(b, load_part(s + i, n)));
+      const vf second = add(mul(b, load_part(c + j, n)), mul(a, load_part(s + j, n)));
+      store_part(to + i, first, n);
+      store_part(to + j, second, n);
+    }
+  }
+}

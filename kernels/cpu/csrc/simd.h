@@ -177,6 +177,27 @@ static inline void store_i8(int8_t* p, vf a) {
 
 #endif
 
+// The bits of a vector, for the compiler's own integer arithmetic, comparisons and choices.
+typedef uint32_t bits __attribute__((vector_size(W * 4)));
+static inline bits all_bits(uint32_t a) { return bits{} + a; }
+static inline vf number_or_zero(vf a) { return (vf)((bits)a & (bits)(a == a)); }
+
+// Up to W elements: lanes beyond `n` are zero, or are not stored.
+static inline vf load_part(const float* p, int64_t n) { return n < W ? load_n(p, (int)n) : load(p); }
+static inline void store_part(float* p, vf a, int64_t n) {
+  if (n < W) {
+    store_n(p, a, (int)n);
+  } else {
+    store(p, a);
+  }
+}
+static inline void store_i8_part(int8_t* p, vf a, int64_t n) {
+  int8_t part[W];
+  if (n >= W) return store_i8(p, a);
+  store_i8(part, a);
+  __builtin_memcpy(p, part, n);
+}
+
 // Sums and maxima over the lanes, always in the same tree.
 static inline float reduce_add(vf a) {
   float t[W];
@@ -196,9 +217,10 @@ static inline float reduce_max(vf a) {
 
 // e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and the Taylor polynomial of degree 7 of
 // e^r (relative error below 2e-7 in all); 0 below -87, infinity is not reached: x is clamped at 88.
+// NaN stays NaN: of two operands, min and max return the second where one is NaN.
 static inline vf exp(vf x) {
   const vf low = set1(-87.0f);
-  vf c = min(max(x, low), set1(88.0f));
+  vf c = min(set1(88.0f), max(low, x));
   vf n = round(mul(c, set1(1.44269504f)));
   vf r = fma(n, set1(-0.693145752f), c);  // ln 2 in two parts
   r = fma(n, set1(-1.42860677e-6f), r);

@@ -1,0 +1,159 @@
+// Attention to one block of 64 cached tokens: the three products of its inner loop, for one kv head
+// and the rows (queries times their heads) that share it.
+//
+// All of it is fp32. A score is summed over the head's dimension in W partial sums, which are then
+// added in one tree; what a row gathers of V is added token by token. Neither order depends on how
+// many rows are taken at once, so that a row has the same bits in any company.
+
+static inline vf widen(const float* p) { return load(p); }
+static inline vf widen(const uint16_t* p) { return load_bf16(p); }
+static inline vf widen(const int8_t* p) { return load_i8(p); }
+static inline vf widen(const uint8_t* p) { return load_f8(p); }
+
+// Lane i gets the sum of a[i]: lanes are added in one tree, the same for all i.
+#if defined(PTQ_ISA_AVX512)
+static inline __m512 add_pairs(__m512 a, __m512 b) {
+  return add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+static inline __m512 add_fours(__m512 a, __m512 b, __m512 c, __m512 d) {  // of each 128 bits
+  const __m512d x = _mm512_castps_pd(add_pairs(a, b)), y = _mm512_castps_pd(add_pairs(c, d));
+  return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+static inline __m512 add_quarters(__m512 a, __m512 b) {
+  return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+static inline vf reduce_each(const vf* a) {
+  return add_quarters(add_quarters(add_fours(a[0], a[1], a[2], a[3]),
+                                   add_fours(a[4], a[5], a[6], a[7])),
+                      add_quarters(add_fours(a[8], a[9], a[10], a[11]),
+                                   add_fours(a[12], a[13], a[14], a[15])));
+}
+#elif defined(PTQ_ISA_AVX2)
+static inline vf reduce_each(const vf* a) {
+  const vf x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  const vf y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
+  return add(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+}
+#else
+static inline vf reduce_each(const vf* a) {
+  vf sums = zero();
+  for (int i = 0; i < W; i++) sums[i] = reduce_add(a[i]);
+  return sums;
+}
+#endif
+
+// Tokens of a block that a row sees.
+struct Span {
+  int begin, end;
+};
+
+// s[r][t] = q[r] . k[t] for R rows and the tokens of a span, widened to whole tiles.
+template <int R, class T>
+static void scores_of(const float* q, const T* k, int64_t width, Span span, float* s) {
+  constexpr int kTokens = R == 1 ? W : R == 2 ? W / 2 : W / 4;  // R * kTokens <= W sums in a tile
+  for (int t = span.begin / kTokens * kTokens; t < span.end; t += kTokens) {
+    vf sum[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) sum[i] = zero();
+    for (int64_t d = 0; d < width; d += W) {
+      vf key[kTokens];
+#pragma GCC unroll 16
+      for (int j = 0; j < kTokens; j++) key[j] = widen(k + (t + j) * width + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const vf query = load(q + r * width + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < kTokens; j++)
+          sum[r * kTokens + j] = fma(query, key[j], sum[r * kTokens + j]);
+      }
+    }
+    float sums[W];
+    store(sums, reduce_each(sum));
+    for (int r = 0; r < R; r++)
+      __builtin_memcpy(s + r * kBlock + t, sums + r * kTokens, sizeof(float) * kTokens);
+  }
+}
+
+// Scores of one row to weights e^(s - top), 0 outside the span. `top` is the largest score so far,
+// `sum` that of the weights; returns what earlier sums are to be multiplied by.
+static inline float weigh(float* s, Span span, const float* k_scale, const float* v_scale,
+                          float* top, float* sum) {
+  static const float kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  constexpr int kVectors = kBlock / W;
+  const vf lane = load(kLane), hidden = set1(-__builtin_inff());
+  const vf begin = set1((float)span.begin), end = set1((float)span.end);
+  vf score[kVectors], largest = set1(*top);
+  for (int i = 0; i < kVectors; i++) {
+    const vf index = add(lane, set1((float)(i * W)));
+    vf v = load(s + i * W);
+    if (k_scale != nullptr) v = mul(v, load(k_scale + i * W));
+    const bits seen = (bits)(index >= begin) & (bits)(index < end);
+    score[i] = (vf)(((bits)v & seen) | ((bits)hidden & ~seen));
+    largest = max(largest, score[i]);
+  }
+  const float next = reduce_max(largest);
+  const vf minus = set1(next);
+  vf total = zero();
+  for (int i = 0; i < kVectors; i++) {
+    vf weight = exp(sub(score[i], minus));
+    total = add(total, weight);
+    if (v_scale != nullptr) weight = mul(weight, load(v_scale + i * W));
+    store(s + i * W, weight);
+  }
+  float decay[W];
+  store(decay, exp(sub(set1(*top), minus)));
+  *sum = *sum * decay[0] + reduce_add(total);
+  *top = next;
+  return decay[0];
+}
+
+// N vectors of out[r] = out[r] decay[r] + sum of p[r][t] v[t] over the tokens of a span.
+template <int R, int N, class T>
+static inline void gather_vectors(const float* p, const T* v, int64_t width, Span span,
+                                  const float* decay, float* out) {
+  vf sum[R][N];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) sum[r][j] = mul(load(out + r * width + j * W), set1(decay[r]));
+  for (int t = span.begin; t < span.end; t++) {
+    vf value[N];
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) value[j] = widen(v + t * width + j * W);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const vf weight = set1(p[r * kBlock + t]);
+#pragma GCC unroll 16
+      for (int j = 0; j < N; j++) sum[r][j] = fma(weight, value[j], sum[r][j]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int j = 0; j < N; j++) store(out + r * width + j * W, sum[r][j]);
+}
+
+template <int R, class T>
+static void gather(const float* p, const T* v, int64_t width, Span span, const float* decay,
+                   float* out) {
+  constexpr int kVectors = R == 1 ? W : R == 2 ? W / 2 : W / 4;
+  int64_t d = 0;
+  for (; d + kVectors * W <= width; d += kVectors * W)
+    gather_vectors<R, kVectors>(p, v + d, width, span, decay, out + d);
+  for (; d < width; d += W) gather_vectors<R, 1>(p, v + d, width, span, decay, out + d);
+}
+
+// A block of K or V as fp32 [64][width], zero beyond dim.
+template <class T>
+static const float* widened(const T* from, int64_t dim, int64_t width, float* to) {
+  for (int64_t t = 0; t < kBlock; t++, from += dim, to += width) {
+    int64_t d = 0;
+    for (; d + W <= dim; d += W) store(to + d, widen(from + d));
+    if (d < dim) {
+      T part[W] = {};
+      __builtin_memcpy(part, from + d, (dim - d) * sizeof(T));
+      store(to + d, widen(part));
+    }
+  }
+  return to - kBlock * width;
+}
