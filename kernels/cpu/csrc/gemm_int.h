@@ -288,25 +288,33 @@ static void few_rows(const LinearArgs& a, const Team& team) {
   }
 }
 
-// Prepares a chunk of a panel.
+// Prepares a chunk of a panel; returns the end of what it read.
 template <int F>
-static void prepare_chunk(const Cut<F>& cut, const Chunk& c, const uint8_t* panel, const Space& s) {
+static const uint8_t* prepare_chunk(const Cut<F>& cut, const Chunk& c, const uint8_t* panel,
+                                    const Space& s) {
   uint8_t* out = s.weights;
+  const uint8_t* packed = panel;
   for (int64_t part = 0; part < c.parts; part++) {
     const int64_t lanes = cut.part_lanes(c, part);
-    const uint8_t* packed = panel + (c.group + part) * cut.w.group_bytes + c.lane * kStep;
+    packed = panel + (c.group + part) * cut.w.group_bytes + c.lane * kStep;
     prepare_weights<F>(packed, lanes, out);
+    packed += lanes * kStep;
     read_factors(cut, panel, c.group + part, s.factor + part * kPanel, s.base + part * kPanel);
     out += lanes * cut.lane_bytes / 4 * kStep;
   }
+  return packed;
 }
 
-// All rows of a task times a prepared chunk, cut into tiles as equal as can be.
+// All rows of a task times a prepared chunk, cut into tiles as equal as can be. Between tiles, the
+// `ahead` bytes at `next` are brought to the second-level cache: the next chunk.
 template <int F>
-static void multiply_chunk(const Chunk& c, int64_t rows, Operands o) {
+static void multiply_chunk(const Chunk& c, int64_t rows, Operands o, const uint8_t* next,
+                           int64_t ahead) {
   const int64_t tiles = ceil_div(rows, kTileRows);
   for (int64_t t = 0, done = 0; t < tiles; t++) {
     const int64_t r = rows * (t + 1) / tiles - done;
+    for (int64_t i = ahead * t / tiles; i < ahead * (t + 1) / tiles; i += 64)
+      __builtin_prefetch(next + i, 0, 2);
     if (r == 1) tile<F, 1>(o, c);
     if (r == 2) tile<F, 2>(o, c);
     if constexpr (kTileRows > 2) {
@@ -337,8 +345,8 @@ static void run_task(const Cut<F>& cut, const LinearArgs& a, Range rows, Range p
                     s.x_stride, s.starts_stride, s.partial + at, s.total + at};
       for (int64_t index = chunks.begin; index < chunks.end; index++) {
         const Chunk c = cut.at(index);
-        prepare_chunk(cut, c, cut.panel(panel), s);
-        multiply_chunk<F>(c, count, o);
+        const uint8_t* next = prepare_chunk(cut, c, cut.panel(panel), s);
+        multiply_chunk<F>(c, count, o, next, kChunkBytes * 4 / cut.lane_bytes);
         o.x += cut.chunk_bytes(c);
         o.starts += c.parts;
       }

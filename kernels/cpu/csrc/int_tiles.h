@@ -56,7 +56,6 @@ template <int F>
 static void prepare_weights(const uint8_t* p, int64_t lanes, uint8_t* out) {
   for (int64_t i = 0; i < lanes; i++, p += kStep, out += kStep * (F == kI4 ? 2 : 1)) {
     for (int v = 0; v < kVectors; v++) {
-      __builtin_prefetch(p + 4 * kStep + v * 64);
       const vi raw = load_i32(p + v * 64);
       store_i32(out + v * 64, F == kI4 ? low_nibbles(raw) : plus_128(raw));
       if (F == kI4) store_i32(out + kStep + v * 64, high_nibbles(raw));
@@ -168,7 +167,6 @@ static inline void prepare_vector(const int8_t* x, void* out) {
 template <int F>
 static void prepare_weights(const uint8_t* p, int64_t lanes, uint8_t* out) {
   for (int64_t i = 0; i < lanes; i++, p += kStep, out += 2 * kStep) {
-    __builtin_prefetch(p + kAhead);
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; v++) {
       const vi raw = load_i32(p + v * 32);
