@@ -9,8 +9,8 @@
 // their weight is exactly 0, and the factor of what was summed before exactly 1.
 
 constexpr int64_t kSplit = 256;     // positions
-constexpr int64_t kTileRows = 32;   // rows of a tile, if the heads of one query are not more
-constexpr int64_t kDirectRows = 8;  // more rows than that: K and V are widened to fp32 first
+constexpr int64_t kQueryRows = 32;   // rows of a tile, if the heads of one query are not more
+constexpr int64_t kDirectQueryRows = 8;  // more rows than that: K and V are widened to fp32 first
 constexpr float kLowest = -1e30f;   // largest score of no scores; finite, so that 0 * e^0 is 0
 
 // Some queries of one sequence, which go through the cache together.
@@ -25,7 +25,7 @@ struct Shape {
   int64_t group, queries, rows, width;  // queries and rows of a tile at most; width: padded dim
   explicit Shape(const AttentionArgs& a) {
     group = a.heads / a.kv_heads;
-    queries = group < kTileRows ? kTileRows / group : 1;
+    queries = group < kQueryRows ? kQueryRows / group : 1;
     rows = queries * group;
     width = round_up(a.dim, W);
   }
@@ -170,7 +170,7 @@ struct Attender {
       const T *k = (const T*)a.k_pool + place * a.dim, *v = (const T*)a.v_pool + place * a.dim;
       const float* scales[2] = {a.k_scale_kind == kScaleToken ? a.k_scale + place : nullptr,
                                 a.v_scale_kind == kScaleToken ? a.v_scale + place : nullptr};
-      if (a.dim == shape.width && (rows <= kDirectRows || sizeof(T) == sizeof(float))) {
+      if (a.dim == shape.width && (rows <= kDirectQueryRows || sizeof(T) == sizeof(float))) {
         attend_block(k, v, scales, start, sums);
       } else {
         attend_block(widened(k, a.dim, shape.width, k_wide),
