@@ -6,6 +6,8 @@ groups are exact, and any order of adding them gives the same.
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -138,3 +140,25 @@ def test_a_row_has_the_same_bits_in_any_batch(
         for count in (*range(1, 14), 48, 49, 97, 130):
             part = native.linear(x[3 : 3 + count], packed, x_scale[3 : 3 + count])
             assert torch.equal(part, single[3 : 3 + count]), count
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 5, 60])
+def test_strides_are_kept_to_and_accumulate_adds(isa, rows):
+    outputs, inputs, x_stride, y_stride = 33, 61, 70, 40
+    q, x = integers(-127, 127, outputs, inputs), integers(-127, 127, rows, x_stride, seed=1)
+    bias, x_scale = torch.arange(outputs).float(), torch.tensor([0.25])
+    y = torch.arange(rows * y_stride).float().reshape(rows, y_stride)
+    want = y.clone()
+    want[:, :outputs] += want_sums(x[:, :inputs], q, None, torch.ones(outputs, 1), None) * 0.25
+    want[:, :outputs] += bias
+    with native.forced(isa):
+        packed = native.pack(q, "int8", torch.ones(outputs, 1), bias=bias)
+        args = native.LinearArgs(
+            *(packed.data_ptr(), x.data_ptr(), x_scale.data_ptr()),
+            *(1, 0, 1, rows, x_stride, y_stride, y.data_ptr()),
+        )
+        library = native.library()
+        assert library is not None
+        assert library.ptq_linear(ctypes.byref(args), 1) == 0
+    assert torch.equal(y, want)

@@ -53,31 +53,49 @@ static Packed header_of(const Source& s) {
 
 static int64_t pack_bytes(const Source& s) { return header_of(s).bytes; }
 
+// The 32 bits of a lane that hold `count` inputs; zeros make up for what is missing.
+static inline uint32_t pack_lane(int32_t format, const int8_t* q, int64_t count) {
+  if (format == kI8) {
+    uint32_t bytes = 0;
+    __builtin_memcpy(&bytes, q, count < 4 ? count : 4);
+    return bytes;
+  }
+  uint8_t nibbles[8] = {}, bytes[4];  // q + 8 is q's low nibble with the other sign
+  __builtin_memcpy(nibbles, q, count < 8 ? count : 8);
+  for (int i = 0; i < 4; i++)
+    bytes[i] = (uint8_t)(((nibbles[i] & 15) | (nibbles[4 + i] << 4)) ^ 0x88);
+  uint32_t lane;
+  __builtin_memcpy(&lane, bytes, 4);
+  return lane;
+}
+
 static void pack_int_group(const Source& s, int64_t panel, int64_t group, int64_t inputs,
                            uint8_t* out) {
-  const int8_t* q = (const int8_t*)s.q;
   const int64_t groups = groups_of(s.inputs, s.group), step = lane_inputs(s.format);
-  const int64_t quads = ceil_div(inputs, step);
-  float* scale_f32 = (float*)(out + quads * kPanel * 4);
+  const int64_t lanes = ceil_div(inputs, step);
+  float* scale_f32 = (float*)(out + lanes * kPanel * 4);
   uint16_t* scale_bf16 = (uint16_t*)scale_f32;
   int8_t* zero = (int8_t*)scale_f32 + kPanel * (s.scale_type == kScaleF32 ? 4 : 2);
-  for (int64_t lane = 0; lane < kPanel; lane++) {
-    const int64_t row = panel * kPanel + lane;
-    if (row >= s.outputs) continue;  // zeros
-    const int8_t* from = q + row * s.inputs + group * s.group;
-    for (int64_t i = 0; i < quads * step; i++) {
-      uint8_t* to = out + (i / step * kPanel + lane) * 4 + i % 4;
-      if (s.format == kI8) {
-        *to = i < inputs ? (uint8_t)from[i] : 0;
-      } else {
-        const uint8_t nibble = (uint8_t)((i < inputs ? from[i] : 0) + 8);
-        *to |= i % 8 < 4 ? nibble : (uint8_t)(nibble << 4);
+  const int64_t left = s.outputs - panel * kPanel, rows = left < kPanel ? left : kPanel;
+  // 16 lanes at a time: rows lie far apart, and their lines of the cache are read whole.
+  for (int64_t from = 0; from < lanes; from += 16) {
+    const int64_t to = from + 16 < lanes ? from + 16 : lanes;
+    for (int64_t row = 0; row < rows; row++) {
+      const int64_t at = (panel * kPanel + row) * s.inputs + group * s.group;
+      const int8_t* q = (const int8_t*)s.q + at;
+      for (int64_t i = from; i < to; i++) {
+        const uint32_t lane = inputs - i * step >= step
+                                  ? pack_lane(s.format, q + i * step, step)
+                                  : pack_lane(s.format, q + i * step, inputs - i * step);
+        __builtin_memcpy(out + (i * kPanel + row) * 4, &lane, 4);
       }
     }
-    const float scale = s.scale[row * groups + group];
-    if (s.scale_type == kScaleF32) scale_f32[lane] = scale;
-    if (s.scale_type == kScaleBF16) scale_bf16[lane] = f32_to_bf16(scale);
-    if (s.zero != nullptr) zero[lane] = s.zero[row * groups + group];
+  }
+  for (int64_t row = 0; row < rows; row++) {
+    const int64_t at = (panel * kPanel + row) * groups + group;
+    if (s.scale_type == kScaleF32) scale_f32[row] = s.scale[at];
+    if (s.scale_type == kScaleBF16) scale_bf16[row] = f32_to_bf16(s.scale[at]);
+    if (s.zero != nullptr) zero[row] = s.zero[at];
   }
 }
 
@@ -85,6 +103,7 @@ static void pack(const Source& s, void* out, const Team& team) {
   const Packed h = header_of(s);
   uint8_t* base = (uint8_t*)out;
   if (team.id == 0) {
+    __builtin_memset(out, 0, h.data_offset);
     __builtin_memcpy(out, &h, sizeof h);
     if (s.bias != nullptr) {
       float* bias = (float*)(base + h.bias_offset);
