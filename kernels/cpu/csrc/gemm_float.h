@@ -9,10 +9,6 @@
 //     total   = fma(partial, scale, total)
 // then the bias is added. Segments bound the error of long sums.
 
-#define P1 4
-#define P2 3
-#define P3 2
-#define P4 1
 constexpr int NV = kPanel / W;   // vectors in a panel
 constexpr int64_t kChunk = 256;  // 16 KB of fp32 in a panel of 16: half of the L1 cache
 constexpr int kFewRows = 4;      // decoded in registers
@@ -110,6 +106,7 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
         for (int v = 0; v < NV; v++) sum[p][r][v] = zero();
     const uint8_t* lanes = data + s.lanes;
     for (int64_t k = 0; k < s.count; k += Lane::kInputs, lanes += kPanel * 4, x += Lane::kInputs) {
+      // The vectors of a panel take turns: sums that do not wait for each other stand together.
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) {
         Lane lane[NV];
@@ -140,7 +137,7 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
 
 template <class Lane, bool kZero, int R>
 static void few(const LinearArgs& a, const Team& team) {
-  constexpr int P = R == 1 ? P1 : R == 2 ? P2 : R == 3 ? P3 : P4;
+  constexpr int P = NV * R > 4 ? 1 : 8 / (NV * R);
   static thread_local Scratch scratch;
   const Packed& w = *a.weight;
   const int64_t groups = groups_of(w.inputs, w.group);
