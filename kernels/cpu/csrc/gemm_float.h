@@ -1,11 +1,316 @@
 // Linear layers of fp32 activations with weights of any format.
 //
-// kF32, kBF16, kF8: a panel is [inputs][panel] values.  (placeholder layout)
+// Panels of kF32, kBF16 and kF8 are as those of the integers (api.h): a group is
+// [ceil(g / n)][panel][n] values, n = 1, 2 and 4 of them in 32 bits, then the scales.
+//
+// Every output is summed in one order, whatever the number of rows and threads: by segments, which
+// are what is left of a group after cuts at every kChunk inputs,
+//     partial = fma over the segment's inputs, one after another, from 0
+//     total   = fma(partial, scale, total)
+// then the bias is added. Segments bound the error of long sums.
 
-static int64_t float_panel_bytes(const Source& s) {
-  return s.inputs * kPanel * (s.format == kF32 ? 4 : s.format == kBF16 ? 2 : 1) + 0;
+constexpr int NV = kPanel / W;   // vectors in a panel
+constexpr int64_t kChunk = 256;  // 16 KB of fp32 in a panel of 16: half of the L1 cache
+constexpr int kFewRows = 4;      // decoded in registers
+constexpr int kTileRows = 6;     // rows of the register tile
+
+static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out) {
+  const int64_t inputs = lane_inputs(s.format), size = 4 / inputs;
+  const int64_t groups = groups_of(s.inputs, s.group), group_bytes = group_bytes_of(s, s.group);
+  for (int64_t lane = 0; lane < kPanel && panel * kPanel + lane < s.outputs; lane++) {
+    const int64_t row = panel * kPanel + lane;
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t rest = s.inputs - g * s.group, count = rest < s.group ? rest : s.group;
+      const uint8_t* from = (const uint8_t*)s.q + (row * s.inputs + g * s.group) * size;
+      uint8_t* to = out + g * group_bytes + lane * 4;
+      for (int64_t byte = 0; byte < count * size; byte += 4, to += kPanel * 4)
+        __builtin_memcpy(to, from + byte, count * size - byte < 4 ? count * size - byte : 4);
+      to -= lane * 4;  // the scales
+      if (s.scale_type == kScaleF32) ((float*)to)[lane] = s.scale[row * groups + g];
+      if (s.scale_type == kScaleBF16)
+        ((uint16_t*)to)[lane] = f32_to_bf16(s.scale[row * groups + g]);
+    }
+  }
 }
 
-static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out) { (void)s; (void)panel; (void)out; __builtin_trap(); }
+// Inputs that are summed together, and where their weights lie.
+struct Segment {
+  int64_t begin, count;   // inputs
+  int64_t lanes, scales;  // offsets within a panel
+};
 
-static void linear_float(const LinearArgs& a, const Team& team) { (void)a; (void)team; __builtin_trap(); }
+// Calls body(Segment) for all segments in order.
+template <class Lane, class Body>
+static inline void for_segments(const Packed& w, const Body& body) {
+  for (int64_t g = 0, begin = 0; begin < w.inputs; g++, begin += w.group) {
+    const int64_t rest = w.inputs - begin, size = rest < w.group ? rest : w.group;
+    const int64_t base = g * w.group_bytes;
+    const int64_t scales = base + ceil_div(size, Lane::kInputs) * kPanel * 4;
+    for (int64_t k = 0; k < size; k += kChunk)
+      body(Segment{begin + k, size - k < kChunk ? size - k : kChunk,
+                   base + k / Lane::kInputs * kPanel * 4, scales});
+  }
+}
+
+// Scale of W outputs; sums are in units of Lane::kUnit / Lane::kRow.
+template <class Lane>
+static inline vf scale_of(const Packed& w, const uint8_t* scales, int v) {
+  const vf unit = set1(Lane::kUnit / Lane::kRow);
+  if (w.scale_type == kScaleF32) return mul(load((const float*)scales + v * W), unit);
+  if (w.scale_type == kScaleBF16) return mul(load_bf16((const uint16_t*)scales + v * W), unit);
+  return unit;
+}
+
+// Zero points of W outputs, in units of Lane::kUnit.
+template <class Lane>
+static inline vf zero_of(const Packed& w, const uint8_t* scales, int v) {
+  const int8_t* zeros = (const int8_t*)scales + kPanel * (w.scale_type == kScaleF32 ? 4 : 2);
+  return mul(load_i8(zeros + v * W), set1(1.0f / Lane::kUnit));
+}
+
+// y[row, outputs of a panel] from their totals.
+static inline void write_outputs(const LinearArgs& a, int64_t row, int64_t panel, const vf* total) {
+  const Packed& w = *a.weight;
+  const float* bias = (const float*)((const uint8_t*)a.weight + w.bias_offset) + panel * kPanel;
+  float* y = a.y + row * a.y_stride + panel * kPanel;
+  for (int v = 0; v < NV; v++) {
+    const int64_t left = w.outputs - panel * kPanel - v * W;
+    if (left <= 0) return;
+    vf out = w.has_bias ? add(total[v], load(bias + v * W)) : total[v];
+    if (left >= W) {
+      store(y + v * W, a.accumulate ? add(load(y + v * W), out) : out);
+    } else {
+      const int n = (int)left;
+      store_n(y + v * W, a.accumulate ? add(load_n(y + v * W, n), out) : out, n);
+    }
+  }
+}
+
+// A few rows: weights are decoded in registers and read once, P panels side by side so that there
+// are enough independent sums. x: [R][x_stride], each segment padded with zeros to whole lanes.
+template <class Lane, bool kZero, int R, int P>
+static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int64_t panel) {
+  const Packed& w = *a.weight;
+  const uint8_t* data = (const uint8_t*)a.weight + w.data_offset + panel * w.panel_bytes;
+  vf total[P][R][NV], zeros[P][NV];
+  for (int p = 0; p < P; p++)
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < NV; v++) total[p][r][v] = zero();
+  for_segments<Lane>(w, [&](const Segment& s) {
+    for (int p = 0; kZero && p < P; p++)
+      for (int v = 0; v < NV; v++)
+        zeros[p][v] = zero_of<Lane>(w, data + p * w.panel_bytes + s.scales, v);
+    vf sum[P][R][NV];
+    for (int p = 0; p < P; p++)
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < NV; v++) sum[p][r][v] = zero();
+    const uint8_t* lanes = data + s.lanes;
+    for (int64_t k = 0; k < s.count; k += Lane::kInputs, lanes += kPanel * 4, x += Lane::kInputs) {
+      // The vectors of a panel take turns: sums that do not wait for each other stand together.
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) {
+        Lane lane[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) lane[v] = Lane::read(lanes + p * w.panel_bytes + v * W * 4);
+#pragma GCC unroll 8
+        for (int j = 0; j < Lane::kInputs; j++) {
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; v++) {
+            vf q = lane[v].input(j);
+            if (kZero) q = sub(q, zeros[p][v]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+              sum[p][r][v] = fma(set1(x[r * x_stride + j]), q, sum[p][r][v]);
+          }
+        }
+      }
+    }
+    for (int p = 0; p < P; p++)
+      for (int v = 0; v < NV; v++) {
+        const vf scale = scale_of<Lane>(w, data + p * w.panel_bytes + s.scales, v);
+        for (int r = 0; r < R; r++) total[p][r][v] = fma(sum[p][r][v], scale, total[p][r][v]);
+      }
+  });
+  for (int p = 0; p < P; p++)
+    for (int r = 0; r < R; r++) write_outputs(a, r, panel + p, total[p][r]);
+}
+
+template <class Lane, bool kZero, int R>
+static void few(const LinearArgs& a, const Team& team) {
+  constexpr int P = NV * R > 4 ? 1 : 8 / (NV * R);
+  static thread_local Scratch scratch;
+  const Packed& w = *a.weight;
+  const int64_t groups = groups_of(w.inputs, w.group);
+  const int64_t stride = w.inputs + groups * Lane::kInputs;  // at most
+  float* x = scratch.get<float>(R * stride);
+  for (int r = 0; r < R; r++) {
+    const float* from = (const float*)a.x + r * a.x_stride;
+    float* to = x + r * stride;
+    for_segments<Lane>(w, [&](const Segment& s) {
+      for (int64_t i = 0; i < s.count; i++) *to++ = from[s.begin + i] * Lane::kRow;
+      for (int64_t i = s.count; i % Lane::kInputs != 0; i++) *to++ = 0.0f;
+    });
+  }
+  const Range panels = share(ceil_div(w.outputs, kPanel), team);
+  int64_t panel = panels.begin;
+  for (; panel + P <= panels.end; panel += P) few_rows<Lane, kZero, R, P>(a, x, stride, panel);
+  for (; panel < panels.end; panel++) few_rows<Lane, kZero, R, 1>(a, x, stride, panel);
+}
+
+// Weights of a segment in fp32, [count][panel], multiplied with Lane::kRow.
+template <class Lane, bool kZero>
+static const float* decode(const Packed& w, const uint8_t* panel, const Segment& s, float* out) {
+  if (Lane::kInputs == 1) return (const float*)(panel + s.lanes);
+  vf zeros[NV];
+  for (int v = 0; kZero && v < NV; v++) zeros[v] = zero_of<Lane>(w, panel + s.scales, v);
+  const uint8_t* lanes = panel + s.lanes;
+  float* to = out;
+  for (int64_t k = 0; k < s.count; k += Lane::kInputs, lanes += kPanel * 4)
+    for (int v = 0; v < NV; v++) {
+      const Lane lane = Lane::read(lanes + v * W * 4);
+#pragma GCC unroll 8
+      for (int j = 0; j < Lane::kInputs; j++) {
+        vf q = lane.input(j);
+        if (kZero) q = sub(q, zeros[v]);
+        if (Lane::kRow != 1.0f) q = fma(q, set1(Lane::kRow), zero());
+        store(to + (k + j) * kPanel + v * W, q);
+      }
+    }
+  return out;
+}
+
+// total[R][panel] = fma(sum over k of x[k][R] w[k][panel], scale, total).
+template <int R>
+static void tile(const float* x, const float* w, int64_t count, const vf* scale, float* total) {
+  vf sum[R][NV];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < NV; v++) sum[r][v] = zero();
+  for (int64_t k = 0; k < count; k++, x += R, w += kPanel) {
+    vf q[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) q[v] = load(w + v * W);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+      const vf xr = set1(x[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) sum[r][v] = fma(xr, q[v], sum[r][v]);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < NV; v++) {
+      float* t = total + r * kPanel + v * W;
+      store(t, fma(sum[r][v], scale[v], load(t)));
+    }
+}
+
+static inline void tile_of(int64_t rows, const float* x, const float* w, int64_t count,
+                           const vf* scale, float* total) {
+  if (rows == 6) return tile<6>(x, w, count, scale, total);
+  if (rows == 5) return tile<5>(x, w, count, scale, total);
+  if (rows == 4) return tile<4>(x, w, count, scale, total);
+  if (rows == 3) return tile<3>(x, w, count, scale, total);
+  if (rows == 2) return tile<2>(x, w, count, scale, total);
+  return tile<1>(x, w, count, scale, total);
+}
+
+// Rows of a block of x in tiles of at most kTileRows, of nearly equal size.
+struct RowBlock {
+  int64_t begin, rows, tiles;
+  Range tile(int64_t t) const { return {rows * t / tiles, rows * (t + 1) / tiles}; }
+};
+
+// x of a block as the tiles read it, packed by all threads into scratch of the first: segments
+// after each other, in each [tiles][count][rows of the tile]. Leaves the tickets at 0.
+template <class Lane>
+static const float* pack_rows(const LinearArgs& a, const RowBlock& block, const Team& team) {
+  static thread_local Scratch scratch;
+  static_assert(sizeof(long) >= sizeof(void*), "the ticket tells the others where it lies");
+  team.barrier();
+  if (team.id == 0) {
+    float* own = scratch.get<float>(block.rows * a.weight->inputs);
+    __atomic_store_n(team.ticket, (long)own, __ATOMIC_RELEASE);
+  }
+  team.barrier();
+  float* packed = (float*)__atomic_load_n(team.ticket, __ATOMIC_ACQUIRE);
+  const Range tiles = share(block.tiles, team);
+  for (int64_t t = tiles.begin; t < tiles.end; t++) {
+    const Range rows = block.tile(t);
+    const int64_t size = rows.end - rows.begin;
+    const float* from = (const float*)a.x + (block.begin + rows.begin) * a.x_stride;
+    for_segments<Lane>(*a.weight, [&](const Segment& s) {
+      float* to = packed + block.rows * s.begin + rows.begin * s.count;
+      for (int64_t r = 0; r < size; r++)
+        for (int64_t k = 0; k < s.count; k++) to[k * size + r] = from[r * a.x_stride + s.begin + k];
+    });
+  }
+  team.restart();
+  return packed;
+}
+
+// One panel and the tiles of some rows: decoded once for all of them, segment by segment.
+template <class Lane, bool kZero>
+static void panel_rows(const LinearArgs& a, const RowBlock& block, Range tiles, int64_t panel,
+                       const float* x) {
+  static thread_local Scratch scratch;
+  const Packed& w = *a.weight;
+  const uint8_t* data = (const uint8_t*)a.weight + w.data_offset + panel * w.panel_bytes;
+  const int64_t begin = block.tile(tiles.begin).begin, end = block.tile(tiles.end - 1).end;
+  float* decoded = scratch.get<float>((kChunk + end - begin) * kPanel);
+  float* total = decoded + kChunk * kPanel;
+  __builtin_memset(total, 0, (end - begin) * kPanel * sizeof(float));
+  for_segments<Lane>(w, [&](const Segment& s) {
+    const float* q = decode<Lane, kZero>(w, data, s, decoded);
+    vf scale[NV];
+    for (int v = 0; v < NV; v++) scale[v] = scale_of<Lane>(w, data + s.scales, v);
+    for (int64_t t = tiles.begin; t < tiles.end; t++) {
+      const Range rows = block.tile(t);
+      tile_of(rows.end - rows.begin, x + block.rows * s.begin + rows.begin * s.count, q, s.count,
+              scale, total + (rows.begin - begin) * kPanel);
+    }
+  });
+  for (int64_t row = begin; row < end; row++, total += kPanel) {
+    vf sums[NV];
+    for (int v = 0; v < NV; v++) sums[v] = load(total + v * W);
+    write_outputs(a, block.begin + row, panel, sums);
+  }
+}
+
+template <class Lane, bool kZero>
+static void many(const LinearArgs& a, const Team& team) {
+  const int64_t budget = (8 << 20) / (a.weight->inputs * 4);  // x in the L3 cache
+  const int64_t most = budget < 96 ? 96 : budget > 1024 ? 1024 : budget;
+  const int64_t blocks = ceil_div(a.rows, most), panels = ceil_div(a.weight->outputs, kPanel);
+  for (int64_t b = 0; b < blocks; b++) {
+    RowBlock block = {a.rows * b / blocks, a.rows * (b + 1) / blocks - a.rows * b / blocks, 0};
+    block.tiles = ceil_div(block.rows, kTileRows);
+    const float* x = pack_rows<Lane>(a, block, team);
+    // Few panels: their rows are cut, so that there is work for all.
+    int64_t parts = ceil_div(4 * team.size, panels);
+    if (parts > block.tiles) parts = block.tiles;
+    for (int64_t i = team.take(); i < panels * parts; i = team.take()) {
+      const int64_t part = i % parts;
+      const Range tiles = {block.tiles * part / parts, block.tiles * (part + 1) / parts};
+      panel_rows<Lane, kZero>(a, block, tiles, i / parts, x);
+    }
+  }
+}
+
+template <class Lane, bool kZero>
+static void linear_of(const LinearArgs& a, const Team& team) {
+  if (a.rows == 1) return few<Lane, kZero, 1>(a, team);
+  if (a.rows == 2) return few<Lane, kZero, 2>(a, team);
+  if (a.rows == 3) return few<Lane, kZero, 3>(a, team);
+  if (a.rows == kFewRows) return few<Lane, kZero, kFewRows>(a, team);
+  many<Lane, kZero>(a, team);
+}
+
+static void linear_float(const LinearArgs& a, const Team& team) {
+  const Packed& w = *a.weight;
+  if (w.format == kF32) return linear_of<LaneF32, false>(a, team);
+  if (w.format == kBF16) return linear_of<LaneBF16, false>(a, team);
+  if (w.format == kF8) return linear_of<LaneF8, false>(a, team);
+  if (w.format == kI8 && w.has_zero) return linear_of<LaneI8, true>(a, team);
+  if (w.format == kI8) return linear_of<LaneI8, false>(a, team);
+  if (w.has_zero) return linear_of<LaneI4, true>(a, team);
+  linear_of<LaneI4, false>(a, team);
+}

@@ -10,9 +10,11 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Inputs of one lane's 32 bits.
-static inline int64_t lane_inputs(int32_t format) { return format == kI4 ? 8 : 4; }
+static inline int64_t lane_inputs(int32_t format) {
+  return format == kF32 ? 1 : format == kBF16 ? 2 : format == kI4 ? 8 : 4;
+}
 
-static inline int64_t int_group_bytes(const Source& s, int64_t inputs) {
+static inline int64_t group_bytes_of(const Source& s, int64_t inputs) {
   int64_t values = ceil_div(inputs, lane_inputs(s.format)) * kPanel * 4;
   int64_t scales = kPanel * (s.scale_type == kScaleF32 ? 4 : s.scale_type == kScaleBF16 ? 2 : 0);
   return round_up(values + scales + (s.zero != nullptr ? kPanel : 0), kAlign);
@@ -20,13 +22,12 @@ static inline int64_t int_group_bytes(const Source& s, int64_t inputs) {
 
 static inline int64_t groups_of(int64_t inputs, int64_t group) { return ceil_div(inputs, group); }
 
-static int64_t int_panel_bytes(const Source& s) {
+static int64_t panel_bytes_of(const Source& s) {
   int64_t whole = groups_of(s.inputs, s.group) - 1;
-  return whole * int_group_bytes(s, s.group) + int_group_bytes(s, s.inputs - whole * s.group);
+  return whole * group_bytes_of(s, s.group) + group_bytes_of(s, s.inputs - whole * s.group);
 }
 
-static int64_t float_panel_bytes(const Source& s);                                  // gemm_float.h
-static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out);         // gemm_float.h
+static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out);  // gemm_float.h
 
 static bool is_int(int32_t format) { return format == kI8 || format == kI4; }
 
@@ -42,8 +43,8 @@ static Packed header_of(const Source& s) {
   h.has_zero = s.zero != nullptr;
   h.has_bias = s.bias != nullptr;
   h.panel = kPanel;
-  h.panel_bytes = is_int(s.format) ? int_panel_bytes(s) : float_panel_bytes(s);
-  h.group_bytes = is_int(s.format) ? int_group_bytes(s, s.group < s.inputs ? s.group : s.inputs) : 0;
+  h.panel_bytes = panel_bytes_of(s);
+  h.group_bytes = group_bytes_of(s, s.group < s.inputs ? s.group : s.inputs);
   int64_t panels = ceil_div(s.outputs, kPanel);
   h.data_offset = round_up(sizeof(Packed), kAlign);
   h.bias_offset = h.data_offset + panels * h.panel_bytes;

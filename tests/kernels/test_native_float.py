@@ -1,0 +1,173 @@
+"""Compiled products of fp32 activations: every format on every instruction set.
+
+A weight that is decoded wrongly cannot hide in a sum: rows of the identity give it back bit by bit.
+Sums are held to what rounding allows at most, and rows to have the same bits in any call.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kernels.cpu import native
+
+pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
+SIZES = [(1, 1), (3, 7), (33, 61), (61, 33), (96, 288), (130, 577), (33, 1025), (16, 4544)]  # N, K
+SEGMENT = 256  # inputs that are summed before they are added to the total
+
+
+class Kind(NamedTuple):
+    """A format with its granularity."""
+
+    fmt: str
+    group: int | None = None
+    asymmetric: bool = False
+
+
+KINDS = [
+    *[Kind("f32"), Kind("bf16"), Kind("fp8_e4m3"), Kind("fp8_e4m3", 128), Kind("fp8_e4m3", 33)],
+    *[Kind("int8"), Kind("int8", 128), Kind("int8", 32, True), Kind("int8", 33, True)],
+    *[Kind("int8", None, True), Kind("int4"), Kind("int4", 64), Kind("int4", 32, True)],
+    *[Kind("int4", 128, True), Kind("int4", 33, True), Kind("int4", None, True)],
+]
+
+
+@pytest.fixture(params=native.supported())
+def isa(request):
+    """Runs a test on one instruction set."""
+    with native.forced(request.param):
+        yield request.param
+
+
+class Weight(NamedTuple):
+    """What is packed, and the values it stands for."""
+
+    packed: torch.Tensor
+    values: torch.Tensor  # fp64 [N, K]
+    bias: torch.Tensor | None
+
+
+def codes_of(fmt: str, outputs: int, inputs: int) -> torch.Tensor:
+    """Every code of a format in turn (e4m3: but NaN), each row beginning elsewhere."""
+    if fmt in ("f32", "bf16"):
+        return torch.randn(outputs, inputs).to(torch.float32 if fmt == "f32" else torch.bfloat16)
+    turn = torch.arange(outputs)[:, None] * 11 + torch.arange(inputs)
+    if fmt == "fp8_e4m3":
+        finite = [c for c in range(256) if c & 0x7F != 0x7F]
+        return torch.tensor(finite, dtype=torch.uint8)[turn % 254].view(torch.float8_e4m3fn)
+    return ((turn % 256) - 128 if fmt == "int8" else (turn % 16) - 8).to(torch.int8)
+
+
+def weight(kind: Kind, outputs: int, inputs: int, with_bias: bool = True) -> Weight:
+    fmt, group, asymmetric = kind
+    q = codes_of(fmt, outputs, inputs)
+    group = inputs if group is None else min(group, inputs)
+    groups = -(-inputs // group)
+    scale = zero = None
+    values, of = q.double(), torch.arange(inputs) // group
+    if asymmetric:
+        zero = torch.randint(-128, 128, (outputs, groups), dtype=torch.int8)
+        values = values - zero[:, of]
+    if fmt not in ("f32", "bf16"):
+        scale = torch.rand(outputs, groups) + 0.5
+        values = values * scale[:, of]
+    bias = torch.randn(outputs) if with_bias else None
+    return Weight(native.pack(q, fmt, scale, zero, bias, group), values, bias)
+
+
+def most_error(x: torch.Tensor, w: Weight, group: int | None) -> torch.Tensor:
+    """Bound of |error|: each sum of n rounds n times (2 n without fused operations)."""
+    inputs = x.shape[1]
+    segment = min(SEGMENT, inputs if group is None else group)
+    roundings = 2 * (segment + -(-inputs // segment) * (1 + (group or 0) % SEGMENT) + 3)
+    bias = 0 if w.bias is None else w.bias.double().abs()
+    return roundings * 2.0**-24 * (x.double().abs() @ w.values.abs().T + bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_as_exact_as_rounding_allows(isa, kind):
+    torch.manual_seed(0)
+    for outputs, inputs in SIZES:
+        w = weight(kind, outputs, inputs)
+        for rows in (1, 2, 3, 4, 5, 13, 66):
+            x = torch.randn(rows, inputs)
+            error = (native.linear(x, w.packed) - (x.double() @ w.values.T + w.bias)).abs()
+            assert (error <= most_error(x, w, kind.group)).all(), (outputs, inputs, rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("factor", [1.0, 2.0**-60, -(2.0**50)])
+def test_rows_of_the_identity_give_the_weight_back(isa, kind, factor):
+    torch.manual_seed(0)
+    w = weight(kind, 21, 300, with_bias=False)
+    want = (w.values.float() * factor).T
+    eye = torch.eye(300) * factor
+    assert torch.equal(native.linear(eye, w.packed), want)
+    for rows in (1, 2, 3, 4):
+        few = [native.linear(part, w.packed) for part in eye.split(rows)]
+        assert torch.equal(torch.cat(few), want), rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 300), (130, 577)])
+def test_a_row_has_the_same_bits_in_any_call(isa, kind, outputs, inputs, with_threads):
+    torch.manual_seed(0)
+    w, x = weight(kind, outputs, inputs), torch.randn(130, inputs)
+    with_threads(1)
+    whole = native.linear(x, w.packed)
+    for rows in range(1, 131):
+        with_threads(1 if rows % 8 else 1 + rows // 8 % 8)
+        assert torch.equal(native.linear(x[:rows], w.packed), whole[:rows]), rows
+        assert torch.equal(native.linear(x[-rows:], w.packed), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize("kind", [Kind("f32"), Kind("fp8_e4m3", 128), Kind("int4", 32, True)])
+@pytest.mark.parametrize("threads", range(1, 9))
+def test_threads_do_not_change_a_bit(isa, kind, threads, with_threads):
+    torch.manual_seed(0)
+    w, x = weight(kind, 200, 290), torch.randn(70, 290)
+    with_threads(1)
+    whole = native.linear(x, w.packed)
+    with_threads(threads)
+    for rows in (1, 2, 3, 4, 5, 31, 70):
+        assert torch.equal(native.linear(x[:rows], w.packed), whole[:rows]), rows
+
+
+def test_rows_of_several_blocks_stay_as_they_are(isa):
+    torch.manual_seed(0)
+    w, x = weight(Kind("int8", 32), 33, 50), torch.randn(2100, 50)  # 1024 rows a block at most
+    parts = [native.linear(part, w.packed) for part in x.split(100)]
+    assert torch.equal(native.linear(x, w.packed), torch.cat(parts))
+
+
+def test_bf16_gives_the_bits_of_the_same_weight_in_fp32(isa):
+    torch.manual_seed(0)
+    q = torch.randn(70, 301).bfloat16()
+    for rows in (1, 2, 3, 4, 9):
+        x = torch.randn(rows, 301)
+        halves, whole = native.pack(q, "bf16"), native.pack(q.float(), "f32")
+        assert torch.equal(native.linear(x, halves), native.linear(x, whole))
+
+
+@pytest.mark.parametrize("kind", [Kind("bf16"), Kind("fp8_e4m3"), Kind("int4", 32, True)])
+@pytest.mark.parametrize("accumulate", [0, 1])
+@pytest.mark.parametrize("rows", [1, 3, 4, 40])
+@pytest.mark.parametrize("outputs", [5, 16, 41])
+def test_strides_and_adding_to_what_is_there(isa, kind, accumulate, rows, outputs):
+    torch.manual_seed(0)
+    w, inputs = weight(kind, outputs, 70), 70
+    x, y = torch.randn(rows, inputs + 9), torch.randn(rows, outputs + 5)
+    want = y.clone()
+    product = native.linear(x[:, :inputs], w.packed)
+    want[:, :outputs] = y[:, :outputs] + product if accumulate else product
+    args = native.LinearArgs(
+        *(w.packed.data_ptr(), x.data_ptr(), None, 0, 0, accumulate),
+        *(rows, x.shape[1], y.shape[1], y.data_ptr()),
+    )
+    library = native.library()
+    assert library is not None
+    assert library.ptq_linear(byref(args), 2) == 0
+    assert torch.equal(y, want)
