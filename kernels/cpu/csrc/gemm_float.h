@@ -14,25 +14,6 @@ constexpr int64_t kChunk = 256;  // 16 KB of fp32 in a panel of 16: half of the 
 constexpr int kFewRows = 4;      // decoded in registers
 constexpr int kTileRows = 6;     // rows of the register tile
 
-static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out) {
-  const int64_t inputs = lane_inputs(s.format), size = 4 / inputs;
-  const int64_t groups = groups_of(s.inputs, s.group), group_bytes = group_bytes_of(s, s.group);
-  for (int64_t lane = 0; lane < kPanel && panel * kPanel + lane < s.outputs; lane++) {
-    const int64_t row = panel * kPanel + lane;
-    for (int64_t g = 0; g < groups; g++) {
-      const int64_t rest = s.inputs - g * s.group, count = rest < s.group ? rest : s.group;
-      const uint8_t* from = (const uint8_t*)s.q + (row * s.inputs + g * s.group) * size;
-      uint8_t* to = out + g * group_bytes + lane * 4;
-      for (int64_t byte = 0; byte < count * size; byte += 4, to += kPanel * 4)
-        __builtin_memcpy(to, from + byte, count * size - byte < 4 ? count * size - byte : 4);
-      to -= lane * 4;  // the scales
-      if (s.scale_type == kScaleF32) ((float*)to)[lane] = s.scale[row * groups + g];
-      if (s.scale_type == kScaleBF16)
-        ((uint16_t*)to)[lane] = f32_to_bf16(s.scale[row * groups + g]);
-    }
-  }
-}
-
 // Inputs that are summed together, and where their weights lie.
 struct Segment {
   int64_t begin, count;   // inputs

@@ -27,8 +27,6 @@ static int64_t panel_bytes_of(const Source& s) {
   return whole * group_bytes_of(s, s.group) + group_bytes_of(s, s.inputs - whole * s.group);
 }
 
-static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out);  // gemm_float.h
-
 static bool is_int(int32_t format) { return format == kI8 || format == kI4; }
 
 static Packed header_of(const Source& s) {
@@ -97,6 +95,26 @@ static void pack_int_group(const Source& s, int64_t panel, int64_t group, int64_
     if (s.scale_type == kScaleF32) scale_f32[row] = s.scale[at];
     if (s.scale_type == kScaleBF16) scale_bf16[row] = f32_to_bf16(s.scale[at]);
     if (s.zero != nullptr) zero[row] = s.zero[at];
+  }
+}
+
+// A panel of floats.
+static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out) {
+  const int64_t inputs = lane_inputs(s.format), size = 4 / inputs;
+  const int64_t groups = groups_of(s.inputs, s.group), group_bytes = group_bytes_of(s, s.group);
+  for (int64_t lane = 0; lane < kPanel && panel * kPanel + lane < s.outputs; lane++) {
+    const int64_t row = panel * kPanel + lane;
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t rest = s.inputs - g * s.group, count = rest < s.group ? rest : s.group;
+      const uint8_t* from = (const uint8_t*)s.q + (row * s.inputs + g * s.group) * size;
+      uint8_t* to = out + g * group_bytes + lane * 4;
+      for (int64_t byte = 0; byte < count * size; byte += 4, to += kPanel * 4)
+        __builtin_memcpy(to, from + byte, count * size - byte < 4 ? count * size - byte : 4);
+      to -= lane * 4;  // the scales
+      if (s.scale_type == kScaleF32) ((float*)to)[lane] = s.scale[row * groups + g];
+      if (s.scale_type == kScaleBF16)
+        ((uint16_t*)to)[lane] = f32_to_bf16(s.scale[row * groups + g]);
+    }
   }
 }
 
