@@ -110,7 +110,7 @@ struct Attender {
       float* to = q + r * shape.width;
       __builtin_memset(to, 0, shape.width * sizeof(float));
       for (int64_t d = 0; d < a.dim; d += W) {
-        vf scale = set1(a.softmax_scale);
+        vf scale = set1(a.softmax_scale * unit_of(a.kv_format));
         if (a.k_scale_kind == kScaleHead) scale = mul(scale, set1(a.k_scale[head]));
         if (a.k_scale_kind == kScaleChannel)
           scale = mul(scale, load_part(a.k_scale + head * a.dim + d, a.dim - d));
@@ -193,7 +193,8 @@ static void write_row(const AttentionArgs& a, const Shape& shape, const Tile& ti
   float* to = a.out + (tile.first + r / shape.group) * a.out_stride +
               (head * shape.group + r % shape.group) * a.dim;
   const vf sum = set1(sums.sum[r] == 0.0f ? 1.0f : sums.sum[r]);
-  const vf scale = set1(a.v_scale_kind == kScaleHead ? a.v_scale[head] : 1.0f);
+  const float v_scale = a.v_scale_kind == kScaleHead ? a.v_scale[head] : 1.0f;
+  const vf scale = set1(v_scale * unit_of(a.kv_format));
   for (int64_t d = 0; d < a.dim; d += W)
     store_part(to + d, mul(div(load(sums.out + r * shape.width + d), sum), scale), a.dim - d);
 }
