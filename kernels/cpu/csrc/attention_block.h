@@ -80,16 +80,24 @@ static inline vf reduce_each(const vf* a) {
 }
 #endif
 
+// Asks for the cache lines of some bytes, which a thread will want one block later.
+static inline void fetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kAlign) __builtin_prefetch((const char*)p + i);
+}
+
 // Tokens of a block that a row sees.
 struct Span {
   int begin, end;
 };
 
-// s[r][t] = q[r] . k[t] for R rows and the tokens of a span, widened to whole tiles.
+// s[r][t] = q[r] . k[t] for R rows and the tokens of a span, widened to whole tiles. `next`: the
+// keys wanted next.
 template <int R, class T>
-static void scores_of(const float* q, const T* k, int64_t width, Span span, float* s) {
+static void scores_of(const float* q, const T* k, const T* next, int64_t width, Span span,
+                      float* s) {
   constexpr int kTokens = R == 1 ? W : R == 2 ? W / 2 : W / 4;  // R * kTokens <= W sums in a tile
   for (int t = span.begin / kTokens * kTokens; t < span.end; t += kTokens) {
+    fetch(next + t * width, kTokens * width * (int64_t)sizeof(T));
     vf sum[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W; i++) sum[i] = zero();
@@ -151,14 +159,15 @@ static inline float weigh(float* s, Span span, const float* k_scale, const float
 
 // N vectors of out[r] = out[r] decay[r] + sum of p[r][t] v[t] over the tokens of a span.
 template <int R, int N, class T>
-static inline void gather_vectors(const float* p, const T* v, int64_t width, Span span,
-                                  const float* decay, float* out) {
+static inline void gather_vectors(const float* p, const T* v, const T* next, int64_t width,
+                                  Span span, const float* decay, float* out) {
   vf sum[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) sum[r][j] = mul(load(out + r * width + j * W), set1(decay[r]));
   for (int t = span.begin; t < span.end; t++) {
+    __builtin_prefetch(next + t * width);
     vf value[N];
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) value[j] = widen(v + t * width + j * W);
@@ -176,19 +185,20 @@ static inline void gather_vectors(const float* p, const T* v, int64_t width, Spa
 }
 
 template <int R, class T>
-static void gather(const float* p, const T* v, int64_t width, Span span, const float* decay,
-                   float* out) {
+static void gather(const float* p, const T* v, const T* next, int64_t width, Span span,
+                   const float* decay, float* out) {
   constexpr int kVectors = R == 1 ? W : R == 2 ? W / 2 : W / 4;
   int64_t d = 0;
   for (; d + kVectors * W <= width; d += kVectors * W)
-    gather_vectors<R, kVectors>(p, v + d, width, span, decay, out + d);
-  for (; d < width; d += W) gather_vectors<R, 1>(p, v + d, width, span, decay, out + d);
+    gather_vectors<R, kVectors>(p, v + d, next + d, width, span, decay, out + d);
+  for (; d < width; d += W) gather_vectors<R, 1>(p, v + d, next + d, width, span, decay, out + d);
 }
 
 // A block of K or V as fp32 [64][width], zero beyond dim.
 template <class T>
-static const float* widened(const T* from, int64_t dim, int64_t width, float* to) {
-  for (int64_t t = 0; t < kBlock; t++, from += dim, to += width) {
+static const float* widened(const T* from, const T* next, int64_t dim, int64_t width, float* to) {
+  for (int64_t t = 0; t < kBlock; t++, from += dim, next += dim, to += width) {
+    fetch(next, dim * (int64_t)sizeof(T));
     int64_t d = 0;
     for (; d + W <= dim; d += W) store(to + d, widen(from + d));
     if (d < dim) {
