@@ -8,6 +8,7 @@ types than fp32, bf16, int8 and e4m3 are left to `kernels.cpu.attention`.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from ctypes import byref, c_int32
 
 import torch
@@ -310,7 +311,7 @@ def _check_queries(
             "with the cache's D and a multiple of its heads"
         )
     starts, contexts = query_start.tolist(), context_len.tolist()
-    counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    counts = [b - a for a, b in itertools.pairwise(starts)]
     if len(counts) != len(contexts) or starts[0] != 0 or starts[-1] != len(q) or min(counts) < 0:
         raise ValueError(
             f"query_start is {starts} for {len(q)} queries of {len(contexts)} sequences; needed "

@@ -54,15 +54,23 @@ def test_equals_its_twin(isa, kind, heads, dim, window):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (5, 5)])
-@pytest.mark.parametrize(("dim", "window"), [(64, None), (80, 300), (20, 70)])
-@pytest.mark.parametrize("kind", ["int8 per_channel", "fp8 per_token", "bf16", "float"])
+@pytest.mark.parametrize(
+    ("heads", "dim", "window", "kind"),
+    [
+        ((4, 2), 64, None, "int8 per_channel"),
+        ((3, 1), 80, 300, "fp8 per_token"),
+        ((5, 5), 20, 70, "int8 per_head"),
+        ((9, 1), 64, 270, "fp8 per_head"),
+        ((2, 1), 40, None, "bf16"),
+        ((7, 1), 16, None, "float"),
+    ],
+)
 def test_decode_prefill_and_chunks_agree_bit_for_bit(isa, heads, dim, window, kind, with_threads):
     length = 600
     cache = cache_of([length, 130, 9], heads, dim, kind)
     with_threads(1)
     whole = attend(cache, [(0, 0, length)], window)[0]
-    for cut in (1, 63, 256, 257, 599):
+    for cut in (1, 63, 256, 599):
         with_threads(1 + cut % 4)
         parts = [attend(cache, [(0, a, b)], window)[0] for a, b in ((0, cut), (cut, length))]
         assert torch.equal(torch.cat(parts), whole), cut
@@ -149,10 +157,10 @@ def write_both(kind, k, v, slots, blocks=5):
     dtype = torch.bfloat16 if bf16 else STORAGE[kind.split()[0]]
     found = []
     for write in (native_ops.write_kv, reference.write_kv):
-        pools = [torch.zeros(blocks, heads, KV_BLOCK, dim, dtype=dtype) for _ in "kv"]
-        scales = [None if s is None else s.clone() for s in (k_scale, v_scale)]
-        write(k, v, *pools, slots, *scales, kind.endswith("per_token"))
-        found.append([*pools, *scales])
+        k_pool, v_pool = (torch.zeros(blocks, heads, KV_BLOCK, dim, dtype=dtype) for _ in "kv")
+        ks, vs = (None if s is None else s.clone() for s in (k_scale, v_scale))
+        write(k, v, k_pool, v_pool, slots, ks, vs, kind.endswith("per_token"))
+        found.append([k_pool, v_pool, ks, vs])
     return found
 
 
@@ -171,17 +179,22 @@ def test_write_kv_equals_its_twin(isa, kind, dim, with_threads):
 
 def test_bad_writes_are_told_and_left_out(isa):
     x = torch.ones(2, 3, 16)
-    pools = [torch.zeros(5, 3, KV_BLOCK, 16, dtype=torch.int8) for _ in "kv"]
-    scales = [torch.ones(5, 3, KV_BLOCK) for _ in "kv"]
+    k_pool, v_pool = (torch.zeros(5, 3, KV_BLOCK, 16, dtype=torch.int8) for _ in "kv")
+    k_scale, v_scale = (torch.ones(5, 3, KV_BLOCK) for _ in "kv")
+
+    def write(slots, dynamic=True):
+        slots = torch.tensor(slots)
+        native_ops.write_kv(x, x, k_pool, v_pool, slots, k_scale, v_scale, dynamic)
+
     for slot in (-1, 5 * KV_BLOCK):
         with pytest.raises(ValueError, match="does not have"):
-            native_ops.write_kv(x, x, *pools, torch.tensor([slot, slot]), *scales, True)
-    assert not any(pool.any() for pool in pools)
+            write([slot, slot])
+    assert not k_pool.any()
     for bad in (torch.nan, torch.inf):
         x[1, 2, 7] = bad
         with pytest.raises(ValueError, match="must be finite"):
-            native_ops.write_kv(x, x, *pools, torch.tensor([3, 4]), *scales, True)
-        assert not pools[0][0, 2, 4].any()
-        assert bool((scales[0][0, 2, 4] == 1).all())
+            write([3, 4])
+        assert not k_pool[0, 2, 4].any()
+        assert bool((k_scale[0, 2, 4] == 1).all())
     with pytest.raises(ValueError, match="dynamic scales need a place"):
-        native_ops.write_kv(x, x, *pools, torch.tensor([3, 4]), *scales, False)
+        write([3, 4], dynamic=False)
