@@ -93,5 +93,7 @@ def test_without_a_compiler_the_same_comes_out_of_torchs_ops(
     compiled = scores(folder)
     monkeypatch.setattr(native, "library", lambda: None)
     plain = scores(folder)
-    assert (compiled - plain).norm() / plain.norm() < 5e-3
+    # A last bit can move an input over a rounding edge, and a step of e4m3 is 6% of a number.
+    bound = 3e-2 if preset.startswith("fp8") else 5e-3
+    assert (compiled - plain).norm() / plain.norm() < bound
     assert not torch.equal(compiled, plain)

@@ -82,6 +82,15 @@ static void merge(const Sums& into, const Sums& from, int64_t rows, int64_t widt
   }
 }
 
+// A block of one kv head: [64][dim] of K and V, scales of its tokens or null, and what comes next.
+template <class T>
+struct Block {
+  int64_t start;  // position of its first token
+  const T *k, *v;
+  const float *k_scale, *v_scale;
+  const T *next_k, *next_v;
+};
+
 // One kv head of one tile on one thread.
 struct Attender {
   const AttentionArgs& a;
@@ -110,7 +119,7 @@ struct Attender {
       float* to = q + r * shape.width;
       __builtin_memset(to, 0, shape.width * sizeof(float));
       for (int64_t d = 0; d < a.dim; d += W) {
-        vf scale = set1(a.softmax_scale);
+        vf scale = set1(a.softmax_scale * unit_of(a.kv_format));
         if (a.k_scale_kind == kScaleHead) scale = mul(scale, set1(a.k_scale[head]));
         if (a.k_scale_kind == kScaleChannel)
           scale = mul(scale, load_part(a.k_scale + head * a.dim + d, a.dim - d));
@@ -134,48 +143,56 @@ struct Attender {
   }
 
   template <int R, class T>
-  void attend_rows(const T* k, const T* v, const float* scales[2], int64_t start, int64_t row,
-                   const Sums& sums) {
-    const Span all = span_of_all(row, R, start);
+  void attend_rows(const Block<T>& b, int64_t row, const Sums& sums) {
+    const Span all = span_of_all(row, R, b.start);
     if (all.begin == all.end) return;
     float* score = s + row * kBlock;
-    scores_of<R>(q + row * shape.width, k, shape.width, all, score);
+    scores_of<R>(q + row * shape.width, b.k, b.next_k, shape.width, all, score);
     for (int64_t r = 0; r < R; r++)
-      decay[r] = weigh(score + r * kBlock, span(row + r, start), scales[0], scales[1],
+      decay[r] = weigh(score + r * kBlock, span(row + r, b.start), b.k_scale, b.v_scale,
                        sums.top + row + r, sums.sum + row + r);
-    gather<R>(score, v, shape.width, all, decay, sums.out + row * shape.width);
+    gather<R>(score, b.v, b.next_v, shape.width, all, decay, sums.out + row * shape.width);
   }
 
   template <class T>
-  void attend_block(const T* k, const T* v, const float* scales[2], int64_t start,
-                    const Sums& sums) {
+  void attend_block(const Block<T>& b, const Sums& sums) {
     int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) attend_rows<4>(k, v, scales, start, row, sums);
-    if (rows - row == 3) attend_rows<3>(k, v, scales, start, row, sums);
-    if (rows - row == 2) attend_rows<2>(k, v, scales, start, row, sums);
-    if (rows - row == 1) attend_rows<1>(k, v, scales, start, row, sums);
+    for (; row + 4 <= rows; row += 4) attend_rows<4>(b, row, sums);
+    if (rows - row == 3) attend_rows<3>(b, row, sums);
+    if (rows - row == 2) attend_rows<2>(b, row, sums);
+    if (rows - row == 1) attend_rows<1>(b, row, sums);
+  }
+
+  // Where the head's tokens of a position's block begin in the pools, in tokens; -1: nowhere.
+  int64_t place_of(int64_t position) const {
+    const int64_t block = a.block_tables[tile.sequence * a.table_stride + position / kBlock];
+    if (block >= 0 && block < a.blocks) return (block * a.kv_heads + head) * kBlock;
+    __atomic_fetch_or(a.problem, (int32_t)kNoSuchBlock, __ATOMIC_RELAXED);
+    return -1;
   }
 
   template <class T>
   void attend_split(int64_t split, const Sums& sums) {
+    const T *k_pool = (const T*)a.k_pool, *v_pool = (const T*)a.v_pool;
     const int64_t last = split * kSplit + kSplit < tile.end ? split * kSplit + kSplit : tile.end;
     int64_t start = split * kSplit > tile.begin ? split * kSplit : tile.begin / kBlock * kBlock;
-    for (; start < last; start += kBlock) {
-      const int64_t block = a.block_tables[tile.sequence * a.table_stride + start / kBlock];
-      if (block < 0 || block >= a.blocks) {
-        __atomic_fetch_or(a.problem, (int32_t)kNoSuchBlock, __ATOMIC_RELAXED);
-        continue;
-      }
-      const int64_t place = (block * a.kv_heads + head) * kBlock;
-      const T *k = (const T*)a.k_pool + place * a.dim, *v = (const T*)a.v_pool + place * a.dim;
-      const float* scales[2] = {a.k_scale_kind == kScaleToken ? a.k_scale + place : nullptr,
-                                a.v_scale_kind == kScaleToken ? a.v_scale + place : nullptr};
+    int64_t place = place_of(start);
+    while (place >= 0) {
+      const int64_t next = start + kBlock < tile.end ? place_of(start + kBlock) : place;
+      Block<T> b = {start, k_pool + place * a.dim, v_pool + place * a.dim, nullptr, nullptr,
+                    k_pool + next * a.dim, v_pool + next * a.dim};
+      if (a.k_scale_kind == kScaleToken) b.k_scale = a.k_scale + place;
+      if (a.v_scale_kind == kScaleToken) b.v_scale = a.v_scale + place;
       if (a.dim == shape.width && (rows <= kDirectQueryRows || sizeof(T) == sizeof(float))) {
-        attend_block(k, v, scales, start, sums);
+        attend_block(b, sums);
       } else {
-        attend_block(widened(k, a.dim, shape.width, k_wide),
-                     widened(v, a.dim, shape.width, v_wide), scales, start, sums);
+        const float* k = widened(b.k, b.next_k, a.dim, shape.width, k_wide);
+        const float* v = widened(b.v, b.next_v, a.dim, shape.width, v_wide);
+        attend_block(Block<float>{start, k, v, b.k_scale, b.v_scale, k, v}, sums);
       }
+      start += kBlock;
+      if (start >= last) return;
+      place = next;
     }
   }
 
@@ -193,7 +210,8 @@ static void write_row(const AttentionArgs& a, const Shape& shape, const Tile& ti
   float* to = a.out + (tile.first + r / shape.group) * a.out_stride +
               (head * shape.group + r % shape.group) * a.dim;
   const vf sum = set1(sums.sum[r] == 0.0f ? 1.0f : sums.sum[r]);
-  const vf scale = set1(a.v_scale_kind == kScaleHead ? a.v_scale[head] : 1.0f);
+  const float v_scale = a.v_scale_kind == kScaleHead ? a.v_scale[head] : 1.0f;
+  const vf scale = set1(v_scale * unit_of(a.kv_format));
   for (int64_t d = 0; d < a.dim; d += W)
     store_part(to + d, mul(div(load(sums.out + r * shape.width + d), sum), scale), a.dim - d);
 }

@@ -8,7 +8,36 @@
 static inline vf widen(const float* p) { return load(p); }
 static inline vf widen(const uint16_t* p) { return load_bf16(p); }
 static inline vf widen(const int8_t* p) { return load_i8(p); }
+// e4m3 in units of 1 / kUnitF8: as fp16, whose exponent is biased by 8 more, subnormals included.
+#if defined(PTQ_ISA_AVX512)
+constexpr float kUnitF8 = 256.0f;
+static inline vf widen(const uint8_t* p) {
+  __m256i v = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+  v = _mm256_and_si256(_mm256_slli_epi16(v, 7), _mm256_set1_epi16((short)0xbf80));
+  return _mm512_cvtph_ps(v);
+}
+#elif defined(PTQ_ISA_AVX2)
+constexpr float kUnitF8 = 256.0f;
+static inline vf widen(const uint8_t* p) {
+  __m128i v = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  v = _mm_and_si128(_mm_slli_epi16(v, 7), _mm_set1_epi16((short)0xbf80));
+  return _mm256_cvtph_ps(v);
+}
+#else
+constexpr float kUnitF8 = 1.0f;
 static inline vf widen(const uint8_t* p) { return load_f8(p); }
+#endif
+static inline float unit_of(int32_t format) { return format == kF8 ? kUnitF8 : 1.0f; }
+
+// Keeps a loaded vector in a register: GCC would load it again for each product.
+static inline void keep(vf& a) {
+#if defined(PTQ_ISA_AVX512)
+  asm("" : "+v"(a));
+#elif defined(PTQ_ISA_AVX2)
+  asm("" : "+x"(a));
+#endif
+  (void)a;
+}
 
 // Lane i gets the sum of a[i]: lanes are added in one tree, the same for all i.
 #if defined(PTQ_ISA_AVX512)
@@ -29,10 +58,19 @@ static inline vf reduce_each(const vf* a) {
                                    add_fours(a[12], a[13], a[14], a[15])));
 }
 #elif defined(PTQ_ISA_AVX2)
+// A sum of halves that lie crosswise: one shuffle and one blend each.
+static inline vf add_halves(vf a, vf b) {  // [4 of a, 4 of b]
+  return add(_mm256_permute2f128_ps(a, b, 0x21), _mm256_blend_ps(a, b, 0xf0));
+}
+static inline vf add_quarters(vf a, vf b) {  // of each 128 bits: [2 of a, 2 of b]
+  return add(_mm256_shuffle_ps(a, b, 0x4e), _mm256_blend_ps(a, b, 0xcc));
+}
+static inline vf add_pairs(vf a, vf b) {  // of each 128 bits: a, b, a, b
+  return add(_mm256_permute_ps(_mm256_blend_ps(b, a, 0xaa), 0xb1), _mm256_blend_ps(a, b, 0xaa));
+}
 static inline vf reduce_each(const vf* a) {
-  const vf x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
-  const vf y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
-  return add(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
+  return add_pairs(add_quarters(add_halves(a[0], a[4]), add_halves(a[2], a[6])),
+                   add_quarters(add_halves(a[1], a[5]), add_halves(a[3], a[7])));
 }
 #else
 static inline vf reduce_each(const vf* a) {
@@ -42,16 +80,24 @@ static inline vf reduce_each(const vf* a) {
 }
 #endif
 
+// Asks for the cache lines of some bytes, which a thread will want one block later.
+static inline void fetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += kAlign) __builtin_prefetch((const char*)p + i);
+}
+
 // Tokens of a block that a row sees.
 struct Span {
   int begin, end;
 };
 
-// s[r][t] = q[r] . k[t] for R rows and the tokens of a span, widened to whole tiles.
+// s[r][t] = q[r] . k[t] for R rows and the tokens of a span, widened to whole tiles. `next`: the
+// keys wanted next.
 template <int R, class T>
-static void scores_of(const float* q, const T* k, int64_t width, Span span, float* s) {
+static void scores_of(const float* q, const T* k, const T* next, int64_t width, Span span,
+                      float* s) {
   constexpr int kTokens = R == 1 ? W : R == 2 ? W / 2 : W / 4;  // R * kTokens <= W sums in a tile
   for (int t = span.begin / kTokens * kTokens; t < span.end; t += kTokens) {
+    fetch(next + t * width, kTokens * width * (int64_t)sizeof(T));
     vf sum[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W; i++) sum[i] = zero();
@@ -61,7 +107,8 @@ static void scores_of(const float* q, const T* k, int64_t width, Span span, floa
       for (int j = 0; j < kTokens; j++) key[j] = widen(k + (t + j) * width + d);
 #pragma GCC unroll 4
       for (int r = 0; r < R; r++) {
-        const vf query = load(q + r * width + d);
+        vf query = load(q + r * width + d);
+        keep(query);
 #pragma GCC unroll 16
         for (int j = 0; j < kTokens; j++)
           sum[r * kTokens + j] = fma(query, key[j], sum[r * kTokens + j]);
@@ -83,12 +130,15 @@ static inline float weigh(float* s, Span span, const float* k_scale, const float
   const vf lane = load(kLane), hidden = set1(-__builtin_inff());
   const vf begin = set1((float)span.begin), end = set1((float)span.end);
   vf score[kVectors], largest = set1(*top);
+  const bool all = span.begin == 0 && span.end == kBlock;
   for (int i = 0; i < kVectors; i++) {
-    const vf index = add(lane, set1((float)(i * W)));
-    vf v = load(s + i * W);
-    if (k_scale != nullptr) v = mul(v, load(k_scale + i * W));
-    const bits seen = (bits)(index >= begin) & (bits)(index < end);
-    score[i] = (vf)(((bits)v & seen) | ((bits)hidden & ~seen));
+    score[i] = load(s + i * W);
+    if (k_scale != nullptr) score[i] = mul(score[i], load(k_scale + i * W));
+    if (!all) {
+      const vf index = add(lane, set1((float)(i * W)));
+      const bits seen = (bits)(index >= begin) & (bits)(index < end);
+      score[i] = (vf)(((bits)score[i] & seen) | ((bits)hidden & ~seen));
+    }
     largest = max(largest, score[i]);
   }
   const float next = reduce_max(largest);
@@ -100,8 +150,8 @@ static inline float weigh(float* s, Span span, const float* k_scale, const float
     if (v_scale != nullptr) weight = mul(weight, load(v_scale + i * W));
     store(s + i * W, weight);
   }
-  float decay[W];
-  store(decay, exp(sub(set1(*top), minus)));
+  float decay[W] = {1.0f};
+  if (next != *top) store(decay, exp(sub(set1(*top), minus)));
   *sum = *sum * decay[0] + reduce_add(total);
   *top = next;
   return decay[0];
@@ -109,14 +159,15 @@ static inline float weigh(float* s, Span span, const float* k_scale, const float
 
 // N vectors of out[r] = out[r] decay[r] + sum of p[r][t] v[t] over the tokens of a span.
 template <int R, int N, class T>
-static inline void gather_vectors(const float* p, const T* v, int64_t width, Span span,
-                                  const float* decay, float* out) {
+static inline void gather_vectors(const float* p, const T* v, const T* next, int64_t width,
+                                  Span span, const float* decay, float* out) {
   vf sum[R][N];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) sum[r][j] = mul(load(out + r * width + j * W), set1(decay[r]));
   for (int t = span.begin; t < span.end; t++) {
+    __builtin_prefetch(next + t * width);
     vf value[N];
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) value[j] = widen(v + t * width + j * W);
@@ -134,19 +185,20 @@ static inline void gather_vectors(const float* p, const T* v, int64_t width, Spa
 }
 
 template <int R, class T>
-static void gather(const float* p, const T* v, int64_t width, Span span, const float* decay,
-                   float* out) {
+static void gather(const float* p, const T* v, const T* next, int64_t width, Span span,
+                   const float* decay, float* out) {
   constexpr int kVectors = R == 1 ? W : R == 2 ? W / 2 : W / 4;
   int64_t d = 0;
   for (; d + kVectors * W <= width; d += kVectors * W)
-    gather_vectors<R, kVectors>(p, v + d, width, span, decay, out + d);
-  for (; d < width; d += W) gather_vectors<R, 1>(p, v + d, width, span, decay, out + d);
+    gather_vectors<R, kVectors>(p, v + d, next + d, width, span, decay, out + d);
+  for (; d < width; d += W) gather_vectors<R, 1>(p, v + d, next + d, width, span, decay, out + d);
 }
 
 // A block of K or V as fp32 [64][width], zero beyond dim.
 template <class T>
-static const float* widened(const T* from, int64_t dim, int64_t width, float* to) {
-  for (int64_t t = 0; t < kBlock; t++, from += dim, to += width) {
+static const float* widened(const T* from, const T* next, int64_t dim, int64_t width, float* to) {
+  for (int64_t t = 0; t < kBlock; t++, from += dim, next += dim, to += width) {
+    fetch(next, dim * (int64_t)sizeof(T));
     int64_t d = 0;
     for (; d + W <= dim; d += W) store(to + d, widen(from + d));
     if (d < dim) {

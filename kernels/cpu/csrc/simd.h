@@ -198,7 +198,38 @@ static inline void store_i8_part(int8_t* p, vf a, int64_t n) {
   __builtin_memcpy(p, part, n);
 }
 
-// Sums and maxima over the lanes, always in the same tree.
+// Sums and maxima over the lanes, always in the same tree: the upper half on the lower one.
+#if defined(PTQ_ISA_AVX512) || defined(PTQ_ISA_AVX2)
+#if defined(PTQ_ISA_AVX512)
+static inline __m256 lower(vf a) { return _mm512_castps512_ps256(a); }
+static inline __m256 upper(vf a) { return _mm512_extractf32x8_ps(a, 1); }
+static inline __m128 sum_of_4(vf a) {
+  const __m256 b = _mm256_add_ps(lower(a), upper(a));
+  return _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+}
+static inline __m128 max_of_4(vf a) {
+  const __m256 b = _mm256_max_ps(lower(a), upper(a));
+  return _mm_max_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+}
+#else
+static inline __m128 sum_of_4(vf a) {
+  return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+}
+static inline __m128 max_of_4(vf a) {
+  return _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+}
+#endif
+static inline float reduce_add(vf a) {
+  __m128 b = sum_of_4(a);
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+static inline float reduce_max(vf a) {
+  __m128 b = max_of_4(a);
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+#else
 static inline float reduce_add(vf a) {
   float t[W];
   store(t, a);
@@ -214,6 +245,7 @@ static inline float reduce_max(vf a) {
     for (int i = 0; i < n; i++) t[i] = t[i] > t[i + n] ? t[i] : t[i + n];
   return t[0];
 }
+#endif
 
 // e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln 2 / 2, and the Taylor polynomial of degree 7 of
 // e^r (relative error below 2e-7 in all); 0 below -87, infinity is not reached: x is clamped at 88.

@@ -1,0 +1,152 @@
+"""Compiled row-wise ops: quantization bit for bit, the others near their twins, rows that stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernels.reference as reference
+from kernels.cpu import elementwise, native, native_ops
+from kernels.numerics import FP8, fake_quantize_activations
+
+pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
+COLUMNS = (1, 3, 7, 33, 61, 96, 288, 1025, 4544)
+
+
+@pytest.fixture(params=native.supported())
+def isa(request):
+    """Runs a test on one instruction set."""
+    with native.forced(request.param):
+        yield request.param
+
+
+def values(rows: int, columns: int) -> torch.Tensor:
+    """Rows of different sizes: of zeros, of next to nothing, and with ties in them."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    x = torch.randn(rows, columns, generator=generator)
+    x = x * torch.exp2(torch.randint(-12, 12, (rows, 1), generator=generator).float())
+    x[rows // 2] = 0
+    x[rows // 3] *= 2.0**-80
+    x[-1] = torch.randint(-127, 128, (columns,), generator=generator) / 2.0
+    x[-1, 0] = 127.0  # scale 1: halves are ties
+    return x
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_quantize_equals_torch_bit_for_bit(isa, columns, threads, with_threads):
+    with_threads(threads)
+    for rows in (1, 2, 30):
+        x = values(rows, columns)
+        for part in (x, x.bfloat16(), torch.cat((x, x), dim=1)[:, :columns]):
+            q, scale = native_ops.quantize_per_token(part)
+            want_q, want_scale = elementwise.quantize_per_token(part)
+            assert torch.equal(q, want_q)
+            assert torch.equal(scale, want_scale)
+        static = torch.tensor(0.037)
+        got = native_ops.quantize_static(x, static)
+        assert torch.equal(got, elementwise.quantize_static(x, static))
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("group", [-1, 32, 128])
+def test_fp8_equals_torch_bit_for_bit(isa, columns, group):
+    x = values(30, columns)
+    got = native_ops.fake_quantize_fp8(x, None, group)
+    padded = min(group, columns)
+    assert torch.equal(got, fake_quantize_activations(x, None, FP8, padded))
+    static = torch.tensor([0.0123])
+    got = native_ops.fake_quantize_fp8(x, static)
+    assert torch.equal(got, fake_quantize_activations(x, static, FP8))
+
+
+def test_fp8_rounds_half_to_even_everywhere(isa):
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (codes[1:] + codes[:-1]) / 2
+    one_off = [torch.nextafter(middle, torch.full_like(middle, to)) for to in (0.0, 1e9)]
+    x = torch.cat((codes, middle, *one_off, torch.tensor([460.0, 464.0, 1e30, torch.inf])))
+    x = torch.cat((x, -x, torch.tensor([torch.nan]))).reshape(1, -1)
+    got = native_ops.fake_quantize_fp8(x, torch.tensor(1.0))
+    want = fake_quantize_activations(x, torch.tensor(1.0), FP8)
+    assert torch.equal(got.view(torch.int32)[:, :-1], want.view(torch.int32)[:, :-1])  # -0 too
+    assert bool(got[0, -1].isnan())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 40, 99, 100])
+def test_dynamic_scales_need_finite_data(isa, bad, place):
+    x = torch.randn(3, 101)
+    x[1, place] = bad
+    with pytest.raises(ValueError, match="must be finite"):
+        native_ops.quantize_per_token(x)
+    with pytest.raises(ValueError, match="must be finite"):
+        native_ops.fake_quantize_fp8(x, None, 32)
+    static = native_ops.quantize_static(x, torch.tensor(0.1))
+    assert static[1, place] == (0 if bad != bad else 127 if bad > 0 else -127)
+
+
+def test_no_rows_are_no_rows(isa):
+    q, scale = native_ops.quantize_per_token(torch.empty(0, 5))
+    assert (q.shape, scale.shape) == ((0, 5), (0, 1))
+    assert native_ops.rms_norm(torch.empty(0, 5), torch.ones(5), 1e-5).shape == (0, 5)
+    assert native_ops.silu_mul(torch.empty(0, 5), torch.empty(0, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("size", [1, 7, 61, 64, 288, 4544])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(isa, size, dtype, with_threads):
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 10, size).to(dtype), torch.randn(size).to(dtype)
+    got = native_ops.rms_norm(x, weight, 1e-5)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    want = reference.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    with_threads(3)
+    rows, norms = x.reshape(-1, size), got.reshape(-1, size)
+    assert torch.equal(native_ops.rms_norm(x, weight, 1e-5), got)
+    for i in (0, 7, 39):
+        assert torch.equal(native_ops.rms_norm(rows[i : i + 1], weight, 1e-5)[0], norms[i])
+
+
+def test_silu_mul_is_the_same_wherever_an_element_lies(isa, with_threads):
+    torch.manual_seed(0)
+    both = torch.randn(37, 2602)
+    both[:, :1301] *= 20
+    gate, up = both[:, :1301], both[:, 1301:]
+    got = native_ops.silu_mul(gate, up)
+    torch.testing.assert_close(got, reference.silu_mul(gate, up), rtol=1e-6, atol=1e-6)
+    with_threads(4)
+    for count in (1, 2, 3, 7):
+        part = slice(5, 5 + count)
+        assert torch.equal(native_ops.silu_mul(gate[part], up[part].contiguous()), got[part])
+    for begin in (1, 2, 1000):
+        shifted = native_ops.silu_mul(gate[:, begin:], up[:, begin:])
+        assert torch.equal(shifted, got[:, begin:])
+    extreme = native_ops.silu_mul(torch.tensor([[-1e4, 1e4, 0.0, torch.nan]]), torch.ones(1, 4))
+    assert extreme[0, :3].tolist() == [0.0, 1e4, 0.0]
+    assert bool(extreme[0, 3].isnan())
+
+
+@pytest.mark.parametrize("dim", [2, 14, 32, 80])
+def test_rope_equals_torch_bit_for_bit(isa, dim, with_threads):
+    torch.manual_seed(0)
+    with_threads(3)
+    qkv = torch.randn(7, 8, dim)
+    q, k, cos, sin = qkv[:, :4], qkv[:, 4:6], torch.randn(7, dim), torch.randn(7, dim)
+    got = native_ops.apply_rope(q, k, cos, sin)
+    for a, b in zip(got, elementwise.apply_rope(q, k, cos, sin), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_shapes_that_do_not_fit_are_told(isa):
+    x = torch.randn(3, 8)
+    with pytest.raises(ValueError, match="weight is"):
+        native_ops.rms_norm(x, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="they must agree"):
+        native_ops.silu_mul(x, x[:, :7])
+    with pytest.raises(ValueError, match="cos is"):
+        native_ops.apply_rope(x[:, None], x[:, None], x[:2], x)
+    with pytest.raises(ValueError, match="one element"):
+        native_ops.quantize_static(x, torch.ones(2))
+    with pytest.raises(ValueError, match="needed is a positive number"):
+        native_ops.fake_quantize_fp8(x, None, 0)
