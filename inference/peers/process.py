@@ -57,15 +57,10 @@ class PeerWorker:
 
     def __enter__(self) -> PeerWorker:
         version = self._spec.check_installed()
-        for what in ("prepare", "serve"):
-            self._start(what)
-            try:
-                note = self._ask(self._job)["ready"].get("note", "")
-            except BaseException:
-                self._end()
-                raise
-            if what == "prepare":
-                self._end()
+        if self._spec.peer.has_files:
+            self._start("prepare")
+            self._end()
+        note = self._start("serve").get("note")
         self.note = f"{self.name}: {self._spec.peer.distributions[0]} {version}, {note}"
         return self
 
@@ -81,21 +76,24 @@ class PeerWorker:
         """Run a load once."""
         return Run(**self._ask(load.model_dump())["run"])
 
-    def _start(self, what: str) -> None:
+    def _start(self, what: str) -> dict[str, str]:
+        """Start a process on the job, and wait until it is ready; gives what it then tells."""
         settings = {"OMP_NUM_THREADS": str(self._job["threads"]), "HF_HUB_OFFLINE": "1"}
         self._work.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [self._spec.python, str(WORKER), what],
+                env=clean_environment(settings),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
         try:
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [self._spec.python, str(WORKER), what],
-                    env=clean_environment(settings),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise EngineError(f"{self._spec.python} cannot be started ({error})") from error
+            return self._ask(self._job)["ready"]
+        except BaseException:
+            self._end()
+            raise
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         stdin, stdout = self._process.stdin, self._process.stdout

@@ -30,6 +30,7 @@ class Peer:
         formats: How it can store weights.
         by_bits: The format nearest to weights of 4, 8 and 16 bits.
         caches: Types of its cache that can be asked for.
+        has_files: Whether it loads a model from files, which are written first.
     """
 
     distributions: tuple[str, ...]
@@ -37,6 +38,7 @@ class Peer:
     formats: tuple[str, ...]
     by_bits: Mapping[int, str]
     caches: tuple[str, ...]
+    has_files: bool = True
 
 
 PEERS = {
@@ -60,6 +62,7 @@ PEERS = {
         ("bfloat16", "float32"),
         {4: "bfloat16", 8: "bfloat16", 16: "bfloat16"},
         (),
+        has_files=False,
     ),
 }
 

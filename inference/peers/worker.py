@@ -10,9 +10,10 @@ and answers `{"ready": {"note": ...}}`. Each line after it is a load, `batch`, `
 goes wrong is `{"error": ...}`. What packages print goes to standard error.
 
 Nothing of this project is imported here, as the peer's environment need not have it. The job names
-an adapter, a file with `prepare(job)` and `load(job) -> model`; a model has `note`, `weight_bytes`,
-`kv_bytes_per_token` and `run(prompts, new_tokens)`, which decodes all prompts together, greedily,
-and gives the times (`time.perf_counter`) before the first and after each token of all of them.
+an adapter, a file with `load(job) -> model`, and `prepare(job)` where there are files to write. A
+model has `note`, `weight_bytes`, `kv_bytes_per_token` and `run(prompts, new_tokens)`, which decodes
+all prompts together, greedily, and gives the times (`time.perf_counter`) before the first and after
+each token of all of them.
 """
 
 from __future__ import annotations

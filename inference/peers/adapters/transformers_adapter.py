@@ -9,10 +9,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
-def prepare(job: Any) -> None:
-    """Nothing: weights are made in memory."""
-
-
 class Model:
     """A model of the shape."""
 
