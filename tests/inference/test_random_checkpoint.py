@@ -15,6 +15,7 @@ from inference.bench_worker import Load, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
+from inference.request import SamplingParams
 from kernels.numerics import dequantize
 
 TINY = SHAPES["llama-1.1b"] | {
@@ -51,6 +52,17 @@ def test_it_runs(tmp_path, scheme):
         assert checkpoint.scheme_of("lm_head").text == (
             "int8 weights per_channel, dynamic int8 inputs per_token"
         )
+
+
+def test_prompts_in_chunks_with_a_quantized_head(tmp_path):
+    path = random_checkpoint(tmp_path, shape_folder(tmp_path / "s"), "a8w8", quantize_head=True)
+    tokens = []
+    for most in (4, 64):
+        config = EngineConfig(max_model_len=64, max_batched_tokens=most)
+        engine = Engine.from_pretrained(path, config=config)
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        tokens.append(engine.generate([list(range(17))], params)[0].token_ids)
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("scheme", ["a8w4", "a8w8_dynamic"])

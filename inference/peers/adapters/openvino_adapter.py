@@ -21,7 +21,7 @@ from openvino import opset13 as ops  # pyright: ignore[reportMissingImports]
 EXPORT = ("export", "openvino", "--task", "text-generation-with-past", "--library", "transformers")
 INT4 = ("--weight-format", "int4", "--group-size", "128", "--ratio", "1.0", "--sym")
 XML = "openvino_model.xml"
-CACHE_BYTES = {"u8": 1, "f16": 2, "f32": 4}
+CACHE_BYTES = {"u8": 1, "f16": 2, "f32": 4}  # of an element, without what u8 has of scales
 
 
 def prepare(job: Any) -> None:
