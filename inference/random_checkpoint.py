@@ -176,7 +176,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _values(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if len(size) > 1:
-        return (torch.randn(size, generator=generator) * DEVIATION).bfloat16()
+        return torch.randn(size, generator=generator).mul_(DEVIATION).bfloat16()
     return torch.full(size, float(name.endswith(".weight")), dtype=torch.bfloat16)
 
 
