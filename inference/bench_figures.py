@@ -179,7 +179,8 @@ def _row(name: str, speed: Speed) -> dict[str, str | int]:
 
 
 def _spread_text(spread: Spread) -> str:
-    return f"{spread.median:.0f} [{spread.low:.0f}-{spread.high:.0f}]"
+    digits = 0 if spread.median >= 100 else 1
+    return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}-{spread.high:.{digits}f}]"
 
 
 def _percentiles_text(ms: Percentiles) -> str:
