@@ -30,6 +30,7 @@ from formats.files import safe_join, sha256_file
 from formats.safetensors_files import SafetensorsFile, open_weights
 from formats.scale_table import ScaleTable
 from formats.scheme import KVCacheSpec, LayerScheme, Scheme
+from formats.targets import HEAD
 from formats.weights import (
     LEAVES,
     StoredWeight,
@@ -231,6 +232,7 @@ class Checkpoint:
             for module, _, leaf in weights
             if leaf in ("weight", "weight_packed") and is_projection(module)
         }
+        projections |= quantized & {HEAD}
         known = (*LEAVES[1:], "input_scale", "input_zero_point", "weight_g_idx")
         found = {
             name

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from formats.errors import CheckpointError
 from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
-from formats.targets import layer_targets
+from formats.targets import HEAD, layer_targets
 from formats.weights import storage_format
 
 CLASS = "Linear"  # the target that means every linear layer
@@ -38,7 +38,7 @@ def quantization_config(
         scheme: Of all linear layers, or of those that `layers` does not say otherwise of.
         ignore: Linear layers left alone: full names, or `re:` patterns for `re.match`.
         layers: Schemes of all quantized layers by their full name, where they may differ; the
-            scheme is that of one at least.
+            scheme is that of one at least. The head, `lm_head`, is left alone unless it is here.
     """
     if scheme.weights is None:
         return None
@@ -59,7 +59,7 @@ def quantization_config(
             f"group_{i}": _group(*group)
             for i, group in enumerate(zip(members, targets, strict=True))
         },
-        "ignore": list(dict.fromkeys([*ignore, "lm_head"])),
+        "ignore": list(dict.fromkeys([*ignore, *([] if HEAD in (layers or {}) else [HEAD])])),
         "kv_cache_scheme": None,
         "sparsity_config": {},
         "transform_config": {},

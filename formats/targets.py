@@ -6,7 +6,8 @@ fused layer means the same to both:
 
     re:.*layers\\.(0|3)\\.self_attn\\.(q_proj|k_proj|v_proj|qkv_proj)$
 
-No pattern of a group matches a layer of another one, so that their order means nothing.
+The head lies beside the blocks and is named alone. No pattern of a group matches a layer of another
+one, so that their order means nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from formats.experts import EXPERT
 
+HEAD = "lm_head"
 NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.([^.]+)")
 FUSED = {
     frozenset(("q_proj", "k_proj", "v_proj")): "qkv_proj",
@@ -29,15 +31,18 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
     Args:
         groups: Full names of linear layers of decoder blocks, such as
-            `model.layers.0.mlp.down_proj`. Layers that are fused at run time are of one group.
+            `model.layers.0.mlp.down_proj`, and of the head. Layers that are fused at run time are
+            of one group.
     """
-    parts = [[_split(name) for name in names] for names in groups]
+    parts = [[_split(name) for name in names if name != HEAD] for names in groups]
     owners: dict[tuple[str, ...], set[int]] = {}
     for i, layers in enumerate(parts):
         for block, module, leaf in layers:
             owners.setdefault((block, _starred(module), leaf), set()).add(i)
             owners.setdefault((_starred(module), leaf), set()).add(i)
-    return [_targets(i, layers, owners) for i, layers in enumerate(parts)]
+    targets = [_targets(i, layers, owners) for i, layers in enumerate(parts)]
+    heads = ([rf"re:.*{HEAD}$"] if HEAD in names else [] for names in groups)
+    return [of_blocks + head for of_blocks, head in zip(targets, heads, strict=True)]
 
 
 def _split(name: str) -> tuple[str, str, str]:

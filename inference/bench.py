@@ -1,86 +1,46 @@
 """`ptq bench`: tokens per second, latencies and memory of a checkpoint, at fixed lengths.
 
     ptq bench CHECKPOINT [--against ORIGINAL] [--batch 1 4 16] [--prompt 128] [--new 64]
+    ptq bench --shape llama-1.1b --scheme a8w4 --quantize-head --work DIR \
+        --peer llama.cpp=envs/llama/bin/python --peer transformers
 
 Every request has the same number of prompt tokens, drawn at random, and generates the same number
-of new ones: end tokens are ignored. Runs are repeated after a warm-up. With `--against` the two
-models take turns (A B A B ...), so that what the machine does meanwhile hits both alike. Each model
-runs in a process of its own, and the memory is that process's.
+of new ones: end tokens are ignored. Runs are repeated after a warm-up. With `--against` and
+`--peer` the models take turns (A B A B ...), so that what the machine does meanwhile hits all
+alike; ratios are those of single turns. Each model runs in a process of its own, and the memory is
+that process's.
+
+`--shape` stands for a checkpoint of random weights, which is as fast as a real one; `--peer` runs
+another runtime, with random weights of the same shape. Both keep their files in `--work`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
-import pandas as pd
-import torch
 from tqdm import tqdm
 
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.errors import RequestError
 from formats.files import replace_file
-from formats.scheme import Strict
+from formats.targets import HEAD
+from inference.bench_figures import Ratio, Speed, compare_turns, describe, summarize, to_json
 from inference.bench_worker import Load, Run, Worker, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.kv_cache import blocks_for
+from inference.peers.process import PeerWorker
+from inference.peers.specs import PEERS, read_peers
+from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
 
 Runner = Callable[[Load], Run]
-
-
-class Spread(Strict):
-    """Median of the repeated runs, with the least and the greatest."""
-
-    median: float
-    low: float
-    high: float
-
-
-class Percentiles(Strict):
-    """Percentiles over all requests of all repeated runs."""
-
-    p50: float
-    p90: float
-    p99: float
-
-
-class Speed(Strict):
-    """How fast an engine runs `batch` equal requests that arrive at once.
-
-    Attributes:
-        batch: Requests.
-        prompt_tokens: Prompt tokens of each.
-        new_tokens: Tokens that each generates.
-        repeats: Runs that were measured.
-        prefill_tokens_s: Prompt tokens of all requests, by the time until each has its first token.
-        decode_tokens_s: Tokens per second of all requests together from then on.
-        first_token_ms: Milliseconds from a request's arrival to its first token.
-        per_token_ms: Milliseconds from a token to the next one of its request.
-        peak_rss_bytes: Largest resident memory of the process so far, loading included.
-        kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
-        weight_bytes: Bytes of the checkpoint's weight files.
-    """
-
-    batch: int
-    prompt_tokens: int
-    new_tokens: int
-    repeats: int
-    prefill_tokens_s: Spread
-    decode_tokens_s: Spread
-    first_token_ms: Percentiles
-    per_token_ms: Percentiles
-    peak_rss_bytes: int
-    kv_bytes_per_token: int
-    weight_bytes: int
 
 
 def measure_speed(
@@ -113,6 +73,13 @@ def measure_in_turns(
     runners: Sequence[Runner], load: Load, warmup: int = 1, repeats: int = 3
 ) -> list[Speed]:
     """Measure several engines, which take turns: A B A B ...; arguments as in `measure_speed`."""
+    return [summarize(load, runs) for runs in run_in_turns(runners, load, warmup, repeats)]
+
+
+def run_in_turns(
+    runners: Sequence[Runner], load: Load, warmup: int = 1, repeats: int = 3
+) -> list[list[Run]]:
+    """The runs behind `measure_in_turns`, of each engine in the order of the turns."""
     if warmup < 0 or repeats < 1:
         raise RequestError(
             f"repeats: found {repeats} after {warmup} warm-up runs; at least one run must count",
@@ -124,59 +91,88 @@ def measure_in_turns(
             run = runner(load)
             if turn >= warmup:
                 kept.append(run)
-    return [summarize(load, kept) for kept in runs]
+    return runs
 
 
-def summarize(load: Load, runs: Sequence[Run]) -> Speed:
-    """Put repeated runs of one load together."""
-    prompt = load.batch * load.prompt_tokens
-    return Speed(
-        **load.model_dump(),
-        repeats=len(runs),
-        prefill_tokens_s=_spread([prompt / run.prefill_s for run in runs]),
-        decode_tokens_s=_spread([run.decode_tokens / run.decode_s for run in runs]),
-        first_token_ms=_percentiles_ms([run.first_token_s for run in runs]),
-        per_token_ms=_percentiles_ms([run.per_token_s for run in runs]),
-        peak_rss_bytes=runs[-1].peak_rss_bytes,
-        kv_bytes_per_token=runs[-1].kv_bytes_per_token,
-        weight_bytes=runs[-1].weight_bytes,
-    )
+class Model(NamedTuple):
+    """Something that runs loads: what it is called, what it is, and how it is run."""
 
-
-def _spread(values: list[float]) -> Spread:
-    return Spread(median=statistics.median(values), low=min(values), high=max(values))
-
-
-def _percentiles_ms(seconds: list[list[float]]) -> Percentiles:
-    flat = np.concatenate([np.array(row) for row in seconds])
-    p50, p90, p99 = (1000 * np.quantile(flat, [0.5, 0.9, 0.99])).tolist()
-    return Percentiles(p50=p50, p90=p90, p99=p99)
+    name: str
+    note: str
+    run: Runner
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 0 on success."""
     arguments = _parse(argv)
-    paths = [path for path in (arguments.against, arguments.checkpoint) if path is not None]
-    for path in paths:
-        Checkpoint.open(path)  # a wrong path is told before processes start
+    results: list[list[tuple[str, Speed]]] = []  # by batch, then by model
+    ratios: list[Ratio] = []
+    with ExitStack() as stack:
+        models = _start_models(stack, arguments)
+        for batch in tqdm(sorted(set(arguments.batch)), desc="Measuring", unit="batch"):
+            load = Load(batch=batch, prompt_tokens=arguments.prompt, new_tokens=arguments.new)
+            runners = [model.run for model in models]
+            runs = run_in_turns(runners, load, arguments.warmup, arguments.repeats)
+            named = [(model.name, own) for model, own in zip(models, runs, strict=True)]
+            results.append([(name, summarize(load, own)) for name, own in named])
+            ratios += [compare_turns(load, named[-1], other) for other in named[:-1]]
+    notes = [model.note for model in models]
+    print("\n".join(describe(results, ratios, notes)))
+    if arguments.json is not None:
+        replace_file(arguments.json, to_json(results, ratios, notes).encode())
+    return 0
+
+
+def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Model]:
+    """Start what the command line asks for, the checkpoint last; faults are told before that.
+
+    Raises:
+        RequestError: a shape, scheme or peer is unknown.
+        CheckpointError: a checkpoint is none.
+        EngineError: a peer lacks its package, or fails.
+    """
+    work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
+    path, shape = _checkpoint(arguments, work)
+    paths = [path] if arguments.against is None else [arguments.against, path]
+    checkpoints = [Checkpoint.open(p) for p in paths]
+    ours = checkpoints[-1]
+    specs = read_peers(arguments.peer, arguments.peer_format, arguments.peer_kv, ours.scheme)
+    for spec in specs:
+        spec.check_installed()
+    peers = [PeerWorker(spec, ours.config, shape, work) for spec in specs]
+    peers = [stack.enter_context(peer) for peer in peers]
+    config = _engine_config(arguments)
+    engines = [stack.enter_context(Worker(str(p), config)) for p in paths]
+    names = [str(p) if arguments.shape is None or p != path else path.name for p in paths]
+    rows = zip(names, checkpoints, engines, strict=True)
+    models = [Model(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
+    return [*models[:-1], *(Model(p.name, p.note, p.run) for p in peers), models[-1]]
+
+
+def _checkpoint(arguments: argparse.Namespace, work: Path) -> tuple[Path, str]:
+    """The checkpoint that is measured, made first where a shape stands for it; and its name."""
+    if arguments.shape is None:
+        return arguments.checkpoint, arguments.checkpoint.resolve().name
+    name, _ = read_shape(arguments.shape)
+    head = arguments.quantize_head
+    return random_checkpoint(work, arguments.shape, arguments.scheme, quantize_head=head), name
+
+
+def _about(checkpoint: Checkpoint) -> str:
+    scheme, head = checkpoint.scheme, checkpoint.scheme_of(HEAD)
+    parts = [scheme.of_layers.text, f"head {head.text}"]
+    if scheme.kv_cache is not None:
+        parts.append(f"cache {scheme.kv_cache.dtype} {scheme.kv_cache.granularity}")
+    return "; ".join(parts)
+
+
+def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
     longest = arguments.prompt + arguments.new
-    config = EngineConfig(
+    return EngineConfig(
         max_batch_size=max(arguments.batch),
         max_model_len=longest,
         kv_blocks=max(arguments.batch) * blocks_for(longest),
     )
-    results: list[list[tuple[str, Speed]]] = []  # by batch, then by model
-    with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(str(path), config)) for path in paths]
-        for batch in tqdm(sorted(set(arguments.batch)), desc="Measuring", unit="batch"):
-            load = Load(batch=batch, prompt_tokens=arguments.prompt, new_tokens=arguments.new)
-            runners = [worker.run for worker in workers]
-            speeds = measure_in_turns(runners, load, arguments.warmup, arguments.repeats)
-            results.append([(str(p), speed) for p, speed in zip(paths, speeds, strict=True)])
-    print("\n".join(describe(results)))
-    if arguments.json is not None:
-        replace_file(arguments.json, _to_json(results).encode())
-    return 0
 
 
 def _count(text: str) -> int:
@@ -190,9 +186,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="ptq bench",
         description="Measure tokens per second, latencies and memory, at fixed lengths.",
         epilog="Tokens/s are medians of the repeated runs, with the least and greatest in "
-        "brackets; latencies are percentiles over all requests.",
+        "brackets; latencies are percentiles over all requests; ratios are those of single turns.",
     )
-    parser.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
+    parser.add_argument(
+        "checkpoint", type=Path, nargs="?", help="folder of a quantized or float model"
+    )
     parser.add_argument("--against", type=Path, metavar="ORIGINAL", help="compare with this model")
     parser.add_argument("--batch", type=_count, nargs="+", default=[1, 4, 16], metavar="N")
     parser.add_argument("--prompt", type=_count, default=128, metavar="TOKENS")
@@ -200,82 +198,49 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=_count, default=1, metavar="RUNS")
     parser.add_argument("--repeats", type=_count, default=3, metavar="RUNS")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    _add_shape_arguments(parser)
+    _add_peer_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.new < 2:
         parser.error("--new must be at least 2: one token has no time between tokens")
+    if (arguments.checkpoint is None) == (arguments.shape is None):
+        parser.error("give the folder of a checkpoint, or --shape for one of random weights")
+    if (arguments.shape is None) != (arguments.scheme is None):
+        parser.error("--shape and --scheme go together")
+    if arguments.quantize_head and arguments.shape is None:
+        parser.error("--quantize-head is for --shape: a checkpoint has the head that it has")
     return arguments
 
 
-def describe(results: Sequence[Sequence[tuple[str, Speed]]]) -> list[str]:
-    """Lines for a terminal: the machine, a table, and the ratios where two models ran.
-
-    Args:
-        results: For each batch size, the models' names and speeds.
-    """
-    first, machine = results[0][0][1], environment()
-    rows = [_row(name, speed) for batch in results for name, speed in batch]
-    lines = [
-        f"{first.prompt_tokens} prompt + {first.new_tokens} new tokens a request, median of "
-        f"{first.repeats} runs [least-greatest]; latencies in ms: p50 / p90 / p99",
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
-        "",
-        pd.DataFrame(rows).to_string(index=False),
-    ]
-    for pair in results:
-        if len(pair) == 2:
-            (_, a), (_, b) = pair
-            prefill = b.prefill_tokens_s.median / a.prefill_tokens_s.median
-            decode = b.decode_tokens_s.median / a.decode_tokens_s.median
-            lines.append(
-                f"batch {a.batch}: the second model runs prefill at {prefill:.2f}x and decode at "
-                f"{decode:.2f}x the speed of the first"
-            )
-    return lines
+def _add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("random weights instead of a checkpoint")
+    group.add_argument(
+        "--shape", help=f"{', '.join(SHAPES)}, or a config.json or a folder that holds one"
+    )
+    group.add_argument("--scheme", help="a preset of recipes, such as a8w4, or float for bf16")
+    group.add_argument("--quantize-head", action="store_true", help="int8 head, inputs per token")
+    group.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep what is made there; default: nothing is kept"
+    )
 
 
-def _row(name: str, speed: Speed) -> dict[str, str | int]:
-    return {
-        "model": name,
-        "batch": speed.batch,
-        "prefill tokens/s": _spread_text(speed.prefill_tokens_s),
-        "decode tokens/s": _spread_text(speed.decode_tokens_s),
-        "first token": _percentiles_text(speed.first_token_ms),
-        "per token": _percentiles_text(speed.per_token_ms),
-        "peak memory": f"{speed.peak_rss_bytes / 1e6:.0f} MB",
-        "KV/token": f"{speed.kv_bytes_per_token} B",
-        "weights": f"{speed.weight_bytes / 1e6:.1f} MB",
-    }
-
-
-def _spread_text(spread: Spread) -> str:
-    return f"{spread.median:.0f} [{spread.low:.0f}-{spread.high:.0f}]"
-
-
-def _percentiles_text(ms: Percentiles) -> str:
-    return f"{ms.p50:.1f} / {ms.p90:.1f} / {ms.p99:.1f}"
-
-
-def environment() -> dict[str, str | int]:
-    """What measured times depend on beside the model: processor, threads, versions."""
-    return {
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _processor() -> str:
-    """The processor's name; Linux keeps it from `platform`."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def _to_json(results: Sequence[Sequence[tuple[str, Speed]]]) -> str:
-    rows = [{"model": name, **speed.model_dump()} for batch in results for name, speed in batch]
-    return json.dumps({"environment": environment(), "results": rows}, indent=2) + "\n"
+def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("other runtimes, on random weights of the same shape")
+    group.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME[=PYTHON]",
+        help=f"{', '.join(PEERS)}; PYTHON is the interpreter of an environment that has it",
+    )
+    formats = ", ".join(name for peer in PEERS.values() for name in peer.formats)
+    caches = ", ".join(name for peer in PEERS.values() for name in peer.caches)
+    group.add_argument(
+        "--peer-format", nargs="+", default=[], metavar="FORMAT", help=f"their weights: {formats}"
+    )
+    group.add_argument(
+        "--peer-kv", nargs="+", default=[], metavar="TYPE", help=f"their cache: {caches}"
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.files import building_directory, write_bytes
 from inference.accuracy import compare
-from inference.bench import environment, measure_in_turns
+from inference.bench import measure_in_turns
+from inference.bench_figures import environment
 from inference.bench_worker import Load, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from formats.scale_table import ScaleTable
 from formats.scheme import Strict
 from inference.accuracy import Accuracy
-from inference.bench import Speed
+from inference.bench_figures import Speed
 from ptq.outliers import OutlierRow
 from ptq.peers.measure import PeerRow
 from ptq.plan import ModelSummary

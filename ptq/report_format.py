@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference.accuracy import Interval
-from inference.bench import Percentiles, Spread
+from inference.bench_figures import Percentiles, Spread
 
 
 def size_text(nbytes: float) -> str:

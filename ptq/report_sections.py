@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from inference.accuracy import Accuracy
-from inference.bench import Speed
+from inference.bench_figures import Speed
 from ptq.outliers import by_ratio, distinct_inputs
 from ptq.report_data import ReportData
 from ptq.report_format import (

@@ -220,6 +220,8 @@ class LlamaModel:
             x = x + layer.o(self._attend(layer, normed, cos, sin, batch, pool, window))
             normed = rms_norm(x, layer.post_norm, self.config.eps)
             x = x + layer.feed_forward(normed)
+        if not len(batch.rows):  # a step of prompts that go on
+            return x.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         x = rms_norm(x[batch.rows], self.norm, self.config.eps)
         return self.head(x).float()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from formats.errors import EngineError
-from ptq.peers.process import installed, interpreter
+from inference.peers.interpreter import installed
+from ptq.peers.process import interpreter
 from ptq.peers.specs import PeerSpec
 from ptq.recipe import Recipe
 from ptq.strict_yaml import Key

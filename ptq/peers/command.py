@@ -23,7 +23,7 @@ from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.errors import RecipeError
 from formats.files import replace_file
-from inference.bench import environment
+from inference.bench_figures import environment
 from inference.engine import Engine
 from ptq.check import add_recipe_arguments
 from ptq.next_steps import typed_path

@@ -22,7 +22,8 @@ from calibrate.data import TokenSet
 from formats.errors import EngineError
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
-from ptq.peers.process import PeerProcess, installed, interpreter
+from inference.peers.interpreter import installed
+from ptq.peers.process import PeerProcess, interpreter
 from ptq.peers.specs import PeerSpec
 from ptq.plan import ModelSummary
 from ptq.recipe import Recipe

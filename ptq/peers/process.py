@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -18,10 +16,10 @@ from torch import Tensor
 
 from formats.errors import EngineError
 from formats.scheme import Strict
+from inference.peers.interpreter import clean_environment, kill_group, why_it_ended
 from ptq.peers.specs import PeerSpec
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
-PROBE_SECONDS = 60.0
 
 
 class Quantized(Strict):
@@ -34,26 +32,6 @@ class Quantized(Strict):
 def interpreter(spec: PeerSpec) -> str:
     """The Python that runs a peer."""
     return sys.executable if spec.python is None else str(spec.python)
-
-
-def installed(python: str, distributions: Iterable[str]) -> dict[str, str | None]:
-    """Versions of distributions as an interpreter sees them, None for those that it lacks.
-
-    Raises:
-        EngineError: it cannot be started, or is no Python.
-    """
-    command = [python, str(WORKER), "--versions", *distributions]
-    options = {"capture_output": True, "text": True, "timeout": PROBE_SECONDS, "check": True}
-    try:
-        done = subprocess.run(command, env=_environment({}), **options)
-        return json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise EngineError(f"{python} cannot be used as a Python interpreter ({error})") from error
-
-
-def _environment(settings: dict[str, str]) -> dict[str, str]:
-    """Ours without what would lead another interpreter to our modules, and settings of its own."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | settings
 
 
 class PeerProcess:
@@ -88,7 +66,7 @@ class PeerProcess:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     command,
-                    env=_environment(self._settings),
+                    env=clean_environment(self._settings),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -112,7 +90,7 @@ class PeerProcess:
         trace: TracebackType | None,
     ) -> None:
         self._timer.cancel()
-        self._kill()
+        kill_group(self._process)
         self._process.wait()
         self._pipe.close()
 
@@ -146,18 +124,8 @@ class PeerProcess:
         code = self._process.wait()
         if self._late:
             return f"stopped after its {self._spec.timeout:g} s; a larger `timeout` gives it longer"
-        lines = self._log.read_text(errors="replace").splitlines()
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-        killed = " (killed: memory may have run out)" if code == -signal.SIGKILL else ""
-        return f"its process ended with exit code {code}{killed}; the last that it printed: {last}"
+        return why_it_ended(code, self._log)
 
     def _stop(self) -> None:
         self._late = True
-        self._kill()
-
-    def _kill(self) -> None:
-        """End it and whatever it started: they share a process group."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # all of them ended by themselves
-            return
+        kill_group(self._process)

@@ -1,14 +1,12 @@
 """What runs in a peer's own interpreter: quantizes a model with it and sends back its logits.
 
-    python -E worker.py --versions DISTRIBUTION...
-    python -E worker.py JOB DESCRIPTOR
+    python worker.py JOB DESCRIPTOR
 
-The first form prints the versions of installed distributions as JSON, null for those that are not
-there. The second does the job of `JOB/job.json` and writes frames to the open file descriptor: the
-length of a frame in 8 bytes, little-endian, then its content. The first frame is JSON, the record
-of the quantization or `{"error": ...}`. Each of the others is a safetensors file with the `logits`,
-fp32 [tokens, vocabulary], of one evaluation sequence, in order. A pipe holds little, so no more
-than one sequence is ever on its way.
+It does the job of `JOB/job.json` and writes frames to the open file descriptor: the length of a
+frame in 8 bytes, little-endian, then its content. The first frame is JSON, the record of the
+quantization or `{"error": ...}`. Each of the others is a safetensors file with the `logits`, fp32
+[tokens, vocabulary], of one evaluation sequence, in order. A pipe holds little, so no more than one
+sequence is ever on its way.
 
 Nothing of this project is imported here, as the peer's environment need not have it: torch,
 transformers, safetensors and the peer's package are enough. The job names an adapter, a file with
@@ -27,7 +25,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -91,17 +88,6 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def versions(distributions: list[str]) -> dict[str, str | None]:
-    """Versions of distributions, None for those that are not installed."""
-    found: dict[str, str | None] = {}
-    for name in distributions:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
 def load_adapter(path: str) -> ModuleType:
     """The adapter's module, under a name that shadows no package."""
     spec = importlib.util.spec_from_file_location("peer_adapter", path)
@@ -141,9 +127,6 @@ def send(pipe: BinaryIO, frame: bytes) -> None:
 
 def main(arguments: list[str]) -> int:
     """The command; an error of the job is its first frame, its trace on standard error."""
-    if arguments[0] == "--versions":
-        print(json.dumps(versions(arguments[1:])))
-        return 0
     descriptor = int(arguments[1])
     os.set_inheritable(descriptor, False)
     with os.fdopen(descriptor, "wb") as pipe:

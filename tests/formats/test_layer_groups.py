@@ -61,6 +61,22 @@ def test_targets_of_experts():
     assert found == [False] * 2 + [True] * 10
 
 
+def test_the_head_is_of_a_group_where_it_has_a_scheme_and_ignored_elsewhere():
+    for others in (MAIN, OTHER):
+        layers = dict.fromkeys(NAMES, MAIN) | {"lm_head": others}
+        config = quantization_config(MAIN, [], layers)
+        assert config is not None
+        assert config["ignore"] == []
+        groups = read_groups(config)
+        assert {name: find_scheme(name, groups) for name in layers} == layers
+    first, second = layer_targets([NAMES, ["lm_head"]])
+    assert not any(re.match(target[3:], "lm_head") for target in first)
+    assert second == ["re:.*lm_head$"]
+    config = quantization_config(MAIN, [], dict.fromkeys(NAMES, MAIN))
+    assert config is not None
+    assert config["ignore"] == ["lm_head"]
+
+
 def test_one_scheme_is_written_as_without_layers():
     for preset in PRESETS.values():
         alone = quantization_config(preset, ["lm_head"])

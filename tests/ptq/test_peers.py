@@ -18,10 +18,11 @@ from formats.checkpoint import Checkpoint
 from formats.errors import RecipeError
 from inference.accuracy import Accuracy, compare
 from inference.engine import Engine
+from inference.peers.interpreter import installed
 from ptq import compare as runs
 from ptq.peers import command
 from ptq.peers.measure import PeerRow, PeersRecord, measure_peers, without_folders
-from ptq.peers.process import PeerProcess, installed
+from ptq.peers.process import PeerProcess
 from ptq.peers.specs import PEERS, Peer, PeerSpec
 from ptq.plan import build_plan
 from ptq.recipe import load_recipe, read_recipe, resolved_yaml

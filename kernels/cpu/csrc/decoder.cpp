@@ -58,7 +58,7 @@ class StepRunner {
   void run() {
     embed();
     for (int64_t i = 0; i < d_.layers; i++) block(d_.blocks[i]);
-    logits();
+    if (s_.wanted > 0) logits();  // else prompts that go on
   }
 
  private:

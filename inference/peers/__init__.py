@@ -1,0 +1,1 @@
+"""Other runtimes, measured beside the engine on the same shape and loads."""

@@ -1,0 +1,263 @@
+"""Checkpoints of random weights: the speed of a shape and a scheme without the model.
+
+Weights are Gaussian and seeded, norms are ones, biases zeros; quantized layers are rounded to
+nearest. Static scales of inputs and of the cache are one constant. The tokens of such a model mean
+nothing, its times are those of a real one. Tensors are made and written one at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from formats.checkpoint import read_config
+from formats.errors import RequestError
+from formats.experts import EXPERT_NAMES, is_projection
+from formats.scale_table import Role, ScaleEntry, ScaleTable
+from formats.scheme import PRESETS, LayerScheme, Scheme
+from formats.targets import HEAD
+from formats.weights import StoredWeight, storage_format
+from formats.writer import CheckpointWriter
+from inference.models import SUPPORTED_MODEL_TYPES
+from kernels.numerics import (
+    TYPES,
+    block_absmax,
+    block_view,
+    choose_affine,
+    choose_scale,
+    pad_to_blocks,
+    quantize,
+)
+
+SEED, DEVIATION = 0, 0.02
+ABSMAX = 4.0  # of inputs and of cached K and V, where their scale is static
+SHARD_BYTES = 256 << 20
+HEAD_SCHEME = PRESETS["a8w8_dynamic"].of_layers
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1.1b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 32000,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+}
+
+
+def read_shape(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and config.json of a shape.
+
+    Args:
+        text: One of `SHAPES`, or the path of a config.json or of a folder that holds one.
+
+    Raises:
+        RequestError: it is neither.
+        CheckpointError: the file is damaged.
+    """
+    if text in SHAPES:
+        return text, dict(SHAPES[text])
+    path = Path(text)
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        raise RequestError(
+            f"shape: found {text!r}; allowed are {', '.join(SHAPES)}, or the path of a config.json "
+            "or of a folder that holds one",
+            "shape",
+        )
+    config, _ = read_config(folder)
+    dense = [kind for kind in SUPPORTED_MODEL_TYPES if kind not in EXPERT_NAMES]
+    if config.get("model_type") not in dense:
+        raise RequestError(
+            f"shape: {text} is of model_type {config.get('model_type')!r}; random checkpoints are "
+            f"made of {', '.join(dense)}",
+            "shape",
+        )
+    return folder.resolve().name, config
+
+
+def read_scheme(text: str) -> Scheme:
+    """The scheme of a preset's name; `float` quantizes nothing.
+
+    Raises:
+        RequestError: there is no such preset.
+    """
+    if text == "float":
+        return Scheme()
+    if text not in PRESETS:
+        raise RequestError(
+            f"scheme: found {text!r}; allowed are float, {', '.join(PRESETS)}", "scheme"
+        )
+    return PRESETS[text]
+
+
+def random_checkpoint(work: Path, shape: str, scheme: str, *, quantize_head: bool = False) -> Path:
+    """Write a checkpoint of random weights below `work`, or find the one that is there.
+
+    Args:
+        work: Folder of such checkpoints; their names tell shape and scheme.
+        shape: As in `read_shape`.
+        scheme: As in `read_scheme`.
+        quantize_head: Quantize the head too: int8, its input per token.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        RequestError: the shape or scheme is unknown, or there is no head to quantize.
+        CheckpointError: the disk refuses.
+    """
+    name, config = read_shape(shape)
+    of_all = read_scheme(scheme)
+    if quantize_head and (of_all.weights is None or config.get("tie_word_embeddings", False)):
+        raise RequestError(
+            f"quantize_head: found scheme {scheme} and tie_word_embeddings "
+            f"{config.get('tie_word_embeddings', False)}; a head is quantized where weights are, "
+            "and where the embedding is not the head as well",
+            "quantize_head",
+        )
+    key = json.dumps([config, of_all.model_dump(mode="json"), SEED], sort_keys=True)
+    parts = [name, scheme, *(["head8"] if quantize_head else [])]
+    out = work / "-".join([*parts, hashlib.sha256(key.encode()).hexdigest()[:8]])
+    if not out.exists():
+        _write(out, config, of_all, quantize_head)
+    return out
+
+
+def _write(out: Path, config: dict[str, Any], scheme: Scheme, quantize_head: bool) -> None:
+    tensors = _shapes(config)
+    modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    layers = {m: scheme.of_layers for m in modules if scheme.weights and is_projection(m)}
+    if quantize_head:
+        layers[HEAD] = HEAD_SCHEME
+    config = config | {"torch_dtype": "bfloat16"}
+    generator = torch.Generator().manual_seed(SEED)
+    entries: list[ScaleEntry] = []
+    options = {"layers": layers, "ignore": (), "shard_bytes": SHARD_BYTES}
+    with CheckpointWriter(out, config=config, scheme=scheme, **options) as writer:
+        for name, size in tensors.items():
+            module, values = name.removesuffix(".weight"), _values(name, size, generator)
+            if module in layers:
+                entries += _add_linear(writer, module, values, layers[module])
+            else:
+                writer.add(name, values)
+        entries += _add_cache(writer, config, scheme)
+        documents = _tokenizer(config["vocab_size"])
+        writer.finish(ScaleTable(entries=tuple(entries)), documents)
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors, as transformers has them."""
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config["model_type"], **values)
+        )
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _values(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(size) > 1:
+        return torch.randn(size, generator=generator).mul_(DEVIATION).bfloat16()
+    return torch.full(size, float(name.endswith(".weight")), dtype=torch.bfloat16)
+
+
+def _add_linear(
+    writer: CheckpointWriter, module: str, values: Tensor, scheme: LayerScheme
+) -> Iterator[ScaleEntry]:
+    """Round a layer and add it; gives the rows of its scales."""
+    weights, inputs = scheme.weights, scheme.activations
+    assert weights is not None
+    stored = _round(values.float(), scheme)
+    input_scale = None
+    if inputs is not None and not inputs.dynamic:
+        input_scale = choose_scale(torch.tensor([ABSMAX]), TYPES[inputs.dtype])
+    writer.add_linear(module, stored, torch.bfloat16, input_scale=input_scale)
+    shown = stored.scale.reshape(1) if weights.granularity == "per_tensor" else stored.scale
+    absmax = values.abs().max().item()
+    yield _entry(f"{module}.weight_scale", "weight", shown, weights, absmax)
+    if inputs is not None and input_scale is not None:
+        yield _entry(f"{module}.input_scale", "input", input_scale, inputs, ABSMAX)
+
+
+def _round(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
+    """Round to nearest; scales of packed weights are bf16's, as they are stored in it."""
+    spec = scheme.weights
+    assert spec is not None
+    kind, zero_point = TYPES[spec.dtype], None
+    if spec.symmetric:
+        scale = choose_scale(block_absmax(weight, spec.block), kind)
+    else:
+        blocks = block_view(pad_to_blocks(weight, spec.block), spec.block)
+        scale, zero_point = choose_affine(blocks.amin((1, 3)), blocks.amax((1, 3)), kind)
+    if storage_format(scheme) == "pack-quantized":
+        scale = scale.bfloat16().float()
+    q = quantize(weight, scale, kind, zero_point, spec.block)
+    return StoredWeight(q, scale, zero_point)
+
+
+def _add_cache(
+    writer: CheckpointWriter, config: dict[str, Any], scheme: Scheme
+) -> Iterator[ScaleEntry]:
+    """Set the cache's scales; gives their rows."""
+    spec = scheme.kv_cache
+    if spec is None or spec.dynamic:
+        return
+    queries = config["num_attention_heads"]
+    heads = config.get("num_key_value_heads") or queries
+    dim = config.get("head_dim") or config["hidden_size"] // queries
+    roles: tuple[Role, ...] = ("k_cache", "v_cache")
+    for layer in range(config["num_hidden_layers"]):
+        attention = f"model.layers.{layer}.self_attn"
+        shapes = [spec.scale_shape(role, heads, dim) for role in ("k_cache", "v_cache")]
+        scales = [choose_scale(torch.full(s, ABSMAX), TYPES[spec.dtype]) for s in shapes]
+        writer.set_kv_scales(attention, *scales)
+        for role, scale in zip(roles, scales, strict=True):
+            yield _entry(f"{attention}.{role[0]}_scale", role, scale, spec, ABSMAX)
+
+
+def _entry(tensor: str, role: Role, scale: Tensor, spec: Any, absmax: float) -> ScaleEntry:
+    return ScaleEntry(
+        module=tensor.rpartition(".")[0],
+        role=role,
+        dtype=spec.dtype,
+        granularity=spec.granularity,
+        shape=tuple(scale.shape),
+        tensor=tensor,
+        scale_min=scale.min().item(),
+        scale_max=scale.max().item(),
+        statistic="absmax" if role == "weight" else "constant",
+        absmax=absmax,
+        tokens=0,
+        clip_fraction=0.0,
+        sqnr_db=None,
+    )
+
+
+def _tokenizer(vocabulary: int) -> dict[str, bytes]:
+    """Files of a tokenizer that has a word for every token: the engine decodes what it makes."""
+    words = {f"t{i}": i for i in range(vocabulary)}
+    model = models.WordLevel(words, unk_token="t0")
+    settings = {"tokenizer_class": PreTrainedTokenizerFast.__name__, "unk_token": "t0"}
+    return {
+        "tokenizer.json": Tokenizer(model).to_str().encode(),
+        "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
+    }
