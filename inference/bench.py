@@ -1,6 +1,7 @@
 """`ptq bench`: tokens per second, latencies and memory of a checkpoint, at fixed lengths.
 
     ptq bench CHECKPOINT [--against ORIGINAL] [--batch 1 4 16] [--prompt 128] [--new 64]
+    ptq bench --kernels
     ptq bench --shape llama-1.1b --scheme a8w4 --quantize-head --work DIR \
         --peer llama.cpp=envs/llama/bin/python --peer transformers
 
@@ -12,6 +13,7 @@ that process's.
 
 `--shape` stands for a checkpoint of random weights, which is as fast as a real one; `--peer` runs
 another runtime, with random weights of the same shape. Both keep their files in `--work`.
+`--kernels` measures single ops beside torch's and the machine's limits (`kernels.bench`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tqdm import tqdm
 
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
-from formats.errors import RequestError
+from formats.errors import EngineError, RequestError
 from formats.files import replace_file
 from formats.targets import HEAD
 from inference.bench_figures import Ratio, Speed, compare_turns, describe, summarize, to_json
@@ -39,6 +41,8 @@ from inference.kv_cache import blocks_for
 from inference.peers.process import PeerWorker
 from inference.peers.specs import PEERS, read_peers
 from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
+from kernels import bench as kernels_bench
+from kernels.cpu import native
 
 Runner = Callable[[Load], Run]
 
@@ -105,6 +109,8 @@ class Model(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 0 on success."""
     arguments = _parse(argv)
+    if arguments.kernels:
+        return _measure_kernels()
     results: list[list[tuple[str, Speed]]] = []  # by batch, then by model
     ratios: list[Ratio] = []
     with ExitStack() as stack:
@@ -120,6 +126,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(describe(results, ratios, notes)))
     if arguments.json is not None:
         replace_file(arguments.json, to_json(results, ratios, notes).encode())
+    return 0
+
+
+def _measure_kernels() -> int:
+    if native.library() is None:
+        raise EngineError("there are no compiled kernels to measure; install a C++ compiler (g++)")
+    limits, found = kernels_bench.measure_limits(), []
+    for case in tqdm(kernels_bench.cases(), desc="Measuring", unit="op"):
+        kernels_bench.in_turns(case)
+        found.append(case)
+    print(kernels_bench.describe(limits))
+    print(kernels_bench.table(found, limits).to_string(index=False))
     return 0
 
 
@@ -146,6 +164,11 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Model
     names = [str(p) if arguments.shape is None or p != path else path.name for p in paths]
     rows = zip(names, checkpoints, engines, strict=True)
     models = [Model(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
+    for kind in arguments.against_kv:
+        kept = config.model_copy(update={"kv_dtype": kind})
+        worker = stack.enter_context(Worker(str(path), kept, quantized_kv=False))
+        name = f"{names[-1]}, {kind} cache"
+        models.insert(-1, Model(name, f"{name}: the same weights", worker.run))
     return [*models[:-1], *(Model(p.name, p.note, p.run) for p in peers), models[-1]]
 
 
@@ -192,6 +215,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "checkpoint", type=Path, nargs="?", help="folder of a quantized or float model"
     )
     parser.add_argument("--against", type=Path, metavar="ORIGINAL", help="compare with this model")
+    parser.add_argument(
+        "--against-kv",
+        choices=["float32", "bfloat16"],
+        action="append",
+        default=[],
+        help="compare with the same model and a cache of this type",
+    )
+    parser.add_argument("--kernels", action="store_true", help="measure ops instead of a model")
     parser.add_argument("--batch", type=_count, nargs="+", default=[1, 4, 16], metavar="N")
     parser.add_argument("--prompt", type=_count, default=128, metavar="TOKENS")
     parser.add_argument("--new", type=_count, default=64, metavar="TOKENS", help="at least 2")
@@ -201,6 +232,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_shape_arguments(parser)
     _add_peer_arguments(parser)
     arguments = parser.parse_args(argv)
+    if arguments.kernels:
+        return arguments
     if arguments.new < 2:
         parser.error("--new must be at least 2: one token has no time between tokens")
     if (arguments.checkpoint is None) == (arguments.shape is None):

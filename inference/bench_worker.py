@@ -113,12 +113,13 @@ def peak_rss_bytes() -> int:
 class Worker:
     """An engine in a process of its own, so that memory is its own too; a context manager."""
 
-    def __init__(self, path: str, config: EngineConfig) -> None:
+    def __init__(self, path: str, config: EngineConfig, *, quantized_kv: bool = True) -> None:
         """Start loading a checkpoint; the first run waits for it."""
         context = multiprocessing.get_context("spawn")  # forking a process with threads hangs
         self.path = path
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, path, config), daemon=True)
+        arguments = (theirs, path, config, quantized_kv)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -150,11 +151,11 @@ class Worker:
         return reply
 
 
-def _serve(pipe: Connection, path: str, config: EngineConfig) -> None:
+def _serve(pipe: Connection, path: str, config: EngineConfig, quantized_kv: bool) -> None:
     """Answer loads until the parent ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends us
     try:
-        engine = Engine.from_pretrained(path, config=config)
+        engine = Engine.from_pretrained(path, config=config, quantized_kv=quantized_kv)
         while True:
             pipe.send(run_once(engine, pipe.recv()))
     except EOFError:  # the parent is gone

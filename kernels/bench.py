@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 
 import pandas as pd
@@ -214,8 +215,8 @@ def attention_cases(contexts: Sequence[int], heads: int = 32, kv: int = 8) -> It
         k = torch.randn(1, kv, context, dim)
         grouped = q.view(1, kv, heads // kv, dim)
         peers = {
-            f"sdpa {name}": (
-                lambda a=k.to(kind), b=grouped.to(kind): F.scaled_dot_product_attention(b, a, a)
+            f"sdpa {name}": partial(
+                F.scaled_dot_product_attention, grouped.to(kind), k.to(kind), k.to(kind)
             )
             for name, kind in (("bf16", torch.bfloat16), ("fp32", torch.float32))
         }

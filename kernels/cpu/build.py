@@ -67,7 +67,7 @@ def compiler() -> str:
 
 
 def build(folder: Path, extra: tuple[str, ...] = ()) -> Path:
-    """Compile the kernels into a folder, unless they are there; several processes may do so at once.
+    """Compile the kernels into a folder if they are missing; several processes may do so at once.
 
     Args:
         folder: Where the library goes; made if it is missing.

@@ -1,6 +1,8 @@
 // What every kernel of the CPU shares: the packed weight, the team of threads, and the table of
 // functions that each instruction set fills in. No torch headers; compiled in seconds.
 #pragma once
+#include <sched.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -44,20 +46,48 @@ struct Source {
   int64_t outputs, inputs, group;
 };
 
+// What the threads of a team share, each in a cache line of its own.
+struct Shared {
+  alignas(64) long ticket = 0;  // 0 between kernels
+  alignas(64) int arrived = 0;
+  alignas(64) int generation = 0;
+};
+
 // One thread of a parallel region that runs a kernel together with the others.
 struct Team {
   int id, size;
-  long* ticket;  // shared; 0 between kernels
-  long take() const { return __atomic_fetch_add(ticket, 1L, __ATOMIC_RELAXED); }
+  Shared* shared;
+  long take() const { return __atomic_fetch_add(&shared->ticket, 1L, __ATOMIC_RELAXED); }
+  // Waits for all. It spins for some microseconds, as a wait is short where each thread has a core,
+  // and then lets others run: where cores are shared, whom it waits for may be among them.
   void barrier() const {
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
+    if (size == 1) return;
+    const int generation = __atomic_load_n(&shared->generation, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&shared->arrived, 1, __ATOMIC_ACQ_REL) == size) {
+      __atomic_store_n(&shared->arrived, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&shared->generation, generation + 1, __ATOMIC_RELEASE);
+      return;
+    }
+    for (int i = 0; __atomic_load_n(&shared->generation, __ATOMIC_ACQUIRE) == generation; i++) {
+      if (i < kSpins) {
+        pause();
+      } else {
+        sched_yield();
+      }
+    }
   }
   void restart() const {  // all tickets taken, or none: begin again
     barrier();
-    if (id == 0) __atomic_store_n(ticket, 0L, __ATOMIC_RELAXED);
+    if (id == 0) __atomic_store_n(&shared->ticket, 0L, __ATOMIC_RELAXED);
     barrier();
+  }
+
+ private:
+  static constexpr int kSpins = 4000;
+  static void pause() {
+#ifdef PTQ_X86
+    __builtin_ia32_pause();
+#endif
   }
 };
 

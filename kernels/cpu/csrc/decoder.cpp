@@ -47,7 +47,7 @@ struct Buffers {
 };
 
 // A team of one: what a thread does on its own rows, without barriers.
-Team alone(const Team& team) { return Team{0, 1, team.ticket}; }
+Team alone(const Team& team) { return Team{0, 1, team.shared}; }
 
 class StepRunner {
  public:

@@ -46,13 +46,13 @@ const Kernels* chosen = best();
 // Runs `body` on a team; kernels are told who they are.
 template <class Body>
 void together(int threads, const Body& body) {
-  long ticket = 0;
+  Shared shared;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads)
-  body(Team{omp_get_thread_num(), omp_get_num_threads(), &ticket});
+  body(Team{omp_get_thread_num(), omp_get_num_threads(), &shared});
 #else
   (void)threads;
-  body(Team{0, 1, &ticket});
+  body(Team{0, 1, &shared});
 #endif
 }
 
