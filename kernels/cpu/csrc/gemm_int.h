@@ -6,10 +6,11 @@
 //
 // In whatever way rows and outputs are cut, an element is computed by these operations alone.
 //
-// Few rows: each thread reads its panels once, front to back, and decodes them in registers. More
-// rows: a task is up to kRowBlock rows times kTaskOutputs outputs. Inputs are taken in blocks whose
-// prepared rows stay in the second-level cache, blocks in chunks whose prepared weights stay in the
-// first-level one; chunks are cut into parts, each a group or a piece of one.
+// Few rows: each thread reads its panels front to back and decodes them in registers, for four rows
+// at a time; from the second time on, a panel comes from a cache. More rows: a task is up to
+// kRowBlock rows times kTaskOutputs outputs. Inputs are taken in blocks whose prepared rows stay in
+// the second-level cache, blocks in chunks whose prepared weights stay in the first-level one;
+// chunks are cut into parts, each a group or a piece of one.
 
 constexpr int64_t kRowBlock = 48, kTaskOutputs = 256;
 constexpr int64_t kBlockBytes = 4096;   // of a row of prepared inputs
@@ -18,7 +19,7 @@ constexpr int64_t kChunkBytes = 16384;  // of prepared weights
 // A group's scales, and what its integers are too large by: the zero point and kBase.
 template <int F>
 static inline void read_group(const Cut<F>& cut, const uint8_t* panel, int64_t group, float* scale,
-                       int32_t* base) {
+                              int32_t* base) {
   const uint8_t* p = panel + group * cut.w.group_bytes + cut.lanes_of(group) * kStep;
   const bool bf16 = cut.w.scale_type == kScaleBF16;
   const int8_t* zero_points = (const int8_t*)p + kPanel * (bf16 ? 2 : 4);
@@ -48,6 +49,13 @@ struct Operands {
   int32_t* partial;  // [rows, kPanel]: sums of a group that goes on in the next chunk
   float* total;      // [rows, kPanel]: of groups that are complete
 };
+
+static inline void skip_rows(Operands& o, int64_t rows) {
+  o.x += rows * o.x_stride;
+  o.starts += rows * o.starts_stride;
+  o.partial += rows * kPanel;
+  o.total += rows * kPanel;
+}
 
 // Integers of a part's beginning.
 template <int R>
@@ -217,21 +225,33 @@ static void finish(const Cut<F>& cut, const LinearArgs& a, int64_t panel, Range 
   }
 }
 
+// All rows times a packed panel, up to 4 at a time; the second time it comes from the cache.
+template <int F>
+static void stream_rows(const Cut<F>& cut, const uint8_t* panel, int64_t rows, Operands o) {
+  const int64_t times = ceil_div(rows, 4);
+  for (int64_t t = 0, done = 0; t < times; t++) {
+    const int64_t r = rows * (t + 1) / times - done;
+    if (r == 1) stream<F, 1>(cut, panel, o);
+    if (r == 2) stream<F, 2>(cut, panel, o);
+    if (r == 3) stream<F, 3>(cut, panel, o);
+    if (r == 4) stream<F, 4>(cut, panel, o);
+    done += r;
+    skip_rows(o, r);
+  }
+}
+
 template <int F>
 static void few_rows(const LinearArgs& a, const Team& team) {
   const Packed& w = *a.weight;
   const Cut<F> cut(w, INT32_MAX);  // all in one chunk
   const Space s = space_of(a.rows, cut.chunk_bytes(cut.at(0)), cut.groups, 1, 1);
   prepare_rows(cut, a, Range{0, a.rows}, Range{0, 1}, s);
-  const Operands o = {nullptr, nullptr, nullptr, s.x, s.starts,
+  const Operands o = {nullptr,    nullptr,         nullptr,   s.x,    s.starts,
                       s.x_stride, s.starts_stride, s.partial, s.total};
   const Range panels = share(ceil_div(w.outputs, kPanel), team);
   for (int64_t panel = panels.begin; panel < panels.end; panel++) {
     __builtin_memset(s.total, 0, a.rows * kPanel * 4);
-    if (a.rows == 1) stream<F, 1>(cut, cut.panel(panel), o);
-    if (a.rows == 2) stream<F, 2>(cut, cut.panel(panel), o);
-    if (a.rows == 3) stream<F, 3>(cut, cut.panel(panel), o);
-    if (a.rows == 4) stream<F, 4>(cut, cut.panel(panel), o);
+    stream_rows(cut, cut.panel(panel), a.rows, o);
     finish(cut, a, panel, Range{0, a.rows}, s.total);
   }
 }
@@ -274,10 +294,7 @@ static void multiply_chunk(const Chunk& c, int64_t rows, Operands o, const uint8
       if (r == 6) tile<F, 6>(o, c);
     }
     done += r;
-    o.x += r * o.x_stride;
-    o.starts += r * o.starts_stride;
-    o.partial += r * kPanel;
-    o.total += r * kPanel;
+    skip_rows(o, r);
   }
 }
 

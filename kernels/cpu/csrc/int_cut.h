@@ -10,7 +10,7 @@ struct Chunk {
 // How a weight is cut.
 template <int F>
 struct Cut {
-  static constexpr int64_t lane = F == kI4 ? 8 : 4;           // inputs
+  static constexpr int64_t lane = F == kI4 ? 8 : 4;         // inputs
   static constexpr int64_t lane_bytes = lane * kXBytes<F>;  // of prepared inputs
   const Packed& w;
   int64_t groups, group_lanes, max_lanes;

@@ -109,7 +109,7 @@ static inline __attribute__((always_inline)) void multiply_packed(const uint8_t*
 
 #elif defined(PTQ_ISA_AVX2)
 
-constexpr int kDirectRows = 4;
+constexpr int kDirectRows = 12;
 template <int F>
 constexpr int kTileRows = F == kI8 ? 6 : 4;  // kI4 has int16 sums beside the int32 ones
 template <int F>
