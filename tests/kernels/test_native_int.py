@@ -17,6 +17,7 @@ from kernels.cpu import native
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 ISAS = native.supported()
 SIZES = [(1, 1), (3, 7), (33, 61), (61, 33), (96, 288), (288, 1025), (16, 4544)]  # N, K
+MANY = (385, 386)  # blocks of 48 rows, and one or two rows left
 LIMITS = {"int8": (-128, 127), "int4": (-8, 7)}
 
 
@@ -55,7 +56,7 @@ def test_int8_with_one_scale_equals_its_twin_bit_for_bit(isa, outputs, inputs, p
     with native.forced(isa):
         for b in (None, bias):
             packed = native.pack(q, "int8", scale[:, None], bias=b)
-            for rows in (1, 2, 3, 4, 5, 8, 13, 50):
+            for rows in (1, 2, 3, 4, 5, 8, 13, 50, *(MANY if outputs == 33 else ())):
                 x = integers(-127, 127, rows, inputs, seed=rows)
                 x_scale = torch.rand(rows, 1) + 0.01 if per_row else torch.tensor([0.03])
                 want = reference.int8_linear(x, x_scale, q, scale, b)
@@ -75,7 +76,7 @@ def test_sums_of_groups_are_exact(isa, fmt, group, asymmetric):
         scale = powers_of_two(outputs, groups)
         with native.forced(isa):
             packed = native.pack(q, fmt, scale, zero, group=group)
-            for rows in (1, 3, 4, 11):
+            for rows in (1, 3, 6, 14, *(MANY if outputs == 33 else ())):
                 x = integers(-9, 9, rows, inputs, seed=rows)  # so that sums stay below 2^24
                 got = native.linear(x, packed, torch.tensor([0.5]))
                 want = want_sums(x, q, zero, scale, group).float() * 0.5
@@ -95,7 +96,7 @@ def test_the_largest_integers_do_not_overflow(isa, fmt, group, sign):
     with native.forced(isa):
         for z in (None, zero):
             packed = native.pack(q, fmt, scale, z, group=group)
-            for rows in (1, 2, 3, 4, 6, 7):
+            for rows in (1, 2, 3, 4, 7, 13, 18):
                 x = torch.full((rows, inputs), sign, dtype=torch.int8)
                 want = want_sums(x, q, z, scale, group)
                 got = native.linear(x, packed, torch.ones(1))

@@ -6,72 +6,20 @@
 //
 // In whatever way rows and outputs are cut, an element is computed by these operations alone.
 //
-// Few rows: each thread reads its panels once, front to back, and decodes them in registers. More
-// rows: a task is up to kRowBlock rows times kTaskOutputs outputs. Inputs are taken in blocks whose
-// prepared rows stay in the second-level cache, blocks in chunks whose prepared weights stay in the
-// first-level one; chunks are cut into parts, each a group or a piece of one.
+// Few rows: each thread reads its panels front to back and decodes them in registers, for four rows
+// at a time; from the second time on, a panel comes from a cache. More rows: a task is up to
+// kRowBlock rows times kTaskOutputs outputs. Inputs are taken in blocks whose prepared rows stay in
+// the second-level cache, blocks in chunks whose prepared weights stay in the first-level one;
+// chunks are cut into parts, each a group or a piece of one.
 
 constexpr int64_t kRowBlock = 48, kTaskOutputs = 256;
 constexpr int64_t kBlockBytes = 4096;   // of a row of prepared inputs
 constexpr int64_t kChunkBytes = 16384;  // of prepared weights
 
-// Parts of equal length, but for the last.
-struct Chunk {
-  int64_t group, parts;             // first group; a group a part, or a piece of `group`
-  int64_t lane, lanes, last_lanes;  // first lane within the group; lanes of a part, of the last
-  bool first, last;                 // parts begin their groups, end them
-};
-
-// How a weight is cut.
-template <int F>
-struct Cut {
-  static constexpr int64_t lane = F == kI4 ? 8 : 4;           // inputs
-  static constexpr int64_t lane_bytes = lane * kXBytes<F>;  // of prepared inputs
-  const Packed& w;
-  int64_t groups, group_lanes, max_lanes;
-  int64_t per, pieces, chunks;  // groups of a chunk, or chunks of a group; one of them is 1
-
-  Cut(const Packed& weight, int64_t lanes) : w(weight), max_lanes(lanes) {
-    groups = groups_of(w.inputs, w.group);
-    group_lanes = ceil_div(w.group, lane);
-    per = group_lanes <= max_lanes ? max_lanes / group_lanes : 1;
-    if (per > groups) per = groups;
-    pieces = ceil_div(group_lanes, max_lanes);
-    chunks = pieces == 1 ? ceil_div(groups, per)
-                         : (groups - 1) * pieces + ceil_div(lanes_of(groups - 1), max_lanes);
-  }
-  int64_t lanes_of(int64_t group) const {
-    return group == groups - 1 ? ceil_div(w.inputs - group * w.group, lane) : group_lanes;
-  }
-  Chunk at(int64_t index) const {
-    Chunk c = {index / pieces * per, 1, index % pieces * max_lanes, 0, 0, true, true};
-    if (pieces == 1) {
-      c.parts = groups - c.group < per ? groups - c.group : per;
-      c.lanes = group_lanes;
-      c.last_lanes = lanes_of(c.group + c.parts - 1);
-    } else {
-      const int64_t left = lanes_of(c.group) - c.lane;
-      c.lanes = c.last_lanes = left < max_lanes ? left : max_lanes;
-      c.first = c.lane == 0;
-      c.last = left <= max_lanes;
-    }
-    return c;
-  }
-  int64_t part_lanes(const Chunk& c, int64_t part) const {
-    return part == c.parts - 1 ? c.last_lanes : c.lanes;
-  }
-  int64_t chunk_bytes(const Chunk& c) const {  // of a row of prepared inputs
-    return ((c.parts - 1) * c.lanes + c.last_lanes) * lane_bytes;
-  }
-  const uint8_t* panel(int64_t index) const {
-    return (const uint8_t*)&w + w.data_offset + index * w.panel_bytes;
-  }
-};
-
 // A group's scales, and what its integers are too large by: the zero point and kBase.
 template <int F>
 static inline void read_group(const Cut<F>& cut, const uint8_t* panel, int64_t group, float* scale,
-                       int32_t* base) {
+                              int32_t* base) {
   const uint8_t* p = panel + group * cut.w.group_bytes + cut.lanes_of(group) * kStep;
   const bool bf16 = cut.w.scale_type == kScaleBF16;
   const int8_t* zero_points = (const int8_t*)p + kPanel * (bf16 ? 2 : 4);
@@ -101,6 +49,13 @@ struct Operands {
   int32_t* partial;  // [rows, kPanel]: sums of a group that goes on in the next chunk
   float* total;      // [rows, kPanel]: of groups that are complete
 };
+
+static inline void skip_rows(Operands& o, int64_t rows) {
+  o.x += rows * o.x_stride;
+  o.starts += rows * o.starts_stride;
+  o.partial += rows * kPanel;
+  o.total += rows * kPanel;
+}
 
 // Integers of a part's beginning.
 template <int R>
@@ -236,7 +191,8 @@ static void prepare_rows(const Cut<F>& cut, const LinearArgs& a, Range rows, Ran
         int64_t end = (c.group + part + 1) * cut.w.group;
         if (end > cut.w.inputs) end = cut.w.inputs;
         const int64_t count = end - begin < padded ? end - begin : padded;
-        *start++ = -prepare_inputs<F>(x + begin, count, padded, to) * (cut.w.has_zero ? 1 : kBase<F>);
+        const int32_t sum = prepare_inputs<F>(x + begin, count, padded, to);
+        *start++ = cut.w.has_zero ? -sum : -sum * kBase<F>;
         to += padded * kXBytes<F>;
       }
     }
@@ -269,21 +225,33 @@ static void finish(const Cut<F>& cut, const LinearArgs& a, int64_t panel, Range 
   }
 }
 
+// All rows times a packed panel, up to 4 at a time; the second time it comes from the cache.
+template <int F>
+static void stream_rows(const Cut<F>& cut, const uint8_t* panel, int64_t rows, Operands o) {
+  const int64_t times = ceil_div(rows, 4);
+  for (int64_t t = 0, done = 0; t < times; t++) {
+    const int64_t r = rows * (t + 1) / times - done;
+    if (r == 1) stream<F, 1>(cut, panel, o);
+    if (r == 2) stream<F, 2>(cut, panel, o);
+    if (r == 3) stream<F, 3>(cut, panel, o);
+    if (r == 4) stream<F, 4>(cut, panel, o);
+    done += r;
+    skip_rows(o, r);
+  }
+}
+
 template <int F>
 static void few_rows(const LinearArgs& a, const Team& team) {
   const Packed& w = *a.weight;
   const Cut<F> cut(w, INT32_MAX);  // all in one chunk
   const Space s = space_of(a.rows, cut.chunk_bytes(cut.at(0)), cut.groups, 1, 1);
   prepare_rows(cut, a, Range{0, a.rows}, Range{0, 1}, s);
-  const Operands o = {nullptr, nullptr, nullptr, s.x, s.starts,
+  const Operands o = {nullptr,    nullptr,         nullptr,   s.x,    s.starts,
                       s.x_stride, s.starts_stride, s.partial, s.total};
   const Range panels = share(ceil_div(w.outputs, kPanel), team);
   for (int64_t panel = panels.begin; panel < panels.end; panel++) {
     __builtin_memset(s.total, 0, a.rows * kPanel * 4);
-    if (a.rows == 1) stream<F, 1>(cut, cut.panel(panel), o);
-    if (a.rows == 2) stream<F, 2>(cut, cut.panel(panel), o);
-    if (a.rows == 3) stream<F, 3>(cut, cut.panel(panel), o);
-    if (a.rows == 4) stream<F, 4>(cut, cut.panel(panel), o);
+    stream_rows(cut, cut.panel(panel), a.rows, o);
     finish(cut, a, panel, Range{0, a.rows}, s.total);
   }
 }
@@ -310,24 +278,23 @@ static const uint8_t* prepare_chunk(const Cut<F>& cut, const Chunk& c, const uin
 template <int F>
 static void multiply_chunk(const Chunk& c, int64_t rows, Operands o, const uint8_t* next,
                            int64_t ahead) {
-  const int64_t tiles = ceil_div(rows, kTileRows);
+  const int64_t tiles = ceil_div(rows, kTileRows<F>);
   for (int64_t t = 0, done = 0; t < tiles; t++) {
     const int64_t r = rows * (t + 1) / tiles - done;
     for (int64_t i = ahead * t / tiles; i < ahead * (t + 1) / tiles; i += 64)
       __builtin_prefetch(next + i, 0, 2);
     if (r == 1) tile<F, 1>(o, c);
     if (r == 2) tile<F, 2>(o, c);
-    if constexpr (kTileRows > 2) {
+    if constexpr (kTileRows<F> > 2) {
       if (r == 3) tile<F, 3>(o, c);
       if (r == 4) tile<F, 4>(o, c);
+    }
+    if constexpr (kTileRows<F> > 4) {
       if (r == 5) tile<F, 5>(o, c);
       if (r == 6) tile<F, 6>(o, c);
     }
     done += r;
-    o.x += r * o.x_stride;
-    o.starts += r * o.starts_stride;
-    o.partial += r * kPanel;
-    o.total += r * kPanel;
+    skip_rows(o, r);
   }
 }
 
@@ -368,15 +335,14 @@ static void many_rows(const LinearArgs& a, const Team& team) {
   const Packed& w = *a.weight;
   const Cut<F> cut(w, kChunkBytes / kPanel / Cut<F>::lane_bytes);
   const int64_t row_blocks = ceil_div(a.rows, kRowBlock), panels = ceil_div(w.outputs, kPanel);
-  const int64_t block_rows = round_up(ceil_div(a.rows, row_blocks), kTileRows);
+  const int64_t block_rows = round_up(ceil_div(a.rows, row_blocks), kTileRows<F>);
   const int64_t width = task_panels(panels, row_blocks, team);
   const int64_t block = kBlockBytes * kPanel / kChunkBytes;  // chunks that share prepared rows
   const Space s = space_of(block_rows, kBlockBytes, block * cut.per, cut.per, width);
   if (row_blocks == 1) {
-    const Range mine = share(panels, team);
+    const Range mine = share(panels, team), rows = {0, a.rows};
     for (int64_t p = mine.begin; p < mine.end; p += width)
-      run_task(cut, a, Range{0, a.rows}, Range{p, p + width < mine.end ? p + width : mine.end}, block,
-               s);
+      run_task(cut, a, rows, Range{p, p + width < mine.end ? p + width : mine.end}, block, s);
     return;
   }
   team.restart();

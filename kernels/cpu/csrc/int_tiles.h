@@ -21,7 +21,9 @@ static inline int32_t load_32(const void* p) {
 
 #if defined(PTQ_ISA_AVX512)
 
-constexpr int kTileRows = 6, kDirectRows = 4;
+constexpr int kDirectRows = 4;
+template <int F>
+constexpr int kTileRows = 6;
 template <int F>
 constexpr int kXBytes = 1;  // of a prepared input
 template <int F>
@@ -107,7 +109,9 @@ static inline __attribute__((always_inline)) void multiply_packed(const uint8_t*
 
 #elif defined(PTQ_ISA_AVX2)
 
-constexpr int kTileRows = 6, kDirectRows = 4;
+constexpr int kDirectRows = 12;
+template <int F>
+constexpr int kTileRows = F == kI8 ? 6 : 4;  // kI4 has int16 sums beside the int32 ones
 template <int F>
 constexpr int kXBytes = F == kI8 ? 2 : 1;
 template <int F>
@@ -291,7 +295,9 @@ static inline __attribute__((always_inline)) void multiply_packed(const uint8_t*
 
 #else
 
-constexpr int kTileRows = 2, kDirectRows = 0;
+constexpr int kDirectRows = 0;
+template <int F>
+constexpr int kTileRows = 2;
 template <int F>
 constexpr int kXBytes = 2;
 template <int F>
