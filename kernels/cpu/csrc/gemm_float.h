@@ -11,7 +11,11 @@
 
 constexpr int NV = kPanel / W;   // vectors in a panel
 constexpr int64_t kChunk = 256;  // 16 KB of fp32 in a panel of 16: half of the L1 cache
+#if defined(PTQ_ISA_AVX512) || defined(PTQ_ISA_AVX2)
 constexpr int kFewRows = 4;      // decoded in registers
+#else
+constexpr int kFewRows = 1;      // fewer functions to compile
+#endif
 constexpr int kTileRows = 6;     // rows of the register tile
 
 static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out) {
@@ -106,21 +110,21 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
         for (int v = 0; v < NV; v++) sum[p][r][v] = zero();
     const uint8_t* lanes = data + s.lanes;
     for (int64_t k = 0; k < s.count; k += Lane::kInputs, lanes += kPanel * 4, x += Lane::kInputs) {
-      // The vectors of a panel take turns: sums that do not wait for each other stand together.
+      // Two vectors take turns: sums that do not wait for each other stand side by side.
 #pragma GCC unroll 8
-      for (int p = 0; p < P; p++) {
-        Lane lane[NV];
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) lane[v] = Lane::read(lanes + p * w.panel_bytes + v * W * 4);
+      for (int i = 0; i < P * NV; i += 2) {
+        const int p = i / NV, v = i % NV;
+        const uint8_t* from = lanes + p * w.panel_bytes + v * W * 4;
+        const Lane pair[2] = {Lane::read(from), Lane::read(from + W * 4)};
 #pragma GCC unroll 8
         for (int j = 0; j < Lane::kInputs; j++) {
-#pragma GCC unroll 4
-          for (int v = 0; v < NV; v++) {
-            vf q = lane[v].input(j);
-            if (kZero) q = sub(q, zeros[p][v]);
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; h++) {
+            vf q = pair[h].input(j);
+            if (kZero) q = sub(q, zeros[p][v + h]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-              sum[p][r][v] = fma(set1(x[r * x_stride + j]), q, sum[p][r][v]);
+              sum[p][r][v + h] = fma(set1(x[r * x_stride + j]), q, sum[p][r][v + h]);
           }
         }
       }
@@ -298,9 +302,11 @@ static void many(const LinearArgs& a, const Team& team) {
 template <class Lane, bool kZero>
 static void linear_of(const LinearArgs& a, const Team& team) {
   if (a.rows == 1) return few<Lane, kZero, 1>(a, team);
-  if (a.rows == 2) return few<Lane, kZero, 2>(a, team);
-  if (a.rows == 3) return few<Lane, kZero, 3>(a, team);
-  if (a.rows == kFewRows) return few<Lane, kZero, kFewRows>(a, team);
+  if constexpr (kFewRows > 1) {
+    if (a.rows == 2) return few<Lane, kZero, 2>(a, team);
+    if (a.rows == 3) return few<Lane, kZero, 3>(a, team);
+    if (a.rows == 4) return few<Lane, kZero, 4>(a, team);
+  }
   many<Lane, kZero>(a, team);
 }
 
