@@ -115,6 +115,8 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
       for (int i = 0; i < P * NV; i += 2) {
         const int p = i / NV, v = i % NV;
         const uint8_t* from = lanes + p * w.panel_bytes + v * W * 4;
+        // One panel is one stream, which the processor alone does not fetch early enough.
+        if (P == 1 && v == 0) __builtin_prefetch(from + 2048);
         const Lane pair[2] = {Lane::read(from), Lane::read(from + W * 4)};
 #pragma GCC unroll 8
         for (int j = 0; j < Lane::kInputs; j++) {
@@ -183,14 +185,20 @@ static const float* decode(const Packed& w, const uint8_t* panel, const Segment&
   return out;
 }
 
-// total[R][panel] = fma(sum over k of x[k][R] w[k][panel], scale, total).
+// total[R][panel] = fma(sum over k of x[k][R] w[k][panel], scale, total). Meanwhile `ahead`, which
+// is decoded next, is fetched to the L2 cache, a panel's lanes where k & mask is 0.
 template <int R>
-static void tile(const float* x, const float* w, int64_t count, const vf* scale, float* total) {
+static void tile(const float* x, const float* w, int64_t count, const vf* scale, float* total,
+                 const uint8_t* ahead, int64_t mask) {
   vf sum[R][NV];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < NV; v++) sum[r][v] = zero();
   for (int64_t k = 0; k < count; k++, x += R, w += kPanel) {
     vf q[NV];
+    if ((k & mask) == 0) {
+      for (int i = 0; i < kPanel * 4; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+      ahead += kPanel * 4;
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) q[v] = load(w + v * W);
 #pragma GCC unroll 6
@@ -208,13 +216,13 @@ static void tile(const float* x, const float* w, int64_t count, const vf* scale,
 }
 
 static inline void tile_of(int64_t rows, const float* x, const float* w, int64_t count,
-                           const vf* scale, float* total) {
-  if (rows == 6) return tile<6>(x, w, count, scale, total);
-  if (rows == 5) return tile<5>(x, w, count, scale, total);
-  if (rows == 4) return tile<4>(x, w, count, scale, total);
-  if (rows == 3) return tile<3>(x, w, count, scale, total);
-  if (rows == 2) return tile<2>(x, w, count, scale, total);
-  return tile<1>(x, w, count, scale, total);
+                           const vf* scale, float* total, const uint8_t* ahead, int64_t mask) {
+  if (rows == 6) return tile<6>(x, w, count, scale, total, ahead, mask);
+  if (rows == 5) return tile<5>(x, w, count, scale, total, ahead, mask);
+  if (rows == 4) return tile<4>(x, w, count, scale, total, ahead, mask);
+  if (rows == 3) return tile<3>(x, w, count, scale, total, ahead, mask);
+  if (rows == 2) return tile<2>(x, w, count, scale, total, ahead, mask);
+  return tile<1>(x, w, count, scale, total, ahead, mask);
 }
 
 // Rows of a block of x in tiles of at most kTileRows, of nearly equal size.
@@ -265,11 +273,13 @@ static void panel_rows(const LinearArgs& a, const RowBlock& block, Range tiles, 
   for_segments<Lane>(w, [&](const Segment& s) {
     const float* q = decode<Lane, kZero>(w, data, s, decoded);
     vf scale[NV];
+    const uint8_t* ahead = data + s.lanes + ceil_div(s.count, Lane::kInputs) * kPanel * 4;
     for (int v = 0; v < NV; v++) scale[v] = scale_of<Lane>(w, data + s.scales, v);
     for (int64_t t = tiles.begin; t < tiles.end; t++) {
       const Range rows = block.tile(t);
       tile_of(rows.end - rows.begin, x + block.rows * s.begin + rows.begin * s.count, q, s.count,
-              scale, total + (rows.begin - begin) * kPanel);
+              scale, total + (rows.begin - begin) * kPanel, ahead,
+              t == tiles.begin ? Lane::kInputs - 1 : ~(int64_t)0);
     }
   });
   for (int64_t row = begin; row < end; row++, total += kPanel) {
