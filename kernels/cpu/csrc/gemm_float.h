@@ -11,7 +11,11 @@
 
 constexpr int NV = kPanel / W;   // vectors in a panel
 constexpr int64_t kChunk = 256;  // 16 KB of fp32 in a panel of 16: half of the L1 cache
+#if defined(PTQ_ISA_AVX512) || defined(PTQ_ISA_AVX2)
 constexpr int kFewRows = 4;      // decoded in registers
+#else
+constexpr int kFewRows = 1;      // fewer functions to compile
+#endif
 constexpr int kTileRows = 6;     // rows of the register tile
 
 // Inputs that are summed together, and where their weights lie.
@@ -87,21 +91,23 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
         for (int v = 0; v < NV; v++) sum[p][r][v] = zero();
     const uint8_t* lanes = data + s.lanes;
     for (int64_t k = 0; k < s.count; k += Lane::kInputs, lanes += kPanel * 4, x += Lane::kInputs) {
-      // The vectors of a panel take turns: sums that do not wait for each other stand together.
+      // Two vectors take turns: sums that do not wait for each other stand side by side.
 #pragma GCC unroll 8
-      for (int p = 0; p < P; p++) {
-        Lane lane[NV];
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) lane[v] = Lane::read(lanes + p * w.panel_bytes + v * W * 4);
+      for (int i = 0; i < P * NV; i += 2) {
+        const int p = i / NV, v = i % NV;
+        const uint8_t* from = lanes + p * w.panel_bytes + v * W * 4;
+        // One panel is one stream, which the processor alone does not fetch early enough.
+        if (P == 1 && v == 0) __builtin_prefetch(from + 2048);
+        const Lane pair[2] = {Lane::read(from), Lane::read(from + W * 4)};
 #pragma GCC unroll 8
         for (int j = 0; j < Lane::kInputs; j++) {
-#pragma GCC unroll 4
-          for (int v = 0; v < NV; v++) {
-            vf q = lane[v].input(j);
-            if (kZero) q = sub(q, zeros[p][v]);
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; h++) {
+            vf q = pair[h].input(j);
+            if (kZero) q = sub(q, zeros[p][v + h]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
-              sum[p][r][v] = fma(set1(x[r * x_stride + j]), q, sum[p][r][v]);
+              sum[p][r][v + h] = fma(set1(x[r * x_stride + j]), q, sum[p][r][v + h]);
           }
         }
       }
@@ -160,14 +166,20 @@ static const float* decode(const Packed& w, const uint8_t* panel, const Segment&
   return out;
 }
 
-// total[R][panel] = fma(sum over k of x[k][R] w[k][panel], scale, total).
+// total[R][panel] = fma(sum over k of x[k][R] w[k][panel], scale, total). Meanwhile `ahead`, which
+// is decoded next, is fetched to the L2 cache, a panel's lanes where k & mask is 0.
 template <int R>
-static void tile(const float* x, const float* w, int64_t count, const vf* scale, float* total) {
+static void tile(const float* x, const float* w, int64_t count, const vf* scale, float* total,
+                 const uint8_t* ahead, int64_t mask) {
   vf sum[R][NV];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < NV; v++) sum[r][v] = zero();
   for (int64_t k = 0; k < count; k++, x += R, w += kPanel) {
     vf q[NV];
+    if ((k & mask) == 0) {
+      for (int i = 0; i < kPanel * 4; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+      ahead += kPanel * 4;
+    }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) q[v] = load(w + v * W);
 #pragma GCC unroll 6
@@ -185,13 +197,13 @@ static void tile(const float* x, const float* w, int64_t count, const vf* scale,
 }
 
 static inline void tile_of(int64_t rows, const float* x, const float* w, int64_t count,
-                           const vf* scale, float* total) {
-  if (rows == 6) return tile<6>(x, w, count, scale, total);
-  if (rows == 5) return tile<5>(x, w, count, scale, total);
-  if (rows == 4) return tile<4>(x, w, count, scale, total);
-  if (rows == 3) return tile<3>(x, w, count, scale, total);
-  if (rows == 2) return tile<2>(x, w, count, scale, total);
-  return tile<1>(x, w, count, scale, total);
+                           const vf* scale, float* total, const uint8_t* ahead, int64_t mask) {
+  if (rows == 6) return tile<6>(x, w, count, scale, total, ahead, mask);
+  if (rows == 5) return tile<5>(x, w, count, scale, total, ahead, mask);
+  if (rows == 4) return tile<4>(x, w, count, scale, total, ahead, mask);
+  if (rows == 3) return tile<3>(x, w, count, scale, total, ahead, mask);
+  if (rows == 2) return tile<2>(x, w, count, scale, total, ahead, mask);
+  return tile<1>(x, w, count, scale, total, ahead, mask);
 }
 
 // Rows of a block of x in tiles of at most kTileRows, of nearly equal size.
@@ -242,11 +254,13 @@ static void panel_rows(const LinearArgs& a, const RowBlock& block, Range tiles, 
   for_segments<Lane>(w, [&](const Segment& s) {
     const float* q = decode<Lane, kZero>(w, data, s, decoded);
     vf scale[NV];
+    const uint8_t* ahead = data + s.lanes + ceil_div(s.count, Lane::kInputs) * kPanel * 4;
     for (int v = 0; v < NV; v++) scale[v] = scale_of<Lane>(w, data + s.scales, v);
     for (int64_t t = tiles.begin; t < tiles.end; t++) {
       const Range rows = block.tile(t);
       tile_of(rows.end - rows.begin, x + block.rows * s.begin + rows.begin * s.count, q, s.count,
-              scale, total + (rows.begin - begin) * kPanel);
+              scale, total + (rows.begin - begin) * kPanel, ahead,
+              t == tiles.begin ? Lane::kInputs - 1 : ~(int64_t)0);
     }
   });
   for (int64_t row = begin; row < end; row++, total += kPanel) {
@@ -279,9 +293,11 @@ static void many(const LinearArgs& a, const Team& team) {
 template <class Lane, bool kZero>
 static void linear_of(const LinearArgs& a, const Team& team) {
   if (a.rows == 1) return few<Lane, kZero, 1>(a, team);
-  if (a.rows == 2) return few<Lane, kZero, 2>(a, team);
-  if (a.rows == 3) return few<Lane, kZero, 3>(a, team);
-  if (a.rows == kFewRows) return few<Lane, kZero, kFewRows>(a, team);
+  if constexpr (kFewRows > 1) {
+    if (a.rows == 2) return few<Lane, kZero, 2>(a, team);
+    if (a.rows == 3) return few<Lane, kZero, 3>(a, team);
+    if (a.rows == 4) return few<Lane, kZero, 4>(a, team);
+  }
   many<Lane, kZero>(a, team);
 }
 
