@@ -78,7 +78,7 @@ class AttentionArgs(Structure):
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
         ("softmax_scale", c_float),
         ("blocks", c_int64),
-        ("problem", c_void_p),
+        *[(name, c_void_p) for name in ("problem", "partials")],
     ]
 
 
@@ -125,7 +125,7 @@ _SIGNATURES = {
         None,
     ),
     "ptq_write_kv": ([POINTER(WriteKvArgs), c_int], None),
-    "ptq_attention": ([POINTER(AttentionArgs), c_int], None),
+    "ptq_attention": ([POINTER(AttentionArgs), c_int], c_int),
 }
 
 

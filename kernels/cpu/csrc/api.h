@@ -91,6 +91,7 @@ struct AttentionArgs {
   float softmax_scale;
   int64_t blocks;    // of the pools; a table's entry beyond them is a problem
   int32_t* problem;  // gets a Problem
+  float* partials;   // as many floats as attention_floats() says for the team; shared by it
 };
 enum ScaleKind : int32_t { kScaleNone = 0, kScaleHead = 1, kScaleChannel = 2, kScaleToken = 3 };
 
@@ -136,6 +137,7 @@ struct Kernels {
                int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);
   void (*write_kv)(const WriteKvArgs&, const Team&);
   void (*attention)(const AttentionArgs&, const Team&);
+  int64_t (*attention_floats)(const AttentionArgs&, int threads);
 };
 
 extern const Kernels kKernelsPortable;
