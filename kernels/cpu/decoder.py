@@ -58,7 +58,7 @@ class _Step(Structure):
         *[(name, c_void_p) for name in ("ids", "positions", "slots", "block_tables")],
         *[(name, c_void_p) for name in ("query_start", "context_len", "rows")],
         *[(name, c_int64) for name in ("tokens", "sequences", "table_stride", "wanted")],
-        *[(name, c_void_p) for name in ("logits", "workspace", "problem")],
+        *[(name, c_void_p) for name in ("logits", "workspace", "problem", "partials")],
     ]
 
 
@@ -186,7 +186,9 @@ class FusedDecoder:
             self._workspace.data_ptr(),
             ctypes.addressof(problem),
         )
-        loaded.ptq_decoder_step(byref(self._decoder), byref(step), torch.get_num_threads())
+        threads = torch.get_num_threads()
+        if loaded.ptq_decoder_step(byref(self._decoder), byref(step), threads):
+            raise MemoryError("no memory for the partial sums of attention")
         native_ops.report(problem)
         return logits
 

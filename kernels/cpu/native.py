@@ -97,7 +97,7 @@ class AttentionArgs(Structure):
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
         ("softmax_scale", c_float),
         ("blocks", c_int64),
-        ("problem", c_void_p),
+        *[(name, c_void_p) for name in ("problem", "partials")],
     ]
 
 
@@ -146,9 +146,9 @@ _SIGNATURES = {
     "ptq_read": ([c_void_p, c_int64, c_int], c_int64),
     "ptq_multiply_add": ([c_int, c_int64, c_int], c_double),
     "ptq_decoder_workspace": ([c_void_p, c_int64], c_int64),
-    "ptq_decoder_step": ([c_void_p, c_void_p, c_int], None),
+    "ptq_decoder_step": ([c_void_p, c_void_p, c_int], c_int),
     "ptq_write_kv": ([POINTER(WriteKvArgs), c_int], None),
-    "ptq_attention": ([POINTER(AttentionArgs), c_int], None),
+    "ptq_attention": ([POINTER(AttentionArgs), c_int], c_int),
 }
 
 

@@ -255,8 +255,10 @@ def paged_attention(
         softmax_scale,
         k_pool.shape[0],
         _address(problem),
+        None,
     )
-    native.loaded().ptq_attention(byref(args), torch.get_num_threads())
+    if native.loaded().ptq_attention(byref(args), torch.get_num_threads()):
+        raise MemoryError(f"no memory for the partial sums of {max(contexts.tolist())} positions")
     report(problem)
     return out.to(q.dtype)
 

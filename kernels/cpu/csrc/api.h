@@ -48,7 +48,8 @@ struct Source {
 
 // What the threads of a team share, each in a cache line of its own.
 struct Shared {
-  alignas(64) long ticket = 0;  // 0 between kernels
+  alignas(64) long ticket = 0;
+  void* data = nullptr;
   alignas(64) int arrived = 0;
   alignas(64) int generation = 0;
 };
@@ -80,6 +81,14 @@ struct Team {
     barrier();
     if (id == 0) __atomic_store_n(&shared->ticket, 0L, __ATOMIC_RELAXED);
     barrier();
+  }
+  // A pointer of the first thread's, told to all; nobody uses the last one's data any more.
+  template <class T>
+  T* of_first(T* own) const {
+    barrier();
+    if (id == 0) shared->data = own;
+    barrier();
+    return (T*)shared->data;
   }
 
  private:
@@ -121,6 +130,7 @@ struct AttentionArgs {
   float softmax_scale;
   int64_t blocks;    // of the pools; a table's entry beyond them is a problem
   int32_t* problem;  // gets a Problem
+  float* partials;   // as many floats as attention_floats() says for the team; shared by it
 };
 enum ScaleKind : int32_t { kScaleNone = 0, kScaleHead = 1, kScaleChannel = 2, kScaleToken = 3 };
 
@@ -166,7 +176,8 @@ struct Kernels {
                int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);
   void (*write_kv)(const WriteKvArgs&, const Team&);
   void (*attention)(const AttentionArgs&, const Team&);
-  int64_t (*read_all)(const void* data, int64_t bytes, const Team&);     // limits.h
+  int64_t (*attention_floats)(const AttentionArgs&, int threads);
+  int64_t (*read_all)(const void* data, int64_t bytes, const Team&);  // limits.h
   double (*multiply_add)(int32_t format, int64_t rounds);
 };
 

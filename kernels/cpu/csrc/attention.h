@@ -223,9 +223,9 @@ struct Plan {
   int64_t partials = 0;  // floats, of all splits of such tiles
   double cost(const Tile& tile) const { return (double)(tile.end - tile.begin) * tile.queries; }
   bool is_split(const Tile& tile) const { return tile.splits() > 1 && cost(tile) > limit; }
-  Plan(const AttentionArgs& a, const Shape& shape, const Team& team) {
+  Plan(const AttentionArgs& a, const Shape& shape, int threads) {
     for (Tiles tiles{a, shape}; tiles.next();) limit += cost(tiles.tile) * (double)a.kv_heads;
-    if (team.size > 1) limit = limit / (4 * team.size);
+    if (threads > 1) limit = limit / (4 * threads);
     for (Tiles tiles{a, shape}; tiles.next();)
       if (is_split(tiles.tile)) partials += floats(tiles.tile, a, shape);
   }
@@ -234,19 +234,14 @@ struct Plan {
   }
 };
 
-// Memory for all threads of a team, kept by its first one. Ends with all tickets back.
-static float* shared_floats(int64_t count, const Team& team) {
-  static thread_local Scratch scratch;
-  team.barrier();
-  if (team.id == 0) __atomic_store_n(team.ticket, (long)scratch.get<float>(count), __ATOMIC_RELAXED);
-  team.barrier();
-  float* data = (float*)__atomic_load_n(team.ticket, __ATOMIC_RELAXED);
-  team.restart();
-  return data;
+// Floats of `partials` that a team needs; a smaller team does not need more.
+static int64_t attention_floats(const AttentionArgs& a, int threads) {
+  return Plan(a, Shape(a), threads).partials;
 }
 
 static void merge_splits(const AttentionArgs& a, const Shape& shape, const Plan& plan,
-                         float* partials, const Team& team) {
+                         const Team& team) {
+  float* partials = a.partials;
   for (Tiles tiles{a, shape}; tiles.next();) {
     const Tile& tile = tiles.tile;
     if (!plan.is_split(tile)) continue;
@@ -263,28 +258,27 @@ static void merge_splits(const AttentionArgs& a, const Shape& shape, const Plan&
   }
 }
 
+// Work is dealt out in turn: the items of a tile cost the same, tiles come the longest first.
 static void attention(const AttentionArgs& a, const Team& team) {
   static thread_local Scratch scratch;
   const Shape shape(a);
-  const Plan plan(a, shape, team);
+  const Plan plan(a, shape, team.size);
   const int64_t size = Sums::floats(shape.rows, shape.width);
   float* own = scratch.get<float>(Attender::floats(shape) + 2 * size);
-  float* sums = own + Attender::floats(shape);
-  float* partials = plan.partials > 0 ? shared_floats(plan.partials, team) : nullptr;
-  if (partials == nullptr) team.restart();
-  float* next = partials;  // of the tile at hand
-  int64_t ticket = team.take(), first = 0;
+  float *sums = own + Attender::floats(shape), *partials = a.partials;
+  int64_t first = 0;  // items of the tiles before
   for (Tiles tiles{a, shape}; tiles.next();) {
     const Tile& tile = tiles.tile;
     const bool split = plan.is_split(tile);
-    const int64_t parts = split ? tile.splits() : 1;
+    const int64_t parts = split ? tile.splits() : 1, items = a.kv_heads * parts;
     const int64_t rows = tile.queries * shape.group, part = Sums::floats(rows, shape.width);
-    for (; ticket < first + a.kv_heads * parts; ticket = team.take()) {
-      const int64_t head = (ticket - first) / parts, index = (ticket - first) % parts;
+    for (int64_t item = (team.id + team.size - first % team.size) % team.size; item < items;
+         item += team.size) {
+      const int64_t head = item / parts;
       Attender attender(a, shape, tile, head, own);
       if (split) {
-        attender.attend(tile.first_split() + index,
-                        Sums(next + (ticket - first) * part, rows, shape.width));
+        attender.attend(tile.first_split() + item % parts,
+                        Sums(partials + item * part, rows, shape.width));
         continue;
       }
       Sums total(sums, rows, shape.width), one(sums + size, rows, shape.width);
@@ -295,10 +289,10 @@ static void attention(const AttentionArgs& a, const Team& team) {
       }
       for (int64_t r = 0; r < rows; r++) write_row(a, shape, tile, head, total, r);
     }
-    first += a.kv_heads * parts;
-    if (split) next += Plan::floats(tile, a, shape);
+    first += items;
+    if (split) partials += items * part;
   }
-  if (partials == nullptr) return;
+  if (plan.partials == 0) return;
   team.barrier();
-  merge_splits(a, shape, plan, partials, team);
+  merge_splits(a, shape, plan, team);
 }

@@ -46,6 +46,33 @@ struct Buffers {
   }
 };
 
+AttentionArgs attention_args(const Decoder& d, const Step& s, const Block& block) {
+  AttentionArgs args = {};
+  args.k_pool = block.k_pool;
+  args.v_pool = block.v_pool;
+  args.k_scale = block.k_scale;
+  args.v_scale = block.v_scale;
+  args.block_tables = s.block_tables;
+  args.query_start = s.query_start;
+  args.context_len = s.context_len;
+  args.sequences = s.sequences;
+  args.table_stride = s.table_stride;
+  args.q_stride = (d.heads + 2 * d.kv_heads) * d.dim;
+  args.out_stride = d.heads * d.dim;
+  args.heads = d.heads;
+  args.kv_heads = d.kv_heads;
+  args.dim = d.dim;
+  args.window = block.window;
+  args.kv_format = block.kv_format;
+  args.k_scale_kind = block.k_scale_kind;
+  args.v_scale_kind = block.v_scale_kind;
+  args.softmax_scale = d.softmax_scale;
+  args.blocks = block.cache_blocks;
+  args.problem = s.problem;
+  args.partials = s.partials;
+  return args;
+}
+
 // A team of one: what a thread does on its own rows, without barriers.
 Team alone(const Team& team) { return Team{0, 1, team.shared}; }
 
@@ -181,30 +208,9 @@ class StepRunner {
   }
 
   void attend(const Block& block) {
-    AttentionArgs args = {};
+    AttentionArgs args = attention_args(d_, s_, block);
     args.q = b_.qkv;
     args.out = b_.attended;
-    args.k_pool = block.k_pool;
-    args.v_pool = block.v_pool;
-    args.k_scale = block.k_scale;
-    args.v_scale = block.v_scale;
-    args.block_tables = s_.block_tables;
-    args.query_start = s_.query_start;
-    args.context_len = s_.context_len;
-    args.sequences = s_.sequences;
-    args.table_stride = s_.table_stride;
-    args.q_stride = (d_.heads + 2 * d_.kv_heads) * d_.dim;
-    args.out_stride = d_.heads * d_.dim;
-    args.heads = d_.heads;
-    args.kv_heads = d_.kv_heads;
-    args.dim = d_.dim;
-    args.window = block.window;
-    args.kv_format = block.kv_format;
-    args.k_scale_kind = block.k_scale_kind;
-    args.v_scale_kind = block.v_scale_kind;
-    args.softmax_scale = d_.softmax_scale;
-    args.blocks = block.cache_blocks;
-    args.problem = s_.problem;
     kernels_.attention(args, team_);
   }
 
@@ -230,6 +236,17 @@ class StepRunner {
 };
 
 }  // namespace
+
+int64_t decoder_partials(const Kernels& kernels, const Decoder& decoder, const Step& step,
+                         int threads) {
+  int64_t most = 0;
+  for (int64_t i = 0; i < decoder.layers; i++) {
+    const AttentionArgs args = attention_args(decoder, step, decoder.blocks[i]);
+    const int64_t floats = kernels.attention_floats(args, threads);
+    if (floats > most) most = floats;
+  }
+  return most;
+}
 
 int64_t decoder_workspace(const Decoder& decoder, int64_t tokens) {
   return Buffers(decoder, tokens, nullptr).bytes;

@@ -47,8 +47,11 @@ struct Step {
   float* logits;    // [wanted, vocabulary]
   char* workspace;  // of decoder_workspace() bytes, aligned to 64
   int32_t* problem;
+  float* partials;  // decoder_partials() of them
 };
 
+int64_t decoder_partials(const Kernels& kernels, const Decoder& decoder, const Step& step,
+                         int threads);
 int64_t decoder_workspace(const Decoder& decoder, int64_t tokens);
 void decoder_step(const Kernels& kernels, const Decoder& decoder, const Step& step,
                   const Team& team);

@@ -217,14 +217,9 @@ struct RowBlock {
 template <class Lane>
 static const float* pack_rows(const LinearArgs& a, const RowBlock& block, const Team& team) {
   static thread_local Scratch scratch;
-  static_assert(sizeof(long) >= sizeof(void*), "the ticket tells the others where it lies");
-  team.barrier();
-  if (team.id == 0) {
-    float* own = scratch.get<float>(block.rows * a.weight->inputs);
-    __atomic_store_n(team.ticket, (long)own, __ATOMIC_RELEASE);
-  }
-  team.barrier();
-  float* packed = (float*)__atomic_load_n(team.ticket, __ATOMIC_ACQUIRE);
+  const bool first = team.id == 0;
+  team.barrier();  // the last block's rows are read no more
+  float* packed = team.of_first(first ? scratch.get<float>(block.rows * a.weight->inputs) : nullptr);
   const Range tiles = share(block.tiles, team);
   for (int64_t t = tiles.begin; t < tiles.end; t++) {
     const Range rows = block.tile(t);

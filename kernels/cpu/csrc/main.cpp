@@ -56,6 +56,18 @@ void together(int threads, const Body& body) {
 #endif
 }
 
+// Memory of the calling thread, kept between calls; null if there is none.
+float* kept_floats(int64_t count) {
+  static thread_local float* data = nullptr;
+  static thread_local int64_t size = 0;
+  if (count > size) {
+    free(data);
+    data = (float*)malloc(count * sizeof(float));
+    size = data == nullptr ? 0 : count;
+  }
+  return data;
+}
+
 }  // namespace
 }  // namespace ptq
 
@@ -100,14 +112,26 @@ PTQ_EXPORT void ptq_rope(const float* x, const float* cos, const float* sin, flo
 PTQ_EXPORT void ptq_write_kv(const WriteKvArgs* args, int threads) {
   together(threads, [&](const Team& team) { chosen->write_kv(*args, team); });
 }
-PTQ_EXPORT void ptq_attention(const AttentionArgs* args, int threads) {
-  together(threads, [&](const Team& team) { chosen->attention(*args, team); });
+// Returns -1 where there is no memory for what threads share, else 0.
+PTQ_EXPORT int ptq_attention(const AttentionArgs* args, int threads) {
+  AttentionArgs own = *args;
+  const int64_t floats = chosen->attention_floats(own, threads);
+  own.partials = kept_floats(floats);
+  if (floats > 0 && own.partials == nullptr) return -1;
+  together(threads, [&](const Team& team) { chosen->attention(own, team); });
+  return 0;
 }
 PTQ_EXPORT int64_t ptq_decoder_workspace(const Decoder* decoder, int64_t tokens) {
   return decoder_workspace(*decoder, tokens);
 }
-PTQ_EXPORT void ptq_decoder_step(const Decoder* decoder, const Step* step, int threads) {
-  together(threads, [&](const Team& team) { decoder_step(*chosen, *decoder, *step, team); });
+// Returns -1 where there is no memory for what threads share, else 0.
+PTQ_EXPORT int ptq_decoder_step(const Decoder* decoder, const Step* step, int threads) {
+  Step own = *step;
+  const int64_t floats = decoder_partials(*chosen, *decoder, own, threads);
+  own.partials = kept_floats(floats);
+  if (floats > 0 && own.partials == nullptr) return -1;
+  together(threads, [&](const Team& team) { decoder_step(*chosen, *decoder, own, team); });
+  return 0;
 }
 
 // The machine's limits, see limits.h.
