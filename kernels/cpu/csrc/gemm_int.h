@@ -139,7 +139,7 @@ static void stream(const Cut<F>& cut, const uint8_t* panel, Operands o) {
 
 // Scratch of one thread, cut from one piece of memory.
 struct Space {
-  char* x;        // [rows, x_stride]
+  char* x;          // [rows, x_stride]
   int32_t* starts;  // [rows, starts_stride]
   int64_t x_stride, starts_stride;
   uint8_t* weights;  // [kChunkBytes]
