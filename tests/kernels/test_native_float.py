@@ -73,6 +73,8 @@ def weight(kind: Kind, outputs: int, inputs: int, with_bias: bool = True) -> Wei
         values = values - zero[:, of]
     if fmt not in ("f32", "bf16"):
         scale = torch.rand(outputs, groups) + 0.5
+        if fmt == "int4" and groups > 1:
+            scale = scale.bfloat16().float()  # is packed as bf16
         values = values * scale[:, of]
     bias = torch.randn(outputs) if with_bias else None
     packed = native.pack(q, fmt, scale, zero, bias, group)
@@ -99,6 +101,15 @@ def test_sums_are_as_exact_as_rounding_allows(isa, kind):
             want = torch.nn.functional.linear(x.double(), w.values, w.bias)
             error = (native.linear(x, w.packed) - want).abs()
             assert (error <= most_error(x, w, kind.group)).all(), (outputs, inputs, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_long_sums_of_one_sign_do_not_drift(isa, rows):
+    inputs = 100_000
+    ones = torch.ones(2, inputs)
+    w, x = Weight(native.pack(ones, "f32"), ones.double(), None), torch.full((rows, inputs), 0.1)
+    error = (native.linear(x, w.packed) - x.double() @ w.values.T).abs()
+    assert (error <= most_error(x, w, None)).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
