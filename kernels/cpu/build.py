@@ -37,7 +37,7 @@ class CompilerError(Exception):
 def units() -> dict[str, list[str]]:
     """Translation units, by name, with the flags that are their own on this machine."""
     x86 = _X86 if platform.machine().lower() in ("x86_64", "amd64") else {}
-    return {"main": [], "decoder": [], "isa_portable": [], **x86}
+    return {"main": [], "decoder": [], "isa_portable": ["-O2"], **x86}
 
 
 def fingerprint() -> str:

@@ -106,7 +106,7 @@ def test_a_quantized_checkpoint_computes_what_its_numbers_say(
         want = model(ids[None]).logits[0]
     got = Engine.from_pretrained(out).score(ids)
     # A last bit can move a value over a rounding edge, so the bound is on the whole.
-    assert (got - want).norm() / want.norm() < 5e-3
+    assert (got - want).norm() / want.norm() < 1e-2
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.97
 
 
