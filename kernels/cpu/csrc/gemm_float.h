@@ -10,7 +10,7 @@
 // then the bias is added. Segments bound the error of long sums.
 
 constexpr int NV = kPanel / W;   // vectors in a panel
-constexpr int64_t kChunk = 256;  // 16 KB of fp32 in a panel of 16: half of the L1 cache
+constexpr int64_t kChunk = kPanel > 16 ? 128 : 256;  // 32 or 16 KB of fp32, in the L1 cache
 #if defined(PTQ_ISA_AVX512) || defined(PTQ_ISA_AVX2)
 constexpr int kFewRows = 4;      // decoded in registers
 #else
