@@ -18,6 +18,8 @@ constexpr int kFewRows = 1;      // fewer functions to compile
 #endif
 constexpr int kTileRows = 6;     // rows of the register tile
 
+static thread_local Scratch rows_scratch, panel_scratch;  // x, and what one panel needs
+
 static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out) {
   const int64_t inputs = lane_inputs(s.format), size = 4 / inputs;
   const int64_t groups = groups_of(s.inputs, s.group), group_bytes = group_bytes_of(s, s.group);
@@ -144,11 +146,10 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
 template <class Lane, bool kZero, int R>
 static void few(const LinearArgs& a, const Team& team) {
   constexpr int P = NV * R > 4 ? 1 : 8 / (NV * R);
-  static thread_local Scratch scratch;
   const Packed& w = *a.weight;
   const int64_t groups = groups_of(w.inputs, w.group);
   const int64_t stride = w.inputs + groups * Lane::kInputs;  // at most
-  float* x = scratch.get<float>(R * stride);
+  float* x = rows_scratch.get<float>(R * stride);
   for (int r = 0; r < R; r++) {
     const float* from = (const float*)a.x + r * a.x_stride;
     float* to = x + r * stride;
@@ -235,11 +236,10 @@ struct RowBlock {
 // after each other, in each [tiles][count][rows of the tile]. Leaves the tickets at 0.
 template <class Lane>
 static const float* pack_rows(const LinearArgs& a, const RowBlock& block, const Team& team) {
-  static thread_local Scratch scratch;
   static_assert(sizeof(long) >= sizeof(void*), "the ticket tells the others where it lies");
   team.barrier();
   if (team.id == 0) {
-    float* own = scratch.get<float>(block.rows * a.weight->inputs);
+    float* own = rows_scratch.get<float>(block.rows * a.weight->inputs);
     __atomic_store_n(team.ticket, (long)own, __ATOMIC_RELEASE);
   }
   team.barrier();
@@ -263,11 +263,10 @@ static const float* pack_rows(const LinearArgs& a, const RowBlock& block, const 
 template <class Lane, bool kZero>
 static void panel_rows(const LinearArgs& a, const RowBlock& block, Range tiles, int64_t panel,
                        const float* x) {
-  static thread_local Scratch scratch;
   const Packed& w = *a.weight;
   const uint8_t* data = (const uint8_t*)a.weight + w.data_offset + panel * w.panel_bytes;
   const int64_t begin = block.tile(tiles.begin).begin, end = block.tile(tiles.end - 1).end;
-  float* decoded = scratch.get<float>((kChunk + end - begin) * kPanel);
+  float* decoded = panel_scratch.get<float>((kChunk + end - begin) * kPanel);
   float* total = decoded + kChunk * kPanel;
   __builtin_memset(total, 0, (end - begin) * kPanel * sizeof(float));
   for_segments<Lane>(w, [&](const Segment& s) {
