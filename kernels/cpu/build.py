@@ -19,7 +19,7 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent / "csrc"
 _COMMON = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -ffp-contract=off "
-    "-fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-psabi -Wno-unused-function"
+    "-fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized -Wno-psabi -Wno-unused-function"
 ).split()
 _X86: dict[str, list[str]] = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],

@@ -16,7 +16,7 @@ from kernels.cpu import native
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 SIZES = [(1, 1), (3, 7), (33, 61), (61, 33), (96, 288), (130, 577), (33, 1025), (16, 4544)]  # N, K
-SEGMENT = 256  # inputs that are summed before they are added to the total
+SEGMENT = 256  # at most as many inputs are summed before they are added to the total
 
 
 class Kind(NamedTuple):
@@ -85,7 +85,7 @@ def most_error(x: torch.Tensor, w: Weight, group: int | None) -> torch.Tensor:
     """Bound of |error|: each sum of n rounds n times (2 n without fused operations)."""
     inputs = x.shape[1]
     group = inputs if group is None else min(group, inputs)
-    segments = -(-inputs // group) * -(-group // SEGMENT)
+    segments = -(-inputs // group) * -(-group // (SEGMENT // 2))
     roundings = 2 * (min(SEGMENT, group) + segments + 3)
     bias = 0 if w.bias is None else w.bias.abs()
     return roundings * 2.0**-24 * (x.double().abs() @ w.values.abs().T + bias)

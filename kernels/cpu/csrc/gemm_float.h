@@ -10,13 +10,15 @@
 // then the bias is added. Segments bound the error of long sums.
 
 constexpr int NV = kPanel / W;   // vectors in a panel
-constexpr int64_t kChunk = 256;  // 16 KB of fp32 in a panel of 16: half of the L1 cache
+constexpr int64_t kChunk = kPanel > 16 ? 128 : 256;  // 32 or 16 KB of fp32, in the L1 cache
 #if defined(PTQ_ISA_AVX512) || defined(PTQ_ISA_AVX2)
 constexpr int kFewRows = 4;      // decoded in registers
 #else
 constexpr int kFewRows = 1;      // fewer functions to compile
 #endif
 constexpr int kTileRows = 6;     // rows of the register tile
+
+static thread_local Scratch rows_scratch, panel_scratch;  // x, and what one panel needs
 
 // Inputs that are summed together, and where their weights lie.
 struct Segment {
@@ -125,11 +127,10 @@ static void few_rows(const LinearArgs& a, const float* x, int64_t x_stride, int6
 template <class Lane, bool kZero, int R>
 static void few(const LinearArgs& a, const Team& team) {
   constexpr int P = NV * R > 4 ? 1 : 8 / (NV * R);
-  static thread_local Scratch scratch;
   const Packed& w = *a.weight;
   const int64_t groups = groups_of(w.inputs, w.group);
   const int64_t stride = w.inputs + groups * Lane::kInputs;  // at most
-  float* x = scratch.get<float>(R * stride);
+  float* x = rows_scratch.get<float>(R * stride);
   for (int r = 0; r < R; r++) {
     const float* from = (const float*)a.x + r * a.x_stride;
     float* to = x + r * stride;
@@ -213,13 +214,13 @@ struct RowBlock {
 };
 
 // x of a block as the tiles read it, packed by all threads into scratch of the first: segments
-// after each other, in each [tiles][count][rows of the tile]. Leaves the tickets at 0.
+// after each other, in each [tiles][count][rows of the tile]. Leaves tickets at 0.
 template <class Lane>
 static const float* pack_rows(const LinearArgs& a, const RowBlock& block, const Team& team) {
-  static thread_local Scratch scratch;
   const bool first = team.id == 0;
-  team.barrier();  // the last block's rows are read no more
-  float* packed = team.of_first(first ? scratch.get<float>(block.rows * a.weight->inputs) : nullptr);
+  team.barrier();  // nobody reads the rows of the block before
+  float* own = first ? rows_scratch.get<float>(block.rows * a.weight->inputs) : nullptr;
+  float* packed = team.of_first(own);
   const Range tiles = share(block.tiles, team);
   for (int64_t t = tiles.begin; t < tiles.end; t++) {
     const Range rows = block.tile(t);
@@ -239,11 +240,10 @@ static const float* pack_rows(const LinearArgs& a, const RowBlock& block, const 
 template <class Lane, bool kZero>
 static void panel_rows(const LinearArgs& a, const RowBlock& block, Range tiles, int64_t panel,
                        const float* x) {
-  static thread_local Scratch scratch;
   const Packed& w = *a.weight;
   const uint8_t* data = (const uint8_t*)a.weight + w.data_offset + panel * w.panel_bytes;
   const int64_t begin = block.tile(tiles.begin).begin, end = block.tile(tiles.end - 1).end;
-  float* decoded = scratch.get<float>((kChunk + end - begin) * kPanel);
+  float* decoded = panel_scratch.get<float>((kChunk + end - begin) * kPanel);
   float* total = decoded + kChunk * kPanel;
   __builtin_memset(total, 0, (end - begin) * kPanel * sizeof(float));
   for_segments<Lane>(w, [&](const Segment& s) {
