@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-_COMMON = (
+FLAGS = (
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -ffp-contract=off "
-    "-fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized -Wno-psabi -Wno-unused-function"
+    "-fno-math-errno -fno-trapping-math -Wall -Wextra -Wno-maybe-uninitialized "
+    "-Wno-psabi -Wno-unused-function"
 ).split()
 _X86: dict[str, list[str]] = {
     "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -42,7 +43,7 @@ def units() -> dict[str, list[str]]:
 
 def fingerprint() -> str:
     """SHA-256, shortened, of all sources and flags: names what `build` makes."""
-    digest = hashlib.sha256(repr((_COMMON, units())).encode())
+    digest = hashlib.sha256(repr((FLAGS, units())).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -85,7 +86,7 @@ def build(folder: Path, extra: tuple[str, ...] = ()) -> Path:
     program = compiler()
     folder.mkdir(parents=True, exist_ok=True)
     openmp = ["-fopenmp"] if _compiles(program, "-fopenmp") else []
-    flags = [*_COMMON, *openmp, *extra, *(["-DPTQ_X86"] if "isa_avx2" in units() else [])]
+    flags = [*FLAGS, *openmp, *extra, *(["-DPTQ_X86"] if "isa_avx2" in units() else [])]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         objects = {name: Path(temporary) / f"{name}.o" for name in units()}
         commands = [
