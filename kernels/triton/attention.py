@@ -35,7 +35,7 @@ LIFT = tl.constexpr(256.0)
 PER_HEAD, PER_CHANNEL, PER_TOKEN = (tl.constexpr(dims) for dims in (1, 2, 3))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "width"])
 def decode_kernel(
     q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, parts, arrivals,
     softmax_scale, window, width,

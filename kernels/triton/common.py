@@ -74,16 +74,19 @@ def round_half_even(x):
 
 
 @triton.jit
-def quantize_int8(x, scale):
-    """clamp(round_half_even(x / scale), -127, 127) with a true division; `scale` broadcasts."""
+def quantize(x, scale, dtype: tl.constexpr):
+    """x / scale, a true division, clamped to [-127, 127] or [-448, 448], rounded half to even."""
     ratio = tl.div_rn(x, scale + tl.zeros_like(x))
-    return round_half_even(tl.minimum(tl.maximum(ratio, -127.0), 127.0)).to(tl.int8)
+    if dtype == tl.int8:
+        return round_half_even(tl.minimum(tl.maximum(ratio, -127.0), 127.0)).to(tl.int8)
+    return tl.minimum(tl.maximum(ratio, -448.0), 448.0).to(dtype)
 
 
 @triton.jit
-def int8_scale(absmax):
-    """absmax / 127, a tiny one for zero."""
-    return tl.maximum(tl.div_rn(absmax, 127.0 + tl.zeros_like(absmax)), TINY_SCALE)
+def absmax_scale(absmax, dtype: tl.constexpr):
+    """absmax / 127 (int8) or / 448 (e4m3), a tiny one for zero."""
+    top = 127.0 if dtype == tl.int8 else 448.0
+    return tl.maximum(tl.div_rn(absmax, top + tl.zeros_like(absmax)), TINY_SCALE)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels.reference as reference
-from kernels.numerics import FP8, INT8, block_absmax, choose_scale, dequantize, quantize
+from kernels.numerics import FP8, INT8, block_absmax, choose_scale, quantize
 
 
 def grouped_linear(
@@ -71,28 +71,39 @@ def dequantize_pages(pool: Tensor, scale: Tensor, pages: Tensor) -> Tensor:
     return values.transpose(0, 1).flatten(1, 2)
 
 
-def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(int8 or fp8 rows, their scales, the sum) of norm(x + residual) * weight, in fp32."""
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(rows, their scales, the sum) of norm(x + residual) * weight, in fp32."""
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     normed = wide / (wide.double().square().mean(-1, keepdim=True) + eps).sqrt().float()
-    return *quantize_rows(normed * weight.float(), scale), total
+    return *finish_rows(normed * weight.float(), scale, dtype), total
 
 
-def silu_mul_quantize(gate_up: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(int8 rows, their scales) of silu(gate) * up, gate_up [T, 2 I], in fp32."""
+def silu_mul(
+    gate_up: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
+) -> tuple[Tensor, Tensor | None]:
+    """(rows, their scales) of silu(gate) * up, gate_up [T, 2 I], in fp32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return quantize_rows(gate / (1 + torch.exp(-gate)) * up, scale)
+    return finish_rows(gate / (1 + torch.exp(-gate)) * up, scale, dtype)
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Static with one scale, else each row with absmax / 127."""
+def finish_rows(
+    y: Tensor, scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """y in a float type; or quantized, with one scale, else each row with its absmax's."""
+    kinds = {kind.storage: kind for kind in (INT8, FP8)}
+    if dtype not in kinds:
+        return y.to(dtype), None
     if scale is None:
-        scale = choose_scale(block_absmax(x, (1, -1)))
-        return quantize(x, scale), scale
-    return reference.quantize_static(x, scale), scale
+        scale = choose_scale(block_absmax(y, (1, -1)), kinds[dtype])
+    return quantize(y, scale if scale.dim() == 2 else scale.reshape(()), kinds[dtype]), scale
 
 
 def rope_write(
@@ -125,16 +136,3 @@ def rope_write(
                 own = scale.reshape(scale.shape[0], -1)
             pool.copy_(quantize(x, own, kind))
     return rotated.to(q.dtype)
-
-
-__all__ = [
-    "add_rms_norm_quantize",
-    "decode_attention",
-    "dequantize",
-    "dequantize_pages",
-    "grouped_linear",
-    "quantize_rows",
-    "rope_write",
-    "scaled_linear",
-    "silu_mul_quantize",
-]

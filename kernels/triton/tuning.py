@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("tuning")
-GEMM_FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8")
 
 
 @dataclass(frozen=True)

@@ -108,14 +108,16 @@ def pack_w4a16(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W4A16Wei
 
 
 @triton.jit
-def operand(words, DT: tl.constexpr):
-    """Packed words [tiles, 1024] -> weights [outputs, 128] in type DT: registers get new names."""
+def operand(words, dtype: tl.constexpr):
+    """Packed words [tiles, 1024] -> weights [outputs, 128] of a type: registers get new names."""
     tiles: tl.constexpr = words.shape[0]
     words = words.reshape(tiles, 2, 4, 8, 4, 4).permute(0, 2, 1, 3, 5, 4).reshape(tiles * 64, 16)
-    half = tl.bfloat16 if DT == tl.bfloat16 else tl.float16  # not a constexpr, which a tuple bars
+    half = (
+        tl.bfloat16 if dtype == tl.bfloat16 else tl.float16
+    )  # not a constexpr, which a tuple bars
     if ASM:
         a0, b0, a1, b1, a2, b2, a3, b3 = tl.inline_asm_elementwise(
-            BF16 if DT == tl.bfloat16 else FP16,
+            BF16 if dtype == tl.bfloat16 else FP16,
             CONSTRAINTS,
             [words],
             dtype=(half, half, half, half, half, half, half, half),
@@ -123,22 +125,22 @@ def operand(words, DT: tl.constexpr):
             pack=1,
         )
     else:
-        a0, b0 = nibble(words, 0, DT), nibble(words, 16, DT)
-        a1, b1 = nibble(words, 4, DT), nibble(words, 20, DT)
-        a2, b2 = nibble(words, 8, DT), nibble(words, 24, DT)
-        a3, b3 = nibble(words, 12, DT), nibble(words, 28, DT)
+        a0, b0 = nibble(words, 0, dtype), nibble(words, 16, dtype)
+        a1, b1 = nibble(words, 4, dtype), nibble(words, 20, dtype)
+        a2, b2 = nibble(words, 8, dtype), nibble(words, 24, dtype)
+        a3, b3 = nibble(words, 12, dtype), nibble(words, 28, dtype)
     even = tl.join(tl.join(a0, b0), tl.join(a2, b2))  # [outputs, t, h, j / 2] of even j
     odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
     return tl.join(even, odd).permute(0, 3, 4, 1, 2).reshape(tiles * 64, 128)
 
 
 @triton.jit
-def nibble(words, bit: tl.constexpr, DT: tl.constexpr):
+def nibble(words, bit: tl.constexpr, dtype: tl.constexpr):
     """The 4 bits from `bit` on, less 8."""
-    return (((words >> bit) & 15) - 8).to(DT)
+    return (((words >> bit) & 15) - 8).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def w4a16_kernel(
     x, packed, scale, bias, out, parts, arrivals, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
@@ -210,9 +212,7 @@ def w4a16_linear(
     grid = (outputs // tile.outputs, tile.splits, triton.cdiv(rows, tile.rows))
     require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
     if tile.splits > 1:
-        workspace.check(
-            grid[0] * grid[1] * grid[2] * tile.outputs * tile.rows, grid[0] * grid[2]
-        )
+        workspace.check(grid[0] * grid[1] * grid[2] * tile.outputs * tile.rows, grid[0] * grid[2])
     w4a16_kernel[grid](
         x, weight.packed, weight.scale, weight.bias, out, workspace.parts, workspace.arrivals,
         rows, outputs, inputs, OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits,

@@ -84,7 +84,7 @@ def operand(packed):
     return both.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(tiles * 64, 128)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def w4a8_kernel(
     x, packed, x_scale, scale, bias, out, parts, arrivals, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,

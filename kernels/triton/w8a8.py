@@ -80,7 +80,7 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
     return W8A8Weight(packed, scale.detach().float().reshape(-1).contiguous(), bias)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def w8a8_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
@@ -115,7 +115,7 @@ def w8a8_kernel(
         tl.store(place, y.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def w8a8_persistent_kernel(
     x, packed, out, x_scale, w_scale, bias, M, N, K,
     STRIP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,

@@ -1,0 +1,177 @@
+"""Rotary embedding, quantization and the write to the paged cache, in one pass.
+
+A program takes 16 tokens of one head: of q it stores the rotated rows; of k it rotates, quantizes
+and stores rows of [pages, Hkv, 64, D]; of v it quantizes and stores columns of [pages, Hkv, D, 64],
+the layout that `kernels.triton.attention` reads. Rotation (Su et al. 2021) in the two-halves layout
+of Llama checkpoints; K is not rounded between rotation and quantization. Scales are those of a head
+([Hkv]), of its channels ([Hkv, D], K alone), or are taken from each token's head ([pages, Hkv, 64]:
+absmax / 127, or / 448 for e4m3) and written beside it.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.common import absmax_scale, quantize, require
+
+TOKENS = 16
+
+
+@triton.jit
+def rotated(x, cos, sin, token, pitch, real, DIM: tl.constexpr):
+    """Both halves of rotated rows, fp32 [tokens, DIM / 2]; x points to the head's first row."""
+    i = tl.arange(0, DIM // 2)
+    place = x + token[:, None] * pitch + i[None, :]
+    a = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(place + DIM // 2, mask=real, other=0.0).to(tl.float32)
+    angle = token[:, None] * DIM + i[None, :]
+    c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def write_keys(
+    a, b, head, slot, written, k_pages, k_scale, HEADS: tl.constexpr, SCALES: tl.constexpr
+):  # fmt: skip
+    """Quantize both halves of rotated keys [tokens, DIM / 2] of a head and put them in rows."""
+    TYPE: tl.constexpr = k_pages.dtype.element_ty
+    half: tl.constexpr = a.shape[1]
+    i = tl.arange(0, half)
+    line = (slot // 64 * HEADS + head) * 64 + slot % 64
+    scale_a = tl.zeros_like(a)
+    scale_b = tl.zeros_like(b)
+    if SCALES == 3:
+        absmax = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        own = absmax_scale(absmax, TYPE).to(k_scale.dtype.element_ty)
+        tl.store(k_scale + line, own, mask=written)
+        scale_a += own.to(tl.float32)[:, None]
+        scale_b += own.to(tl.float32)[:, None]
+    elif SCALES == 2:
+        scale_a += tl.load(k_scale + head * (2 * half) + i)[None, :]
+        scale_b += tl.load(k_scale + head * (2 * half) + half + i)[None, :]
+    else:
+        scale_a += tl.load(k_scale + head)
+        scale_b += tl.load(k_scale + head)
+    place = k_pages + line[:, None] * (2 * half) + i[None, :]
+    tl.store(place, quantize(a, scale_a, TYPE), mask=written[:, None])
+    tl.store(place + half, quantize(b, scale_b, TYPE), mask=written[:, None])
+
+
+@triton.jit
+def write_values(
+    x, head, slot, written, v_pages, v_scale, HEADS: tl.constexpr, SCALES: tl.constexpr
+):  # fmt: skip
+    """Quantize values [tokens, DIM] of a head and put them in columns."""
+    TYPE: tl.constexpr = v_pages.dtype.element_ty
+    DIM: tl.constexpr = x.shape[1]
+    line = (slot // 64 * HEADS + head) * 64
+    scale = tl.zeros_like(x)
+    if SCALES == 3:
+        own = absmax_scale(tl.max(tl.abs(x), 1), TYPE).to(v_scale.dtype.element_ty)
+        tl.store(v_scale + line + slot % 64, own, mask=written)
+        scale += own.to(tl.float32)[:, None]
+    else:
+        scale += tl.load(v_scale + head)
+    place = v_pages + (line * DIM + slot % 64)[None, :] + tl.arange(0, DIM)[:, None] * 64
+    tl.store(place, tl.trans(quantize(x, scale, TYPE)), mask=written[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def rope_write_kernel(
+    q, k, v, cos, sin, out, k_pages, v_pages, slots, k_scale, v_scale, T, q_pitch, k_pitch, v_pitch,
+    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    """Program (block of tokens, head of q, then of k, then of v)."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    head = tl.program_id(1)
+    real = (token < T)[:, None]
+    slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
+    written = slot >= 0
+    slot = tl.where(written, slot, 0)
+    if head < Q_HEADS:
+        a, b = rotated(q + head * DIM, cos, sin, token, q_pitch, real, DIM)
+        rows = out + (token[:, None] * Q_HEADS + head) * DIM + tl.arange(0, DIM // 2)[None, :]
+        tl.store(rows, a.to(out.dtype.element_ty), mask=real)
+        tl.store(rows + DIM // 2, b.to(out.dtype.element_ty), mask=real)
+    elif head < Q_HEADS + HEADS:
+        own = head - Q_HEADS
+        a, b = rotated(k + own * DIM, cos, sin, token, k_pitch, real, DIM)
+        write_keys(a, b, own, slot, written, k_pages, k_scale, HEADS, SCALES)
+    else:
+        own = head - Q_HEADS - HEADS
+        columns = v + token[:, None] * v_pitch + own * DIM + tl.arange(0, DIM)[None, :]
+        x = tl.load(columns, mask=real, other=0.0).to(tl.float32)
+        write_values(x, own, slot, written, v_pages, v_scale, HEADS, SCALES)
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> Tensor:
+    """Rotate q and k; put k and v into the cache.
+
+    Args:
+        q: Float [T, Hq, D]; rows may be parts of longer ones, as of a joint projection's result.
+        k: [T, Hkv, D], likewise.
+        v: [T, Hkv, D], likewise.
+        cos: Float [T, D] of each token's position, the halves equal.
+        sin: [T, D], likewise.
+        k_pages: int8 or e4m3 [pages, Hkv, 64, D], changed in place.
+        v_pages: [pages, Hkv, D, 64], likewise.
+        slots: int32 or int64 [T], page * 64 + offset, no two alike; negative where none is written.
+        k_scale: fp32 [Hkv] or [Hkv, D]; or fp32 or fp16 [pages, Hkv, 64], changed in place.
+        v_scale: fp32 [Hkv]; or [pages, Hkv, 64], changed in place.
+
+    Returns:
+        Rotated q [T, Hq, D], contiguous.
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    (tokens, q_heads, dim), (pages, heads, page, _) = q.shape, k_pages.shape
+    for name, x, count in (("q", q, q_heads), ("k", k, heads), ("v", v, heads)):
+        require(
+            tuple(x.shape) == (tokens, count, dim) and x.stride()[1:] == (dim, 1),
+            f"{name} is {tuple(x.shape)} with strides {x.stride()}; needed is "
+            f"{(tokens, count, dim)}, heads side by side",
+        )
+    require(page == 64 and dim & (dim - 1) == 0, f"pages of {page} tokens, heads of {dim}")
+    require(
+        tuple(v_pages.shape) == (pages, heads, dim, 64) and v_pages.dtype == k_pages.dtype,
+        f"v_pages is {v_pages.dtype} {tuple(v_pages.shape)}; needed is {k_pages.dtype} "
+        f"{(pages, heads, dim, 64)}, tokens last",
+    )
+    per_token = k_scale.dim() == 3
+    shapes = ((heads,), (heads, dim), (pages, heads, 64))
+    require(
+        tuple(k_scale.shape) == shapes[k_scale.dim() - 1]
+        and tuple(v_scale.shape) == shapes[2 if per_token else 0],
+        f"scales are {tuple(k_scale.shape)} and {tuple(v_scale.shape)}; needed are {shapes}",
+    )
+    for name, x, size in (("cos", cos, dim), ("sin", sin, dim), ("slots", slots, 1)):
+        require(
+            x.numel() == tokens * size and x.is_contiguous(),
+            f"{name} is {tuple(x.shape)}; needed are {tokens} contiguous rows of {size}",
+        )
+    out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
+    if tokens:
+        rope_write_kernel[(triton.cdiv(tokens, TOKENS), q_heads + 2 * heads)](
+            q, k, v, cos, sin, out, k_pages, v_pages, slots, k_scale, v_scale, tokens,
+            q.stride(0), k.stride(0), v.stride(0), Q_HEADS=q_heads, HEADS=heads, DIM=dim,
+            TOKENS=TOKENS, SCALES=k_scale.dim(), enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
