@@ -209,6 +209,6 @@ def decode_attention(
         q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, workspace.parts,
         workspace.arrivals, softmax_scale, sliding_window or UNLIMITED, tables.shape[1],
         HEADS=heads, GROUP=q_heads // heads, PADDED=padded, DIM=dim, SPLITS=cut.splits,
-        SCALES=k_scale.dim(), STAGES=3, num_warps=4, num_stages=3,
+        SCALES=k_scale.dim(), STAGES=cut.stages or 3, num_warps=4, num_stages=cut.stages or 3,
     )  # fmt: skip
     return out

@@ -261,12 +261,14 @@ def decode_attention(
     """As `kernels.triton.attention.decode_attention`, to which it hands what it does not take.
 
     That is: heads of another size than 128, more than 8 queries a KV head, a sliding window, scales
-    of channels. The results of the two differ by the rounding of fp32 sums.
+    of channels, and what the device's table says is faster there. The results of the two differ by the rounding of fp32 sums.
     """
     check_cache(q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
     (sequences, q_heads, dim), heads = q.shape, k_pages.shape[1]
     group = q_heads // heads
-    if dim != 128 or group > 8 or sliding_window is not None or k_scale.dim() == 2:
+    cut = cut or attention_cut(q.device, max(1, sequences), heads, tables.shape[1])
+    other = dim != 128 or group > 8 or sliding_window is not None or k_scale.dim() == 2
+    if other or cut.stages:
         return plain_decode_attention(
             q, k_pages, v_pages, tables, lengths, k_scale, v_scale, softmax_scale, workspace,
             sliding_window, cut,
@@ -274,7 +276,6 @@ def decode_attention(
     out = torch.empty_like(q)
     if sequences == 0:
         return out
-    cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1])
     items = sequences * heads
     workspace.check(items * cut.splits * group * 130, items)
     k_layout, v_layout = _layouts(cut.warps)

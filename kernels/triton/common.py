@@ -74,9 +74,24 @@ def round_half_even(x):
 
 
 @triton.jit
+def divide(x, scale):
+    """x / scale as fp32 division rounds it, for normal results; a scale serves many x.
+
+    Markstein 1990: with the rounded reciprocal r, x r + (x - scale (x r)) r is the rounded ratio,
+    if both sums are fused. The interpreter does not fuse, and divides.
+    """
+    if ASM:
+        reciprocal = tl.div_rn(1.0 + tl.zeros_like(scale), scale) + tl.zeros_like(x)
+        near = x * reciprocal
+        rest = tl.fma(-near, scale + tl.zeros_like(x), x)
+        return tl.fma(rest, reciprocal, near)
+    return tl.div_rn(x, scale + tl.zeros_like(x))
+
+
+@triton.jit
 def quantize(x, scale, dtype: tl.constexpr):
     """x / scale, a true division, clamped to [-127, 127] or [-448, 448], rounded half to even."""
-    ratio = tl.div_rn(x, scale + tl.zeros_like(x))
+    ratio = divide(x, scale)
     if dtype == tl.int8:
         return round_half_even(tl.minimum(tl.maximum(ratio, -127.0), 127.0)).to(tl.int8)
     return tl.minimum(tl.maximum(ratio, -448.0), 448.0).to(dtype)

@@ -90,7 +90,7 @@ def _outputs(
 
 def _shape(size: int) -> dict:
     width = triton.next_power_of_2(size)
-    return {"WIDTH": width, "num_warps": min(16, max(4, width // 512)), "enable_fp_fusion": False}
+    return {"WIDTH": width, "num_warps": min(32, max(4, width // 512)), "enable_fp_fusion": False}
 
 
 def add_rms_norm(

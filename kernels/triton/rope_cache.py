@@ -1,6 +1,6 @@
 """Rotary embedding, quantization and the write to the paged cache, in one pass.
 
-A program takes 16 tokens of one head: of q it stores the rotated rows; of k it rotates, quantizes
+A program takes 16 tokens of a head, or of four: of q it stores the rotated rows; of k it rotates, quantizes
 and stores rows of [pages, Hkv, 64, D]; of v it quantizes and stores columns of [pages, Hkv, D, 64],
 the layout that `kernels.triton.attention` reads. Rotation (Su et al. 2021) in the two-halves layout
 of Llama checkpoints; K is not rounded between rotation and quantization. Scales are those of a head
@@ -10,6 +10,8 @@ absmax / 127, or / 448 for e4m3) and written beside it.
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -22,16 +24,13 @@ TOKENS = 16
 
 
 @triton.jit
-def rotated(x, cos, sin, token, pitch, real, DIM: tl.constexpr):
+def rotated(x, cos, sin, token, pitch, real):
     """Both halves of rotated rows, fp32 [tokens, DIM / 2]; x points to the head's first row."""
-    i = tl.arange(0, DIM // 2)
-    place = x + token[:, None] * pitch + i[None, :]
+    half: tl.constexpr = cos.shape[1]
+    place = x + token[:, None] * pitch + tl.arange(0, half)[None, :]
     a = tl.load(place, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(place + DIM // 2, mask=real, other=0.0).to(tl.float32)
-    angle = token[:, None] * DIM + i[None, :]
-    c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
-    return a * c - b * s, b * c + a * s
+    b = tl.load(place + half, mask=real, other=0.0).to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
 
 
 @triton.jit
@@ -85,29 +84,35 @@ def write_values(
 def rope_write_kernel(
     q, k, v, cos, sin, out, k_pages, v_pages, slots, k_scale, v_scale, T, q_pitch, k_pitch, v_pitch,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
-    SCALES: tl.constexpr,
+    PER: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of tokens, head of q, then of k, then of v)."""
+    """Program (block of tokens, PER heads of q, then of k, then of v)."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * PER
     real = (token < T)[:, None]
     slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
     written = slot >= 0
     slot = tl.where(written, slot, 0)
+    angle = token[:, None] * DIM + tl.arange(0, DIM // 2)[None, :]
+    c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
     if head < Q_HEADS:
-        a, b = rotated(q + head * DIM, cos, sin, token, q_pitch, real, DIM)
-        rows = out + (token[:, None] * Q_HEADS + head) * DIM + tl.arange(0, DIM // 2)[None, :]
-        tl.store(rows, a.to(out.dtype.element_ty), mask=real)
-        tl.store(rows + DIM // 2, b.to(out.dtype.element_ty), mask=real)
+        for i in tl.static_range(PER):
+            a, b = rotated(q + (head + i) * DIM, c, s, token, q_pitch, real)
+            rows = (token[:, None] * Q_HEADS + head + i) * DIM + tl.arange(0, DIM // 2)[None, :]
+            tl.store(out + rows, a.to(out.dtype.element_ty), mask=real)
+            tl.store(out + rows + DIM // 2, b.to(out.dtype.element_ty), mask=real)
     elif head < Q_HEADS + HEADS:
-        own = head - Q_HEADS
-        a, b = rotated(k + own * DIM, cos, sin, token, k_pitch, real, DIM)
-        write_keys(a, b, own, slot, written, k_pages, k_scale, HEADS, SCALES)
+        for i in tl.static_range(PER):
+            own = head - Q_HEADS + i
+            a, b = rotated(k + own * DIM, c, s, token, k_pitch, real)
+            write_keys(a, b, own, slot, written, k_pages, k_scale, HEADS, SCALES)
     else:
-        own = head - Q_HEADS - HEADS
-        columns = v + token[:, None] * v_pitch + own * DIM + tl.arange(0, DIM)[None, :]
-        x = tl.load(columns, mask=real, other=0.0).to(tl.float32)
-        write_values(x, own, slot, written, v_pages, v_scale, HEADS, SCALES)
+        for i in tl.static_range(PER):
+            own = head - Q_HEADS - HEADS + i
+            columns = v + token[:, None] * v_pitch + own * DIM + tl.arange(0, DIM)[None, :]
+            x = tl.load(columns, mask=real, other=0.0).to(tl.float32)
+            write_values(x, own, slot, written, v_pages, v_scale, HEADS, SCALES)
 
 
 def rope_write(
@@ -168,10 +173,11 @@ def rope_write(
             f"{name} is {tuple(x.shape)}; needed are {tokens} contiguous rows of {size}",
         )
     out = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
+    per = math.gcd(4, math.gcd(q_heads, heads)) if tokens > 256 else 1  # few tokens: more programs
     if tokens:
-        rope_write_kernel[(triton.cdiv(tokens, TOKENS), q_heads + 2 * heads)](
+        rope_write_kernel[(triton.cdiv(tokens, TOKENS), (q_heads + 2 * heads) // per)](
             q, k, v, cos, sin, out, k_pages, v_pages, slots, k_scale, v_scale, tokens,
             q.stride(0), k.stride(0), v.stride(0), Q_HEADS=q_heads, HEADS=heads, DIM=dim,
-            TOKENS=TOKENS, SCALES=k_scale.dim(), enable_fp_fusion=False,
+            TOKENS=TOKENS, PER=per, SCALES=k_scale.dim(), enable_fp_fusion=False,
         )  # fmt: skip
     return out

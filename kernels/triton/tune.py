@@ -40,7 +40,13 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
             if divides and (splits == 1 or (fills and rows <= 1024)):
                 yield Tile(size, tall, splits, stages, warps)
     if family == "w8a8" and rows >= 128:
-        for size, tall, stages in ((256, 128, 3), (128, 256, 3), (128, 128, 4), (256, 64, 4)):
+        for size, tall, stages in (
+            (256, 128, 3),
+            (256, 128, 4),
+            (128, 256, 3),
+            (128, 256, 4),
+            (256, 64, 4),
+        ):
             yield Tile(size, tall, 1, stages, 8, True)
 
 
@@ -60,12 +66,14 @@ def _sizes(family: str, rows: int) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def cuts(sequences: int, context: int, processors: int) -> Iterator[Cut]:
-    """Candidates of decode attention: two to eight programs an SM, and no split."""
+    """Candidates of decode attention: two to twenty warps an SM, and no split; plain and not."""
     for warps in (1, 2, 4):
         for splits in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32):
             work = sequences * 8 * splits * warps / processors
             if context // 64 >= splits * warps and (splits == 1 or 2 <= work <= 20):
                 yield Cut(warps, splits)
+                if warps == 4:
+                    yield from (Cut(4, splits, stages) for stages in (2, 3, 4))
 
 
 def best(problem: Problem, candidates: Iterator) -> tuple[object, float]:

@@ -43,10 +43,17 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cut:
-    """How decode attention is cut: warps of a program, programs that share a sequence's pages."""
+    """How decode attention is cut.
+
+    Attributes:
+        warps: Of a program.
+        splits: Programs that share the pages of a sequence.
+        stages: 0 for the kernel with stated layouts, where it can; else the plain one's pipeline.
+    """
 
     warps: int
     splits: int
+    stages: int = 0
 
 
 def bucket(rows: int) -> int:

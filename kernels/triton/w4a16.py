@@ -11,7 +11,8 @@ thread and load, nothing is shuffled. Word t of an output holds inputs k = 32 j 
 programs read one contiguous stretch.
 
 Up to 64 rows the group's scale multiplies its fp32 sum; from there on the weights, rounded to the
-type of x, which is less work and costs half a unit of the last place a weight.
+type of x, which is less work and costs half a unit of the last place a weight. Beyond `LIBRARY_ROWS`
+rows the weight is dequantized to a passing copy, for one pass over it, and cuBLAS does the rest.
 """
 
 # pyright: reportMissingImports=false
@@ -20,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,6 +30,7 @@ from kernels.triton.common import ASM, Workspace, require, sum_splits
 from kernels.triton.tuning import Tile, gemm_tile
 
 GROUP = 128
+LIBRARY_ROWS = 512
 FP16 = tl.constexpr("""{ .reg .b32 a, t, bias, part, high;
 mov.b32 bias, 0x64086408;
 mov.b32 part, 0x2C002C00;
@@ -179,6 +182,28 @@ def w4a16_kernel(
         tl.store(place, acc.to(out.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def dequantize_kernel(packed, scale, out, N, K):
+    """Program (tile of 64 outputs, group of 128 inputs)."""
+    tile, group = tl.program_id(0), tl.program_id(1)
+    words = packed + (group * (N // 64) + tile) * 1024 + tl.arange(0, 1024)[None, :]
+    n = tile * 64 + tl.arange(0, 64)
+    w = operand(tl.load(words, eviction_policy="evict_first"), out.dtype.element_ty)
+    w *= tl.load(scale + group * N + n).to(out.dtype.element_ty)[:, None]
+    k = group * 128 + tl.arange(0, 128)
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w)
+
+
+def dequantize_w4a16(weight: W4A16Weight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in fp16 or bf16, scale and product rounded to it."""
+    groups, outputs = weight.scale.shape
+    out = torch.empty((outputs, groups * GROUP), dtype=dtype, device=weight.packed.device)
+    dequantize_kernel[(outputs // 64, groups)](
+        weight.packed, weight.scale, out, outputs, groups * GROUP
+    )
+    return out
+
+
 def w4a16_linear(
     x: Tensor, weight: W4A16Weight, workspace: Workspace, tile: Tile | None = None
 ) -> Tensor:
@@ -205,6 +230,9 @@ def w4a16_linear(
         inputs == weight.packed.shape[0] * GROUP,
         f"x has {inputs} inputs, the weight {weight.packed.shape[0] * GROUP}",
     )
+    if tile is None and rows > LIBRARY_ROWS:
+        bias = None if weight.bias is None else weight.bias.to(x.dtype)
+        return F.linear(x, dequantize_w4a16(weight, x.dtype), bias)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out

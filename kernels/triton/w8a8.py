@@ -8,7 +8,8 @@ cores, which keep about 14 bits, for fp32 every 128 inputs.
 
 Weights lie [K / 128, N, 128]: at one step of the sum all programs read one contiguous stretch, and
 the same array is a matrix of K / 128 * N rows for the TMA unit. fp8 weights stay [N, K], of which
-that is a view, since cuBLASLt, which takes calls of many rows, wants them so.
+that is a view, since cuBLASLt, which takes calls of many rows, wants them so. Its sums of more than
+`FAST_INPUTS` inputs leave the tensor cores as often.
 
 Two kernels. Up to some hundred rows the weight is the left operand (wgmma wants 64 rows there, x
 has fewer), the sum is split where outputs are few. Beyond, a persistent one: a program an SM,
@@ -29,10 +30,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.triton.common import Workspace, require, sum_splits
 from kernels.triton.tuning import Tile, gemm_tile, multiprocessors
 
-BLOCK = 128  # inputs of a step
+BLOCK = 128  # inputs of a step; 256 where rows of a weight are far apart
 STRIP = 16  # row tiles
 FAMILY = {torch.int8: "w8a8", torch.float8_e4m3fn: "fp8"}
 FP8_LIBRARY_ROWS = 64  # beyond these cuBLASLt is at the limit of the machine
+FAST_INPUTS = 8192  # the tensor cores' own sums of more are off by a good part of e4m3's rounding
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class W8A8Weight:
     """A weight packed for `w8a8_linear`.
 
     Attributes:
-        packed: int8 or e4m3 [K / 128, N, 128]; of e4m3 a view of [N, K].
+        packed: int8 [K / 128, N, 128], or e4m3 [K / 256, N, 256], a view of [N, K].
         scale: fp32 [N].
         bias: fp32 [N] or None.
     """
@@ -72,7 +74,8 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
         f"and K in {BLOCK}s",
     )
     require(scale.numel() == q.shape[0], f"{scale.numel()} scales for {q.shape[0]} outputs")
-    packed = q.contiguous().view(q.shape[0], -1, BLOCK).transpose(0, 1)
+    block = 2 * BLOCK if q.dtype != torch.int8 and q.shape[1] % (2 * BLOCK) == 0 else BLOCK
+    packed = q.contiguous().view(q.shape[0], -1, block).transpose(0, 1)
     if q.dtype == torch.int8:
         require(not bool((q == -128).any()), "weight holds -128; the range is [-127, 127]")
         packed = packed.contiguous()
@@ -84,22 +87,22 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
 def w8a8_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
+    BLOCK: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); the tile is transposed, [OUTPUTS, ROWS]."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    share = tl.cdiv(K // 128, SPLITS)
+    share = tl.cdiv(K // BLOCK, SPLITS)
     first = split * share
-    k = tl.arange(0, 128)
+    k = tl.arange(0, BLOCK)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     m = strip * ROWS + tl.arange(0, ROWS)
     real = (m < M)[None, :]
     weights = packed + n[:, None] * pitch + k[None, :]
     columns = x + m[None, :] * K + k[:, None]
     acc = tl.zeros([OUTPUTS, ROWS], SUM)
-    for g in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
+    for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
         w = tl.load(weights + g * step, eviction_policy="evict_first")
-        xt = tl.load(columns + g * 128, mask=real, other=0.0)
+        xt = tl.load(columns + g * BLOCK, mask=real, other=0.0)
         acc = tl.dot(w, xt, acc, out_dtype=SUM, max_num_imprecise_acc=128)
     last = True
     if SPLITS > 1:
@@ -121,7 +124,10 @@ def w8a8_persistent_kernel(
     STRIP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
     PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """x, packed (as [K / 128 * N, 128]) and out are TMA descriptors; any number of programs."""
+    """x, packed (as [K / 128 * N, 128]) and out are TMA descriptors; any number of programs.
+
+    A tile is stored in halves, which leaves shared memory for another stage of loads.
+    """
     row_tiles, output_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, OUTPUTS)
     for t in tl.range(tl.program_id(0), row_tiles * output_tiles, tl.num_programs(0)):
         first = t // (STRIP * output_tiles) * STRIP
@@ -132,13 +138,16 @@ def w8a8_persistent_kernel(
         for g in tl.range(0, K // 128, num_stages=STAGES):
             xs, w = x.load([row, g * 128]), packed.load([g * N + output, 0]).T
             acc = tl.dot(xs, w, acc, out_dtype=SUM, max_num_imprecise_acc=128)
-        m, n = row + tl.arange(0, ROWS), output + tl.arange(0, OUTPUTS)
-        sx = tl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0)
-        sw = tl.load(w_scale + n, mask=n < N, other=0.0)
-        y = acc.to(tl.float32) * (sx[:, None] * sw[None, :])
-        if BIAS:
-            y += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
-        out.store([row, output], y.to(out.dtype))
+        m = row + tl.arange(0, ROWS)
+        sx = tl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0)[:, None]
+        low, high = acc.reshape(ROWS, 2, OUTPUTS // 2).permute(0, 2, 1).split()
+        for half in tl.static_range(2):
+            n = output + half * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+            y = (high if half else low).to(tl.float32)
+            y *= sx * tl.load(w_scale + n, mask=n < N, other=0.0)[None, :]
+            if BIAS:
+                y += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
+            out.store([row, output + half * (OUTPUTS // 2)], y.to(out.dtype))
 
 
 def w8a8_linear(
@@ -165,12 +174,12 @@ def w8a8_linear(
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    (rows, inputs), (blocks, outputs, _) = xq.shape, weight.packed.shape
+    (rows, inputs), (blocks, outputs, block) = xq.shape, weight.packed.shape
     require(
         xq.dtype == weight.packed.dtype and xq.is_contiguous(),
         f"x is {xq.dtype}, the weight {weight.packed.dtype}; needed is contiguous x of its type",
     )
-    require(inputs == blocks * BLOCK, f"x has {inputs} inputs, the weight {blocks * BLOCK}")
+    require(inputs == blocks * block, f"x has {inputs} inputs, the weight {blocks * block}")
     require(x_scale.numel() in (1, rows), f"{x_scale.numel()} scales for {rows} rows of x")
     if tile is None and xq.dtype != torch.int8 and rows > FP8_LIBRARY_ROWS:
         return _library_linear(xq, x_scale, weight, out_dtype)
@@ -183,17 +192,17 @@ def w8a8_linear(
     return out
 
 
-def _common(x_scale: Tensor, weight: W8A8Weight, tile: Tile) -> dict:
+def _common(x_scale: Tensor, weight: W8A8Weight, tile: Tile, stages: int) -> dict:
     """Arguments by name that both kernels take; no fused multiply-add, which would round once."""
     return {
         "OUTPUTS": tile.outputs,
         "ROWS": tile.rows,
-        "STAGES": tile.stages,
+        "STAGES": stages,
         "PER_ROW": int(x_scale.numel() > 1),
         "BIAS": weight.bias is not None,
         "SUM": tl.int32 if weight.packed.dtype == torch.int8 else tl.float32,
         "num_warps": tile.warps,
-        "num_stages": tile.stages,
+        "num_stages": stages,
         "enable_fp_fusion": False,
     }
 
@@ -211,7 +220,7 @@ def _launch_swapped(xq, x_scale, weight, workspace, out, tile) -> None:
     step, pitch, _ = weight.packed.stride()
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
-        rows, outputs, inputs, step, pitch, SPLITS=tile.splits, **_common(x_scale, weight, tile),
+        rows, outputs, inputs, step, pitch, SPLITS=tile.splits, BLOCK=weight.packed.shape[2], **_common(x_scale, weight, tile, tile.stages),
     )  # fmt: skip
 
 
@@ -219,19 +228,20 @@ def _launch_persistent(xq, x_scale, weight, _, out, tile) -> None:
     rows, inputs = xq.shape
     outputs = out.shape[1]
     require(weight.packed.is_contiguous(), "the kernel for many rows takes int8 weights alone")
+    stages = min(tile.stages, 3) if out.dtype == torch.float32 else tile.stages  # memory for a tile
     describe = TensorDescriptor.from_tensor
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
     w8a8_persistent_kernel[(min(multiprocessors(xq.device), tiles),)](
         describe(xq, [tile.rows, BLOCK]),
         describe(weight.packed.view(-1, BLOCK), [tile.outputs, BLOCK]),
-        describe(out, [tile.rows, tile.outputs]),
+        describe(out, [tile.rows, tile.outputs // 2]),
         x_scale, weight.scale, weight.bias, rows, outputs, inputs, STRIP=STRIP,
-        **_common(x_scale, weight, tile),
+        **_common(x_scale, weight, tile, stages),
     )  # fmt: skip
 
 
 def _library_linear(xq, x_scale, weight, out_dtype) -> Tensor:
-    """fp8 by cuBLASLt, promoted sums; the scale of a tensor is spread over the rows."""
+    """fp8 by cuBLASLt; the scale of a tensor is spread over the rows."""
     w = weight.packed.transpose(0, 1).reshape(weight.packed.shape[1], -1)  # a view of [N, K]
     out = torch._scaled_mm(
         xq,
@@ -239,6 +249,6 @@ def _library_linear(xq, x_scale, weight, out_dtype) -> Tensor:
         scale_a=x_scale.reshape(-1, 1).expand(xq.shape[0], 1).contiguous(),
         scale_b=weight.scale.reshape(1, -1),
         out_dtype=out_dtype,
-        use_fast_accum=False,
+        use_fast_accum=xq.shape[1] <= FAST_INPUTS,
     )
     return out if weight.bias is None else out.add_(weight.bias)

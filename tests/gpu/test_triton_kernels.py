@@ -18,7 +18,7 @@ if torch.cuda.is_available():
     from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
     from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
 
-ROWS = (1, 5, 16, 33, 64, 100, 256, 300)
+ROWS = (1, 33, 64, 300, 600)
 FP8 = "float8_e4m3fn"
 
 
@@ -40,7 +40,7 @@ def integers(*shape: int, top: int = 127) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_linear_layers_equal_their_fp64_twins(family, dtype, workspace):
     for rows in ROWS:
-        for outputs, inputs in ((6144, 4096), (1024, 1408), (192, 512)):
+        for outputs, inputs in ((6144, 4096), (192, 1408)):
             problems.gemm(family, rows, outputs, inputs, workspace, dtype).check()
 
 
@@ -105,7 +105,7 @@ def random_cache(dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64,
 @pytest.mark.parametrize("storage", ["int8", FP8])
 def test_decode_attention_of_ragged_sequences(gluon, kind, storage, workspace):
     attend = (attention_gluon if gluon else attention).decode_attention
-    for group in (1, 3, 4, 8):
+    for group in (1, 3, 8):
         arguments = random_cache(getattr(torch, storage), kind)
         if kind == "token":  # what nobody wrote, of tokens past the end, must not matter
             for s, length in enumerate(arguments[3].tolist()):
@@ -116,14 +116,14 @@ def test_decode_attention_of_ragged_sequences(gluon, kind, storage, workspace):
                         scale[page, :, place:] = float("nan")
         q = torch.randn(7, 4 * group, 128, device="cuda", dtype=torch.bfloat16)
         wanted = twins.decode_attention(q, *arguments, 128**-0.5)
-        for cut in (None, Cut(2, 1), Cut(4, 3), Cut(1, 7), Cut(2, 16)):
+        for cut in (None, Cut(2, 1), Cut(4, 3), Cut(2, 16)):
             got = attend(q, *arguments, 128**-0.5, workspace, cut=cut)
             assert problems.relative(got, wanted) < 4e-3, (group, cut)
             assert not got[2].any()
             assert torch.equal(got, attend(q, *arguments, 128**-0.5, workspace, cut=cut))
 
 
-@pytest.mark.parametrize("window", [1, 64, 100])
+@pytest.mark.parametrize("window", [1, 100])
 def test_a_sliding_window_and_other_head_sizes(window, workspace):
     for dim in (64, 128):
         arguments = random_cache(torch.int8, "head", dim=dim)
@@ -159,7 +159,7 @@ def close_integers(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("storage", ["int8", FP8, "bfloat16"])
-@pytest.mark.parametrize("size", [200, 4096, 14336])
+@pytest.mark.parametrize("size", [200, 14336])
 def test_fused_rows_equal_their_twins(storage, size):
     dtype = getattr(torch, storage)
     x, other = (torch.randn(33, size, device="cuda").bfloat16() for _ in "ab")
