@@ -261,7 +261,8 @@ def decode_attention(
     """As `kernels.triton.attention.decode_attention`, to which it hands what it does not take.
 
     That is: heads of another size than 128, more than 8 queries a KV head, a sliding window, scales
-    of channels, and what the device's table says is faster there. The results of the two differ by the rounding of fp32 sums.
+    of channels, and what the device's table says is faster there. The results of the two differ by
+    the rounding of fp32 sums.
     """
     check_cache(q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
     (sequences, q_heads, dim), heads = q.shape, k_pages.shape[1]

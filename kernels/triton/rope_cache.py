@@ -1,8 +1,8 @@
 """Rotary embedding, quantization and the write to the paged cache, in one pass.
 
-A program takes 16 tokens of a head, or of four: of q it stores the rotated rows; of k it rotates, quantizes
-and stores rows of [pages, Hkv, 64, D]; of v it quantizes and stores columns of [pages, Hkv, D, 64],
-the layout that `kernels.triton.attention` reads. Rotation (Su et al. 2021) in the two-halves layout
+A program takes 16 tokens of a head, or of four: of q it stores the rotated rows; of k it rotates,
+quantizes and stores rows of [pages, Hkv, 64, D]; of v it quantizes and stores columns of
+[pages, Hkv, D, 64], the layout that `kernels.triton.attention` reads. Rotation (Su et al. 2021) in the two-halves layout
 of Llama checkpoints; K is not rounded between rotation and quantization. Scales are those of a head
 ([Hkv]), of its channels ([Hkv, D], K alone), or are taken from each token's head ([pages, Hkv, 64]:
 absmax / 127, or / 448 for e4m3) and written beside it.

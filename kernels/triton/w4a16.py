@@ -11,8 +11,8 @@ thread and load, nothing is shuffled. Word t of an output holds inputs k = 32 j 
 programs read one contiguous stretch.
 
 Up to 64 rows the group's scale multiplies its fp32 sum; from there on the weights, rounded to the
-type of x, which is less work and costs half a unit of the last place a weight. Beyond `LIBRARY_ROWS`
-rows the weight is dequantized to a passing copy, for one pass over it, and cuBLAS does the rest.
+type of x, which is less work and costs half a unit of the last place a weight. Beyond
+`LIBRARY_ROWS` the weight is dequantized to a passing copy, and cuBLAS does the rest.
 """
 
 # pyright: reportMissingImports=false

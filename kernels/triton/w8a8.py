@@ -220,7 +220,8 @@ def _launch_swapped(xq, x_scale, weight, workspace, out, tile) -> None:
     step, pitch, _ = weight.packed.stride()
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
-        rows, outputs, inputs, step, pitch, SPLITS=tile.splits, BLOCK=weight.packed.shape[2], **_common(x_scale, weight, tile, tile.stages),
+        rows, outputs, inputs, step, pitch, SPLITS=tile.splits, BLOCK=weight.packed.shape[2],
+        **_common(x_scale, weight, tile, tile.stages),
     )  # fmt: skip
 
 
