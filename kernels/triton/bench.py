@@ -14,7 +14,7 @@ import torch
 
 from kernels.triton import problems
 from kernels.triton.common import Workspace
-from kernels.triton.problems import Problem, settle, timed
+from kernels.triton.problems import Problem, timed
 
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
@@ -72,7 +72,6 @@ def main() -> None:
             rows = of_fused() if family == "fused" else of_gemms(family, workspace)
         for problem in rows:
             error = problem.check()
-            settle()
             us, floor = problem.time(), problem.nbytes / bandwidth
             print(f"{problem.name:55} {us:8.2f} {floor:8.2f} {floor / us:6.0%} {error:8.1e}")
 

@@ -2,10 +2,10 @@
 
 A program takes 16 tokens of a head, or of four: of q it stores the rotated rows; of k it rotates,
 quantizes and stores rows of [pages, Hkv, 64, D]; of v it quantizes and stores columns of
-[pages, Hkv, D, 64], the layout that `kernels.triton.attention` reads. Rotation (Su et al. 2021) in the two-halves layout
-of Llama checkpoints; K is not rounded between rotation and quantization. Scales are those of a head
-([Hkv]), of its channels ([Hkv, D], K alone), or are taken from each token's head ([pages, Hkv, 64]:
-absmax / 127, or / 448 for e4m3) and written beside it.
+[pages, Hkv, D, 64], the layout that `kernels.triton.attention` reads. Rotation (Su et al. 2021) in
+the two-halves layout of Llama checkpoints; K is not rounded between rotation and quantization.
+Scales are those of a head ([Hkv]), of its channels ([Hkv, D], K alone), or are taken from each
+token's head ([pages, Hkv, 64]: absmax / 127, or / 448 for e4m3) and written beside it.
 """
 
 # pyright: reportMissingImports=false
@@ -24,12 +24,11 @@ TOKENS = 16
 
 
 @triton.jit
-def rotated(x, cos, sin, token, pitch, real):
-    """Both halves of rotated rows, fp32 [tokens, DIM / 2]; x points to the head's first row."""
-    half: tl.constexpr = cos.shape[1]
-    place = x + token[:, None] * pitch + tl.arange(0, half)[None, :]
-    a = tl.load(place, mask=real, other=0.0).to(tl.float32)
-    b = tl.load(place + half, mask=real, other=0.0).to(tl.float32)
+def rotated(x, cos, sin, place, real):
+    """Both halves of rotated rows, fp32 [tokens, heads, DIM / 2], from x + place."""
+    half: tl.constexpr = cos.shape[2]
+    a = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(x + place + half, mask=real, other=0.0).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
 
 
@@ -37,47 +36,49 @@ def rotated(x, cos, sin, token, pitch, real):
 def write_keys(
     a, b, head, slot, written, k_pages, k_scale, HEADS: tl.constexpr, SCALES: tl.constexpr
 ):  # fmt: skip
-    """Quantize both halves of rotated keys [tokens, DIM / 2] of a head and put them in rows."""
+    """Quantize both halves of rotated keys [tokens, heads, DIM / 2] and put them in rows."""
     TYPE: tl.constexpr = k_pages.dtype.element_ty
-    half: tl.constexpr = a.shape[1]
-    i = tl.arange(0, half)
-    line = (slot // 64 * HEADS + head) * 64 + slot % 64
+    half: tl.constexpr = a.shape[2]
+    i = tl.arange(0, half)[None, None, :]
+    line = ((slot // 64)[:, None] * HEADS + head[None, :]) * 64 + (slot % 64)[:, None]
     scale_a = tl.zeros_like(a)
     scale_b = tl.zeros_like(b)
     if SCALES == 3:
-        absmax = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        absmax = tl.maximum(tl.max(tl.abs(a), 2), tl.max(tl.abs(b), 2))
         own = absmax_scale(absmax, TYPE).to(k_scale.dtype.element_ty)
-        tl.store(k_scale + line, own, mask=written)
-        scale_a += own.to(tl.float32)[:, None]
-        scale_b += own.to(tl.float32)[:, None]
+        tl.store(k_scale + line, own, mask=written[:, None])
+        scale_a += own.to(tl.float32)[:, :, None]
+        scale_b += own.to(tl.float32)[:, :, None]
     elif SCALES == 2:
-        scale_a += tl.load(k_scale + head * (2 * half) + i)[None, :]
-        scale_b += tl.load(k_scale + head * (2 * half) + half + i)[None, :]
+        scale_a += tl.load(k_scale + head[None, :, None] * (2 * half) + i)
+        scale_b += tl.load(k_scale + head[None, :, None] * (2 * half) + half + i)
     else:
-        scale_a += tl.load(k_scale + head)
-        scale_b += tl.load(k_scale + head)
-    place = k_pages + line[:, None] * (2 * half) + i[None, :]
-    tl.store(place, quantize(a, scale_a, TYPE), mask=written[:, None])
-    tl.store(place + half, quantize(b, scale_b, TYPE), mask=written[:, None])
+        scale_a += tl.load(k_scale + head)[None, :, None]
+        scale_b += tl.load(k_scale + head)[None, :, None]
+    place = k_pages + line[:, :, None] * (2 * half) + i
+    tl.store(place, quantize(a, scale_a, TYPE), mask=written[:, None, None])
+    tl.store(place + half, quantize(b, scale_b, TYPE), mask=written[:, None, None])
 
 
 @triton.jit
 def write_values(
     x, head, slot, written, v_pages, v_scale, HEADS: tl.constexpr, SCALES: tl.constexpr
 ):  # fmt: skip
-    """Quantize values [tokens, DIM] of a head and put them in columns."""
+    """Quantize values [tokens, heads, DIM] and put them in columns."""
     TYPE: tl.constexpr = v_pages.dtype.element_ty
-    DIM: tl.constexpr = x.shape[1]
-    line = (slot // 64 * HEADS + head) * 64
+    DIM: tl.constexpr = x.shape[2]
+    line = ((slot // 64)[:, None] * HEADS + head[None, :]) * 64
     scale = tl.zeros_like(x)
     if SCALES == 3:
-        own = absmax_scale(tl.max(tl.abs(x), 1), TYPE).to(v_scale.dtype.element_ty)
-        tl.store(v_scale + line + slot % 64, own, mask=written)
-        scale += own.to(tl.float32)[:, None]
+        own = absmax_scale(tl.max(tl.abs(x), 2), TYPE).to(v_scale.dtype.element_ty)
+        tl.store(v_scale + line + (slot % 64)[:, None], own, mask=written[:, None])
+        scale += own.to(tl.float32)[:, :, None]
     else:
-        scale += tl.load(v_scale + head)
-    place = v_pages + (line * DIM + slot % 64)[None, :] + tl.arange(0, DIM)[:, None] * 64
-    tl.store(place, tl.trans(quantize(x, scale, TYPE)), mask=written[None, :])
+        scale += tl.load(v_scale + head)[None, :, None]
+    columns = tl.permute(quantize(x, scale, TYPE), (1, 2, 0))  # [heads, DIM, tokens]
+    place = tl.trans(line * DIM + (slot % 64)[:, None])[:, None, :]
+    place += (tl.arange(0, DIM) * 64)[None, :, None]
+    tl.store(v_pages + place, columns, mask=written[None, None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -88,31 +89,31 @@ def rope_write_kernel(
 ):  # fmt: skip
     """Program (block of tokens, PER heads of q, then of k, then of v)."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    head = tl.program_id(1) * PER
-    real = (token < T)[:, None]
+    head = tl.program_id(1) * PER + tl.arange(0, PER)
+    real = (token < T)[:, None, None]
     slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
     written = slot >= 0
     slot = tl.where(written, slot, 0)
-    angle = token[:, None] * DIM + tl.arange(0, DIM // 2)[None, :]
-    c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
-    if head < Q_HEADS:
-        for i in tl.static_range(PER):
-            a, b = rotated(q + (head + i) * DIM, c, s, token, q_pitch, real)
-            rows = (token[:, None] * Q_HEADS + head + i) * DIM + tl.arange(0, DIM // 2)[None, :]
-            tl.store(out + rows, a.to(out.dtype.element_ty), mask=real)
-            tl.store(out + rows + DIM // 2, b.to(out.dtype.element_ty), mask=real)
-    elif head < Q_HEADS + HEADS:
-        for i in tl.static_range(PER):
-            own = head - Q_HEADS + i
-            a, b = rotated(k + own * DIM, c, s, token, k_pitch, real)
+    i = tl.arange(0, DIM // 2)[None, None, :]
+    t = token[:, None, None]
+    if tl.program_id(1) * PER < Q_HEADS + HEADS:
+        c = tl.load(cos + t * DIM + i, mask=real, other=0.0).to(tl.float32)
+        s = tl.load(sin + t * DIM + i, mask=real, other=0.0).to(tl.float32)
+        if tl.program_id(1) * PER < Q_HEADS:
+            h = head[None, :, None]
+            a, b = rotated(q, c, s, t * q_pitch + h * DIM + i, real)
+            place = out + (t * Q_HEADS + h) * DIM + i
+            tl.store(place, a.to(out.dtype.element_ty), mask=real)
+            tl.store(place + DIM // 2, b.to(out.dtype.element_ty), mask=real)
+        else:
+            own = head - Q_HEADS
+            a, b = rotated(k, c, s, t * k_pitch + own[None, :, None] * DIM + i, real)
             write_keys(a, b, own, slot, written, k_pages, k_scale, HEADS, SCALES)
     else:
-        for i in tl.static_range(PER):
-            own = head - Q_HEADS - HEADS + i
-            columns = v + token[:, None] * v_pitch + own * DIM + tl.arange(0, DIM)[None, :]
-            x = tl.load(columns, mask=real, other=0.0).to(tl.float32)
-            write_values(x, own, slot, written, v_pages, v_scale, HEADS, SCALES)
+        own = head - Q_HEADS - HEADS
+        d = tl.arange(0, DIM)[None, None, :]
+        x = tl.load(v + t * v_pitch + own[None, :, None] * DIM + d, mask=real, other=0.0)
+        write_values(x.to(tl.float32), own, slot, written, v_pages, v_scale, HEADS, SCALES)
 
 
 def rope_write(

@@ -192,16 +192,17 @@ def test_cache_write_equals_its_twin(storage, kind):
     slots[3] = -1
     shape = {1: (heads,), 2: (heads, dim), 3: (pages, heads, 64)}[kind]
     found = []
-    for write in (rope_write, twins.rope_write):
-        pools = [torch.zeros(pages, heads, 64, dim, device="cuda").to(dtype) for _ in "kv"]
+    for write, device in ((rope_write, "cuda"), (twins.rope_write, "cpu")):  # exact divisions
+        qkv, angle, slots = (t.to(device) for t in (qkv, angle, slots))
+        pools = [torch.zeros(pages, heads, 64, dim, device=device).to(dtype) for _ in "kv"]
         pools[1] = pools[1].transpose(2, 3).contiguous()
-        scales = [torch.full(shape, 0.03, device="cuda") for _ in "kv"]
+        scales = [torch.full(shape, 0.03, device=device) for _ in "kv"]
         if kind == 2:
             scales[1] = scales[1][:, 0].contiguous()
         q, k, v = qkv.split([8, heads, heads], dim=1)
         out = write(q, k, v, angle.cos(), angle.sin(), *pools, slots, *scales)
         found.append((out, *pools, *scales))
-    got, wanted = found
+    got, wanted = ([t.cpu() for t in parts] for parts in found)
     assert problems.relative(got[0], wanted[0].double()) < 4e-3
     close_integers(got[1], wanted[1])
     assert torch.equal(got[2].float(), wanted[2].float())
