@@ -201,7 +201,8 @@ def decode_attention(
     out = torch.empty_like(q)
     if sequences == 0:
         return out
-    cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1])
+    per_token = k_scale.dim() == 3
+    cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1], per_token)
     padded = max(8, triton.next_power_of_2(q_heads // heads))
     items = sequences * heads
     workspace.check(items * cut.splits * padded * (dim + 2), items)

@@ -267,7 +267,8 @@ def decode_attention(
     check_cache(q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
     (sequences, q_heads, dim), heads = q.shape, k_pages.shape[1]
     group = q_heads // heads
-    cut = cut or attention_cut(q.device, max(1, sequences), heads, tables.shape[1])
+    per_token = k_scale.dim() == 3
+    cut = cut or attention_cut(q.device, max(1, sequences), heads, tables.shape[1], per_token)
     other = dim != 128 or group > 8 or sliding_window is not None or k_scale.dim() == 2
     if other or cut.stages:
         return plain_decode_attention(
@@ -283,7 +284,7 @@ def decode_attention(
     decode_kernel[(cut.splits, heads, sequences)](
         q, k_pages.view(torch.int32), v_pages.view(torch.int32), tables, lengths, k_scale, v_scale,
         out, workspace.parts, workspace.arrivals, softmax_scale, tables.shape[1], HEADS=heads,
-        GROUP=group, SPLITS=cut.splits, PER_TOKEN=k_scale.dim() == 3,
+        GROUP=group, SPLITS=cut.splits, PER_TOKEN=per_token,
         FP8=k_pages.dtype == torch.float8_e4m3fn, WARPS=cut.warps, K_LAYOUT=k_layout,
         V_LAYOUT=v_layout, num_warps=cut.warps,
     )  # fmt: skip

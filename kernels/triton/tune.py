@@ -27,7 +27,8 @@ from kernels.triton.problems import Problem
 from kernels.triton.tuning import Cut, Tile, bucket, file_of, multiprocessors
 
 log = logging.getLogger("ptq.kernels")
-FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "attention")
+ATTENTION = ("attention", "attention_per_token")
+FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", *ATTENTION)
 ROWS = (16, 64, 256)
 
 
@@ -117,9 +118,10 @@ def main() -> None:
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for family in arguments.families:
         own = table.setdefault(family, {})
-        shapes = [] if family == "attention" else arguments.shapes
-        for sequences, context in DECODE if family == "attention" else ():
-            problem = problems.attention(sequences, context, workspace)
+        shapes = [] if family in ATTENTION else arguments.shapes
+        for sequences, context in DECODE if family in ATTENTION else ():
+            per_token = family == "attention_per_token"
+            problem = problems.attention(sequences, context, workspace, per_token=per_token)
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
         for shape, rows in itertools.product(shapes, arguments.rows):

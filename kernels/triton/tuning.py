@@ -89,13 +89,16 @@ def gemm_tile(family: str, device: torch.device, rows: int, outputs: int, inputs
 
 
 @cache
-def attention_cut(device: torch.device, sequences: int, heads: int, pages: int) -> Cut:
+def attention_cut(
+    device: torch.device, sequences: int, heads: int, pages: int, per_token: bool = False
+) -> Cut:
     """The cut of decode attention over at most `pages` pages a sequence: measured, else by rule.
 
     Entries are keyed by sequences * KV heads and by pages, both as powers of two.
     """
     key = f"{bucket(sequences * heads)}x{bucket(pages)}"
-    found = _table(file_of(device)).get("attention", {}).get(key)
+    family = "attention_per_token" if per_token else "attention"
+    found = _table(file_of(device)).get(family, {}).get(key)
     if found:
         return Cut(**found)
     wanted = 5 * multiprocessors(device)  # programs of two warps that an SM holds at once
