@@ -16,7 +16,8 @@ any batch that is cut alike. Where nothing was read, as for a row of length 0, t
 `kernels.triton.attention_gluon` does the same faster for D = 128.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -15,7 +15,9 @@ Gluon is experimental in Triton 3.6; `kernels.triton.attention` is the plain twi
 this one does not.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 import torch
@@ -83,14 +85,14 @@ def channel_of(k):
 def span(SIZE: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr):
     """0 .. SIZE - 1 along dimension DIM of three."""
     if DIM == 0:
-        inner: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-        return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=inner), 1), 2)
+        rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
+        return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=rows), 1), 2)
     elif DIM == 1:  # noqa: RET505  (a return does not end what is compiled)
-        inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
-        return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=inner), 0), 2)
+        columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
+        return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=columns), 0), 2)
     else:
-        inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
-        return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=inner), 0), 1)
+        depth: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
+        return gl.expand_dims(gl.expand_dims(gl.arange(0, SIZE, layout=depth), 0), 1)
 
 
 @gluon.jit(do_not_specialize=["width"])

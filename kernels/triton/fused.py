@@ -9,7 +9,8 @@ bytes of their arguments. In between nothing is rounded: y is fp32. Rows are qua
 by one calibrated scale. Asked for a float type they give y, rounded to it.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

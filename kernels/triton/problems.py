@@ -5,7 +5,8 @@ still in L2 when its turn comes; every call's result is compared with its fp64 t
 timed, on an output that was NaN before.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import statistics

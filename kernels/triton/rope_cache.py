@@ -8,7 +8,8 @@ Scales are those of a head ([Hkv]), of its channels ([Hkv, D], K alone), or are 
 token's head ([pages, Hkv, 64]: absmax / 127, or / 448 for e4m3) and written beside it.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import math

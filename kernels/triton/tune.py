@@ -7,6 +7,7 @@ Llama-3-8B layer:
     python -m kernels.triton.tune --families w4a16 w8a8 --shapes 28672x4096 --rows 16 64
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse
@@ -16,6 +17,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -78,7 +80,7 @@ def cuts(sequences: int, context: int, processors: int) -> Iterator[Cut]:
                     yield from (Cut(4, splits, stages) for stages in (3, 4))
 
 
-def best(problem: Problem, candidates: Iterator) -> tuple[object, float]:
+def best(problem: Problem, candidates: Iterator[Any]) -> tuple[Any, float]:
     """The fastest candidate and its microseconds."""
     found = []
     for candidate in candidates:

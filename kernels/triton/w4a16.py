@@ -15,7 +15,8 @@ type of x, which is less work and costs half a unit of the last place a weight. 
 `LIBRARY_ROWS` the weight is dequantized to a passing copy, and cuBLAS does the rest.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -9,7 +9,8 @@ in int32; the sixteenth is taken in the epilogue. A packed tile is 64 outputs by
 byte b of word j of quad i holds input 32 j + 4 i + b. Tiles are stored [K / 128, N / 64, 4096].
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
