@@ -17,7 +17,7 @@ this one does not.
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

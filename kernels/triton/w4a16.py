@@ -94,7 +94,8 @@ def pack_w4a16(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W4A16Wei
 
     Args:
         q: int8 [N, K] in [-8, 7]; N a multiple of 64, K of 128.
-        scale: Float [N, K / 128]; its type is kept.
+        scale: Float [N, K / 128]; its type is kept. fp32 is faster: of tiles of fewer than 256
+            outputs 16-bit scales are too small for asynchronous loads, and are waited for.
         bias: Float [N] or None.
 
     Raises:
