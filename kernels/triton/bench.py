@@ -1,0 +1,80 @@
+"""`python -m kernels.triton.bench [families]`: every GPU kernel beside the floor of its bytes.
+
+The floor is bytes over the nominal bandwidth of the device, or that of a large copy, measured in
+the same run, where the device is not known. Families: w4a16,
+w4a8, w8a8, fp8, attention, fused; all by default. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from kernels.triton import problems
+from kernels.triton.common import Workspace
+from kernels.triton.problems import Problem, timed
+
+SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
+DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
+NOMINAL = {"H100": 3.35e6, "H200": 4.8e6, "A100": 2.04e6}  # bytes a microsecond
+FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "attention", "fused")
+
+
+def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:
+    """Linear layers of a family, some rows to many."""
+    for outputs, inputs in SHAPES:
+        for rows in (1, 16, 64, 256) + ((4096,) if outputs * inputs > 2**25 else ()):
+            types = (torch.float16,) if family == "w4a16" and rows < 4096 else ()
+            for dtype in (torch.bfloat16, *types):
+                yield problems.gemm(family, rows, outputs, inputs, workspace, dtype)
+
+
+def of_attention(workspace: Workspace) -> Iterator[Problem]:
+    """Decode attention: int8 by head and by token, e4m3."""
+    for sequences, context in DECODE:
+        yield problems.attention(sequences, context, workspace)
+        yield problems.attention(sequences, context, workspace, per_token=True)
+        yield problems.attention(sequences, context, workspace, torch.float8_e4m3fn)
+
+
+def of_fused() -> Iterator[Problem]:
+    """Norm, SwiGLU and rotation, decode and prefill; with float rows, what quantization adds."""
+    for rows in (1, 64, 4096):
+        for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
+            yield problems.norm(rows, 4096, dtype)
+            yield problems.silu(rows, 14336, dtype)
+        yield problems.rope(rows)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a microsecond by a copy of 1 GiB."""
+    x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / timed(lambda i: y.copy_(x), 1, repeats=5)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="all by default")
+    families = parser.parse_args().families or FAMILIES
+    workspace = Workspace.on("cuda")
+    name, copied = torch.cuda.get_device_name(), copy_bandwidth()
+    bandwidth = next((b for device, b in NOMINAL.items() if device in name), copied)
+    print(f"{name}: {bandwidth / 1e6:.2f} TB/s, copy {copied / 1e6:.2f} TB/s")
+    print(f"{'':55} {'us':>8} {'floor':>8} {'of it':>6} {'error':>8}")
+    for family in families:
+        if family == "attention":
+            rows = of_attention(workspace)
+        else:
+            rows = of_fused() if family == "fused" else of_gemms(family, workspace)
+        for problem in rows:
+            error = problem.check()
+            us, floor = problem.time(), problem.nbytes / bandwidth
+            print(f"{problem.name:55} {us:8.2f} {floor:8.2f} {floor / us:6.0%} {error:8.1e}")
+
+
+if __name__ == "__main__":
+    main()

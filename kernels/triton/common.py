@@ -1,0 +1,146 @@
+"""What the Triton kernels share: the workspace of split sums, rounding, and exact unpacking.
+
+Kernels are plain Triton unless a file says otherwise. Inline assembly is guarded by `ASM`: Triton's
+interpreter, in which every kernel is tested on a CPU, has none, and takes the plain operations
+beside it, which compute the same function.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ASM = tl.constexpr(not triton.knobs.runtime.interpret)
+TINY_SCALE = tl.constexpr(2.0**-60)  # as in kernels.numerics
+ROUND = tl.constexpr(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded half to even, |x| < 2^22
+
+# Two words of two fp16 from four int8: byte b becomes the fp16 1024 + (b + 128), less 1152.
+INT8_TO_FP16 = tl.constexpr("""{ .reg .b32 u, c;
+xor.b32 u, $2, 0x80808080;
+mov.b32 c, 0x64806480;
+prmt.b32 $0, u, 0x64646464, 0x4140;
+prmt.b32 $1, u, 0x64646464, 0x4342;
+sub.rn.f16x2 $0, $0, c;
+sub.rn.f16x2 $1, $1, c; }""")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory in which the programs of a split sum leave their parts; one for each stream.
+
+    The parts of a tile are added in order by the last of its programs to arrive, so that a sum does
+    not depend on who came first. That program sets the tile's count of arrivals back to zero.
+
+    Attributes:
+        parts: fp32, the partial sums.
+        arrivals: int32, zero between launches.
+    """
+
+    parts: Tensor
+    arrivals: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device | str, elements: int = 16 << 20, tiles: int = 1 << 16):
+        """A workspace of `elements` partial sums (4 bytes each) for at most `tiles` tiles."""
+        return cls(
+            torch.empty(elements, dtype=torch.float32, device=device),
+            torch.zeros(tiles, dtype=torch.int32, device=device),
+        )
+
+    def check(self, elements: int, tiles: int) -> None:
+        """Raise ValueError where a launch needs more than there is."""
+        if elements > self.parts.numel() or tiles > self.arrivals.numel():
+            raise ValueError(
+                f"split sum needs {elements} partial sums of {tiles} tiles; the workspace holds "
+                f"{self.parts.numel()} of {self.arrivals.numel()}: make a larger one"
+            )
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise ValueError with `message` unless `holds`."""
+    if not holds:
+        raise ValueError(message)
+
+
+@triton.jit
+def round_half_even(x):
+    """x rounded to an integer, half to even; exact for |x| < 2^22."""
+    return (x + ROUND) - ROUND
+
+
+@triton.jit
+def divide(x, scale):
+    """x / scale as fp32 division rounds it, for normal results; a scale serves many x.
+
+    Markstein 1990: with the rounded reciprocal r, x r + (x - scale (x r)) r is the rounded ratio,
+    if both sums are fused. The interpreter does not fuse, and divides.
+    """
+    if ASM:
+        reciprocal = tl.div_rn(1.0 + tl.zeros_like(scale), scale) + tl.zeros_like(x)
+        near = x * reciprocal
+        rest = tl.fma(-near, scale + tl.zeros_like(x), x)
+        return tl.fma(rest, reciprocal, near)
+    return tl.div_rn(x, scale + tl.zeros_like(x))
+
+
+@triton.jit
+def quantize(x, scale, dtype: tl.constexpr):
+    """x / scale, a true division, clamped to [-127, 127] or [-448, 448], rounded half to even."""
+    ratio = divide(x, scale)
+    if dtype == tl.int8:
+        return round_half_even(tl.minimum(tl.maximum(ratio, -127.0), 127.0)).to(tl.int8)
+    return tl.minimum(tl.maximum(ratio, -448.0), 448.0).to(dtype)
+
+
+@triton.jit
+def absmax_scale(absmax, dtype: tl.constexpr):
+    """absmax / 127 (int8) or / 448 (e4m3), a tiny one for zero."""
+    top = 127.0 if dtype == tl.int8 else 448.0
+    return tl.maximum(tl.div_rn(absmax, top + tl.zeros_like(absmax)), TINY_SCALE)
+
+
+@triton.jit
+def eight_bits_to_fp16(x):
+    """int8 or e4m3 to fp16, exact."""
+    if ASM and x.dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            INT8_TO_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4
+        )
+    return x.to(tl.float16)
+
+
+@triton.jit
+def sum_splits(acc, parts, arrivals, tile, split, offsets, mask, SPLITS: tl.constexpr):
+    """Leave a tile's part; the last program of the tile to arrive gets the sum of all parts.
+
+    Args:
+        acc: This program's part.
+        parts: Pointer to all parts, in the type of `acc`.
+        arrivals: Pointer to the count of arrivals of each tile.
+        tile: Number of the tile.
+        split: Number of this part.
+        offsets: Of the elements of `acc` in a part, from 0 to its size.
+        mask: Elements that exist.
+        SPLITS: Parts of a tile.
+
+    Returns:
+        (acc, whether the caller is last); the sum only if it is.
+    """
+    size: tl.constexpr = acc.numel
+    place = parts + tile.to(tl.int64) * (SPLITS * size) + offsets
+    tl.store(place + split * size, acc, mask=mask)
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        tl.debug_barrier()
+        acc = tl.zeros_like(acc)
+        for i in tl.static_range(SPLITS):
+            acc += tl.load(place + i * size, mask=mask, other=0, cache_modifier=".cg")
+        tl.store(arrivals + tile, 0)
+    return acc, last

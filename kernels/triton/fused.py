@@ -1,0 +1,158 @@
+"""What stands between two GEMMs, in one pass over a row that ends in its quantization.
+
+    add_rms_norm    h = x + residual;  y = h / sqrt(mean(h^2) + eps) * weight
+    silu_mul        y = gate * sigmoid(gate) * up
+
+A program holds a row in registers, so that memory is read and written once: these are bound by the
+bytes of their arguments. In between nothing is rounded: y is fp32. Rows are quantized as
+`kernels.numerics` does, with a true division: by absmax / 127 (int8) or / 448 (e4m3) of the row, or
+by one calibrated scale. Asked for a float type they give y, rounded to it.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.common import absmax_scale, quantize, require
+
+LARGEST_ROW = 32768
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+TYPES = (*QUANTIZED, torch.float16, torch.bfloat16, torch.float32)
+
+
+@triton.jit
+def store_row(y, row, i, real, out, scales, scale, SIZE, STATIC: tl.constexpr):
+    """Store a row y, quantized if `out` is, and its scale unless there is one for all."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    place = out + row * SIZE + i
+    if TYPE.primitive_bitwidth > 8:
+        tl.store(place, y.to(TYPE), mask=real)
+    elif STATIC:
+        tl.store(place, quantize(y, tl.load(scale), TYPE), mask=real)
+    else:
+        own = absmax_scale(tl.max(tl.abs(tl.where(real, y, 0.0)), 0), TYPE)
+        tl.store(scales + row, own)
+        tl.store(place, quantize(y, own, TYPE), mask=real)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x, residual, weight, total, out, scales, scale, eps, SIZE,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    """One row a program; WIDTH is SIZE rounded up to a power of two."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)
+    real = i < SIZE
+    h = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
+    w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
+    if ADD:
+        h += tl.load(residual + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
+        rounded = h.to(total.dtype.element_ty)
+        tl.store(total + row * SIZE + i, rounded, mask=real)
+        h = rounded.to(tl.float32)
+    norm = tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
+    store_row(h * (1.0 / norm) * w, row, i, real, out, scales, scale, SIZE, STATIC)
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up, out, scales, scale, SIZE, WIDTH: tl.constexpr, STATIC: tl.constexpr
+):  # fmt: skip
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)
+    real = i < SIZE
+    gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    store_row(y, row, i, real, out, scales, scale, SIZE, STATIC)
+
+
+def _outputs(
+    x: Tensor, size: int, scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Empty (rows, scales); one scale for all is given back as it is, none for float rows."""
+    require(x.dim() == 2 and x.is_contiguous(), f"x is {tuple(x.shape)}; needed is contiguous 2-D")
+    require(dtype in TYPES, f"rows are asked for in {dtype}; supported are {TYPES}")
+    require(scale is None or dtype in QUANTIZED, f"{dtype} rows take no scale")
+    require(0 < size <= LARGEST_ROW, f"rows of {size}; the longest that a program holds is 32768")
+    require(scale is None or scale.numel() == 1, "a static scale is one element")
+    rows = x.shape[0]
+    if scale is None and dtype in QUANTIZED:
+        scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    return torch.empty((rows, size), dtype=dtype, device=x.device), scale
+
+
+def _shape(size: int) -> dict:
+    width = triton.next_power_of_2(size)
+    return {"WIDTH": width, "num_warps": min(32, max(4, width // 512)), "enable_fp_fusion": False}
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Norm of x + residual.
+
+    Args:
+        x: Float [T, H], contiguous.
+        residual: Like `x`, or None where nothing is added.
+        weight: Float [H].
+        eps: Added to the mean square.
+        scale: fp32, one element, or None for a scale a row (or none, in a float type).
+        dtype: Of the rows: int8, float8_e4m3fn or a float type.
+
+    Returns:
+        (rows [T, H] in `dtype`, scales fp32 [T, 1], `scale` or None, x + residual like `x`).
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    size = x.shape[-1]
+    out, scales = _outputs(x, size, scale, dtype)
+    require(weight.shape == (size,), f"norm weight is {tuple(weight.shape)}; needed is ({size},)")
+    fits = residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    require(fits, "the residual must be contiguous and of the shape of x")
+    total = x if residual is None else torch.empty_like(x)
+    if x.shape[0]:
+        add_rms_norm_kernel[(x.shape[0],)](
+            x, residual, weight, total, out, scales, scale, eps, size,
+            ADD=residual is not None, STATIC=scale is not None, **_shape(size),
+        )  # fmt: skip
+    return out, scales, total
+
+
+def silu_mul(
+    gate_up: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
+) -> tuple[Tensor, Tensor | None]:
+    """SwiGLU's product.
+
+    Args:
+        gate_up: Float [T, 2 I], the gate's half first, contiguous.
+        scale: fp32, one element, or None for a scale a row (or none, in a float type).
+        dtype: Of the rows: int8, float8_e4m3fn or a float type.
+
+    Returns:
+        (rows [T, I] in `dtype`, scales fp32 [T, 1], `scale` or None).
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    require(gate_up.shape[-1] % 2 == 0, f"gate_up has {gate_up.shape[-1]} columns, an odd number")
+    size = gate_up.shape[-1] // 2
+    out, scales = _outputs(gate_up, size, scale, dtype)
+    if gate_up.shape[0]:
+        silu_mul_kernel[(gate_up.shape[0],)](
+            gate_up, out, scales, scale, size, STATIC=scale is not None, **_shape(size)
+        )
+    return out, scales

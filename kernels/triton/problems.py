@@ -1,0 +1,247 @@
+"""The shapes that tuning and benchmarks run: arguments on a GPU, rotated past its cache, checked.
+
+Times are medians of CUDA-graph replays. Weights and caches exist in so many copies that none is
+still in L2 when its turn comes; every call's result is compared with its fp64 twin before it is
+timed, on an output that was NaN before.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels.triton.reference as twins
+from kernels.triton.attention_gluon import decode_attention
+from kernels.triton.common import Workspace
+from kernels.triton.fused import add_rms_norm, silu_mul
+from kernels.triton.rope_cache import rope_write
+from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
+from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
+from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+
+ROTATED = 300e6  # bytes that are read between two uses of a copy; L2 holds 50 to 60 MB
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call to measure.
+
+    Attributes:
+        name: Of the family and shape.
+        nbytes: Read and written by one call, at least.
+        copies: Sets of arguments.
+        call: call(i, cut) with the i-th set; `cut` a tile, or None for the device's table.
+        error: error(result): distance from the twin, relative, of the result of call(0, ...).
+        tolerance: The largest error of a right result.
+    """
+
+    name: str
+    nbytes: int
+    copies: int
+    call: Callable[[int, Any], Tensor]
+    error: Callable[[Tensor], float]
+    tolerance: float
+
+    def check(self, cut: Any = None) -> float:
+        """The error of one call; raises ValueError where it is too large or NaN."""
+        found = self.error(self.call(0, cut))
+        if not found < self.tolerance:
+            raise ValueError(f"{self.name} with {cut}: error {found}, allowed is {self.tolerance}")
+        return found
+
+    def time(self, cut: Any = None) -> float:
+        """Microseconds of one call."""
+        return timed(lambda i: self.call(i, cut), self.copies)
+
+
+def timed(call: Callable[[int], object], copies: int, repeats: int = 20) -> float:
+    """Median microseconds of call(i), i cycling over `copies`, of replays of a CUDA graph."""
+    for i in range(2):
+        call(i % copies)
+    inner = max(copies, 8)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(inner):
+            call(i % copies)
+    for _ in range(2):
+        graph.replay()
+        settle()
+    for _ in range(10):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / inner)
+    return statistics.median(times)
+
+
+def settle() -> None:
+    """Wait: timings straight after fp64 work came out up to a fifth too long."""
+    torch.cuda.synchronize()
+    time.sleep(0.05)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted; NaN if anything is NaN."""
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+def gemm(
+    family: str, rows: int, outputs: int, inputs: int, workspace: Workspace,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Problem:  # fmt: skip
+    """A linear layer of a family: w4a16, w4a8, w8a8 or fp8; results in `dtype`."""
+    bits = 4 + 32 / 128 if family.startswith("w4") else 8
+    nbytes = int(outputs * inputs * bits / 8)
+    copies = max(1, min(32, int(ROTATED / nbytes) + 1))
+    make = {"w4a16": _w4a16, "w4a8": _w4a8, "w8a8": _w8a8, "fp8": _w8a8}[family]
+    call, wanted = make(family, rows, outputs, inputs, copies, workspace, dtype)
+    nbytes += rows * (inputs * (2 if family == "w4a16" else 1) + outputs * 2)
+    tolerance = 1e-2 if family == "fp8" else 1e-3 if dtype == torch.float16 else 4e-3
+    return Problem(
+        f"{family} {outputs}x{inputs} M={rows} {str(dtype)[6:]}", nbytes, copies, call,
+        lambda y: relative(y, wanted), tolerance,
+    )  # fmt: skip
+
+
+def _int4(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    q = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8, device="cuda")
+    return q, torch.rand(outputs, inputs // 128, device="cuda") * 0.01 + 0.002
+
+
+def _w4a16(family, rows, outputs, inputs, copies, workspace, dtype):
+    sets = [_int4(outputs, inputs) for _ in range(copies)]
+    weights = [pack_w4a16(q, scale) for q, scale in sets]
+    x = torch.randn(rows, inputs, device="cuda").to(dtype)
+    wanted = twins.grouped_linear(x, *sets[0])
+    return lambda i, tile: w4a16_linear(x, weights[i], workspace, tile), wanted
+
+
+def _w4a8(family, rows, outputs, inputs, copies, workspace, dtype):
+    sets = [_int4(outputs, inputs) for _ in range(copies)]
+    weights = [pack_w4a8(q, scale) for q, scale in sets]
+    x = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8, device="cuda")
+    own = torch.rand(rows, 1, device="cuda") * 0.01
+    wanted = twins.grouped_linear(x, *sets[0], None, own)
+    return lambda i, tile: w4a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
+
+
+def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
+    def random(*shape: int) -> Tensor:
+        if family == "fp8":
+            return torch.randn(shape, device="cuda").to(FP8)
+        return torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
+
+    sets = [random(outputs, inputs) for _ in range(copies)]
+    scale = torch.rand(outputs, device="cuda") * 0.01 + 0.002
+    weights = [pack_w8a8(q, scale) for q in sets]
+    x, own = random(rows, inputs), torch.rand(rows, 1, device="cuda") * 0.01
+    wanted = twins.scaled_linear(x, own, sets[0], scale)
+    return lambda i, tile: w8a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
+
+
+def attention(
+    sequences: int, context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
+    per_token: bool = False, implementation: Callable[..., Tensor] = decode_attention,
+) -> Problem:  # fmt: skip
+    """Decode attention, 32 query and 8 KV heads of 128, sequences of equal length."""
+    heads, dim, pages = 8, 128, sequences * context // 64
+    nbytes = pages * heads * 64 * dim * 2
+    copies = max(1, min(8, int(ROTATED / nbytes) + 1))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda").to(dtype)
+
+    pools = [(random(pages, heads, 64, dim), random(pages, heads, dim, 64)) for _ in range(copies)]
+    shape = (pages, heads, 64) if per_token else (heads,)
+    scales = [torch.rand(shape, device="cuda") * 0.01 + 0.01 for _ in "kv"]
+    if per_token:
+        scales = [scale.half() for scale in scales]
+        nbytes += 4 * pages * heads * 64
+    tables = torch.randperm(pages, device="cuda").to(torch.int32).view(sequences, -1)
+    lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
+    q = torch.randn(sequences, 4 * heads, dim, device="cuda", dtype=torch.bfloat16)
+    rest = (tables, lengths, *scales, dim**-0.5)
+    wanted = twins.decode_attention(q, *pools[0], *rest)
+    kind = f"{str(dtype)[6:]} {'per token' if per_token else 'per head'}"
+    return Problem(
+        f"attention {kind} ({sequences}, {context})",
+        nbytes, copies, lambda i, cut: implementation(q, *pools[i], *rest, workspace, cut=cut),
+        lambda y: relative(y, wanted), 4e-3,
+    )  # fmt: skip
+
+
+def norm(rows: int, size: int, dtype: torch.dtype = torch.int8) -> Problem:
+    """Sum, norm and quantization of rows."""
+    copies = max(1, min(32, int(ROTATED / (rows * size * 6)) + 1))
+    x, other = (torch.randn(copies, rows, size, device="cuda").bfloat16() for _ in "ab")
+    weight = torch.rand(size, device="cuda").bfloat16()
+
+    def error(y: Tensor) -> float:
+        wanted = twins.add_rms_norm(x[0], other[0], weight, 1e-6, None, dtype)[0]
+        return relative(y, wanted.double())
+
+    return Problem(
+        f"add + norm -> {str(dtype)[6:]} {rows}x{size}", rows * size * (6 + dtype.itemsize), copies,
+        lambda i, cut: add_rms_norm(x[i], other[i], weight, 1e-6, dtype=dtype)[0], error,
+        4e-3,
+    )  # fmt: skip
+
+
+def silu(rows: int, size: int, dtype: torch.dtype = torch.int8) -> Problem:
+    """SwiGLU's product and quantization of rows."""
+    copies = max(1, min(32, int(ROTATED / (rows * size * 4)) + 1))
+    x = torch.randn(copies, rows, 2 * size, device="cuda").bfloat16()
+
+    def error(y: Tensor) -> float:
+        return relative(y, twins.silu_mul(x[0], None, dtype)[0].double())
+
+    return Problem(
+        f"silu * up -> {str(dtype)[6:]} {rows}x{size}", rows * size * (4 + dtype.itemsize), copies,
+        lambda i, cut: silu_mul(x[i], dtype=dtype)[0], error,
+        4e-3,
+    )  # fmt: skip
+
+
+def rope(rows: int, per_token: bool = True) -> Problem:
+    """Rotation, quantization and cache write, 32 query and 8 KV heads of 128."""
+    pages, dim = -(-rows // 64) * 2, 128
+    copies = max(1, min(8, int(ROTATED / (rows * 6144 * 2)) + 1))
+    x = torch.randn(copies, rows, 48, dim, device="cuda").bfloat16()
+    angles = (torch.rand(rows, dim // 2, device="cuda") * 6).repeat(1, 2)
+    slots = torch.arange(rows, device="cuda")
+    pools = [torch.zeros(pages, 8, *s, dtype=torch.int8, device="cuda") for s in ((64, dim),)]
+    pools.append(torch.zeros(pages, 8, dim, 64, dtype=torch.int8, device="cuda"))
+    shape = (pages, 8, 64) if per_token else (8,)
+    scales = [torch.full(shape, 0.03, device="cuda") for _ in "kv"]
+    rest = (angles.cos(), angles.sin(), *pools, slots, *scales)
+
+    def parts(i: int) -> tuple[Tensor, ...]:
+        return x[i, :, :32], x[i, :, 32:40], x[i, :, 40:]
+
+    def error(y: Tensor) -> float:
+        found = [pool.clone() for pool in pools]
+        count = min(rows, 64)
+        few = [t[:count] for t in (*parts(0), angles.cos(), angles.sin())]
+        wanted = twins.rope_write(*few, *pools, slots[:count], *scales)
+        off = max((a.int() - b.int()).abs().max().item() for a, b in zip(found, pools, strict=True))
+        return relative(y[:count], wanted.double()) if off <= 1 else float("nan")
+
+    return Problem(
+        f"rope + quantize + write {rows}", rows * 6144 * 2 + rows * (8192 + 2048), copies,
+        lambda i, cut: rope_write(*parts(i), *rest), error, 4e-3,
+    )  # fmt: skip

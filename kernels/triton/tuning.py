@@ -1,0 +1,124 @@
+"""Which tile a kernel runs with: a table of the device, measured offline, or a rule.
+
+`kernels/triton/tuning/<device>.json` is written by `python -m kernels.triton.tune` and read once.
+Nothing is measured while a model runs. A table maps family, "N x K" and a bucket of rows to a tile:
+
+    {"w4a16": {"28672x4096": {"16": {"outputs": 256, "rows": 16, "splits": 1, ...}}}}
+
+Rows fall into buckets by powers of two from 16 on, so that one row and sixteen share a tile.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).with_name("tuning")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a GEMM y[M, N] = x[M, K] w[N, K]^T is cut.
+
+    Attributes:
+        outputs: Output channels of a tile, a multiple of 64.
+        rows: Rows of x of a tile.
+        splits: Programs that share the inputs of a tile; their sums are added afterwards.
+        stages: Depth of the load pipeline.
+        warps: Warps of a program.
+        persistent: Whether the kernel for many rows (TMA, one program an SM) runs; W8A8 alone.
+    """
+
+    outputs: int
+    rows: int
+    splits: int = 1
+    stages: int = 4
+    warps: int = 4
+    persistent: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How decode attention is cut.
+
+    Attributes:
+        warps: Of a program.
+        splits: Programs that share the pages of a sequence.
+        stages: 0 for the kernel with stated layouts, where it can; else the plain one's pipeline.
+    """
+
+    warps: int
+    splits: int
+    stages: int = 0
+
+
+def bucket(rows: int) -> int:
+    """The power of two, from 16 on, that a number of rows is rounded up to."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def file_of(device: torch.device) -> Path:
+    """Where the table of a device is kept."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return FOLDER / f"{name.replace(' ', '_')}.json"
+
+
+@cache
+def _table(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a GPU; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def gemm_tile(family: str, device: torch.device, rows: int, outputs: int, inputs: int) -> Tile:
+    """The tile of a GEMM of a family: measured, else by `rule`."""
+    own = _table(file_of(device)).get(family, {}).get(f"{outputs}x{inputs}", {})
+    found = own.get(str(bucket(rows)))
+    return Tile(**found) if found else rule(family, multiprocessors(device), rows, outputs, inputs)
+
+
+@cache
+def attention_cut(
+    device: torch.device, sequences: int, heads: int, pages: int, per_token: bool = False
+) -> Cut:
+    """The cut of decode attention over at most `pages` pages a sequence: measured, else by rule.
+
+    Entries are keyed by sequences * KV heads and by pages, both as powers of two.
+    """
+    key = f"{bucket(sequences * heads)}x{bucket(pages)}"
+    family = "attention_per_token" if per_token else "attention"
+    found = _table(file_of(device)).get(family, {}).get(key)
+    if found:
+        return Cut(**found)
+    wanted = 5 * multiprocessors(device)  # programs of two warps that an SM holds at once
+    splits = max(1, min(wanted // (sequences * heads), -(-pages // 4), 64))
+    return Cut(2, splits)
+
+
+def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> Tile:
+    """The largest tile that still gives every SM one; a split of the inputs where none does.
+
+    A split keeps at least 8 runs of 128 inputs, since every split costs a pass over the parts.
+    """
+    if family in ("w8a8",) and rows > 512:
+        return Tile(256, 128, stages=3, warps=8, persistent=True)
+    if rows > 64:
+        big = outputs % 128 == 0
+        return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
+    tall = bucket(rows)
+    sizes = (256, 128, 64) if tall == 16 and family != "w8a8" else (128, 64)
+    sizes = [size for size in sizes if outputs % size == 0]
+    size = next((s for s in sizes if outputs // s >= 0.8 * processors), sizes[-1])
+    splits = max(1, min(round(2 * processors / (outputs // size)), inputs // 1024, 8))
+    return Tile(size, tall, splits if outputs // size < 0.8 * processors else 1)

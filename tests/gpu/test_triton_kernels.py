@@ -1,0 +1,210 @@
+"""GPU kernels on a GPU: integers exactly, floats within bounds of fp64, nothing NaN, same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernels.reference as reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if torch.cuda.is_available():
+    import kernels.triton.reference as twins
+    from kernels.triton import attention, attention_gluon, fused, problems
+    from kernels.triton.common import Workspace
+    from kernels.triton.rope_cache import rope_write
+    from kernels.triton.tuning import Cut, Tile
+    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+
+ROWS = (1, 33, 64, 300, 600)
+FP8 = "float8_e4m3fn"
+
+
+@pytest.fixture(scope="module")
+def workspace():
+    return Workspace.on("cuda")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def integers(*shape: int, top: int = 127) -> torch.Tensor:
+    return torch.randint(-top, top + 1, shape, dtype=torch.int8, device="cuda")
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_linear_layers_equal_their_fp64_twins(family, dtype, workspace):
+    for rows in ROWS:
+        for outputs, inputs in ((6144, 4096), (192, 1408)):
+            problems.gemm(family, rows, outputs, inputs, workspace, dtype).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_w8a8_equals_its_twin_bit_for_bit(dtype, workspace):
+    q, scale = integers(768, 2048), torch.rand(768, device="cuda") * 0.01
+    bias = torch.randn(768, device="cuda")
+    tiles = [None, *(Tile(128, 16, splits) for splits in (1, 2, 5)), Tile(256, 128, 1, 3, 8, True)]
+    for rows in (1, 17, 300):
+        x = integers(rows, 2048)
+        for own in (torch.rand(rows, 1, device="cuda"), torch.tensor([0.03], device="cuda")):
+            wanted = reference.int8_linear(
+                *(t.cpu() for t in (x, own, q, scale, bias)), out_dtype=dtype
+            )
+            for tile in tiles:
+                weight = pack_w8a8(q, scale, bias)
+                got = w8a8_linear(x, own, weight, workspace, dtype, tile)
+                assert torch.equal(got.cpu(), wanted), (rows, tile)
+
+
+def test_w4a8_integers_are_exact(workspace):
+    q = integers(512, 2048, top=7)
+    q[q == 7] = -8
+    weight = pack_w4a8(q, torch.ones(512, 16, device="cuda"))
+    for rows in (1, 40, 200):
+        x, one = integers(rows, 2048), torch.ones(1, device="cuda")
+        wanted = (x.double() @ q.double().T).float()
+        for tile in (None, Tile(64, 16, 4), Tile(128, 64, 2)):
+            assert torch.equal(w4a8_linear(x, one, weight, workspace, torch.float32, tile), wanted)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_splits_give_the_same_bits_every_time_and_in_any_batch(splits, workspace):
+    q, scale = integers(512, 4096, top=7), torch.rand(512, 32, device="cuda").half()
+    weight, tile = pack_w4a16(q, scale), Tile(64, 16, splits)
+    x = torch.randn(16, 4096, device="cuda").half()
+    first = w4a16_linear(x, weight, workspace, tile)
+    for _ in range(20):
+        assert torch.equal(w4a16_linear(x, weight, workspace, tile), first)
+    for rows in (1, 3, 15):
+        assert torch.equal(w4a16_linear(x[:rows], weight, workspace, tile), first[:rows])
+    assert not workspace.arrivals.any()
+
+
+def random_cache(dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64, 65, 700, 1024)):
+    pools = [
+        (torch.randn(pages, heads, 64, dim, device="cuda") * 60).clamp(-127, 127).to(dtype)
+        for _ in "kv"
+    ]
+    pools[1] = pools[1].transpose(2, 3).contiguous()
+    shape = {"head": (heads,), "channel": (heads, dim), "token": (pages, heads, 64)}[kind]
+    scales = [torch.rand(shape, device="cuda") * 0.01 + 0.01 for _ in "kv"]
+    if kind == "channel":
+        scales[1] = scales[1][:, 0].contiguous()
+    width = max(lengths) // 64
+    tables = torch.stack([torch.randperm(pages, device="cuda")[:width] for _ in lengths]).int()
+    return *pools, tables, torch.tensor(lengths, device="cuda", dtype=torch.int32), *scales
+
+
+@pytest.mark.parametrize("gluon", [True, False])
+@pytest.mark.parametrize("kind", ["head", "token", "channel"])
+@pytest.mark.parametrize("storage", ["int8", FP8])
+def test_decode_attention_of_ragged_sequences(gluon, kind, storage, workspace):
+    attend = (attention_gluon if gluon else attention).decode_attention
+    for group in (1, 3, 8):
+        arguments = random_cache(getattr(torch, storage), kind)
+        if kind == "token":  # what nobody wrote, of tokens past the end, must not matter
+            for s, length in enumerate(arguments[3].tolist()):
+                page, place = arguments[2][s, min(length // 64, 15)], length % 64
+                alone = (arguments[2] == page).sum() == 1
+                if alone and length < 1024:
+                    for scale in arguments[4:]:
+                        scale[page, :, place:] = float("nan")
+        q = torch.randn(7, 4 * group, 128, device="cuda", dtype=torch.bfloat16)
+        wanted = twins.decode_attention(q, *arguments, 128**-0.5)
+        for cut in (None, Cut(2, 1), Cut(4, 3), Cut(2, 16)):
+            got = attend(q, *arguments, 128**-0.5, workspace, cut=cut)
+            assert problems.relative(got, wanted) < 4e-3, (group, cut)
+            assert not got[2].any()
+            assert torch.equal(got, attend(q, *arguments, 128**-0.5, workspace, cut=cut))
+
+
+@pytest.mark.parametrize("window", [1, 100])
+def test_a_sliding_window_and_other_head_sizes(window, workspace):
+    for dim in (64, 128):
+        arguments = random_cache(torch.int8, "head", dim=dim)
+        q = torch.randn(7, 12, dim, device="cuda", dtype=torch.float16)
+        wanted = twins.decode_attention(q, *arguments, dim**-0.5, window)
+        for splits in (1, 4):
+            got = attention_gluon.decode_attention(
+                q, *arguments, dim**-0.5, workspace, window, Cut(2, splits)
+            )
+            assert problems.relative(got, wanted) < 1e-3
+
+
+def test_a_graph_replays_what_was_captured(workspace):
+    arguments = random_cache(torch.int8, "head")
+    q = torch.randn(7, 16, 128, device="cuda", dtype=torch.bfloat16)
+    run = lambda: attention_gluon.decode_attention(q, *arguments, 0.1, workspace, cut=Cut(2, 4))  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for length in (0, 5, 1024):
+        arguments[3].fill_(length)  # lengths are read on the device
+        graph.replay()
+        assert torch.equal(out, run())
+
+
+def close_integers(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal but for ties that another order of a sum decides: at most one in a thousand, by one."""
+    off = (got.float() - wanted.float()).abs()
+    if got.dtype == torch.int8:
+        assert off.max() <= 1
+    assert (off > 0).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("storage", ["int8", FP8, "bfloat16"])
+@pytest.mark.parametrize("size", [200, 14336])
+def test_fused_rows_equal_their_twins(storage, size):
+    dtype = getattr(torch, storage)
+    x, other = (torch.randn(33, size, device="cuda").bfloat16() for _ in "ab")
+    weight = torch.rand(size, device="cuda")
+    gate_up = torch.randn(33, 2 * size, device="cuda").bfloat16()
+    gate_up[5] = 0
+    static = torch.tensor([0.02], device="cuda")
+    for scale in (None, static) if storage != "bfloat16" else (None,):
+        pairs = [
+            (
+                f.add_rms_norm(x, other, weight, 1e-6, scale, dtype),
+                f.silu_mul(gate_up, scale, dtype),
+            )
+            for f in (fused, twins)
+        ]
+        for got, wanted in zip(*pairs, strict=True):
+            close_integers(got[0], wanted[0])
+            if got[1] is not None:
+                torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=0)
+        assert torch.equal(pairs[0][0][2], pairs[1][0][2])
+
+
+@pytest.mark.parametrize("storage", ["int8", FP8])
+@pytest.mark.parametrize("kind", [1, 2, 3])
+def test_cache_write_equals_its_twin(storage, kind):
+    dtype, tokens, heads, dim, pages = getattr(torch, storage), 77, 2, 128, 4
+    qkv = torch.randn(tokens, 12, dim, device="cuda").bfloat16()
+    angle = (torch.rand(tokens, dim // 2, device="cuda") * 6).repeat(1, 2)
+    slots = torch.randperm(pages * 64, device="cuda")[:tokens]
+    slots[3] = -1
+    shape = {1: (heads,), 2: (heads, dim), 3: (pages, heads, 64)}[kind]
+    found = []
+    for write, device in ((rope_write, "cuda"), (twins.rope_write, "cpu")):  # exact divisions
+        qkv, angle, slots = (t.to(device) for t in (qkv, angle, slots))
+        pools = [torch.zeros(pages, heads, 64, dim, device=device).to(dtype) for _ in "kv"]
+        pools[1] = pools[1].transpose(2, 3).contiguous()
+        scales = [torch.full(shape, 0.03, device=device) for _ in "kv"]
+        if kind == 2:
+            scales[1] = scales[1][:, 0].contiguous()
+        q, k, v = qkv.split([8, heads, heads], dim=1)
+        out = write(q, k, v, angle.cos(), angle.sin(), *pools, slots, *scales)
+        found.append((out, *pools, *scales))
+    got, wanted = ([t.cpu() for t in parts] for parts in found)
+    assert problems.relative(got[0], wanted[0].double()) < 4e-3
+    close_integers(got[1], wanted[1])
+    assert torch.equal(got[2].float(), wanted[2].float())
+    torch.testing.assert_close(got[3], wanted[3], rtol=1e-5, atol=0)
+    assert torch.equal(got[4], wanted[4])

@@ -1,0 +1,128 @@
+"""What GPU kernels become for sm_80, sm_89 and sm_90: tensor cores where meant, nothing spilled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_lab import building_for, compiled
+
+CAPABILITIES = [80, 89, 90]
+FP8 = torch.float8_e4m3fn
+MMA = r"mma\.sync\S*{}"
+WGMMA = r"wgmma\.mma_async\S*{}"
+
+
+def expected(capability: int, kind: str) -> str:
+    """The tensor-core instruction of a product, by its operands' type."""
+    return (WGMMA if capability == 90 else MMA).format(kind)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_linear_layers(capability):
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
+    from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+
+    workspace = Workspace.on("cpu", 1 << 20, 64)
+    q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
+    x, one = torch.zeros(16, 1024, dtype=torch.int8), torch.ones(1)
+    w4, w8 = pack_w4a8(q, scale.half()), pack_w8a8(q, scale[:, 0])
+    hopper = capability == 90
+    calls = []
+    for dtype, kind, tile in (
+        (torch.float16, r"f16\.f16", Tile(64, 64, 2, 3)),
+        (torch.bfloat16, r"bf16\.bf16", Tile(256, 16, 1, 5 if hopper else 3)),
+    )[: 2 if hopper else 1]:
+        weight, own = pack_w4a16(q, scale.to(dtype)), x.to(dtype)
+        calls.append((kind, lambda w=weight, y=own, t=tile: w4a16_linear(y, w, workspace, t)))
+        calls.append(("", lambda w=weight, d=dtype: dequantize_w4a16(w, d)))
+    for tile in (Tile(64, 16, 4, 4), Tile(256, 16, 1, 5))[: 2 if hopper else 1]:
+        calls.append((r"s8\.s8", lambda t=tile: w4a8_linear(x, one, w4, workspace, tile=t)))
+    calls.append((r"s8\.s8", lambda: w8a8_linear(x, one, w8, workspace, tile=Tile(64, 16, 3, 4))))
+    if capability >= 89:
+        f8, own8 = pack_w8a8(q.to(FP8), scale[:, 0]), x.to(FP8)
+        tile8 = Tile(64, 16, 3, 3)
+        calls.append((r"e4m3\.e4m3", lambda: w8a8_linear(own8, one, f8, workspace, tile=tile8)))
+    if hopper:
+        many = Tile(256, 128, 1, 4, 8, True)
+        calls.append((r"s8\.s8", lambda: w8a8_linear(x, one, w8, workspace, tile=many)))
+    for kind, call in calls:
+        with building_for(capability) as built:
+            call()
+        (binary,) = built
+        assert binary.stack == 0, call
+        assert binary.registers <= 255
+        assert binary.shared <= (232448 if hopper else 101376), binary.shared
+        assert not kind or binary.count(expected(capability, kind)), (kind, capability)
+        assert not hopper or not binary.count(MMA.format(""))
+    if hopper:
+        assert binary.count(r"cp\.async\.bulk\.tensor"), "the last kernel loads by TMA"
+
+
+@compiled
+def test_weights_go_to_the_tensor_cores_through_registers():
+    """No conversion of a 4-bit weight by shared memory: nothing is stored there but by loads."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
+
+    q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
+    x, tile = torch.zeros(16, 1024).half(), Tile(128, 16, 1, 5)
+    with building_for(90) as built:
+        w4a16_linear(x, pack_w4a16(q, scale), Workspace.on("cpu", 1, 1), tile)
+    assert built[0].count(r"st\.shared|stmatrix") <= 8, "the result's alone"
+    assert built[0].count(r"wgmma\.mma_async\S*f16\.f16 +\{[^}]*\}, *\{"), "left from registers"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "storage"), [(80, 1, torch.int8), (89, 1, FP8), (90, 3, torch.int8)]
+)
+@compiled
+def test_decode_attention(capability, dims, storage):
+    from kernels.triton import attention, attention_gluon
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Cut
+
+    workspace = Workspace.on("cpu", 1 << 20, 64)
+    shape = {1: (8,), 3: (4, 8, 64)}[dims]
+    scales = [torch.ones(shape) for _ in "kv"]
+    q, table = torch.zeros(2, 32, 128).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
+    pools = [torch.zeros(4, 8, *s).to(storage) for s in ((64, 128), (128, 64))]
+    lengths = table[:, 0].contiguous()
+    for attend, cut in (
+        (attention.decode_attention, Cut(4, 4, 3)),
+        (attention_gluon.decode_attention, Cut(2, 4)),
+    ):
+        with building_for(capability) as built:
+            attend(q, *pools, table, lengths, *scales, 0.1, workspace, cut=cut)
+        (binary,) = built
+        assert binary.stack == 0
+        assert binary.count(MMA.format(r"f16\.f16"))
+        if cut.stages == 0:
+            assert binary.count(r"ld\.global\S*v4\.b32") >= 32, "pages, 16 bytes at a time"
+            assert binary.count("movmatrix") == 8
+            assert not binary.count("ldmatrix")
+
+
+@pytest.mark.parametrize(("capability", "storage"), [(80, torch.int8), (89, FP8), (90, torch.int8)])
+@compiled
+def test_fused_rows_and_cache_write(capability, storage):
+    from kernels.triton.fused import add_rms_norm, silu_mul
+    from kernels.triton.rope_cache import rope_write
+
+    x = torch.zeros(2, 4096).bfloat16()
+    qkv, angle = torch.zeros(2, 48, 128).bfloat16(), torch.zeros(2, 128)
+    pools = [torch.zeros(1, 8, *s).to(storage) for s in ((64, 128), (128, 64))]
+    scales = [torch.ones(1, 8, 64) for _ in "kv"]
+    q, k, v = qkv.split([32, 8, 8], dim=1)
+    with building_for(capability) as built:
+        add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=storage)
+        silu_mul(x, dtype=storage)
+        rope_write(q, k, v, angle, angle, *pools, torch.zeros(2, dtype=torch.int64), *scales)
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.registers <= 128
+        assert binary.count(r"div\.rn\.f32") <= 8, "scales alone are divided, not elements"

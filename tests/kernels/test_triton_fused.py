@@ -1,0 +1,60 @@
+"""Fused rows in Triton's interpreter against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_lab import interpreted
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+@pytest.mark.parametrize("add", [False, True])
+@interpreted
+def test_fused_rows(static, dtype, add):
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    if static and dtype != torch.int8:
+        with pytest.raises(ValueError, match="take no scale"):
+            fused.silu_mul(random(2, 8), torch.ones(1), dtype)
+        return
+    x, other, weight, gate_up = random(5, 200), random(5, 201)[:, 1:], random(200), random(5, 400)
+    x[2], gate_up[2] = 0, 0
+    other = other.contiguous() if add else None
+    scale = torch.tensor([0.01]) if static else None  # small enough to clamp
+    pairs = [
+        (f.add_rms_norm(x, other, weight, 1e-5, scale, dtype), f.silu_mul(gate_up, scale, dtype))
+        for f in (fused, twins)
+    ]
+    for got, wanted in zip(*pairs, strict=True):
+        assert got[0].dtype == dtype
+        torch.testing.assert_close(got[0].float(), wanted[0].float(), rtol=1e-5, atol=1e-6)
+        if wanted[1] is None:
+            assert got[1] is None
+        else:
+            torch.testing.assert_close(got[1], wanted[1], rtol=1e-6, atol=0)
+    assert torch.equal(pairs[0][0][2], pairs[1][0][2])
+    if static:
+        assert pairs[0][0][0].abs().max() == 127
+
+
+@interpreted
+def test_what_does_not_fit_is_refused():
+    from kernels.triton.fused import add_rms_norm, silu_mul
+
+    x = random(2, 8)
+    with pytest.raises(ValueError, match=r"needed is \(8,\)"):
+        add_rms_norm(x, None, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="residual"):
+        add_rms_norm(x, x[:1], torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="odd number"):
+        silu_mul(random(2, 7))
+    with pytest.raises(ValueError, match="supported are"):
+        silu_mul(x, dtype=torch.int32)
+    with pytest.raises(ValueError, match="one element"):
+        silu_mul(x, torch.ones(2))

@@ -1,0 +1,146 @@
+"""GPU linear layers in Triton's interpreter against their twins: every cut, bias, edge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_lab import interpreted
+
+import kernels.reference as reference
+
+OUTPUTS, INPUTS = 128, 512
+
+
+def random(rows: int, bits: int, with_bias: bool):
+    """x int8, weight, its scales (of groups if 4 bits), bias."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randint(-127, 128, (rows, INPUTS), generator=generator, dtype=torch.int8)
+    low, high = (-8, 8) if bits == 4 else (-127, 128)
+    q = torch.randint(low, high, (OUTPUTS, INPUTS), generator=generator, dtype=torch.int8)
+    shape = (OUTPUTS, INPUTS // 128) if bits == 4 else (OUTPUTS,)
+    scale = torch.rand(shape, generator=generator) * 0.01 + 0.005
+    bias = torch.randn(OUTPUTS, generator=generator) if with_bias else None
+    return x, q, scale, bias
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def make_workspace():
+    from kernels.triton.common import Workspace
+
+    return Workspace.on("cpu", 1 << 18, 64)
+
+
+@pytest.mark.parametrize(
+    ("cut", "with_bias"), [((128, 16, 3), True), ((64, 64, 1), False), ((64, 128, 2), True)]
+)
+@interpreted
+def test_w4a16(cut, with_bias):
+    import kernels.triton.reference as twins
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
+
+    workspace = make_workspace()
+    for rows in (1, 17):
+        x, q, scale, bias = random(rows, 4, with_bias)
+        x, scale = (x.float() / 50).half(), scale.half()
+        weight = pack_w4a16(q, scale, bias)
+        assert weight.nbytes == q.numel() // 2 + scale.nbytes + (4 * OUTPUTS if with_bias else 0)
+        got = w4a16_linear(x, weight, workspace, Tile(*cut))
+        assert relative(got, twins.grouped_linear(x, q, scale, bias)) < 6e-4
+    assert not workspace.arrivals.any()
+
+
+@interpreted
+def test_w4a16_gives_back_every_weight():
+    from kernels.triton.w4a16 import dequantize_w4a16, pack_w4a16
+
+    q = (torch.arange(OUTPUTS * 256).reshape(OUTPUTS, 256) * 7919 // 3 % 16 - 8).to(torch.int8)
+    scale = 2.0 ** torch.arange(2).expand(OUTPUTS, 2)
+    got = dequantize_w4a16(pack_w4a16(q, scale), torch.float16)
+    assert torch.equal(got, q.half() * scale.repeat_interleave(128, 1).half())
+
+
+@pytest.mark.parametrize(("cut", "per_row"), [((128, 16, 3), True), ((64, 64, 1), False)])
+@interpreted
+def test_w4a8(cut, per_row):
+    import kernels.triton.reference as twins
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
+
+    workspace = make_workspace()
+    for rows in (1, 17):
+        x, q, scale, bias = random(rows, 4, True)
+        own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
+        got = w4a8_linear(x, own, pack_w4a8(q, scale, bias), workspace, torch.float32, Tile(*cut))
+        assert relative(got, twins.grouped_linear(x, q, scale, bias, own)) < 1e-6
+
+
+@pytest.mark.parametrize("cut", [(64, 16, 1), (128, 16, 3), (64, 64, 1, 2, 4, True)])
+@pytest.mark.parametrize(("per_row", "with_bias"), [(False, True), (True, False)])
+@interpreted
+def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+
+    workspace = make_workspace()
+    for rows in (1, 17, 70):
+        x, q, scale, bias = random(rows, 8, with_bias)
+        own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
+        weight = pack_w8a8(q, scale, bias)
+        got = w8a8_linear(x, own, weight, workspace, torch.float32, Tile(*cut))
+        assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
+    assert w8a8_linear(x[:0], own[:1], weight, workspace).shape == (0, OUTPUTS)
+
+
+@interpreted
+def test_fp8():
+    import kernels.triton.reference as twins
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+
+    x, q, scale, bias = random(9, 8, True)
+    x, q = (t.float().div(40).to(torch.float8_e4m3fn) for t in (x, q))
+    own = torch.rand(9, 1)
+    for inputs in (512, 384):  # steps of 256 and of 128
+        xs, qs = x[:, :inputs].contiguous(), q[:, :inputs].contiguous()
+        weight = pack_w8a8(qs, scale, bias)
+        got = w8a8_linear(xs, own, weight, make_workspace(), torch.float32, Tile(64, 16, 3))
+        assert relative(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
+
+
+@interpreted
+def test_what_does_not_fit_is_refused():
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+
+    workspace = make_workspace()
+    x, q, scale, _ = random(3, 4, False)
+    for pack in (pack_w4a16, pack_w4a8):
+        with pytest.raises(ValueError, match="N in 64s"):
+            pack(q[:100], scale[:100])
+        with pytest.raises(ValueError, match=r"outside of \[-8, 7\]"):
+            pack(q + 3, scale)
+        with pytest.raises(ValueError, match="one for each group"):
+            pack(q, scale[:, :2])
+    with pytest.raises(ValueError, match="float16 or bfloat16"):
+        w4a16_linear(x.float(), pack_w4a16(q, scale), workspace)
+    with pytest.raises(ValueError, match="256 inputs, the weight 512"):
+        w4a8_linear(x[:, :256].contiguous(), torch.ones(1), pack_w4a8(q, scale), workspace)
+    with pytest.raises(ValueError, match="2 scales for 3 rows"):
+        w4a8_linear(x, torch.ones(2), pack_w4a8(q, scale), workspace)
+    weight = pack_w8a8(q, scale[:, 0])
+    with pytest.raises(ValueError, match="multiple of 256"):
+        w8a8_linear(x, torch.ones(1), weight, workspace, tile=Tile(256, 16))
+    with pytest.raises(ValueError, match="make a larger one"):
+        w8a8_linear(x, torch.ones(1), weight, Workspace.on("cpu", 100, 1), tile=Tile(64, 16, 2))
+    with pytest.raises(ValueError, match="of its type"):
+        w8a8_linear(x.float(), torch.ones(1), weight, workspace)
+    q[0, 0] = -128
+    with pytest.raises(ValueError, match="-128"):
+        pack_w8a8(q, scale[:, 0])
