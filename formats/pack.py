@@ -30,6 +30,6 @@ def pack_words(values: Tensor, bits: int) -> Tensor:
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """Inverse of `pack_words`: the first `count` values of [..., words], int8 [..., count]."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    stored = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    return (stored.flatten(-2)[..., :count] - (1 << (bits - 1))).to(torch.int8)
+    raw = words.contiguous().view(torch.uint8)  # little-endian: in the order of the values
+    stored = raw if bits == 8 else torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2)
+    return (stored[..., :count] - (1 << (bits - 1))).view(torch.int8)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ctypes import (
     POINTER,
     Structure,
@@ -40,6 +41,7 @@ FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3"
 NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
 SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
 NONFINITE, NO_SUCH_BLOCK = 1, 2
+MAPPED = 1 << 20  # bytes from which on memory of its own is mapped
 
 
 STORAGE_NAMES = {
@@ -267,9 +269,18 @@ def pack(
 
 
 def aligned(size: int) -> Tensor:
-    """uint8 [size] whose address is a multiple of 64."""
-    raw = torch.empty(size + 64, dtype=torch.uint8)
-    return raw.narrow(0, -raw.data_ptr() % 64, size)
+    """uint8 [size] whose address is a multiple of 64.
+
+    Large ones are mapped, in huge pages where the system allows it: they are read faster, and
+    leave no holes between what is allocated and freed while a model is loaded.
+    """
+    if size < MAPPED or not hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = torch.empty(size + 64, dtype=torch.uint8)
+        return raw.narrow(0, -raw.data_ptr() % 64, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def header(packed: Tensor) -> Packed:
