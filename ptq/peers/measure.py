@@ -119,7 +119,7 @@ def _write_job(
     save_file(tensors, folder / "tokens.safetensors")
     (folder / "scratch").mkdir()
     job = {
-        "model": str(recipe.model.path),
+        "model": str(recipe.model.path.resolve()),
         "adapter": str(spec.peer.adapter),
         "options": dict(spec.peer.options),
         "threads": torch.get_num_threads(),

@@ -31,7 +31,7 @@ class Quantized(Strict):
 
 def interpreter(spec: PeerSpec) -> str:
     """The Python that runs a peer."""
-    return sys.executable if spec.python is None else str(spec.python)
+    return sys.executable if spec.python is None else str(spec.python.absolute())
 
 
 class PeerProcess:
@@ -61,12 +61,14 @@ class PeerProcess:
     def __enter__(self) -> PeerProcess:
         read, write = os.pipe()
         self._pipe = os.fdopen(read, "rb")
-        command = [interpreter(self._spec), str(WORKER), str(self._job), str(write)]
+        job = self._job.resolve()
+        command = [interpreter(self._spec), str(WORKER), str(job), str(write)]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     command,
                     env=clean_environment(self._settings),
+                    cwd=job,  # some packages leave files where they are started
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
