@@ -267,7 +267,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(PEERS)}; PYTHON is the interpreter of an environment that has it",
     )
     formats = ", ".join(name for peer in PEERS.values() for name in peer.formats)
-    caches = ", ".join(name for peer in PEERS.values() for name in peer.caches)
+    caches = ", ".join(dict.fromkeys(name for peer in PEERS.values() for name in peer.caches))
     group.add_argument(
         "--peer-format", nargs="+", default=[], metavar="FORMAT", help=f"their weights: {formats}"
     )
