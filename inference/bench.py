@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
+import kernels.bench as kernels_bench
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.errors import EngineError, RequestError
@@ -41,7 +42,6 @@ from inference.kv_cache import blocks_for
 from inference.peers.process import PeerWorker
 from inference.peers.specs import PEERS, read_peers
 from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
-from kernels import bench as kernels_bench
 from kernels.cpu import native
 
 Runner = Callable[[Load], Run]

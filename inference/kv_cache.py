@@ -131,4 +131,5 @@ def make_pool(
     if spec.dynamic:
         return KVPool(k, v, torch.ones(shape[:3]), torch.ones(shape[:3]), dynamic=True)
     assert scales is not None
-    return KVPool(k, v, *scales)
+    k_scale, v_scale = (scale.contiguous() for scale in scales)  # one for all heads is a view
+    return KVPool(k, v, k_scale, v_scale)

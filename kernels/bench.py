@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import ops
+import kernels.ops as ops
 from kernels.cpu import native
 
 CACHES = 96 << 20  # bytes that no cache of a small server holds

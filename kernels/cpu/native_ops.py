@@ -288,7 +288,7 @@ def check_pools(
         raise ValueError(
             f"scales of K and V are {_shape(k_scale)} and {_shape(v_scale)} for a cache of "
             f"{k_pool.dtype} {tuple(shape)}; a quantized cache needs [Hkv] or [Hkv, D] for K and "
-            f"[Hkv] for V, or [blocks, Hkv, {KV_BLOCK}] for both, fp32; a float one needs none"
+            f"[Hkv] for V, or [blocks, Hkv, {KV_BLOCK}] for both, contiguous fp32; a float one none"
         )
     return kinds
 
