@@ -239,18 +239,21 @@ def test_kill_9_at_twenty_random_moments(runs, tmp_path):
     assert runs.run(whole) == 0
     seconds = time.perf_counter() - begin
     expected, moments = files(whole), random.Random(0)
-    kills = ends = 0
+    kills = hits = 0
     while kills < 20:
+        begin, fresh = time.perf_counter(), not output.exists()
         code = runs.run(output, kill_after=moments.uniform(0.0, seconds))
         assert code in (0, -signal.SIGKILL)
         kills += code != 0
+        if code == 0 and fresh:  # faster than the first one: later kills are to hit runs at work
+            seconds = min(seconds, time.perf_counter() - begin)
+        hits += code != 0 and not is_taken(output)
         if code == 0 or is_taken(output):  # it ended, or was killed after its end
-            ends += 1
             assert differing(output, expected) == []
             shutil.rmtree(output)
     assert runs.run(output) == 0
     assert differing(output, expected) == []
-    assert ends < kills  # most of them hit a run at work
+    assert hits >= 5  # that many at least hit a run at work
     assert PRESETS["w4"] == Checkpoint.open(output / "checkpoint", verify=True).scheme
 
 
