@@ -123,9 +123,11 @@ class Checkpoint:
         """Read one tensor from its file."""
         return self._file(name).tensor(name)
 
-    def weight(self, module: str) -> StoredWeight:
-        """The quantized weight of a linear layer, checked."""
-        return read_weight(self.scheme_of(module), module, self.tensor)
+    def weight(self, module: str, device: torch.device | str = "cpu") -> StoredWeight:
+        """The quantized weight of a linear layer; what is packed is unpacked on the device."""
+        return read_weight(
+            self.scheme_of(module), module, lambda name: self.tensor(name).to(device)
+        )
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer's weight and input are quantized; of nothing where they are not."""
