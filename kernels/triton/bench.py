@@ -2,7 +2,7 @@
 
 The floor is bytes over the nominal bandwidth of the device, or that of a large copy, measured in
 the same run, where the device is not known. Families: w4a16,
-w4a8, w8a8, fp8, attention, fused; all by default. Needs a CUDA device.
+w4a8, w8a8, fp8, fp8_block, attention, fused; all by default. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.triton.problems import Problem, timed
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
 NOMINAL = {"H100": 3.35e6, "H200": 4.8e6, "A100": 2.04e6}  # bytes a microsecond
-FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "attention", "fused")
+FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "fp8_block", "attention", "fused")
 
 
 def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:
@@ -45,6 +45,10 @@ def of_fused() -> Iterator[Problem]:
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
             yield problems.norm(rows, 4096, dtype)
             yield problems.silu(rows, 14336, dtype)
+        for group in (None, 128):
+            yield problems.rows_of(rows, 4096, torch.float8_e4m3fn, group)
+        yield problems.norm(rows, 4096, torch.float8_e4m3fn, 128)
+        yield problems.silu(rows, 14336, torch.float8_e4m3fn, 128)
         yield problems.rope(rows)
 
 

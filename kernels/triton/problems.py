@@ -21,7 +21,8 @@ from torch import Tensor
 import kernels.triton.reference as twins
 from kernels.triton.attention_gluon import decode_attention
 from kernels.triton.common import Workspace
-from kernels.triton.fused import add_rms_norm, silu_mul
+from kernels.triton.fp8_block import fp8_block_linear, pack_fp8_block
+from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
 from kernels.triton.rope_cache import rope_write
 from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
 from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
@@ -104,14 +105,15 @@ def gemm(
     family: str, rows: int, outputs: int, inputs: int, workspace: Workspace,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:  # fmt: skip
-    """A linear layer of a family: w4a16, w4a8, w8a8 or fp8; results in `dtype`."""
+    """A linear layer of a family: w4a16, w4a8, w8a8, fp8 or fp8_block; results in `dtype`."""
     bits = 4 + 32 / 128 if family.startswith("w4") else 8
     nbytes = int(outputs * inputs * bits / 8)
     copies = max(1, min(32, int(ROTATED / nbytes) + 1))
-    make = {"w4a16": _w4a16, "w4a8": _w4a8, "w8a8": _w8a8, "fp8": _w8a8}[family]
+    makers = {"w4a16": _w4a16, "w4a8": _w4a8, "w8a8": _w8a8, "fp8": _w8a8, "fp8_block": _fp8_block}
+    make = makers[family]
     call, wanted = make(family, rows, outputs, inputs, copies, workspace, dtype)
     nbytes += rows * (inputs * (2 if family == "w4a16" else 1) + outputs * 2)
-    tolerance = 1e-2 if family == "fp8" else 1e-3 if dtype == torch.float16 else 4e-3
+    tolerance = 1e-2 if family.startswith("fp8") else 1e-3 if dtype == torch.float16 else 4e-3
     return Problem(
         f"{family} {outputs}x{inputs} M={rows} {str(dtype)[6:]}", nbytes, copies, call,
         lambda y: relative(y, wanted), tolerance,
@@ -154,6 +156,16 @@ def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
     return lambda i, tile: w8a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
 
 
+def _fp8_block(family, rows, outputs, inputs, copies, workspace, dtype):
+    runs, tiles = -(-inputs // 128), -(-outputs // 128)
+    sets = [torch.randn(outputs, inputs, device="cuda").to(FP8) for _ in range(copies)]
+    scale = torch.rand(tiles, runs, device="cuda") * 0.01 + 0.002
+    weights = [pack_fp8_block(q, scale) for q in sets]
+    x, own = quantize_rows(torch.randn(rows, inputs, device="cuda"), None, FP8, 128)
+    wanted = twins.fp8_block_linear(x, own, sets[0], scale)
+    return lambda i, tile: fp8_block_linear(x, own, weights[i], workspace, dtype, tile), wanted
+
+
 def attention(
     sequences: int, context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
     per_token: bool = False, implementation: Callable[..., Tensor] = decode_attention,
@@ -185,34 +197,57 @@ def attention(
     )  # fmt: skip
 
 
-def norm(rows: int, size: int, dtype: torch.dtype = torch.int8) -> Problem:
+def norm(
+    rows: int, size: int, dtype: torch.dtype = torch.int8, group: int | None = None
+) -> Problem:
     """Sum, norm and quantization of rows."""
     copies = max(1, min(32, int(ROTATED / (rows * size * 6)) + 1))
     x, other = (torch.randn(copies, rows, size, device="cuda").bfloat16() for _ in "ab")
     weight = torch.rand(size, device="cuda").bfloat16()
 
     def error(y: Tensor) -> float:
-        wanted = twins.add_rms_norm(x[0], other[0], weight, 1e-6, None, dtype)[0]
+        wanted = twins.add_rms_norm(x[0], other[0], weight, 1e-6, None, dtype, group)[0]
         return relative(y, wanted.double())
 
     return Problem(
-        f"add + norm -> {str(dtype)[6:]} {rows}x{size}", rows * size * (6 + dtype.itemsize), copies,
-        lambda i, cut: add_rms_norm(x[i], other[i], weight, 1e-6, dtype=dtype)[0], error,
-        4e-3,
+        f"add + norm -> {_kind(dtype, group)} {rows}x{size}", rows * size * (6 + dtype.itemsize),
+        copies, lambda i, cut: add_rms_norm(x[i], other[i], weight, 1e-6, None, dtype, group)[0],
+        error, 4e-3,
     )  # fmt: skip
 
 
-def silu(rows: int, size: int, dtype: torch.dtype = torch.int8) -> Problem:
+def _kind(dtype: torch.dtype, group: int | None) -> str:
+    return str(dtype)[6:] + (f" by {group}" if group else "")
+
+
+def silu(
+    rows: int, size: int, dtype: torch.dtype = torch.int8, group: int | None = None
+) -> Problem:
     """SwiGLU's product and quantization of rows."""
     copies = max(1, min(32, int(ROTATED / (rows * size * 4)) + 1))
     x = torch.randn(copies, rows, 2 * size, device="cuda").bfloat16()
 
     def error(y: Tensor) -> float:
-        return relative(y, twins.silu_mul(x[0], None, dtype)[0].double())
+        return relative(y, twins.silu_mul(x[0], None, dtype, group)[0].double())
 
     return Problem(
-        f"silu * up -> {str(dtype)[6:]} {rows}x{size}", rows * size * (4 + dtype.itemsize), copies,
-        lambda i, cut: silu_mul(x[i], dtype=dtype)[0], error,
+        f"silu * up -> {_kind(dtype, group)} {rows}x{size}", rows * size * (4 + dtype.itemsize),
+        copies, lambda i, cut: silu_mul(x[i], None, dtype, group)[0], error,
+        4e-3,
+    )  # fmt: skip
+
+
+def rows_of(rows: int, size: int, dtype: torch.dtype = FP8, group: int | None = None) -> Problem:
+    """Quantization of plain rows."""
+    copies = max(1, min(32, int(ROTATED / (rows * size * 2)) + 1))
+    x = torch.randn(copies, rows, size, device="cuda").bfloat16()
+
+    def error(y: Tensor) -> float:
+        return relative(y, twins.quantize_rows(x[0], None, dtype, group)[0].double())
+
+    return Problem(
+        f"rows -> {_kind(dtype, group)} {rows}x{size}", rows * size * (2 + dtype.itemsize), copies,
+        lambda i, cut: quantize_rows(x[i], None, dtype, group)[0], error,
         4e-3,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels.reference as reference
-from kernels.numerics import FP8, INT8, block_absmax, choose_scale, quantize
+from kernels.numerics import FP8, INT8, block_absmax, choose_scale, dequantize, quantize
 
 
 def grouped_linear(
@@ -33,6 +33,16 @@ def scaled_linear(
 ) -> Tensor:
     """fp8: fp64 [M, N], scales of rows and of output channels."""
     out = (xq.double() @ wq.double().T) * x_scale.double().reshape(-1, 1) * w_scale.double()
+    return out if bias is None else out + bias.double()
+
+
+def fp8_block_linear(
+    xq: Tensor, x_scale: Tensor, wq: Tensor, w_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """fp64 [M, N]; scales of runs of 128 of a row, and of blocks of 128 x 128 of the weight."""
+    x = dequantize(xq.double(), x_scale.double(), block=(1, 128))
+    weight = dequantize(wq.double(), w_scale.double(), block=(128, 128))
+    out = x @ weight.T
     return out if bias is None else out + bias.double()
 
 
@@ -78,32 +88,41 @@ def add_rms_norm(
     eps: float,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(rows, their scales, the sum) of norm(x + residual) * weight, in fp32."""
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     normed = wide / (wide.double().square().mean(-1, keepdim=True) + eps).sqrt().float()
-    return *finish_rows(normed * weight.float(), scale, dtype), total
+    return *quantize_rows(normed * weight.float(), scale, dtype, group), total
 
 
 def silu_mul(
-    gate_up: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
+    gate_up: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(rows, their scales) of silu(gate) * up, gate_up [T, 2 I], in fp32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return finish_rows(gate / (1 + torch.exp(-gate)) * up, scale, dtype)
+    return quantize_rows(gate / (1 + torch.exp(-gate)) * up, scale, dtype, group)
 
 
-def finish_rows(
-    y: Tensor, scale: Tensor | None, dtype: torch.dtype
+def quantize_rows(
+    y: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y in a float type; or quantized, with one scale, else each row with its absmax's."""
+    """y in a float type; or quantized, with one scale, else each row or run with its absmax's."""
     kinds = {kind.storage: kind for kind in (INT8, FP8)}
     if dtype not in kinds:
         return y.to(dtype), None
+    block = (1, group or -1)
     if scale is None:
-        scale = choose_scale(block_absmax(y, (1, -1)), kinds[dtype])
-    return quantize(y, scale if scale.dim() == 2 else scale.reshape(()), kinds[dtype]), scale
+        scale = choose_scale(block_absmax(y, block), kinds[dtype])
+    own = scale if scale.dim() == 2 else scale.reshape(())
+    return quantize(y, own, kinds[dtype], block=block), scale
 
 
 def rope_write(

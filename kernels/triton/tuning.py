@@ -117,7 +117,7 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
     tall = bucket(rows)
-    sizes = (256, 128, 64) if tall == 16 and family != "w8a8" else (128, 64)
+    sizes = (256, 128, 64) if tall == 16 and family.startswith("w4") else (128, 64)
     sizes = [size for size in sizes if outputs % size == 0]
     size = next((s for s in sizes if outputs // s >= 0.8 * processors), sizes[-1])
     splits = max(1, min(round(2 * processors / (outputs // size)), inputs // 1024, 8))

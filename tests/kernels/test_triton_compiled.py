@@ -107,6 +107,23 @@ def test_decode_attention(capability, dims, storage):
             assert not binary.count("ldmatrix")
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_rows_quantized_by_runs(capability):
+    from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+
+    x, weight = torch.zeros(2, 28672).bfloat16(), torch.ones(4096)
+    narrow = x[:, :4096].contiguous()
+    with building_for(capability) as built:
+        add_rms_norm(narrow, narrow, weight, 1e-6, dtype=FP8, group=128)
+        silu_mul(x, dtype=FP8, group=128)
+        quantize_rows(narrow, dtype=FP8, group=128)
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.registers <= 64, "rows of 14336 take 32 warps"
+        assert binary.count(r"div\.rn\.f32") <= 8, "scales alone are divided, not elements"
+
+
 @pytest.mark.parametrize(("capability", "storage"), [(80, torch.int8), (89, FP8), (90, torch.int8)])
 @compiled
 def test_fused_rows_and_cache_write(capability, storage):
