@@ -22,6 +22,7 @@ from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch, forward
 from inference.kv_cache import BlockManager, KVPool
+from inference.models.feed_forward import SwiGLU
 from inference.models.llama import LlamaModel
 from inference.scheduler import PENDING, Slice
 from kernels.ops import KV_BLOCK
@@ -173,7 +174,8 @@ class GpuRunner:
     ) -> None:
         self.model, self._pools, self._blocks, self._width = model, pools, blocks, width
         self._device = model.place.device
-        self._graphs = graphs and self._device.type == "cuda"
+        dense = all(isinstance(layer.feed_forward, SwiGLU) for layer in model.layers)
+        self._graphs = graphs and dense and self._device.type == "cuda"  # routing asks the host
         self._nobody = seats  # the seat of rows that stand for no sequence
         self._tokens = torch.zeros(seats + 1, dtype=torch.int64, device=self._device)
         self._captured: dict[int, Captured] = {}

@@ -228,7 +228,8 @@ def _launch(xq, x_scale, weight, workspace, out, tile) -> None:
 
 def _library_takes(weight: Fp8BlockWeight, out_dtype: torch.dtype) -> bool:
     whole = weight.outputs % RUN == 0 and weight.inputs % RUN == 0
-    return whole and out_dtype in LIBRARY_TYPES and capability() // 10 == 9
+    on_hopper = weight.packed.is_cuda and capability() // 10 == 9
+    return whole and out_dtype in LIBRARY_TYPES and on_hopper
 
 
 def library_linear(
