@@ -125,6 +125,63 @@ def quantize_rows(
     return quantize(y, own, kinds[dtype], block=block), scale
 
 
+def likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens of a row may be drawn: bool [B, V]; see `inference.sampler.keep_likely`.
+
+    Probabilities are whole 2^-40ths of the largest, so that sums are exact in any order.
+    """
+    kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    for row in range(len(logits)):
+        x = logits[row].float()
+        x = x / temperature[row] if temperature[row] > 0 else x
+        values, index = x.sort(descending=True, stable=True)
+        mass = (torch.exp(values - values[0]) * 2.0**40).long()
+        count = int(top_k[row]) or len(x)
+        mass[count:] = 0
+        enough = mass.sum().double() * top_p[row].double()
+        keep = (mass.cumsum(0) - mass).double() < (enough if top_p[row] < 1 else torch.inf)
+        keep[count:] = False
+        kept[row, index[keep]] = True
+    return kept
+
+
+def uniform(seed: int, step: int, tokens: int) -> Tensor:
+    """fp32 [V] in (0, 1]: the first word of Philox4x32-7, key `seed`, counter (token, step)."""
+    mask, half = 2**32 - 1, 2**16 - 1
+    words = [torch.arange(tokens), *(torch.full((tokens,), w) for w in (step & mask, step >> 32, 0))]
+    keys = [seed & mask, (seed >> 32) & mask]
+    for _ in range(7):
+        high, low = [], []
+        for word, factor in ((words[2], 0xCD9E8D57), (words[0], 0xD2511F53)):
+            below = (factor * (word & half)) >> 16
+            high.append((factor * (word >> 16) + below) >> 16)
+            low.append((((factor * (word >> 16)) << 16) + factor * (word & half)) & mask)
+        words = [high[0] ^ words[1] ^ keys[0], low[0], high[1] ^ words[3] ^ keys[1], low[1]]
+        keys = [(keys[0] + 0x9E3779B9) & mask, (keys[1] + 0xBB67AE85) & mask]
+    return (words[0].float() + 0.5) * 2.0**-32
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+) -> Tensor:
+    """int64 [B]: the largest logit, or of x - log E, E exponential noise, over the likely."""
+    kept, tokens = likely(logits, temperature, top_k, top_p), []
+    for row in range(len(logits)):
+        if temperature[row] == 0:
+            tokens.append(logits[row].float().argmax().cpu())
+            continue
+        v = uniform(int(seeds[row]), int(steps[row]), logits.shape[1]).to(logits.device)
+        noise = -(-torch.log1p(-v.double())).float().log()
+        x = logits[row].float() / temperature[row]
+        tokens.append(torch.where(kept[row], x + noise, -torch.inf).argmax().cpu())
+    return torch.stack(tokens).to(logits.device)
+
+
 def rope_write(
     q: Tensor,
     k: Tensor,
