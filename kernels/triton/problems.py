@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 import kernels.triton.reference as twins
-from kernels.triton.attention_gluon import decode_attention
+from kernels.triton.attention import decode_attention
 from kernels.triton.common import Workspace
 from kernels.triton.fp8_block import fp8_block_linear, pack_fp8_block
 from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+from kernels.triton.prefill import prefill_attention
 from kernels.triton.rope_cache import rope_write
 from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
 from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
@@ -43,6 +44,7 @@ class Problem:
         call: call(i, cut) with the i-th set; `cut` a tile, or None for the device's table.
         error: error(result): distance from the twin, relative, of the result of call(0, ...).
         tolerance: The largest error of a right result.
+        operations: Sums and products of 16 bits, where they are the limit.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Problem:
     call: Callable[[int, Any], Tensor]
     error: Callable[[Tensor], float]
     tolerance: float
+    operations: float = 0.0
 
     def check(self, cut: Any = None) -> float:
         """The error of one call; raises ValueError where it is too large or NaN."""
@@ -166,24 +169,32 @@ def _fp8_block(family, rows, outputs, inputs, copies, workspace, dtype):
     return lambda i, tile: fp8_block_linear(x, own, weights[i], workspace, dtype, tile), wanted
 
 
+def cache(
+    pages: int, dtype: torch.dtype, per_token: bool, copies: int
+) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor] | list[None]]:
+    """(copies of K and V pages of 8 heads of 128, their scales)."""
+
+    def random(*shape: int) -> Tensor:
+        integers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
+        return integers.to(dtype) if dtype.itemsize == 1 else integers.to(dtype).mul_(0.015)
+
+    pools = [(random(pages, 8, 64, 128), random(pages, 8, 128, 64)) for _ in range(copies)]
+    if dtype.itemsize == 2:
+        return pools, [None, None]
+    shape = (pages, 8, 64) if per_token else (8,)
+    scales = [torch.rand(shape, device="cuda") * 0.01 + 0.01 for _ in "kv"]
+    return pools, [scale.half() for scale in scales] if per_token else scales
+
+
 def attention(
     sequences: int, context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
     per_token: bool = False, implementation: Callable[..., Tensor] = decode_attention,
 ) -> Problem:  # fmt: skip
     """Decode attention, 32 query and 8 KV heads of 128, sequences of equal length."""
     heads, dim, pages = 8, 128, sequences * context // 64
-    nbytes = pages * heads * 64 * dim * 2
+    nbytes = pages * heads * 64 * (dim * 2 * dtype.itemsize + (4 if per_token else 0))
     copies = max(1, min(8, int(ROTATED / nbytes) + 1))
-
-    def random(*shape: int) -> Tensor:
-        return torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda").to(dtype)
-
-    pools = [(random(pages, heads, 64, dim), random(pages, heads, dim, 64)) for _ in range(copies)]
-    shape = (pages, heads, 64) if per_token else (heads,)
-    scales = [torch.rand(shape, device="cuda") * 0.01 + 0.01 for _ in "kv"]
-    if per_token:
-        scales = [scale.half() for scale in scales]
-        nbytes += 4 * pages * heads * 64
+    pools, scales = cache(pages, dtype, per_token, copies)
     tables = torch.randperm(pages, device="cuda").to(torch.int32).view(sequences, -1)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
     q = torch.randn(sequences, 4 * heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -191,10 +202,47 @@ def attention(
     wanted = twins.decode_attention(q, *pools[0], *rest)
     kind = f"{str(dtype)[6:]} {'per token' if per_token else 'per head'}"
     return Problem(
-        f"attention {kind} ({sequences}, {context})",
+        f"attention {kind if dtype.itemsize == 1 else str(dtype)[6:]} ({sequences}, {context})",
         nbytes, copies, lambda i, cut: implementation(q, *pools[i], *rest, workspace, cut=cut),
         lambda y: relative(y, wanted), 4e-3,
     )  # fmt: skip
+
+
+def prefill(
+    new: tuple[int, ...], context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
+    per_token: bool = False,
+) -> Problem:  # fmt: skip
+    """Attention of `new` tokens of sequences of equal length, shaped as for decode attention.
+
+    Those with one new token come first, and are counted as decodes.
+    """
+    heads, dim, pages = 8, 128, len(new) * context // 64
+    pools, scales = cache(pages, dtype, per_token, 2)
+    tables = torch.randperm(pages, device="cuda").to(torch.int32).view(len(new), -1)
+    lengths = torch.full((len(new),), context, dtype=torch.int32, device="cuda")
+    starts = torch.tensor((0, *new), device="cuda").cumsum(0).int()
+    operand = torch.float16 if dtype.itemsize == 1 else dtype
+    q = torch.randn(sum(new), 4 * heads, dim, device="cuda", dtype=operand)
+    rest, decodes = (tables, starts, lengths, *scales, dim**-0.5), sum(n == 1 for n in new)
+    wanted = twins.prefill_attention(q[-512:], *pools[0], *_last(rest, 512))
+    kind = f"{str(dtype)[6:]}{' per token' if per_token else ''}"
+    seen = sum(n * (context - (n - 1) / 2) for n in new)
+    many = f"{decodes} x 1 + " if decodes else ""
+    return Problem(
+        f"prefill {kind} {many}{len(new) - decodes} x {new[-1]} of {context}",
+        pages * heads * 128 * dim * dtype.itemsize, 2,
+        lambda i, block: prefill_attention(
+            q, *pools[i], *rest, workspace, None, decodes, None, torch.bfloat16, block
+        ),
+        lambda y: relative(y[-512:], wanted), 4e-3, 4 * seen * 4 * heads * dim,
+    )  # fmt: skip
+
+
+def _last(rest: tuple, count: int) -> tuple:
+    """What the twin takes for the last `count` queries alone, all of the last sequence."""
+    tables, starts, lengths, k_scale, v_scale, factor = rest
+    starts = torch.tensor([0, min(count, int(starts[-1] - starts[-2]))])
+    return tables[-1:], starts, lengths[-1:], k_scale, v_scale, factor
 
 
 def norm(
@@ -252,13 +300,13 @@ def rows_of(rows: int, size: int, dtype: torch.dtype = FP8, group: int | None = 
     )  # fmt: skip
 
 
-def rope(rows: int, per_token: bool = True) -> Problem:
-    """Rotation, quantization and cache write, 32 query and 8 KV heads of 128."""
+def rope(rows: int, per_token: bool = True, start: int = 0) -> Problem:
+    """Rotation, quantization and cache write from a place on, 32 query and 8 KV heads of 128."""
     pages, dim = -(-rows // 64) * 2, 128
     copies = max(1, min(8, int(ROTATED / (rows * 6144 * 2)) + 1))
     x = torch.randn(copies, rows, 48, dim, device="cuda").bfloat16()
     angles = (torch.rand(rows, dim // 2, device="cuda") * 6).repeat(1, 2)
-    slots = torch.arange(rows, device="cuda")
+    slots = torch.arange(rows, device="cuda") + start
     pools = [torch.zeros(pages, 8, *s, dtype=torch.int8, device="cuda") for s in ((64, dim),)]
     pools.append(torch.zeros(pages, 8, dim, 64, dtype=torch.int8, device="cuda"))
     shape = (pages, 8, 64) if per_token else (8,)
@@ -270,13 +318,14 @@ def rope(rows: int, per_token: bool = True) -> Problem:
 
     def error(y: Tensor) -> float:
         found = [pool.clone() for pool in pools]
-        count = min(rows, 64)
+        count = min(rows, 256)
         few = [t[:count] for t in (*parts(0), angles.cos(), angles.sin())]
         wanted = twins.rope_write(*few, *pools, slots[:count], *scales)
         off = max((a.int() - b.int()).abs().max().item() for a, b in zip(found, pools, strict=True))
         return relative(y[:count], wanted.double()) if off <= 1 else float("nan")
 
     return Problem(
-        f"rope + quantize + write {rows}", rows * 6144 * 2 + rows * (8192 + 2048), copies,
+        f"rope + quantize + write {rows}{f' from {start} on' if start else ''}",
+        rows * 6144 * 2 + rows * (8192 + 2048), copies,
         lambda i, cut: rope_write(*parts(i), *rest), error, 4e-3,
     )  # fmt: skip

@@ -52,29 +52,58 @@ def decode_attention(
     v_pages: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     softmax_scale: float,
     sliding_window: int | None = None,
 ) -> Tensor:
     """fp64 [S, Hq, D], one sequence at a time; zeros for a sequence of length 0."""
+    starts = (lengths > 0).long().cumsum(0).tolist()
+    rows = [s for s, length in enumerate(lengths.tolist()) if length]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    group = q.shape[1] // k_pages.shape[1]
-    for s, length in enumerate(lengths.tolist()):
-        if length == 0:
-            continue
-        pages = tables[s, : -(-length // 64)].long()
-        begin = 0 if sliding_window is None else max(0, length - sliding_window)
-        k = dequantize_pages(k_pages, k_scale, pages)[:, begin:length]  # [Hkv, n, D]
-        v = dequantize_pages(v_pages.transpose(2, 3), v_scale, pages)[:, begin:length]
-        own = q[s].double().unflatten(0, (-1, group))  # [Hkv, group, D]
-        weights = torch.softmax(own @ k.transpose(1, 2) * softmax_scale, dim=-1)
-        out[s] = (weights @ v).flatten(0, 1)
+    out[rows] = prefill_attention(
+        q[rows], k_pages, v_pages, tables, torch.tensor([0, *starts]), lengths, k_scale, v_scale,
+        softmax_scale, sliding_window,
+    )  # fmt: skip
     return out
 
 
-def dequantize_pages(pool: Tensor, scale: Tensor, pages: Tensor) -> Tensor:
+def prefill_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    lengths: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """fp64 [T, Hq, D], one sequence at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    group, starts = q.shape[1] // k_pages.shape[1], query_start.tolist()
+    for s, length in enumerate(lengths.tolist()):
+        own = q[starts[s] : starts[s + 1]].double().unflatten(1, (-1, group))  # [n, Hkv, group, D]
+        if len(own) == 0:
+            continue
+        pages = tables[s, : -(-length // 64)].long()
+        k = dequantize_pages(k_pages, k_scale, pages)[:, :length]  # [Hkv, t, D]
+        v = dequantize_pages(v_pages.transpose(2, 3), v_scale, pages)[:, :length]
+        token = torch.arange(length, device=q.device)
+        age = token[length - len(own) :, None] - token  # [n, t]
+        hidden = (age < 0) | (age >= (sliding_window or length))
+        scores = torch.einsum("nhgd,htd->hgnt", own, k) * softmax_scale
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        v = v.masked_fill(hidden.all(0)[None, :, None], 0.0)  # what nobody sees may be anything
+        out[starts[s] : starts[s + 1]] = torch.einsum("hgnt,htd->nhgd", weights, v).flatten(1, 2)
+    return out
+
+
+def dequantize_pages(pool: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
     """What a sequence's pages [., Hkv, 64, D] stand for: fp64 [Hkv, tokens, D]."""
+    if scale is None:
+        return pool[pages].double().transpose(0, 1).flatten(1, 2)
     wide = scale[pages] if scale.dim() == 3 else scale[None]
     shape = (wide.shape[0], wide.shape[1], wide.shape[2] if scale.dim() == 3 else 1, -1)
     values = pool[pages].double() * wide.double().reshape(shape)
@@ -148,7 +177,10 @@ def likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
 def uniform(seed: int, step: int, tokens: int) -> Tensor:
     """fp32 [V] in (0, 1]: the first word of Philox4x32-7, key `seed`, counter (token, step)."""
     mask, half = 2**32 - 1, 2**16 - 1
-    words = [torch.arange(tokens), *(torch.full((tokens,), w) for w in (step & mask, step >> 32, 0))]
+    words = [
+        torch.arange(tokens),
+        *(torch.full((tokens,), w) for w in (step & mask, step >> 32, 0)),
+    ]
     keys = [seed & mask, (seed >> 32) & mask]
     for _ in range(7):
         high, low = [], []
@@ -191,11 +223,22 @@ def rope_write(
     k_pages: Tensor,
     v_pages: Tensor,
     slots: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotated q [T, Hq, D]; K (rotated, fp32) and V put into the cache, one token at a time."""
-    rotated, keys = reference.apply_rope(q.float(), k.float(), cos.float(), sin.float())
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    q_wide, k_wide = (
+        x.float() if w is None else torch.nn.functional.rms_norm(x.float(), w.shape, w.float(), eps)
+        for x, w in ((q, q_norm), (k, k_norm))
+    )
+    rotated, keys = reference.apply_rope(q_wide, k_wide, cos.float(), sin.float())
     kind = INT8 if k_pages.dtype == torch.int8 else FP8
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -205,10 +248,13 @@ def rope_write(
             (keys[token], k_pages[page, :, place], k_scale),
             (v[token].float(), v_pages[page, :, :, place], v_scale),
         ):  # [Hkv, D]
+            if scale is None:
+                pool.copy_(x)
+                continue
             if scale.dim() == 3:
                 scale[page, :, place] = choose_scale(block_absmax(x, (1, -1)), kind)[:, 0]
                 own = scale[page, :, place].float().reshape(-1, 1)
             else:
                 own = scale.reshape(scale.shape[0], -1)
             pool.copy_(quantize(x, own, kind))
-    return rotated.to(q.dtype)
+    return rotated.to(out_dtype or q.dtype)

@@ -124,4 +124,3 @@ def test_a_checkpoint_on_disk_loads(tiny_llama, make_quantized):
     assert Checkpoint.open(path).scheme.wac == "a8w8c8"
     output = engine.generate(["def add(a, b):"], SamplingParams(max_tokens=9, ignore_eos=True))[0]
     assert len(output.token_ids) == 9
-

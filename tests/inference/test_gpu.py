@@ -10,6 +10,7 @@ import torch
 from triton_lab import interpreted
 
 from formats.errors import EngineError
+from tests.experts import MOE
 
 SCHEMES = [
     "float",
@@ -80,6 +81,10 @@ def test_logits_are_those_of_the_cpu(tmp_path, scheme):
 def test_families(make_model, family):
     window = {"sliding_window": 16} if family == "mistral" else {}
     compare(str(make_model(family, tie_word_embeddings=False, **window)), 0.03)
+
+
+def test_mixtures_of_experts(make_model):
+    compare(str(make_model("qwen2_moe", **MOE["qwen2_moe"])), 0.03)
 
 
 @interpreted
