@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import signal
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -15,6 +13,7 @@ import torch
 from pydantic import Field
 
 from formats.errors import EngineError, PTQError, RequestError
+from formats.memory import peak_rss_bytes
 from formats.scheme import Strict
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -102,12 +101,6 @@ def _check_room(engine: Engine, load: Load) -> None:
             f"{engine.stats().total}. Raise max_batch_size and kv_blocks, or lower the batch",
             "batch",
         )
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 
 
 class Worker:

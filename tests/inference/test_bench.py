@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from formats.command import run_command
 from formats.errors import CheckpointError, EngineError, RequestError
@@ -104,6 +105,12 @@ def test_a_worker_passes_errors_on(tmp_path, tiny_llama):
         killed._process.kill()
         with pytest.raises(EngineError, match=r"exit code -9"):
             killed.run(LOAD)
+
+
+def test_a_workers_memory_is_its_own(tiny_llama):
+    held = torch.ones(200_000_000)
+    with Worker(str(tiny_llama), EngineConfig()) as worker:
+        assert worker.run(LOAD).peak_rss_bytes < held.nbytes
 
 
 def test_the_command_compares_two_models(tiny_llama, make_quantized, tmp_path, capsys):
