@@ -12,6 +12,7 @@ from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import ActivationSpec, LayerScheme
 from formats.weights import StoredWeight
+from kernels.numerics import TYPES
 from kernels.ops import (
     Weight,
     fake_quantize_fp8,
@@ -102,10 +103,10 @@ def _quantized_linear(
     spec, activations = scheme.weights, scheme.activations
     assert spec is not None
     input_scale = _input_scale(checkpoint, modules, device)
-    parts = [checkpoint.weight(module) for module in modules]
+    q, parts = _read_together(checkpoint, modules, TYPES[spec.dtype].storage)
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
     packed = pack_quantized_weight(
-        torch.cat([part.q for part in parts]),
+        q,
         torch.cat([_scale_by_row(part, spec.block[0]) for part in parts]),
         spec.dtype,
         torch.cat(zeros) if zeros else None,
@@ -115,6 +116,20 @@ def _quantized_linear(
         device=device,
     )
     return Linear(packed, activations, input_scale)
+
+
+def _read_together(
+    checkpoint: Checkpoint, modules: Sequence[str], storage: torch.dtype
+) -> tuple[Tensor, list[StoredWeight]]:
+    """Integers [N of all, K] of layers, and each weight with its rows of them.
+
+    Each is read to its place, so that nothing as large is held beside them.
+    """
+    shapes = [checkpoint.weight_shape(module) for module in modules]
+    rows = [shape[0] for shape in shapes]
+    q = torch.empty(sum(rows), shapes[0][1], dtype=storage)
+    places = zip(modules, q.split(rows), strict=True)
+    return q, [checkpoint.weight(module, place) for module, place in places]
 
 
 def _scale_by_row(weight: StoredWeight, length: int) -> Tensor:

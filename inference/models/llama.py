@@ -177,9 +177,6 @@ class LlamaModel:
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
         self._checkpoint, self._device, self.dtype = checkpoint, device, dtype
-        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
-        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
-            self.embedding = self.embedding.to(dtype)
         untied = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
         head = "lm_head" if untied else "model.embed_tokens"
         self.head = load_linear(checkpoint, [head], device, dtype)
@@ -189,6 +186,10 @@ class LlamaModel:
         angle = torch.cat((angle, angle), dim=-1)
         self.cos = (angle.cos() * config.rope_scaling).to(device, dtype)
         self.sin = (angle.sin() * config.rope_scaling).to(device, dtype)
+        # Last, and as it is: nothing is held any more of what was held beside the packed layers.
+        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
+        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
+            self.embedding = self.embedding.to(dtype)
         self._fused: tuple[Sequence[KVPool], FusedDecoder | None] | None = None
 
     @property
