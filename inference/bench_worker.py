@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from threading import Thread
 from types import TracebackType
 
 import torch
@@ -144,14 +146,27 @@ class Worker:
         return reply
 
 
+def end_with_parent() -> None:
+    """End this process of `multiprocessing` when its parent ends, whatever it is at."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
 def _serve(pipe: Connection, path: str, config: EngineConfig, quantized_kv: bool) -> None:
     """Answer loads until the parent ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends us
+    end_with_parent()
     try:
         engine = Engine.from_pretrained(path, config=config, quantized_kv=quantized_kv)
         while True:
             pipe.send(run_once(engine, pipe.recv()))
-    except EOFError:  # the parent is gone
+    except (EOFError, BrokenPipeError):  # the parent is gone
         return
     except PTQError as error:
         pipe.send(error)
