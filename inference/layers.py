@@ -13,6 +13,7 @@ from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import ActivationSpec, LayerScheme
 from formats.weights import StoredWeight
+from kernels.numerics import TYPES
 from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
 from kernels.weights import Weight, pack_float_weight, pack_quantized_weight
 
@@ -124,9 +125,8 @@ def _quantized_linear(
     spec, activations = scheme.weights, scheme.activations
     assert spec is not None
     input_scale = _input_scale(checkpoint, modules, place.device)
-    parts = [checkpoint.weight(module, place.device) for module in modules]
+    q, parts = _read_together(checkpoint, modules, TYPES[spec.dtype].storage, place.device)
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    q = torch.cat([part.q for part in parts])
     scale = torch.cat([_scale_by_row(part, spec.block[0]) for part in parts])
     zero_point = torch.cat(zeros) if zeros else None
     group = None if spec.block[1] == -1 else spec.block[1]
@@ -142,6 +142,20 @@ def _quantized_linear(
     rows = rows_of(activations, input_scale, place.dtype)
     own = pack(q, scale, zero_point, bias, rows, place.dtype, bits=spec.bits, group=group)
     return GpuLinear(own, rows)
+
+
+def _read_together(
+    checkpoint: Checkpoint, modules: Sequence[str], storage: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[StoredWeight]]:
+    """Integers [N of all, K] of layers, and each weight with its rows of them.
+
+    Each is read to its place, so that nothing as large is held beside them.
+    """
+    shapes = [checkpoint.weight_shape(module) for module in modules]
+    rows = [shape[0] for shape in shapes]
+    q = torch.empty(sum(rows), shapes[0][1], dtype=storage, device=device)
+    places = zip(modules, q.split(rows), strict=True)
+    return q, [checkpoint.weight(module, place) for module, place in places]
 
 
 def _scale_by_row(weight: StoredWeight, length: int) -> Tensor:

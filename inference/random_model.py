@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -61,10 +62,10 @@ class RandomCheckpoint(Checkpoint):
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return random_values(name, self._shapes[name], generator)
 
-    def weight(self, module: str, device: torch.device | str = "cpu") -> StoredWeight:
+    def weight(self, module: str, out: Tensor | None = None) -> StoredWeight:
         """A random quantized weight."""
-        values = self.tensor(f"{module}.weight").to(device)
-        return round_to_nearest(values.float(), self._layers[module])
+        own = round_to_nearest(self.tensor(f"{module}.weight").float(), self._layers[module])
+        return own if out is None else replace(own, q=out.copy_(own.q))
 
     def weight_shape(self, module: str) -> tuple[int, ...]:
         """Outputs and inputs of a linear layer."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import kernels.ops as ops
 from kernels.cpu import native
+from kernels.cpu.structures import FORMATS, STORAGE_NAMES
 from kernels.weights import PackedWeight, Weight, pack_float_weight, pack_quantized_weight
 
 CACHES = 96 << 20  # bytes that no cache of a small server holds
@@ -79,7 +80,7 @@ def measure_limits(seconds: float = 0.2) -> Limits:
         rounds, done, spent = 200_000, 0.0, 0.0
         while spent < seconds:
             start = time.perf_counter()
-            done = loaded.ptq_multiply_add(native.FORMATS[unit], rounds, threads)
+            done = loaded.ptq_multiply_add(FORMATS[unit], rounds, threads)
             spent = time.perf_counter() - start
             rounds *= 2
         rate[unit] = done / spent
@@ -235,7 +236,7 @@ def attention_cases(contexts: Sequence[int], heads: int = 32, kv: int = 8) -> It
                 return ops.paged_attention(q, k_pool, v_pool, t, s, n, k_scale, v_scale, dim**-0.5)
 
             operations = 4 * heads * dim * context
-            name = f"attention {native.STORAGE_NAMES[kind]}"
+            name = f"attention {STORAGE_NAMES[kind]}"
             yield Case(name, f"context {context}", ours, peers, 2 * pool.nbytes, operations)
 
 

@@ -182,9 +182,6 @@ class LlamaModel:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
         device, dtype = place.device, place.dtype
         self._checkpoint, self.place, self.dtype = checkpoint, place, dtype
-        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
-        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
-            self.embedding = self.embedding.to(dtype)
         untied = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
         head = "lm_head" if untied else "model.embed_tokens"
         self.head = load_linear(checkpoint, [head], place)
@@ -195,6 +192,10 @@ class LlamaModel:
         angles_in = torch.float32 if place.triton else dtype
         self.cos = (angle.cos() * config.rope_scaling).to(device, angles_in)
         self.sin = (angle.sin() * config.rope_scaling).to(device, angles_in)
+        # Last, and as it is: nothing is held any more of what was held beside the packed layers.
+        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
+        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
+            self.embedding = self.embedding.to(dtype)
         self._fused: tuple[Sequence[KVPool], FusedDecoder | None] | None = None
 
     @property
