@@ -30,7 +30,7 @@ from kernels.triton.tuning import Cut, Tile, bucket, file_of, multiprocessors
 
 log = logging.getLogger("ptq.kernels")
 ATTENTION = ("attention", "attention_per_token")
-FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", *ATTENTION)
+FAMILIES = ("w4a16", "w4a8", "w8a16", "w8a8", "fp8", *ATTENTION)
 ROWS = (16, 64, 256)
 
 

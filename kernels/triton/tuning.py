@@ -113,11 +113,13 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
     """
     if family in ("w8a8",) and rows > 512:
         return Tile(256, 128, stages=3, warps=8, persistent=True)
+    if family == "w8a16" and rows > 64:
+        return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
     if rows > 64:
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
     tall = bucket(rows)
-    sizes = (256, 128, 64) if tall == 16 and family != "w8a8" else (128, 64)
+    sizes = (256, 128, 64) if tall == 16 and family not in ("w8a8", "w8a16") else (128, 64)
     sizes = [size for size in sizes if outputs % size == 0]
     size = next((s for s in sizes if outputs // s >= 0.8 * processors), sizes[-1])
     splits = max(1, min(round(2 * processors / (outputs // size)), inputs // 1024, 8))
