@@ -2,8 +2,9 @@
 
 The floor is bytes over the nominal bandwidth of the device, or that of a large copy, measured in
 the same run, where the device is not known; of prefill attention, its products at what a large
-bf16 GEMM reaches. Families: w4a16, w4a8, w8a8, fp8, fp8_block, attention, prefill, fused; all by
-default. Needs a CUDA device.
+bf16 GEMM reaches. Families: w4a16, w4a8, w8a16, w8a8, fp8, fp8_block, attention, prefill, fused;
+all by default. `_g64` behind one of the first three stands for groups of 64, `_zeros` for zero
+points. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ NOMINAL = {"H100": 3.35e6, "H200": 4.8e6, "A100": 2.04e6}  # bytes a microsecond
 PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 32768))
 MIXED = (1,) * 16 + (1024,)
 REACHED = 6e8  # operations of 16 bits a microsecond
-FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "fp8_block", "attention", "prefill", "fused")
+GROUPED = [base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in problems.VARIANTS]
+FAMILIES = (*GROUPED, "w8a8", "fp8", "fp8_block", "attention", "prefill", "fused")
 
 
 def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:
     """Linear layers of a family, some rows to many."""
     for outputs, inputs in SHAPES:
         for rows in (1, 16, 64, 256) + ((4096,) if outputs * inputs > 2**25 else ()):
-            types = (torch.float16,) if family == "w4a16" and rows < 4096 else ()
+            types = (torch.float16,) if "a16" in family and rows < 4096 else ()
             for dtype in (torch.bfloat16, *types):
                 yield problems.gemm(family, rows, outputs, inputs, workspace, dtype)
 

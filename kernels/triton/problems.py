@@ -28,9 +28,11 @@ from kernels.triton.rope_cache import rope_write
 from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
 from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
 from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+from kernels.triton.w8a16 import pack_w8a16, w8a16_linear
 
 ROTATED = 300e6  # bytes that are read between two uses of a copy; L2 holds 50 to 60 MB
 FP8 = torch.float8_e4m3fn
+VARIANTS = ("", "_g64", "_zeros")  # of weights with scales of groups
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,22 @@ def gemm(
     family: str, rows: int, outputs: int, inputs: int, workspace: Workspace,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:  # fmt: skip
-    """A linear layer of a family: w4a16, w4a8, w8a8, fp8 or fp8_block; results in `dtype`."""
-    bits = 4 + 32 / 128 if family.startswith("w4") else 8
+    """A linear layer of a family: w4a16, w4a8 or w8a16 and a variant, w8a8, fp8 or fp8_block.
+
+    Results are in `dtype`. Of 4 bits groups are 128 inputs long, of 8 bits all, but in a variant.
+    """
+    group = 64 if family.endswith("_g64") else 128 if family.startswith("w4") else inputs
+    bits = (4 if family.startswith("w4") else 8) + 32 / group
     nbytes = int(outputs * inputs * bits / 8)
     copies = max(1, min(32, int(ROTATED / nbytes) + 1))
-    makers = {"w4a16": _w4a16, "w4a8": _w4a8, "w8a8": _w8a8, "fp8": _w8a8, "fp8_block": _fp8_block}
-    make = makers[family]
-    call, wanted = make(family, rows, outputs, inputs, copies, workspace, dtype)
-    nbytes += rows * (inputs * (2 if family == "w4a16" else 1) + outputs * 2)
+    shape = (rows, outputs, inputs)
+    if family in ("w8a8", "fp8"):
+        call, wanted = _w8a8(family, *shape, copies, workspace, dtype)
+    elif family == "fp8_block":
+        call, wanted = _fp8_block(*shape, copies, workspace, dtype)
+    else:
+        call, wanted = _grouped(family, *shape, group, copies, workspace, dtype)
+    nbytes += rows * (inputs * (2 if "a16" in family else 1) + outputs * 2)
     tolerance = 1e-2 if family.startswith("fp8") else 1e-3 if dtype == torch.float16 else 4e-3
     return Problem(
         f"{family} {outputs}x{inputs} M={rows} {str(dtype)[6:]}", nbytes, copies, call,
@@ -123,26 +133,34 @@ def gemm(
     )  # fmt: skip
 
 
-def _int4(outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    q = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8, device="cuda")
-    return q, torch.rand(outputs, inputs // 128, device="cuda") * 0.01 + 0.002
+def grouped_weight(
+    bits: int, outputs: int, inputs: int, group: int, zeros: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Random integers, scales of groups, and zero points or None."""
+    top = 1 << (bits - 1)
+
+    def random(width: int) -> Tensor:
+        return torch.randint(-top, top, (outputs, width), dtype=torch.int8, device="cuda")
+
+    scale = torch.rand(outputs, inputs // group, device="cuda") * 0.01 + 0.002
+    return random(inputs), scale, random(inputs // group) if zeros else None
 
 
-def _w4a16(family, rows, outputs, inputs, copies, workspace, dtype):
-    sets = [_int4(outputs, inputs) for _ in range(copies)]
-    weights = [pack_w4a16(q, scale) for q, scale in sets]
+def _grouped(family, rows, outputs, inputs, group, copies, workspace, dtype):
+    bits, zeros = int(family[1]), family.endswith("_zeros")
+    sets = [grouped_weight(bits, outputs, inputs, group, zeros) for _ in range(copies)]
+    pack = {"w4a16": pack_w4a16, "w4a8": pack_w4a8, "w8a16": pack_w8a16}[family.split("_")[0]]
+    weights = [pack(q, scale, None, zero) for q, scale, zero in sets]
+    q, scale, zero = sets[0]
+    if family.startswith("w4a8"):
+        x = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8, device="cuda")
+        own = torch.rand(rows, 1, device="cuda") * 0.01
+        wanted = twins.grouped_linear(x, q, scale, None, own, zero)
+        return lambda i, tile: w4a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
     x = torch.randn(rows, inputs, device="cuda").to(dtype)
-    wanted = twins.grouped_linear(x, *sets[0])
-    return lambda i, tile: w4a16_linear(x, weights[i], workspace, tile), wanted
-
-
-def _w4a8(family, rows, outputs, inputs, copies, workspace, dtype):
-    sets = [_int4(outputs, inputs) for _ in range(copies)]
-    weights = [pack_w4a8(q, scale) for q, scale in sets]
-    x = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8, device="cuda")
-    own = torch.rand(rows, 1, device="cuda") * 0.01
-    wanted = twins.grouped_linear(x, *sets[0], None, own)
-    return lambda i, tile: w4a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
+    linear = w4a16_linear if bits == 4 else w8a16_linear
+    wanted = twins.grouped_linear(x, q, scale, None, None, zero)
+    return lambda i, tile: linear(x, weights[i], workspace, tile), wanted
 
 
 def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
@@ -159,7 +177,7 @@ def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
     return lambda i, tile: w8a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
 
 
-def _fp8_block(family, rows, outputs, inputs, copies, workspace, dtype):
+def _fp8_block(rows, outputs, inputs, copies, workspace, dtype):
     runs, tiles = -(-inputs // 128), -(-outputs // 128)
     sets = [torch.randn(outputs, inputs, device="cuda").to(FP8) for _ in range(copies)]
     scale = torch.rand(tiles, runs, device="cuda") * 0.01 + 0.002

@@ -19,13 +19,22 @@ def grouped_linear(
     scale: Tensor,
     bias: Tensor | None = None,
     x_scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
 ) -> Tensor:
-    """W4A16 and W4A8: fp64 [M, N] of x [M, K], int4 q [N, K] and scales [N, K / group]."""
-    weight = q.double() * scale.double().repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
-    out = x.double() @ weight.T
+    """W4A16, W8A16 and W4A8: fp64 [M, N] of x [M, K] and a weight as it was before packing."""
+    out = x.double() @ grouped_weight(q, scale, zero_point).T
     if x_scale is not None:
         out = out * x_scale.double().reshape(-1, 1)
     return out if bias is None else out + bias.double()
+
+
+def grouped_weight(q: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """fp64 [N, K] of integers q [N, K], scales and zero points [N, groups]."""
+    group = q.shape[1] // scale.shape[1]
+    values = q.double()
+    if zero_point is not None:
+        values -= zero_point.double().repeat_interleave(group, dim=1)
+    return values * scale.double().repeat_interleave(group, dim=1)
 
 
 def scaled_linear(

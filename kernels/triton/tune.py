@@ -31,7 +31,7 @@ from kernels.triton.tuning import Block, Cut, Tile, bucket, file_of, multiproces
 log = logging.getLogger("ptq.kernels")
 ATTENTION = ("attention", "attention_per_token", "attention_16_bits")
 PROMPTS = ("prefill", "prefill_16_bits")
-FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "fp8_block", *ATTENTION, *PROMPTS)
+FAMILIES = ("w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", *ATTENTION, *PROMPTS)
 ROWS = (16, 64, 256)
 
 

@@ -154,6 +154,8 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
     """
     if family in ("w8a8",) and rows > 512:
         return Tile(256, 128, stages=3, warps=8, persistent=True)
+    if family == "w8a16" and rows > 64:
+        return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
     if rows > 64:
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
