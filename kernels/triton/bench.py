@@ -1,8 +1,8 @@
 """`python -m kernels.triton.bench [families]`: every GPU kernel beside the floor of its bytes.
 
 The floor is bytes over the nominal bandwidth of the device, or that of a large copy, measured in
-the same run, where the device is not known. Families: w4a16,
-w4a8, w8a8, fp8, fp8_block, attention, fused; all by default. Needs a CUDA device.
+the same run, where the device is not known. Families: w4a16, w4a8, w8a8, fp8, fp8_block, attention,
+fused, sampling; all by default. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.triton.problems import Problem, timed
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
 NOMINAL = {"H100": 3.35e6, "H200": 4.8e6, "A100": 2.04e6}  # bytes a microsecond
-FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "fp8_block", "attention", "fused")
+FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", "fp8_block", "attention", "fused", "sampling")
 
 
 def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:
@@ -52,6 +52,13 @@ def of_fused() -> Iterator[Problem]:
         yield problems.rope(rows)
 
 
+def of_sampling(workspace: Workspace) -> Iterator[Problem]:
+    """Tokens from the logits of a Llama-3 vocabulary."""
+    for rows in (1, 16, 64):
+        for kind in problems.SAMPLINGS:
+            yield problems.sampling(rows, 128256, kind, workspace)
+
+
 def copy_bandwidth() -> float:
     """Bytes read and written a microsecond by a copy of 1 GiB."""
     x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
@@ -70,8 +77,8 @@ def main() -> None:
     print(f"{name}: {bandwidth / 1e6:.2f} TB/s, copy {copied / 1e6:.2f} TB/s")
     print(f"{'':55} {'us':>8} {'floor':>8} {'of it':>6} {'error':>8}")
     for family in families:
-        if family == "attention":
-            rows = of_attention(workspace)
+        if family in ("attention", "sampling"):
+            rows = (of_attention if family == "attention" else of_sampling)(workspace)
         else:
             rows = of_fused() if family == "fused" else of_gemms(family, workspace)
         for problem in rows:
