@@ -21,6 +21,7 @@ from kernels.triton.sampling import sample
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch, forward
+from inference.gpu.layers import workspace_on
 from inference.kv_cache import BlockManager, KVPool
 from inference.models.feed_forward import SwiGLU
 from inference.models.llama import LlamaModel
@@ -301,7 +302,9 @@ class GpuRunner:
 
     def _choose(self, logits: Tensor, x: Mapping[str, Tensor], seats: Tensor) -> Tensor:
         names = ("temperature", "top_k", "top_p", "seeds", "steps")
-        chosen = sample(logits, *(x[name] for name in names))
+        own = workspace_on(logits.device)
+        chosen = sample(logits, *(x[name] for name in names), own)
+        chosen = torch.where(logits.sum(-1).isfinite(), chosen, -1)  # a sum keeps NaN and infinity
         self._tokens.index_copy_(0, seats, chosen)
         return chosen
 

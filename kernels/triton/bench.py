@@ -2,9 +2,9 @@
 
 The floor is bytes over the nominal bandwidth of the device, or that of a large copy, measured in
 the same run, where the device is not known; of prefill attention, its products at what a large
-bf16 GEMM reaches. Families: w4a16, w4a8, w8a16, w8a8, fp8, fp8_block, attention, prefill, fused;
-all by default. `_g64` behind one of the first three stands for groups of 64, `_zeros` for zero
-points. Needs a CUDA device.
+bf16 GEMM reaches. Families: w4a16, w4a8, w8a16, w8a8, fp8, fp8_block, attention, prefill, fused,
+sampling; all by default. `_g64` behind one of the first three stands for groups of 64, `_zeros` for
+zero points. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 3276
 MIXED = (1,) * 16 + (1024,)
 REACHED = 6e8  # operations of 16 bits a microsecond
 GROUPED = [base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in problems.VARIANTS]
-FAMILIES = (*GROUPED, "w8a8", "fp8", "fp8_block", "attention", "prefill", "fused")
+FAMILIES = (*GROUPED, "w8a8", "fp8", "fp8_block", "attention", "prefill", "fused", "sampling")
 
 
 def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:
@@ -68,6 +68,13 @@ def of_fused() -> Iterator[Problem]:
     yield problems.rope(4096, start=37)
 
 
+def of_sampling(workspace: Workspace) -> Iterator[Problem]:
+    """Tokens from the logits of a Llama-3 vocabulary."""
+    for rows in (1, 16, 64):
+        for kind in problems.SAMPLINGS:
+            yield problems.sampling(rows, 128256, kind, workspace)
+
+
 def copy_bandwidth() -> float:
     """Bytes read and written a microsecond by a copy of 1 GiB."""
     x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
@@ -86,8 +93,9 @@ def main() -> None:
     print(f"{name}: {bandwidth / 1e6:.2f} TB/s, copy {copied / 1e6:.2f} TB/s")
     print(f"{'':55} {'us':>8} {'floor':>8} {'of it':>6} {'error':>8}")
     for family in families:
-        if family in ("attention", "prefill"):
-            rows = (of_attention if family == "attention" else of_prefill)(workspace)
+        of_kind = {"attention": of_attention, "prefill": of_prefill, "sampling": of_sampling}
+        if family in of_kind:
+            rows = of_kind[family](workspace)
         else:
             rows = of_fused() if family == "fused" else of_gemms(family, workspace)
         for problem in rows:

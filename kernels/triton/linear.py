@@ -117,7 +117,7 @@ def _packed(
         if rows.dtype != FP8 or not _multiplies_fp8(q.device):
             return None
         if rows.group == 128 and group == 128 and outputs % 128 == 0:
-            return pack_fp8_block(q, scale[::128].contiguous(), bias)
+            return pack_fp8_block(q, scale[::128].contiguous(), bias)  # rows of a block are alike
         return pack_w8a8(q, scale, bias) if groups == 1 and rows.group is None else None
     fine = group in (32, 64) or group % 128 == 0
     if bits == 4:
@@ -127,7 +127,7 @@ def _packed(
         return make(q, scale, bias, zero_point)
     if rows.dtype == torch.int8:
         return pack_w8a8(q, scale, bias) if groups == 1 and zero_point is None else None
-    return pack_w8a16(q, scale, bias, zero_point) if group % 128 == 0 else None
+    return pack_w8a16(q, scale, bias, zero_point) if fine else None
 
 
 def _multiplies_fp8(device: torch.device) -> bool:

@@ -25,6 +25,7 @@ from kernels.triton.fp8_block import fp8_block_linear, pack_fp8_block
 from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
 from kernels.triton.prefill import prefill_attention
 from kernels.triton.rope_cache import rope_write
+from kernels.triton.sampling import sample
 from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
 from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
 from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
@@ -315,6 +316,31 @@ def rows_of(rows: int, size: int, dtype: torch.dtype = FP8, group: int | None = 
         f"rows -> {_kind(dtype, group)} {rows}x{size}", rows * size * (2 + dtype.itemsize), copies,
         lambda i, cut: quantize_rows(x[i], None, dtype, group)[0], error,
         4e-3,
+    )  # fmt: skip
+
+
+SAMPLINGS = {  # temperature, top_k, top_p, standard deviation of the logits
+    "greedy": (0.0, 0, 1.0, 4.0),
+    "temperature": (0.8, 0, 1.0, 4.0),
+    "top_k 50": (0.8, 50, 1.0, 4.0),
+    "top_p 0.9": (0.8, 0, 0.9, 4.0),
+    "top_k 50, top_p 0.9": (0.8, 50, 0.9, 4.0),
+    "top_p 0.9, nearly even": (1.0, 0, 0.9, 0.5),
+}
+
+
+def sampling(rows: int, vocabulary: int, kind: str, workspace: Workspace) -> Problem:
+    """A token for every row of fp32 logits that the GEMM before has left in L2."""
+    temperature, top_k, top_p, deviation = SAMPLINGS[kind]
+    logits = torch.randn(rows, vocabulary, device="cuda") * deviation
+    each = [torch.full((rows,), x, device="cuda") for x in (temperature, top_k, top_p)]
+    seeds, steps = (torch.arange(rows, device="cuda") + i for i in (2**40, 7))
+    rest = (each[0], each[1].int(), each[2], seeds, steps)
+    wanted = twins.sample(logits, *rest)
+    return Problem(
+        f"sample {kind} ({rows}, {vocabulary})", logits.nbytes, 1,
+        lambda i, cut: sample(logits, *rest, workspace),
+        lambda y: (y != wanted).double().mean().item(), 1e-9,
     )  # fmt: skip
 
 

@@ -168,35 +168,30 @@ def likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
 
     Probabilities are whole 2^-40ths of the largest, so that sums are exact in any order.
     """
-    kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    for row in range(len(logits)):
-        x = logits[row].float()
-        x = x / temperature[row] if temperature[row] > 0 else x
-        values, index = x.sort(descending=True, stable=True)
-        mass = (torch.exp(values - values[0]) * 2.0**40).long()
-        count = int(top_k[row]) or len(x)
-        mass[count:] = 0
-        enough = mass.sum().double() * top_p[row].double()
-        keep = (mass.cumsum(0) - mass).double() < (enough if top_p[row] < 1 else torch.inf)
-        keep[count:] = False
-        kept[row, index[keep]] = True
-    return kept
+    x = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None]
+    values, index = x.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(x.shape[1], device=x.device)
+    first = rank < torch.where(top_k > 0, top_k, x.shape[1])[:, None]
+    mass = (torch.exp(values - values[:, :1]) * 2.0**40).long() * first
+    enough = mass.sum(1).double() * top_p.double()
+    enough = torch.where(top_p < 1, enough, torch.inf)[:, None]
+    keep = first & ((mass.cumsum(1) - mass).double() < enough)
+    return torch.zeros_like(keep).scatter(1, index, keep)
 
 
-def uniform(seed: int, step: int, tokens: int) -> Tensor:
-    """fp32 [V] in (0, 1]: the first word of Philox4x32-7, key `seed`, counter (token, step)."""
+def uniform(seeds: Tensor, steps: Tensor, tokens: int) -> Tensor:
+    """fp32 [B, V] in (0, 1]: the first word of Philox4x32-7, key `seed`, counter (token, step)."""
     mask, half = 2**32 - 1, 2**16 - 1
-    words = [
-        torch.arange(tokens),
-        *(torch.full((tokens,), w) for w in (step & mask, step >> 32, 0)),
-    ]
-    keys = [seed & mask, (seed >> 32) & mask]
+    seeds, steps = seeds[:, None], steps[:, None]
+    token = torch.arange(tokens, device=seeds.device)
+    words = [token, steps & mask, (steps >> 32) & mask, torch.zeros_like(token)]
+    keys = [seeds & mask, (seeds >> 32) & mask]
     for _ in range(7):
         high, low = [], []
         for word, factor in ((words[2], 0xCD9E8D57), (words[0], 0xD2511F53)):
             below = (factor * (word & half)) >> 16
             high.append((factor * (word >> 16) + below) >> 16)
-            low.append((((factor * (word >> 16)) << 16) + factor * (word & half)) & mask)
+            low.append((factor * word) & mask)
         words = [high[0] ^ words[1] ^ keys[0], low[0], high[1] ^ words[3] ^ keys[1], low[1]]
         keys = [(keys[0] + 0x9E3779B9) & mask, (keys[1] + 0xBB67AE85) & mask]
     return (words[0].float() + 0.5) * 2.0**-32
@@ -210,17 +205,12 @@ def sample(
     seeds: Tensor,
     steps: Tensor,
 ) -> Tensor:
-    """int64 [B]: the largest logit, or of x - log E, E exponential noise, over the likely."""
-    kept, tokens = likely(logits, temperature, top_k, top_p), []
-    for row in range(len(logits)):
-        if temperature[row] == 0:
-            tokens.append(logits[row].float().argmax().cpu())
-            continue
-        v = uniform(int(seeds[row]), int(steps[row]), logits.shape[1]).to(logits.device)
-        noise = -(-torch.log1p(-v.double())).float().log()
-        x = logits[row].float() / temperature[row]
-        tokens.append(torch.where(kept[row], x + noise, -torch.inf).argmax().cpu())
-    return torch.stack(tokens).to(logits.device)
+    """int64 [B]: the largest logit; or of x - log E, E exponential noise, over the likely."""
+    v = uniform(seeds, steps, logits.shape[1]).double()
+    x = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None]
+    noisy = x - (-torch.log1p(-v)).float().log()
+    noisy = noisy.masked_fill(~likely(logits, temperature, top_k, top_p), -torch.inf)
+    return torch.where(temperature > 0, noisy.argmax(1), x.argmax(1))
 
 
 def rope_write(

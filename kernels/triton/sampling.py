@@ -104,7 +104,7 @@ def at_least(elements, masses, t):
 def at_least_in_row(logits, V, temperature, top, t, CHUNK: tl.constexpr):
     """`at_least` of a whole row."""
     count, mass = t * 0, t * 0
-    for part in range(0, tl.cdiv(V, CHUNK)):
+    for part in range(tl.cdiv(V, CHUNK)):
         x, i = chunk_of(logits, part, V, temperature, CHUNK)
         elements = tl.where(i < V, order(x, i), LOWEST)
         c, s = at_least(elements, mass_of(elements, top), t)
@@ -169,9 +169,8 @@ def scan_kernel(
     own = state + row.to(tl.int64) * size
     tops, sums, groups = own + HEAD, own + HEAD + SPAN, own + HEAD + 2 * SPAN
     x, i = chunk_of(logits + row.to(tl.int64) * V, part, V, temperature, CHUNK)
-    if drawn:
-        if not limited:
-            x = noisy(x, i, tl.load(seeds + row), tl.load(steps + row))
+    if drawn and not limited:
+        x = noisy(x, i, tl.load(seeds + row), tl.load(steps + row))
     elements = tl.where(i < V, order(x, i), LOWEST)
     top = tl.max(elements, 0)
     tl.store(tops + part, top)
@@ -244,9 +243,9 @@ def draw_kernel(
         masses = mass_of(elements, most)
         likely = (elements >= bound) & (i < V)
         number = likely.to(tl.int32)
-        first = tl.atomic_add(own + COUNT, tl.sum(number, 0).to(tl.int64))
-        tl.atomic_add(own + MASS, tl.sum(tl.where(likely, masses, 0), 0))
-        tl.atomic_add(own + TOTAL, tl.sum(masses, 0))
+        first = tl.atomic_add(own + COUNT, tl.sum(number, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(own + MASS, tl.sum(tl.where(likely, masses, 0), 0), sem="relaxed")
+        tl.atomic_add(own + TOTAL, tl.sum(masses, 0), sem="relaxed")
         place = first + tl.cumsum(number, 0) - 1
         tl.store(candidates + place, elements, mask=likely & (place < HELD))
         tl.debug_barrier()
@@ -283,7 +282,7 @@ def draw_kernel(
                 best = best_of(few, low, seed, step)
             else:
                 best = low * 0 + LOWEST
-                for other in range(0, PARTS):
+                for other in range(PARTS):
                     x, i = chunk_of(line, other, V, temperature, CHUNK)
                     elements = tl.where(i < V, order(x, i), LOWEST)
                     best = tl.maximum(best, best_of(elements, low, seed, step))

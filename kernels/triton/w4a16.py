@@ -47,7 +47,11 @@ def dequantize_w4a16(weight: W4A16Weight, dtype: torch.dtype) -> Tensor:
 
 
 def w4a16_linear(
-    x: Tensor, weight: W4A16Weight, workspace: Workspace, tile: Tile | None = None
+    x: Tensor,
+    weight: W4A16Weight,
+    workspace: Workspace,
+    tile: Tile | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x W^T + bias.
 
@@ -56,11 +60,12 @@ def w4a16_linear(
         weight: From `pack_w4a16`, on the device of `x`.
         workspace: Of the stream that this runs in.
         tile: How to cut it; by default the device's table says.
+        out_dtype: Element type of the result; by default that of `x`.
 
     Returns:
-        [M, N] in the type of `x`; sums in fp32.
+        [M, N]; sums in fp32.
 
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    return weight_only_linear(x, weight, 4, workspace, tile)
+    return weight_only_linear(x, weight, 4, workspace, tile, out_dtype)

@@ -164,7 +164,7 @@ def w8a8_linear(
     (rows, inputs), (blocks, outputs, block) = xq.shape, weight.packed.shape
     check_inputs(xq, (weight.packed.dtype,), blocks * block)
     check_input_scale(x_scale, rows)
-    if tile is None and xq.dtype != torch.int8 and rows > FP8_LIBRARY_ROWS:
+    if tile is None and xq.is_cuda and xq.dtype != torch.int8 and rows > FP8_LIBRARY_ROWS:
         return _library_linear(xq, x_scale, weight, out_dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:

@@ -164,15 +164,20 @@ def dequantize(weight: GroupedWeight, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def weight_only_linear(
-    x: Tensor, weight: GroupedWeight, bits: int, workspace: Workspace, tile: Tile | None
+    x: Tensor,
+    weight: GroupedWeight,
+    bits: int,
+    workspace: Workspace,
+    tile: Tile | None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x W^T + bias, of weights of 4 or 8 bits; see `kernels.triton.w4a16.w4a16_linear`."""
     rows, outputs, inputs = len(x), weight.outputs, weight.inputs
     check_inputs(x, FLOATS, inputs)
     if tile is None and rows > LIBRARY_ROWS:
         bias = None if weight.bias is None else weight.bias.to(x.dtype)
-        return F.linear(x, dequantize(weight, bits, x.dtype), bias)
-    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+        return F.linear(x, dequantize(weight, bits, x.dtype), bias).to(out_dtype or x.dtype)
+    out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if rows == 0:
         return out
     tile = tile or gemm_tile(f"w{bits}a16", x.device, rows, outputs, inputs)

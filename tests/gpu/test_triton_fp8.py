@@ -16,6 +16,7 @@ if torch.cuda.is_available():
         library_linear,
         pack_fp8_block,
     )
+    from kernels.triton.sampling import sample
     from kernels.triton.tuning import Tile
 
 FP8 = torch.float8_e4m3fn
@@ -105,3 +106,67 @@ def test_fused_rows_by_runs_equal_their_twins(size):
     ):
         assert (got[0].float() != wanted[0].float()).float().mean() < 1e-3
         torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=0)
+
+
+def parameters(rows: int, vocabulary: int, dtype: torch.dtype, deviation: float) -> list:
+    """Logits and a mixture of what requests ask for."""
+    kinds = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 1, 1.0), (0.8, 50, 0.9), (1.0, 0, 0.95),
+             (1.3, 2000, 1.0), (1.0, 0, 0.999), (2.0, 20000, 0.9), (0.0, 3, 0.5)]  # fmt: skip
+    each = [[kinds[i % len(kinds)][j] for i in range(rows)] for j in range(3)]
+    logits = (torch.randn(rows, vocabulary, device="cuda") * deviation).to(dtype)
+    logits[:, 1::97] = -torch.inf
+    temperature, k, p = (torch.tensor(x, device="cuda") for x in each)
+    seeds = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
+    return [logits, temperature, k.int(), p, seeds, torch.arange(rows, device="cuda") + 2**33]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [1000, 32000, 128256, 262144])
+@pytest.mark.parametrize("deviation", [0.3, 3.0])
+def test_sampling_equals_its_twin(dtype, vocabulary, deviation, workspace):
+    """bf16 logits have many equals; of nearly even ones no few hold the mass."""
+    arguments = parameters(18, vocabulary, dtype, deviation)
+    got = sample(*arguments, workspace)
+    assert torch.equal(got, twins.sample(*arguments))
+    for row in (1, 3, 4, 7):
+        alone = sample(*(t[row : row + 1].contiguous() for t in arguments), workspace)
+        assert alone == got[row], row
+    for _ in range(3):
+        assert torch.equal(got, sample(*arguments, workspace))
+    assert not workspace.arrivals.any()
+
+
+def test_draws_are_distributed_as_they_should(workspace):
+    draws, tokens = 100_000, 64
+    row = torch.randn(1, tokens, device="cuda")
+    for k, p in ((0, 1.0), (40, 0.95)):
+        arguments = (
+            row.expand(draws, -1).contiguous(), torch.full((draws,), 0.8, device="cuda"),
+            torch.full((draws,), k, device="cuda").int(), torch.full((draws,), p, device="cuda"),
+            torch.full((draws,), 3, device="cuda"), torch.arange(draws, device="cuda"),
+        )  # fmt: skip
+        parts = [
+            sample(*(t[i : i + 1000] for t in arguments), workspace) for i in range(0, draws, 1000)
+        ]
+        kept = twins.likely(*(t[:1] for t in arguments[:4]))[0]
+        share = torch.softmax(torch.where(kept, row[0] / 0.8, -torch.inf), 0) * draws
+        counts = torch.cat(parts).bincount(minlength=tokens)
+        assert not counts[~kept].any()
+        freedom = int(kept.sum()) - 1
+        assert ((counts - share)[kept] ** 2 / share[kept]).sum() < freedom + 4 * (
+            2 * freedom
+        ) ** 0.5
+
+
+def test_a_graph_samples_what_its_inputs_say_at_replay(workspace):
+    arguments = parameters(9, 32000, torch.bfloat16, 3.0)
+    sample(*arguments, workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sample(*arguments, workspace)
+    for roll in (1, 4):
+        for t in arguments[1:]:
+            t.copy_(t.roll(roll))
+        graph.replay()
+        assert torch.equal(out, sample(*arguments, workspace))
+        assert torch.equal(out, twins.sample(*arguments))
