@@ -144,17 +144,17 @@ def test_attention_quantizes_its_result(stages, result, workspace):
     starts = torch.arange(8, device="cuda")
     starts[3:] -= 1  # the sequence of length 0 has no query
     more = {"out_scale": scale, "out_dtype": dtype}
-    for splits in (1, 4):
-        cut = Cut(2, splits, stages)
-        plain = decode_attention(q.float(), *arguments, 0.1, workspace, cut=cut)
-        got = decode_attention(q, *arguments, 0.1, workspace, cut=cut, **more)
-        wanted = twins.finish_rows(plain, scale, dtype)[0]
-        close_integers(got, wanted)
     args = (*arguments[:3], starts, *arguments[3:], 0.1, workspace)
-    plain = prefill_attention(q[:6].float(), *args)
-    close_integers(
-        prefill_attention(q[:6], *args, **more), twins.finish_rows(plain, scale, dtype)[0]
-    )
+    cuts = [{"cut": Cut(2, splits, stages)} for splits in (1, 4)]
+    blocks = [{"block": Block(128, 64, 8, stages)}]
+    for attend, q, args, shapes in (
+        (decode_attention, q, (*arguments, 0.1, workspace), cuts),
+        (prefill_attention, q[:6], args, blocks),
+    ):
+        for shape in shapes:
+            plain = attend(q.float(), *args, **shape).cpu()  # divisions are exact there
+            wanted = twins.finish_rows(plain, scale.cpu(), dtype)[0]
+            close_integers(attend(q, *args, **more, **shape).cpu(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,10 @@ def test_prefill_attention_of_ragged_sequences(window, storage, kind, dim, works
         args = (q, *arguments[:3], starts, *arguments[3:], dim**-0.5)
         wanted = twins.prefill_attention(*args, window)[:-3]
         for decodes in (0, 2):
-            for rows in (64, 128):
-                block = Block(rows, 64 if dim <= 128 else 32, rows // 16, 2)
+            for rows, stages in ((64, 3), (128, 3), (128, 0)):
+                block = Block(
+                    rows, 64 if dim <= 128 else 32, 8 if dim > 128 else rows // 16, stages
+                )
                 got = prefill_attention(*args, workspace, window, decodes, block=block)[:-3]
                 assert problems.relative(got, wanted) < 4e-3, (group, decodes, block)
                 each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
@@ -281,7 +283,7 @@ def test_cache_write_equals_its_twin(storage, kind, start):
     got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
     assert problems.relative(got[0], wanted[0].double()) < 4e-3
     if kind == 0:
-        assert problems.relative(got[1], wanted[1].double()) < 1e-4
+        assert problems.relative(got[1], wanted[1].double()) < 1e-3
         assert torch.equal(got[2], wanted[2])
         return
     close_integers(got[1], wanted[1])
