@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton import prefill_gluon
 from kernels.triton.attention import decode_attention
 from kernels.triton.common import Workspace, require
 from kernels.triton.paged_cache import (
@@ -225,13 +226,20 @@ def prefill_attention(
     if dim > 128 and kind:
         q = q.half()  # converted in the kernel, it would be held in registers that there are not
     block = block or prefill_block(q.device, (tokens - decodes) * q_heads, dim, kind)
+    window = sliding_window or UNLIMITED
+    if block.stages == 0 and prefill_gluon.takes(k_pages, group, kind):
+        prefill_gluon.launch(
+            q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
+            softmax_scale, decodes, window,
+        )  # fmt: skip
+        return out
     queries = block.rows // group
     require(queries > 0, f"{group} query heads a KV head; the most are {block.rows}")
     prefill_kernel[(heads, (tokens - decodes) // queries + sequences - decodes)](
         q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
-        softmax_scale, decodes, sequences, sliding_window or UNLIMITED, tables.shape[1],
+        softmax_scale, decodes, sequences, window, tables.shape[1],
         HEADS=heads, GROUP=group, DIM=dim, ROWS=block.rows, TOKENS=block.tokens, SCALES=kind,
-        WINDOWED=sliding_window is not None, STAGES=block.stages, num_warps=block.warps,
-        num_stages=block.stages,
+        WINDOWED=sliding_window is not None, STAGES=block.stages or 3, num_warps=block.warps,
+        num_stages=block.stages or 3,
     )  # fmt: skip
     return out

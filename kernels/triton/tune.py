@@ -82,18 +82,16 @@ def cuts(sequences: int, context: int, processors: int) -> Iterator[Cut]:
 
 
 def blocks() -> Iterator[Block]:
-    """Candidates of prefill attention, heads of 128."""
-    for rows, tokens, warps, stages in (
-        (64, 64, 4, 3),
-        (64, 32, 4, 3),
-        (128, 64, 8, 3),
-        (128, 32, 8, 3),
-        (128, 64, 4, 3),
-        (192, 64, 12, 3),
-        (256, 64, 16, 3),
+    """Candidates of prefill attention, heads of 128; the last with warps of different tasks."""
+    for rows, tokens, warps in (
+        (64, 64, 4),
+        (64, 32, 4),
+        (128, 64, 8),
+        (128, 32, 8),
+        (256, 32, 16),
     ):
-        if not rows & (rows - 1):
-            yield Block(rows, tokens, warps, stages)
+        yield Block(rows, tokens, warps, 3)
+    yield Block(128, 64, 4, 0)
 
 
 def best(problem: Problem, candidates: Iterator[Any]) -> tuple[Any, float]:

@@ -64,7 +64,8 @@ class Block:
         rows: Of a program: queries times the heads that share a KV head.
         tokens: Of the cache that are taken at once, 16 to 64.
         warps: Of a program.
-        stages: Depth of the load pipeline.
+        stages: 0 for the kernel whose warps have different tasks, where it can, which has 128 rows,
+            64 tokens and 12 warps; else the depth of the plain one's load pipeline.
     """
 
     rows: int

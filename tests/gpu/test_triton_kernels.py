@@ -144,47 +144,49 @@ def test_attention_quantizes_its_result(stages, result, workspace):
     starts = torch.arange(8, device="cuda")
     starts[3:] -= 1  # the sequence of length 0 has no query
     more = {"out_scale": scale, "out_dtype": dtype}
-    for splits in (1, 4):
-        cut = Cut(2, splits, stages)
-        plain = decode_attention(q.float(), *arguments, 0.1, workspace, cut=cut)
-        got = decode_attention(q, *arguments, 0.1, workspace, cut=cut, **more)
-        wanted = twins.finish_rows(plain, scale, dtype)[0]
-        close_integers(got, wanted)
     args = (*arguments[:3], starts, *arguments[3:], 0.1, workspace)
-    plain = prefill_attention(q[:6].float(), *args)
-    close_integers(
-        prefill_attention(q[:6], *args, **more), twins.finish_rows(plain, scale, dtype)[0]
-    )
+    cuts = [{"cut": Cut(2, splits, stages)} for splits in (1, 4)]
+    blocks = [{"block": Block(128, 64, 8, stages)}]
+    for attend, queries, rest, shapes in (
+        (decode_attention, q, (*arguments, 0.1, workspace), cuts),
+        (prefill_attention, q[:6], args, blocks),
+    ):
+        for shape in shapes:
+            plain = attend(queries.float(), *rest, **shape).cpu()  # divisions are exact there
+            wanted = twins.finish_rows(plain, scale.cpu(), dtype)[0]
+            close_integers(attend(queries, *rest, **more, **shape).cpu(), wanted)
 
 
 @pytest.mark.parametrize(
-    ("storage", "kind", "dim"),
+    ("storage", "kind", "dim", "group", "window"),
     [
-        ("int8", "head", 128),
-        ("int8", "token", 128),
-        ("int8", "channel", 64),
-        (FP8, "head", 64),
-        (FP8, "token", 256),
-        ("bfloat16", "none", 128),
-        ("float16", "none", 16),
+        ("int8", "head", 128, 4, None),
+        ("int8", "head", 128, 7, 100),
+        ("int8", "token", 128, 4, None),
+        ("int8", "channel", 64, 1, None),
+        (FP8, "head", 128, 8, None),
+        (FP8, "token", 256, 4, 100),
+        ("bfloat16", "none", 128, 4, None),
+        ("float16", "none", 16, 3, None),
     ],
 )
-@pytest.mark.parametrize("window", [None, 100])
-def test_prefill_attention_of_ragged_sequences(window, storage, kind, dim, workspace):
+def test_prefill_attention_of_ragged_sequences(storage, kind, dim, group, window, workspace):
     lengths, counts = (1, 63, 0, 64, 65, 700, 1024, 1024), (1, 1, 0, 64, 1, 333, 1024, 17)
     arguments = random_cache(getattr(torch, storage), kind, dim=dim, lengths=lengths, pages=128)
     starts = torch.tensor((0, *counts), device="cuda").cumsum(0).int()
-    for group in (1, 4, 7):
-        q = torch.randn(starts[-1] + 3, 4 * group, dim, device="cuda", dtype=torch.bfloat16)
-        args = (q, *arguments[:3], starts, *arguments[3:], dim**-0.5)
-        wanted = twins.prefill_attention(*args, window)[:-3]
-        for decodes in (0, 2):
-            for rows in (64, 128):
-                block = Block(rows, 64 if dim <= 128 else 32, rows // 16, 2)
-                got = prefill_attention(*args, workspace, window, decodes, block=block)[:-3]
-                assert problems.relative(got, wanted) < 4e-3, (group, decodes, block)
-                each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-                assert each.max() < 2e-2, each.argmax()
+    q = torch.randn(sum(counts) + 3, 4 * group, dim, device="cuda", dtype=torch.bfloat16)
+    args = (q, *arguments[:3], starts, *arguments[3:], dim**-0.5)
+    wanted = twins.prefill_attention(*args, window)[:-3]
+    tokens, wide = (64, 0) if dim <= 128 else (32, 4)
+    for rows, stages, decodes in ((64, 3, 0), (128, 3, 2), (128, 0, 0), (128, 0, 2)):
+        block = Block(rows, tokens, max(4, rows // 16, 2 * wide), stages)
+        got, again = (
+            prefill_attention(*args, workspace, window, decodes, block=block)[:-3] for _ in "ab"
+        )
+        assert problems.relative(got, wanted) < 4e-3, block
+        each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        assert each.max() < 2e-2, (block, each.argmax())
+        assert torch.equal(got, again)
 
 
 @pytest.mark.parametrize("window", [1, 100])
@@ -281,7 +283,7 @@ def test_cache_write_equals_its_twin(storage, kind, start):
     got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
     assert problems.relative(got[0], wanted[0].double()) < 4e-3
     if kind == 0:
-        assert problems.relative(got[1], wanted[1].double()) < 1e-4
+        assert problems.relative(got[1], wanted[1].double()) < 1e-3
         assert torch.equal(got[2], wanted[2])
         return
     close_integers(got[1], wanted[1])
