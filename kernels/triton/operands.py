@@ -73,10 +73,10 @@ def pack_tiles(q: Tensor, bits: int) -> Tensor:
     """Integers [N, K] of 4 or 8 bits -> int32 [K / 128, N / 64, 256 bits]."""
     tiles, blocks = q.shape[0] // 64, q.shape[1] // BLOCK
     if bits == 8:  # [tile, a, b, c, block, i, j, t / 4, t % 4, h], output 16 a + 8 b + c
-        parts = (q ^ -128).view(tiles, 4, 2, 8, blocks, 2, 2, 4, 4, 2)
+        parts = (q ^ -128).reshape(tiles, 4, 2, 8, blocks, 2, 2, 4, 4, 2)
         parts = parts.permute(4, 0, 5, 2, 1, 3, 8, 7, 9, 6).contiguous()
         return parts.view(blocks, tiles, 8192).view(torch.int32)
-    nibbles = (q.view(-1, blocks, 4, 16, 2) + 8).to(torch.int32)  # [output, block, j, t, h]
+    nibbles = (q.reshape(-1, blocks, 4, 16, 2) + 8).to(torch.int32)  # [output, block, j, t, h]
     shift = torch.tensor([[4 * j + 16 * h for h in range(2)] for j in range(4)], device=q.device)
     words = (nibbles << shift.view(1, 1, 4, 1, 2)).sum((2, 4), dtype=torch.int32)  # no bit twice
     words = words.view(tiles, 4, 2, 8, blocks, 4, 4).permute(4, 0, 2, 1, 3, 6, 5)

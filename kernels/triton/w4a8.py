@@ -73,7 +73,7 @@ def pack_w4a8(
     outputs, inputs = q.shape
     scales, group, zeros = lay_scales(scale, zero_point, inputs, 4)
     nibbles = (q + 8 if zeros else q & 15).view(torch.uint8)
-    parts = nibbles.view(outputs // 64, 4, 2, 8, inputs // group, group // 32, 2, 4, 4)
+    parts = nibbles.reshape(outputs // 64, 4, 2, 8, inputs // group, group // 32, 2, 4, 4)
     low, high = parts.unbind(6)  # [tile, a, b, c, g, j, quad, byte], n = 16 a + 8 b + c
     packed = (low | (high << 4)).permute(4, 0, 2, 1, 3, 6, 5, 7)
     packed = packed.reshape(inputs // BLOCK, BLOCK // group, outputs // 64, 32 * group)
@@ -101,9 +101,8 @@ def operand(packed, z, ZERO: tl.constexpr):
         low, high = (packed & 15) - z, ((packed >> 4) & 15) - z
     else:
         low, high = packed << 4, packed & -16
-    both = tl.join(low, high).reshape(
-        tiles, 2, 4, 8, 4, words, 4, 2
-    )  # b, a, c, quad, j, byte, half
+    both = tl.join(low, high)  # b, a, c, quad, j, byte, half
+    both = both.reshape(tiles, 2, 4, 8, 4, words, 4, 2)
     return both.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(tiles * 64, 32 * words)
 
 

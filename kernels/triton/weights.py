@@ -47,9 +47,9 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class GroupedWeight(PackedWeight):
-    """A weight in tiles, `packed` [K / 128, N / 64, 64 * 128 weights], with scales of groups.
+    """A weight in tiles of 64 outputs, `packed` [K / 128, ...], with scales of groups.
 
-    `scale` is [groups, N]: fp16, bf16 or fp32; with zero points int32, both as the file says.
+    `scale` is [groups, N], fp16, bf16 or fp32; with zero points int32, which holds both.
 
     Attributes:
         group: Inputs that share a scale: 32, 64 or 128; 0 for all.

@@ -51,6 +51,8 @@ def test_weight_only(bits, group, zeros):
     for tile in (Tile(128, 16, 2), Tile(64, 128, 1)):
         assert relative(linear(x, weight, workspace, tile), wanted) < 6e-4, tile
     assert not workspace.arrivals.any()
+    apart = pack(q.t().contiguous().t(), scale, bias, zero)
+    assert torch.equal(apart.packed, weight.packed)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
