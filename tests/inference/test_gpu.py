@@ -1,4 +1,4 @@
-"""The GPU's engine without a GPU: its kernels interpreted, its loop as it is."""
+"""The GPU's engine without a GPU: its kernels interpreted, in fp16, its loop as it is."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ SCHEMES = [
     "fp8_block",
     "c8_fp8",
 ]
+STATIC = ("a8w8c8", "a8w4c8", "fp8_c8")  # a tiny model's rows are few steps of a constant scale
 SHAPE = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -61,7 +62,7 @@ def engine_of(path: str, *, triton: bool = True, **config):
     from inference.load import load_model
 
     checkpoint = Checkpoint.open(path)
-    model = load_model(checkpoint, triton=triton)
+    model = load_model(checkpoint, triton=triton, dtype=torch.float16 if triton else torch.float32)
     sizes = {"max_model_len": 192, "max_batch_size": 4} | config
     return Engine(checkpoint, model, AutoTokenizer.from_pretrained(path), EngineConfig(**sizes))
 
@@ -74,13 +75,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     path = checkpoint_of(tmp_path, scheme)
-    compare(path, 0.03)
+    compare(path, 0.1 if scheme in STATIC else 0.03)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_families(make_model, family):
     window = {"sliding_window": 16} if family == "mistral" else {}
-    compare(str(make_model(family, tie_word_embeddings=False, **window)), 0.03)
+    compare(str(make_model(family, layers=1, tie_word_embeddings=False, **window)), 0.03)
 
 
 def test_mixtures_of_experts(make_model):
@@ -89,10 +90,10 @@ def test_mixtures_of_experts(make_model):
 
 @interpreted
 def compare(path: str, tolerance: float):
-    tokens = prompt(90)
+    tokens = prompt(40)
     wanted = engine_of(path, triton=False).score(tokens)
     whole = engine_of(path).score(tokens)
-    chunks = engine_of(path, max_batched_tokens=64).score(tokens)
+    chunks = engine_of(path, max_batched_tokens=30).score(tokens)
     for found in (whole, chunks):
         error = (found - wanted).norm() / wanted.norm()
         assert error < tolerance, error
