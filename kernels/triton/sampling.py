@@ -266,17 +266,16 @@ def draw_kernel(
                 candidates + j, mask=(j < count) & held, other=LOWEST, cache_modifier=".cg"
             )
             few_masses = mass_of(few, most)
-            if by_count:
-                low, count, mass = cut(
-                    few, few_masses, held, low, top + 1, count, mass, top_k.to(tl.int64), False,
-                    line, V, temperature, most, CHUNK,
-                )  # fmt: skip
-            if top_p < 1.0:
-                target = share_of(tl.where(by_count, mass, total), top_p)
-                low, count, mass = cut(
-                    few, few_masses, held, low, top + 1, count, mass, target, True,
-                    line, V, temperature, most, CHUNK,
-                )  # fmt: skip
+            for turn in range(2):  # top_k, then top_p
+                by_mass = turn == 1
+                wanted = (by_mass & (top_p < 1.0)) | (by_count & (turn == 0))
+                if wanted:
+                    share = share_of(tl.where(by_count, mass, total), top_p)
+                    low, count, mass = cut(
+                        few, few_masses, held, low, top + 1, count, mass,
+                        tl.where(by_mass, share, top_k.to(tl.int64)), by_mass,
+                        line, V, temperature, most, CHUNK,
+                    )  # fmt: skip
             seed, step = tl.load(seeds + row), tl.load(steps + row)
             if held:
                 best = best_of(few, low, seed, step)
