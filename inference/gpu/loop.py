@@ -100,12 +100,12 @@ class DeviceLoop:
             name = part.sequence.name
             request = requests[name] = self._requests[name]
             draw, whole = Draw(*request.draw), request.wants_prompt_logits
-            work.append(Work(part, self._seats[name], draw, whole))
+            work.append(Work(part, part.samples, self._seats[name], draw, whole))
         launched = self._runner.launch(work)
         self._scheduler.advance(slices)
-        for part in slices:
-            request = requests[part.sequence.name]
-            if part.samples and request.chosen_on_device:
+        for own in work:
+            request = requests[own.part.sequence.name]
+            if own.samples and request.chosen_on_device:
                 request.expect()
         return launched, requests
 

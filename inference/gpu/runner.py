@@ -49,12 +49,14 @@ class Work:
 
     Attributes:
         part: The slice.
+        samples: Whether a token follows it; asked now, since the sequence grows meanwhile.
         seat: Where the sequence's last token is kept on the device.
         draw: How its next token is chosen.
         whole: Whether the logits of all its tokens are wanted.
     """
 
     part: Slice
+    samples: bool
     seat: int
     draw: Draw = Draw()
     whole: bool = False
@@ -62,7 +64,7 @@ class Work:
     @property
     def rows(self) -> int:
         """Rows of logits that it needs."""
-        return self.part.count if self.whole else int(self.part.samples)
+        return self.part.count if self.whole else int(self.samples)
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Launched:
         if self._done is not None:
             self._done.synchronize()
         chosen = iter(self._tokens.tolist())
-        return [next(chosen) if work.part.samples else None for work in self.work]
+        return [next(chosen) if work.samples else None for work in self.work]
 
     def logits_of(self, index: int) -> Tensor:
         """Logits of one slice, fp32 [rows, vocabulary], on the host."""
@@ -187,7 +189,7 @@ class GpuRunner:
     def launch(self, work: Sequence[Work]) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for."""
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
-        each = all(w.part.count == 1 and w.part.samples and not w.whole for w in work)
+        each = all(w.part.count == 1 and w.samples and not w.whole for w in work)
         logits, chosen = self._decode(work) if each else self._mixed(work)
         if self._device.type == "cpu":
             return Launched(work, logits, chosen, None)
@@ -199,7 +201,7 @@ class GpuRunner:
 
     def score(self, part: Slice) -> Tensor:
         """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
-        return self.launch([Work(part, self._nobody, whole=True)]).logits_of(0)
+        return self.launch([Work(part, part.samples, self._nobody, whole=True)]).logits_of(0)
 
     def warm_up(self, sequences: int) -> None:
         """Compile and capture the decode steps of up to so many sequences."""
@@ -258,11 +260,11 @@ class GpuRunner:
         starts = [0, *accumulate(counts)]
         rows, samples, seats = [], [], []
         for w, start in zip(work, starts[:-1], strict=True):
-            if w.part.samples:
+            if w.samples:
                 samples.append(len(rows) + w.rows - 1)
                 seats.append(w.seat)
             rows += range(start + w.part.count - w.rows, start + w.part.count)
-        sampled = [w for w in work if w.part.samples]
+        sampled = [w for w in work if w.samples]
         shapes = {
             **_shapes(starts[-1], len(work), len(sampled), self._width),
             "rows": (torch.int64, (len(rows),)),

@@ -10,6 +10,8 @@ beside it, which compute the same function.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -72,7 +74,13 @@ def capability() -> int:
     """Of the current device, 80 for 8.0; the interpreter stands for 90."""
     if triton.knobs.runtime.interpret:
         return 90
-    return triton.runtime.driver.active.get_current_target().arch
+    driver = triton.runtime.driver.active
+    return _capability(driver, driver.get_current_device())
+
+
+@cache
+def _capability(driver: Any, device: int) -> int:
+    return driver.get_current_target().arch
 
 
 def storage(t: Tensor) -> Tensor:

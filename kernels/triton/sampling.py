@@ -8,10 +8,8 @@ which draws i with probability exp(x_i) / sum (Gumbel; noise by Philox4x32-7, Sa
 The noise depends on the request's seed and its step alone, so that a request's tokens do not depend
 on its batch. Semantics of top_k and top_p are those of `inference.sampler`.
 
-Nothing is sorted. A logit and its id make one int64 whose order is that of the kept: larger values
-first, of equals lower ids; there are no ties. Probability is counted in whole 2^-40ths of the
-largest, so that sums do not depend on their order. A cut is then the largest such integer t with
-enough elements, or enough of their mass, at or above it, found by bisection.
+Nothing is sorted: `kernels.triton.order` has the integers that stand for logits, and how they are
+cut.
 
 Two launches. `scan_kernel`: a program a chunk of a row finds the chunk's largest element (greedy),
 or the largest x - log E where nothing is cut; the last program of a row has the token. Where there
@@ -32,44 +30,25 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import Workspace, require
+from kernels.triton.order import (
+    LOWEST,
+    ONE,
+    at_least,
+    chunk_of,
+    cut,
+    id_of,
+    mass_of,
+    order,
+    share_of,
+    value_of,
+)
 
 CHUNK = 4096  # logits of a program
 HELD = 4096  # elements that a program bisects in registers
 WARPS = 16
 ROUNDS = tl.constexpr(7)
-LOWEST = tl.constexpr(-(2**63))  # below every element
-ONE = tl.constexpr(2.0**40)  # mass of the largest logit
 # int64 of a row in the workspace: what is known of it, then of its chunks, then elements.
 TOP, BOUND, COUNT, MASS, TOTAL, HEAD = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 8))
-
-
-@triton.jit
-def order(x, i):
-    """Logits and their ids as int64: larger values are larger, of equal ones lower ids."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 equals 0
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - i).to(tl.int64)
-
-
-@triton.jit
-def value_of(element):
-    """The logit of an element."""
-    key = (element >> 32).to(tl.int32)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def id_of(element):
-    """The id of an element."""
-    return 0x7FFFFFFF - (element & 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def mass_of(elements, top):
-    """exp(x - top) in 2^-40ths, int64; nothing for LOWEST."""
-    x = tl.where(elements > LOWEST, value_of(elements), top)
-    mass = (tl.exp(tl.where(x == top, 0.0, x - top)) * ONE).to(tl.int64)
-    return tl.where(elements > LOWEST, mass, 0)
 
 
 @triton.jit
@@ -81,76 +60,6 @@ def noisy(x, i, seed, step):
     v = (bits.to(tl.float32) + 0.5) * (2.0**-32)
     series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))
     return x - tl.log(tl.where(v < 0.0078125, series, -tl.log(1.0 - v)))
-
-
-@triton.jit
-def chunk_of(logits, part, V, temperature, CHUNK: tl.constexpr):
-    """x and ids of a chunk of a row; a temperature of 0 leaves the logits."""
-    i = part * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
-    if temperature > 0:
-        x = tl.div_rn(x, temperature + tl.zeros_like(x))
-    return x, i
-
-
-@triton.jit
-def at_least(elements, masses, t):
-    """Count and mass of the elements from t up, int64."""
-    over = elements >= t
-    return tl.sum(over.to(tl.int32), 0).to(tl.int64), tl.sum(tl.where(over, masses, 0), 0)
-
-
-@triton.jit
-def at_least_in_row(logits, V, temperature, top, t, CHUNK: tl.constexpr):
-    """`at_least` of a whole row."""
-    count, mass = t * 0, t * 0
-    for part in range(tl.cdiv(V, CHUNK)):
-        x, i = chunk_of(logits, part, V, temperature, CHUNK)
-        elements = tl.where(i < V, order(x, i), LOWEST)
-        c, s = at_least(elements, mass_of(elements, top), t)
-        count += c
-        mass += s
-    return count, mass
-
-
-@triton.jit
-def cut(
-    elements, masses, held, low, high, count, mass, target, by_mass,
-    logits, V, temperature, top, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The largest t with enough at or above it, and what there is: (t, count, mass), int64.
-
-    Args:
-        elements, masses: Of a row, all that is at or above `low`, if `held`.
-        held: Whether they are; else the row is read (`logits`, `V`, `temperature`, `top`).
-        low: Has `count` elements of `mass` at or above it, enough.
-        high: Has none.
-        target: Enough.
-        by_mass: Of mass, else of elements.
-    """
-    over = count * 0  # elements at or above `high`
-    middle = (low >> 1) + (high >> 1) + (low & high & 1)
-    found = tl.where(by_mass, mass, count)
-    while (middle > low) & (found != target) & (count - over > 1):
-        if held:
-            c, s = at_least(elements, masses, middle)
-        else:
-            c, s = at_least_in_row(logits, V, temperature, top, middle, CHUNK)
-        f = tl.where(by_mass, s, c)
-        if f >= target:
-            low, count, mass, found = middle, c, s, f
-        else:
-            high, over = middle, c
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-    return low, count, mass
-
-
-@triton.jit
-def share_of(mass, top_p):
-    """The least whole mass that is at least the share top_p of a mass."""
-    exact = mass.to(tl.float64) * top_p.to(tl.float64)
-    whole = exact.to(tl.int64)
-    return whole + (whole.to(tl.float64) < exact).to(tl.int64)
 
 
 @triton.jit
@@ -266,17 +175,16 @@ def draw_kernel(
                 candidates + j, mask=(j < count) & held, other=LOWEST, cache_modifier=".cg"
             )
             few_masses = mass_of(few, most)
-            if by_count:
-                low, count, mass = cut(
-                    few, few_masses, held, low, top + 1, count, mass, top_k.to(tl.int64), False,
-                    line, V, temperature, most, CHUNK,
-                )  # fmt: skip
-            if top_p < 1.0:
-                target = share_of(tl.where(by_count, mass, total), top_p)
-                low, count, mass = cut(
-                    few, few_masses, held, low, top + 1, count, mass, target, True,
-                    line, V, temperature, most, CHUNK,
-                )  # fmt: skip
+            for turn in range(2):  # top_k, then top_p
+                by_mass = turn == 1
+                wanted = (by_mass & (top_p < 1.0)) | (by_count & (turn == 0))
+                if wanted:
+                    share = share_of(tl.where(by_count, mass, total), top_p)
+                    low, count, mass = cut(
+                        few, few_masses, held, low, top + 1, count, mass,
+                        tl.where(by_mass, share, top_k.to(tl.int64)), by_mass,
+                        line, V, temperature, most, CHUNK,
+                    )  # fmt: skip
             seed, step = tl.load(seeds + row), tl.load(steps + row)
             if held:
                 best = best_of(few, low, seed, step)
