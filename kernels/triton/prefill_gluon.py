@@ -171,7 +171,7 @@ def prefill_kernel(
     length = gl.load(lengths + sequence).to(gl.int32)
     old = length - count
     begin = gl.maximum(old + first + 1 - window, 0) // 64
-    whole = gl.where(old + first + 1 > window, begin, (old + first + 1) // 64)
+    whole = gl.where(old + first + QUERIES > window, begin, (old + first + 1) // 64)
     end = (old + gl.minimum(first + QUERIES, count) + 63) // 64
     factor, unit = softmax_scale * LOG2_E, 1.0 / LIFT
     if not PER_TOKEN:
