@@ -83,19 +83,23 @@ def convert(
     raw_k = gl.load(k_pages + page * SIZE + k_place)
     raw_v = gl.load(v_pages + page * SIZE + v_place)
     following = gl.load(table + gl.minimum(begin + 1, end - 1))
+    if PER_TOKEN:
+        of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
     for p in range(begin, end):
         slot, phase = (p - begin) % DEEP, (p - begin) // DEEP % 2
         k = operand(raw_k, 64, 128, FP8)
         mbarrier.wait(empty.index(slot), phase ^ 1)
         ks.index(slot).store(k)
         if PER_TOKEN:
-            scales.index(slot).store(gl.load(k_scale + page * 64 + token).to(gl.float32))
-            lifted = gl.load(v_scale + page * 64 + token).to(gl.float32) * LIFT
+            scales.index(slot).store(of_k.to(gl.float32))
+            lifted = of_v.to(gl.float32) * LIFT
             lifted = gl.where(p * 64 + token < length, lifted, 0.0)  # else it may be anything
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
         page = following.to(gl.int64) * HEADS + head
         raw_k = gl.load(k_pages + page * SIZE + k_place)
+        if PER_TOKEN:
+            of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
         v = operand(raw_v, 128, 64, FP8)
         mbarrier.wait(empty.index(DEEP + slot), phase ^ 1)
         vs.index(slot).store(v)
