@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint import Checkpoint
-from formats.errors import EngineError, PTQError, RequestError
+from formats.errors import CheckpointError, EngineError, PTQError, RequestError
 from inference.active import ActiveRequest
 from inference.config import EngineConfig
 from inference.kv_cache import BlockManager, KVStats, make_pool
@@ -93,11 +93,9 @@ class Engine:
         Raises:
             CheckpointError: it is damaged, or of a kind that is not run here.
         """
-        from transformers import AutoTokenizer
-
         checkpoint = Checkpoint.open(path)
+        tokenizer = _load_tokenizer(checkpoint.path)
         model = load_model(checkpoint, device=device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
         return cls(
             checkpoint, model, tokenizer, config or EngineConfig(), quantized_kv=quantized_kv
         )
@@ -287,9 +285,11 @@ class Engine:
         if not tokens:
             raise RequestError("prompt: it is empty; give at least one token", "prompt")
         if len(tokens) + room > self._length:
+            most = self.model.config.max_positions
+            or_raise = f", or raise max_model_len up to {most}" if self._length < most else ""
             raise RequestError(
                 f"prompt: {len(tokens)} tokens leave no room in max_model_len {self._length}; "
-                "shorten it, or raise max_model_len",
+                f"shorten it{or_raise}",
                 "prompt",
             )
         vocabulary = self.model.config.vocab_size
@@ -321,6 +321,18 @@ class Engine:
         for request in list(self._requests.values()):
             self._scheduler.remove(request.sequence)
         self._requests.clear()
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be loaded; put the model's tokenizer files, such as "
+            f"tokenizer.json, beside the weights ({' '.join(str(error).split())[:200]})"
+        ) from error
 
 
 def _end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
