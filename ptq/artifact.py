@@ -22,6 +22,7 @@ from formats.files import fsync_path, writing
 from ptq.methods.base import BlockWork, Method
 from ptq.methods.moments import Moments
 from ptq.methods.registry import block_specs
+from ptq.methods.specs import MethodSpec
 from ptq.next_steps import typed_path
 from ptq.recipe import Recipe
 from ptq.result import STATISTICS_FILE, QuantizationRecord, load_record
@@ -112,6 +113,15 @@ def check_solvable(artifact: Artifact, recipe: Recipe, methods: list[Method]) ->
         )
 
 
+def _without_samples(spec: MethodSpec, recipe: Recipe) -> str:
+    """How a recipe does without the samples of a method."""
+    if spec.name != "smoothquant":
+        return "leave it out"
+    index = [method.name for method in recipe.methods].index(spec.name)
+    key = f"methods.{index}.{spec.name}.alpha"
+    return f"give alpha a number, such as --set {key}=0.5"
+
+
 def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Iterator[str]:
     record, statistics = artifact.record, artifact.statistics
     if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.path)):
@@ -127,8 +137,7 @@ def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Ite
         )
     for method, spec in zip(methods, block_specs(recipe.methods), strict=True):
         if method.needs == "samples":
-            fix = "; give alpha a number" if spec.name == "smoothquant" else "; leave it out"
-            yield f"{spec.name} runs samples through the model{fix}"
+            yield f"{spec.name} runs samples through the model; {_without_samples(spec, recipe)}"
         if method.moments != "none" and not (artifact.folder / HESSIANS_FOLDER).is_dir():
             yield (
                 f"{spec.name} needs second moments, which that run did not keep. Run it with "

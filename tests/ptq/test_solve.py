@@ -95,7 +95,7 @@ def test_what_needs_samples_is_refused_all_at_once(seen, tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path / "a", "w4", methods=methods)
     with pytest.raises(RecipeError) as caught:
         solve(plan, seen, progress=False)
-    assert "give alpha a number" in str(caught.value)
+    assert "give alpha a number, such as --set methods.0.smoothquant.alpha=0.5" in str(caught.value)
     assert "refine runs samples" in str(caught.value)
     assert not (tmp_path / "a").exists()
     plan = make_plan(tiny_llama, tmp_path / "a", "w4", methods=(AWQSpec(), RTNSpec()))
