@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -113,13 +114,14 @@ def check_solvable(artifact: Artifact, recipe: Recipe, methods: list[Method]) ->
         )
 
 
-def _without_samples(spec: MethodSpec, recipe: Recipe) -> str:
-    """How a recipe does without the samples of a method."""
+def _without_samples(spec: MethodSpec, artifact: Artifact, recipe: Recipe) -> str:
+    """How a recipe does without the samples of a method; as it did with them, if it did."""
     if spec.name != "smoothquant":
         return "leave it out"
     index = [method.name for method in recipe.methods].index(spec.name)
-    key = f"methods.{index}.{spec.name}.alpha"
-    return f"give alpha a number, such as --set {key}=0.5"
+    found = [row.alpha for row in artifact.record.smoothing if row.alpha is not None]
+    alpha = f"{median_high(found):g} (the middle of those found)" if found else "0.5"
+    return f"give alpha a number, such as --set methods.{index}.smoothquant.alpha={alpha}"
 
 
 def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Iterator[str]:
@@ -137,7 +139,8 @@ def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Ite
         )
     for method, spec in zip(methods, block_specs(recipe.methods), strict=True):
         if method.needs == "samples":
-            yield f"{spec.name} runs samples through the model; {_without_samples(spec, recipe)}"
+            fix = _without_samples(spec, artifact, recipe)
+            yield f"{spec.name} runs samples through the model; {fix}"
         if method.moments != "none" and not (artifact.folder / HESSIANS_FOLDER).is_dir():
             yield (
                 f"{spec.name} needs second moments, which that run did not keep. Run it with "
