@@ -98,8 +98,8 @@ class Checkpoint:
         path = Path(path)
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder; give the folder of a model")
+        _check_manifest(path, verify)
         checkpoint = cls(path)
-        checkpoint._check_manifest(verify)
         checkpoint._check_quantized()
         checkpoint._check_scale_table()
         return checkpoint
@@ -283,29 +283,6 @@ class Checkpoint:
         _same_names(scales, {row.tensor for row in self.scale_table.entries}, f"{SCALE_TABLE}: ")
         self.scale_table.check(self.scale)
 
-    def _check_manifest(self, verify: bool) -> None:
-        path = self.path / MANIFEST
-        if not path.is_file():
-            return
-        try:
-            files = json.loads(path.read_bytes())["files"]
-            rows = {name: (row["bytes"], row["sha256"]) for name, row in files.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{MANIFEST}: cannot be read ({error!r})") from error
-        for name, (size, digest) in rows.items():
-            file = safe_join(self.path, name, MANIFEST)
-            if not file.is_file():
-                raise CheckpointError(f"{name} is missing; {MANIFEST} lists it")
-            if file.stat().st_size != size:
-                raise CheckpointError(
-                    f"{name} has {file.stat().st_size} bytes, {MANIFEST} says {size}; copy it again"
-                )
-            if verify and sha256_file(file) != digest:
-                raise CheckpointError(
-                    f"{name} is not what was written: its SHA-256 differs from {MANIFEST}. Copy "
-                    "the checkpoint again or write it again"
-                )
-
 
 def auxiliary_files(folder: Path) -> tuple[Path, ...]:
     """Tokenizer, generation and licence files of a model's folder."""
@@ -316,6 +293,32 @@ def auxiliary_files(folder: Path) -> tuple[Path, ...]:
         and path.name not in NOT_AUXILIARY
         and (path.suffix in AUXILIARY or path.name.upper().startswith("LICEN"))
     )
+
+
+def _check_manifest(folder: Path, verify: bool) -> None:
+    path = folder / MANIFEST
+    if not path.is_file():
+        return
+    try:
+        files = json.loads(path.read_bytes())["files"]
+        rows = {name: (row["bytes"], row["sha256"]) for name, row in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{MANIFEST}: cannot be read ({error!r})") from error
+    for name, (size, digest) in rows.items():
+        file = safe_join(folder, name, MANIFEST)
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder}: {name} is missing; {MANIFEST} lists it. Copy the checkpoint again"
+            )
+        if file.stat().st_size != size:
+            raise CheckpointError(
+                f"{name} has {file.stat().st_size} bytes, {MANIFEST} says {size}; copy it again"
+            )
+        if verify and sha256_file(file) != digest:
+            raise CheckpointError(
+                f"{name} is not what was written: its SHA-256 differs from {MANIFEST}. Copy "
+                "the checkpoint again or write it again"
+            )
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -329,7 +332,9 @@ def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         config = json.loads(file.read_bytes())
         quantization = config.pop("quantization_config", None)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: found no config.json; is this a model folder?") from error
+        inner = sorted(found.parent for found in path.glob("*/config.json"))
+        guess = f"did you mean {inner[0]}?" if inner else "is this a model folder?"
+        raise CheckpointError(f"{path}: found no config.json; {guess}") from error
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{file}: not a JSON object ({error})") from error
     if "auto_map" in config:

@@ -161,7 +161,9 @@ def _open_indexed(folder: Path) -> dict[str, SafetensorsFile]:
     for shard in shards:
         path = safe_join(folder, shard, INDEX)
         if not path.is_file():
-            raise CheckpointError(f"{INDEX} names {shard}, which is missing; get it again")
+            raise CheckpointError(
+                f"{folder}: {shard} is missing; {INDEX} names it. Get the checkpoint again"
+            )
         files[shard] = SafetensorsFile(path)
     held = {name: shard for shard, file in files.items() for name in file.tensors}
     if held != weight_map:

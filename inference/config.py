@@ -46,7 +46,8 @@ class EngineConfig(Strict):
         length = self.max_model_len or min(positions, MOST_POSITIONS)
         if length > positions:
             raise EngineError(
-                f"max_model_len {length} is more than the model's {positions} positions"
+                f"max_model_len {length} is more than the model's {positions} positions; lower it: "
+                "it is what a prompt and its new tokens have together"
             )
         each = blocks_for(length)
         blocks = self.kv_blocks or max(each, min(each * self.max_batch_size, MOST_BLOCKS))

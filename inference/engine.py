@@ -23,7 +23,7 @@ from formats.errors import EngineError, PTQError, RequestError
 from inference.active import ActiveRequest
 from inference.config import EngineConfig
 from inference.kv_cache import BlockManager, KVStats, blocks_for
-from inference.load import end_tokens, load_model, make_cache
+from inference.load import end_tokens, load_model, load_tokenizer, make_cache
 from inference.models.llama import LlamaModel
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.runner import run_slices
@@ -92,11 +92,9 @@ class Engine:
             CheckpointError: it is damaged, or of a kind that is not run here.
             EngineError: the device is not one that is run on.
         """
-        from transformers import AutoTokenizer
-
         checkpoint = Checkpoint.open(path)
+        tokenizer = load_tokenizer(checkpoint.path)
         model = load_model(checkpoint, device=device, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path)
         return cls(
             checkpoint, model, tokenizer, config or EngineConfig(), quantized_kv=quantized_kv
         )
@@ -322,9 +320,11 @@ class Engine:
         if not tokens:
             raise RequestError("prompt: it is empty; give at least one token", "prompt")
         if len(tokens) + room > self._length:
+            most = self.model.config.max_positions
+            or_raise = f", or raise max_model_len up to {most}" if self._length < most else ""
             raise RequestError(
                 f"prompt: {len(tokens)} tokens leave no room in max_model_len {self._length}; "
-                "shorten it, or raise max_model_len",
+                f"shorten it{or_raise}",
                 "prompt",
             )
         vocabulary = self.model.config.vocab_size

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from formats.checkpoint import Checkpoint
-from formats.errors import EngineError
+from formats.errors import CheckpointError, EngineError
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.kv_cache import KVPool, make_pool
@@ -81,6 +81,23 @@ def make_cache(
     size = (config.kv_blocks, shape.kv_heads, KV_BLOCK, shape.head_dim)
     names = (f"model.layers.{i}.self_attn" for i in range(shape.layers))
     return [make_pool(size, chosen, spec, checkpoint.kv_scales.get(n), place) for n in names]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be loaded; put the model's tokenizer files, such as "
+            f"tokenizer.json, beside the weights ({' '.join(str(error).split())[:200]})"
+        ) from error
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     params = _params(arguments)
     rows = [] if arguments.input is None else read_rows(arguments.input)
-    config = EngineConfig(max_batch_size=arguments.batch_size)
+    config = EngineConfig(
+        max_batch_size=arguments.batch_size, max_model_len=arguments.max_model_len
+    )
     engine = Engine.from_pretrained(arguments.checkpoint, config=config, device=arguments.device)
     if arguments.input is not None:
         outputs = complete_rows(engine, rows, params, arguments.input)
@@ -192,6 +194,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
     parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="rows at once")
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="most tokens of prompt and completion; default: what the model allows, up to 4096",
+    )
     arguments = parser.parse_args(argv)
     if (arguments.input is None) != (arguments.output is None):
         parser.error("--input and --output belong together")
@@ -199,6 +207,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--stream goes with --prompt; the rows of --input are written at the end")
     if arguments.batch_size < 1:
         parser.error("--batch-size must be at least 1")
+    if arguments.max_model_len is not None and arguments.max_model_len < 2:
+        parser.error("--max-model-len must be at least 2")
     return arguments
 
 

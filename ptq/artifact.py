@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from formats.files import fsync_path, writing
 from ptq.methods.base import BlockWork, Method
 from ptq.methods.moments import Moments
 from ptq.methods.registry import block_specs
+from ptq.methods.specs import MethodSpec
 from ptq.next_steps import typed_path
 from ptq.recipe import Recipe
 from ptq.result import STATISTICS_FILE, QuantizationRecord, load_record
@@ -112,6 +114,16 @@ def check_solvable(artifact: Artifact, recipe: Recipe, methods: list[Method]) ->
         )
 
 
+def _without_samples(spec: MethodSpec, artifact: Artifact, recipe: Recipe) -> str:
+    """How a recipe does without the samples of a method; as it did with them, if it did."""
+    if spec.name != "smoothquant":
+        return "leave it out"
+    index = [method.name for method in recipe.methods].index(spec.name)
+    found = [row.alpha for row in artifact.record.smoothing if row.alpha is not None]
+    alpha = f"{median_high(found):g} (the middle of those found)" if found else "0.5"
+    return f"give alpha a number, such as --set methods.{index}.smoothquant.alpha={alpha}"
+
+
 def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Iterator[str]:
     record, statistics = artifact.record, artifact.statistics
     if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.path)):
@@ -127,8 +139,8 @@ def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Ite
         )
     for method, spec in zip(methods, block_specs(recipe.methods), strict=True):
         if method.needs == "samples":
-            fix = "; give alpha a number" if spec.name == "smoothquant" else "; leave it out"
-            yield f"{spec.name} runs samples through the model{fix}"
+            fix = _without_samples(spec, artifact, recipe)
+            yield f"{spec.name} runs samples through the model; {fix}"
         if method.moments != "none" and not (artifact.folder / HESSIANS_FOLDER).is_dir():
             yield (
                 f"{spec.name} needs second moments, which that run did not keep. Run it with "

@@ -6,6 +6,7 @@ Nothing is written and no weight is read; it takes seconds on a model of any siz
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ PHASES = 4  # that are named, the longest
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `run` and `check` share."""
+    """The arguments of all commands that take a recipe."""
     parser.add_argument("recipe", type=Path, help="recipe in YAML")
     parser.add_argument(
         "--set",
@@ -36,6 +37,16 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a setting, such as dataset.calibration.samples=128; may be repeated",
     )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="overrides output.path")
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """What the arguments of `add_recipe_arguments` override in the recipe."""
+    output = arguments.output
+    return [
+        *arguments.set,
+        *([] if output is None else [f"output.path={json.dumps(str(output))}"]),
+    ]
 
 
 def prepare(loaded: LoadedRecipe, *, force: bool) -> tuple[Plan, dict[str, TokenSet]]:
@@ -55,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ptq check", description=(__doc__ or "").split("\n\n")[0])
     add_recipe_arguments(parser)
     arguments = parser.parse_args(argv)
-    plan, data = prepare(read_recipe(arguments.recipe, arguments.set), force=True)
+    plan, data = prepare(read_recipe(arguments.recipe, overrides_of(arguments)), force=True)
     print("\n".join(describe_plan(plan, data)))
     return 0
 

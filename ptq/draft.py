@@ -164,7 +164,10 @@ class Draft:
         model = self.data.get("model")
         path = model.get("path") if isinstance(model, dict) else None
         if isinstance(path, str) and not Path(path).is_dir():
-            message = f"no such folder: {path}. Paths in a recipe are relative to its own folder"
+            written = Where(self.origins)(("model", "path")).line
+            start = "in a recipe are relative to its own folder"
+            start = start if written else "that are typed are relative to the current directory"
+            message = f"no such folder: {path}. Paths {start}"
             self.problems.append(self.at(("model", "path"), message))
 
     def laid_over(self, base: Draft) -> Draft:

@@ -13,7 +13,7 @@ from formats.command import run_command
 from formats.errors import RequestError
 from formats.experts import EXPERT
 from formats.scheme import LayerScheme
-from ptq.check import add_recipe_arguments
+from ptq.check import add_recipe_arguments, overrides_of
 from ptq.inspect import matches
 from ptq.methods.rotation import WRITERS
 from ptq.methods.specs import (
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_recipe_arguments(parser)
     parser.add_argument("--module", metavar="PATTERN", help="only modules like this")
     arguments = parser.parse_args(argv)
-    loaded = read_recipe(arguments.recipe, arguments.set)
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
     checkpoint = Checkpoint.open(loaded.recipe.model.path)
     plan = build_plan(loaded.recipe, checkpoint, loaded.where, force=True)
     print("\n".join(explain(plan, arguments.module)))

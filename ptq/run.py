@@ -8,14 +8,12 @@ Exit codes: 0 where the thresholds of the recipe hold, 1 where they do not, 2 fo
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from formats.command import run_command
 from formats.errors import RecipeError
-from ptq.check import add_recipe_arguments, prepare
+from ptq.check import add_recipe_arguments, overrides_of, prepare
 from ptq.next_steps import forced_command, next_commands, typed_path
 from ptq.preflight import is_taken
 from ptq.recipe import LoadedRecipe, read_recipe
@@ -64,7 +62,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
     )
     add_recipe_arguments(parser)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="overrides output.path")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
     return parser.parse_args(argv)
 
@@ -75,10 +72,7 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
     Raises:
         RecipeError: it is invalid, or its output exists and may not be replaced.
     """
-    overrides = list(arguments.set)
-    if arguments.output is not None:
-        overrides.append(f"output.path={json.dumps(str(arguments.output))}")
-    loaded = read_recipe(arguments.recipe, overrides)
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
     output = loaded.recipe.output.path
     if is_taken(output) and not arguments.force:
         again = forced_command(arguments.recipe, arguments.set, arguments.output)

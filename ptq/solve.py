@@ -1,7 +1,7 @@
 """`ptq solve`: another checkpoint from the statistics of a finished run, without running the model.
 
-    ptq solve output/a8w8c8 --set observers.kv_cache.method=percentile --output output/again
-    ptq solve output/a8w8c8 --recipe recipes/c8.yaml --output output/c8
+    ptq solve output/a8w8c8 --set methods.0.smoothquant.alpha=0.95 --output output/again
+    ptq solve output/a8w8c8 --recipe recipes/a8w8c8_unsmoothed.yaml --output output/unsmoothed
 
 The run's own recipe is taken, or another one for the same model and data, with overrides. Other
 observers, granularities and schemes, another fixed alpha and, where the run kept Hessians

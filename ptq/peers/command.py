@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from transformers import AutoTokenizer
 
@@ -25,7 +24,7 @@ from formats.errors import RecipeError
 from formats.files import replace_file
 from inference.bench_figures import environment
 from inference.engine import Engine
-from ptq.check import add_recipe_arguments
+from ptq.check import add_recipe_arguments, overrides_of
 from ptq.next_steps import typed_path
 from ptq.peers.measure import PEERS_FILE, PeersRecord, measure_peers
 from ptq.peers.specs import PEERS
@@ -90,7 +89,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="measure this one instead of those of the recipe, under its own interpreter if one is "
         "given; may be repeated",
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="overrides output.path")
     return parser.parse_args(argv)
 
 
@@ -100,11 +98,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     Raises:
         RecipeError: it is invalid, names no peer, or one that is not installed.
     """
-    overrides = list(arguments.set)
+    overrides = overrides_of(arguments)
     if arguments.peer:
         overrides.append(f"report.peers={json.dumps([_peer(text) for text in arguments.peer])}")
-    if arguments.output is not None:
-        overrides.append(f"output.path={json.dumps(str(arguments.output))}")
     loaded = read_recipe(arguments.recipe, overrides)
     if not loaded.recipe.report.peers:
         raise RecipeError(

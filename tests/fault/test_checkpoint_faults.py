@@ -104,6 +104,8 @@ def test_the_manifest_sees_what_is_missing_or_longer(make_quantized, tiny_llama,
     refused(copy, "tokenizer.json", "bytes")
     tokenizer.unlink()
     refused(copy, "tokenizer.json", "missing")
+    (copy / "model.safetensors").unlink()
+    refused(copy, "model.safetensors is missing; quant/manifest.json lists it. Copy the checkpoint")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])
@@ -195,7 +197,10 @@ def test_code_of_the_models_own_is_refused(folder):
 
 def test_no_model_at_all(tmp_path):
     refused(tmp_path / "absent", "no such folder")
-    refused(tmp_path, "config.json")
+    refused(tmp_path, "config.json", "is this a model folder?")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text("{}")
+    refused(tmp_path, "config.json", f"did you mean {tmp_path / 'checkpoint'}?")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, "JSON")
 

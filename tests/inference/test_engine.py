@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 import torch
 
-from formats.errors import EngineError, RequestError
+from formats.errors import CheckpointError, EngineError, RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.request import SamplingParams
@@ -194,8 +195,20 @@ def test_the_length_of_a_request_is_limited(tiny_llama):
     runner = engine(tiny_llama, max_model_len=64)
     output = runner.generate([[5] * 60], SamplingParams(max_tokens=50, ignore_eos=True))[0]
     assert (len(output.token_ids), output.finish_reason) == (4, "length")
-    with pytest.raises(RequestError, match="64 tokens leave no room"):
+    room = (
+        "64 tokens leave no room in max_model_len 64; shorten it, or raise max_model_len up to 512$"
+    )
+    with pytest.raises(RequestError, match=room):
         runner.add_request([5] * 64)
+    with pytest.raises(RequestError, match="no room in max_model_len 512; shorten it$"):
+        engine(tiny_llama).add_request([5] * 512)
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tiny_llama, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_llama / name, tmp_path)
+    with pytest.raises(CheckpointError, match="tokenizer cannot be loaded; put .* tokenizer.json"):
+        engine(tmp_path)
 
 
 @pytest.mark.parametrize(

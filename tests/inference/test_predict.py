@@ -42,6 +42,15 @@ def test_a_prompt_is_completed(model, engine, capsys):
     assert capsys.readouterr().out == greedy(engine, "def add(a") + "\n"
 
 
+def test_the_length_of_a_request_can_be_chosen(model, capsys):
+    arguments = [str(model), "--prompt", "def add(a", *SHORT, "--max-model-len"]
+    assert run_command(predict.main, [*arguments, "3"]) == 2
+    assert "no room in max_model_len 3; shorten it, or raise" in capsys.readouterr().err
+    assert run_command(predict.main, [*arguments, "100"]) == 0
+    with pytest.raises(SystemExit):
+        predict.main([*arguments, "1"])
+
+
 def test_streaming_prints_the_same_text_bit_by_bit(model, engine, monkeypatch, capsys):
     printed: list[str] = []
 

@@ -168,6 +168,9 @@ def test_check_notes_an_output_that_exists(here, capsys):
     (here / "out dir" / "x").touch()
     assert check.main(["r.yaml"]) == 0
     assert "(exists: run with --force)" in capsys.readouterr().out
+    assert check.main(["r.yaml", "--output", "mine"]) == 0
+    out = capsys.readouterr().out
+    assert f"output       {here / 'mine'}\n" in out
 
 
 def test_check_refuses_what_run_would_refuse(here, capsys):

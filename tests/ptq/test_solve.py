@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ptq.artifact import HESSIANS_FOLDER, Artifact
 from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
 from ptq.pipeline import quantize_tokens, solve
 from ptq.recipe import ObserversSpec, StatisticsSpec
+from ptq.result import SmoothingRow
 from ptq.solve import main
 
 RTN = (RTNSpec(),)
@@ -95,8 +97,13 @@ def test_what_needs_samples_is_refused_all_at_once(seen, tiny_llama, tmp_path):
     plan = make_plan(tiny_llama, tmp_path / "a", "w4", methods=methods)
     with pytest.raises(RecipeError) as caught:
         solve(plan, seen, progress=False)
-    assert "give alpha a number" in str(caught.value)
+    assert "give alpha a number, such as --set methods.0.smoothquant.alpha=0.5" in str(caught.value)
     assert "refine runs samples" in str(caught.value)
+    row = {"source": "s", "consumers": (), "error": None, "scale_min": 1, "scale_max": 1}
+    rows = [SmoothingRow(**row, alpha=alpha, candidates=()) for alpha in (1.0, None, 0.5, 0.85)]
+    record = seen.record.model_copy(update={"smoothing": tuple(rows)})
+    with pytest.raises(RecipeError, match=r"alpha=0\.85 \(the middle of those found\)"):
+        solve(plan, replace(seen, record=record), progress=False)
     assert not (tmp_path / "a").exists()
     plan = make_plan(tiny_llama, tmp_path / "a", "w4", methods=(AWQSpec(), RTNSpec()))
     with pytest.raises(RecipeError, match="awq runs samples"):
