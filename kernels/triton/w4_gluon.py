@@ -94,13 +94,13 @@ def float_operand(words, scale, CHUNK: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def int_operand(packed):
-    """Packed bytes [32, 128] -> sixteenfold weights int8 [64 outputs, 128]."""
+def int_operands(packed):
+    """Packed bytes [32, 128] -> sixteenfold weights int8, inputs 0 to 63 and 64 to 127."""
     low, high = gl.inline_asm_elementwise(
         SIXTEENFOLD, "=r,=r,r", [packed], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
-    w = gl.join(low, high).reshape([2, 4, 8, 4, 4, 4, 2])  # b, a, c, quad, j, byte, half
-    return w.permute([1, 0, 2, 4, 6, 3, 5]).reshape([64, 128])
+    w = gl.join(low, high).reshape([2, 4, 8, 4, 2, 2, 4, 2])  # b, a, c, quad, j, j, byte, half
+    return gl.split(w.permute([1, 0, 2, 5, 7, 3, 6, 4]).reshape([64, 64, 2]))
 
 
 @gluon.jit
@@ -118,30 +118,55 @@ def doubled(scale, dtype: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(x, packed, scale, rings, bars, sizes, INT8: gl.constexpr):
+def pieces(sizes):
+    """How many tiles, or parts of tiles, this program works on."""
+    strips, N, tiles, groups, cut, share = sizes
+    first = gl.program_id(0) * share
+    head, tail = first // groups, (gl.minimum(first + share, cut) + groups - 1) // groups
+    whole = tiles - cut // groups - gl.program_id(0) + gl.num_programs(0) - 1
+    return gl.maximum(tail - head, 0), gl.maximum(whole, 0) // gl.num_programs(0)
+
+
+@gluon.jit
+def piece(item, sizes):
+    """The item-th: its tile, and the first and the end of its groups of inputs."""
+    strips, N, tiles, groups, cut, share = sizes
+    parts, _ = pieces(sizes)
+    first = gl.program_id(0) * share
+    tile = first // groups + item
+    low = gl.maximum(first - tile * groups, 0)
+    high = gl.minimum(gl.minimum(first + share, cut) - tile * groups, groups)
+    whole = cut // groups + gl.program_id(0) + (item - parts) * gl.num_programs(0)
+    is_part = item < parts
+    tile = gl.where(is_part, tile, whole)
+    return tile, gl.where(is_part, low, 0), gl.where(is_part, high, groups)
+
+
+@gluon.jit
+def load_tiles(x, packed, scale, rings, bars, sizes):
     """The warp of copies: fills the ring's stages as they are left."""
     xs, ws, ss = rings
-    ready, empty = bars
-    strips, N, groups, share, total = sizes
+    ready, empty, turns = bars
+    strips, N, tiles, groups, cut, share = sizes
     STAGES: gl.constexpr = ws.shape[0]
-    CHUNKS: gl.constexpr = 1 if INT8 else 2
     OUTPUTS: gl.constexpr = ss.shape[1]
     ROWS: gl.constexpr = xs.shape[1]
-    first = gl.program_id(0) * share
-    for i in range(first, gl.minimum(first + share, total)):
-        tile, g = i // groups, i % groups
+    i = 0
+    parts, whole = pieces(sizes)
+    for item in range(parts + whole):
+        tile, low, high = piece(item, sizes)
         column, row = tile // strips * OUTPUTS, tile % strips * ROWS
-        stage, phase = (i - first) % STAGES, (i - first) // STAGES & 1
-        bar = ready.index(stage)
-        mbarrier.wait(empty.index(stage), phase ^ 1)
-        mbarrier.expect(bar, packed.block_type.nbytes + scale.block_type.nbytes
-                        + CHUNKS * x.block_type.nbytes)  # fmt: skip
-        place = (g * (N // 64) + column // 64) * 32
-        tma.async_copy_global_to_shared(packed, [place, 0], bar, ws.index(stage))
-        tma.async_copy_global_to_shared(scale, [g * N + column], bar, ss.index(stage))
-        for c in gl.static_range(CHUNKS):
-            inputs = g * 128 + c * 64
-            tma.async_copy_global_to_shared(x, [row, inputs], bar, xs.index(stage * CHUNKS + c))
+        for g in range(low, high):
+            stage, bar = i % STAGES, ready.index(i % STAGES)
+            mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
+            mbarrier.expect(bar, packed.block_type.nbytes + scale.block_type.nbytes
+                            + 2 * x.block_type.nbytes)  # fmt: skip
+            place = (g * (N // 64) + column // 64) * 32
+            tma.async_copy_global_to_shared(packed, [place, 0], bar, ws.index(stage))
+            tma.async_copy_global_to_shared(scale, [g * N + column], bar, ss.index(stage))
+            tma.async_copy_global_to_shared(x, [row, g * 128], bar, xs.index(stage * 2))
+            tma.async_copy_global_to_shared(x, [row, g * 128 + 64], bar, xs.index(stage * 2 + 1))
+            i += 1
 
 
 @gluon.jit
@@ -151,99 +176,6 @@ def zeros(TILES: gl.constexpr, ROWS: gl.constexpr, MMA: gl.constexpr):
     for _ in gl.static_range(TILES):
         accs = accs + (gl.full([64, ROWS], 0.0, gl.float32, layout=MMA),)
     return accs
-
-
-@gluon.jit
-def fetch(rings, stage, TILE: gl.constexpr, MMA: gl.constexpr):
-    """Packed weights and scales of 64 outputs of a stage, in registers."""
-    xs, ws, ss = rings
-    packed, scale = ws.index(stage).slice(TILE * 32, 32), ss.index(stage).slice(TILE * 64, 64)
-    if xs.dtype == gl.int8:
-        return packed.load(BYTES), scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)
-    else:
-        words = packed.load(WORDS).reshape([2, 4, 8, 4, 4]).permute([1, 0, 2, 4, 3])
-        words = words.reshape([64, 16])
-        return words, doubled(scale.load(gl.SliceLayout(1, words.type.layout)), xs.dtype)
-
-
-@gluon.jit
-def operand(packed, scale, CHUNK: gl.constexpr, DT: gl.constexpr, MMA: gl.constexpr):
-    """The left operand of a product: 64 outputs, the CHUNK-th 128 bytes of a group's inputs."""
-    if DT == gl.int8:
-        w = int_operand(packed)
-    else:
-        w = float_operand(packed, scale, CHUNK, DT)
-    left: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 if DT == gl.int8 else 2)
-    return gl.convert_layout(w, left, assert_trivial=True)
-
-
-@gluon.jit
-def multiply(accs, rings, bars, first, low, high, PART: gl.constexpr, MMA: gl.constexpr):
-    """Add groups low to high. The scale multiplies the weight, or, in W4A8, a group's exact sum.
-
-    The next operand is made while the last is multiplied; nothing is on its way from one round of
-    the loop to the next, without which the assembler would wait for every product.
-    """
-    xs, ws, ss = rings
-    ready, empty = bars
-    DT: gl.constexpr = xs.dtype
-    TILES: gl.constexpr = len(accs)
-    CHUNKS: gl.constexpr = 1 if DT == gl.int8 else 2
-    LAST: gl.constexpr = CHUNKS * TILES - 1
-    STAGES: gl.constexpr = ws.shape[0]
-    TILE: gl.constexpr = PART * TILES
-    zero = gl.full([64, xs.shape[1]], 0, gl.int32, layout=MMA)
-    stage, phase = (low - first) % STAGES, (low - first) // STAGES & 1
-    if DT != gl.int8:
-        mbarrier.wait(ready.index(stage), phase)
-        packed, scale = fetch(rings, stage, TILE, MMA)
-        w = operand(packed, scale, 0, DT, MMA)
-    for i in range(low + 1, high + 1):
-        following, turn = (i - first) % STAGES, (i - first) // STAGES & 1
-        if DT == gl.int8:  # bytes that go round the loop would each take a register
-            mbarrier.wait(ready.index(stage), phase)
-            packed, scale = fetch(rings, stage, TILE, MMA)
-            w = operand(packed, scale, 0, DT, MMA)
-        for step in gl.static_range(LAST + 1):  # TILES times CHUNKS
-            xt = xs.index(stage * CHUNKS + step % CHUNKS).permute([1, 0])
-            own = scale
-            if DT == gl.int8:
-                exact = warpgroup_mma(w, xt, zero, use_acc=False, is_async=True)
-            else:
-                product = warpgroup_mma(w, xt, accs[step // CHUNKS], is_async=True)
-                accs = put(accs, step // CHUNKS, product)
-                if step > 0:
-                    accs = wait(accs, 1)
-            if step < LAST:
-                if (step + 1) % CHUNKS == 0:
-                    packed, scale = fetch(rings, stage, TILE + (step + 1) // CHUNKS, MMA)
-                w = operand(packed, scale, (step + 1) % CHUNKS, DT, MMA)
-            elif DT != gl.int8:
-                mbarrier.wait(ready.index(following), turn, pred=i < high)
-                packed, scale = fetch(rings, following, TILE, MMA)
-                w = operand(packed, scale, 0, DT, MMA)
-                accs = wait(accs, 0)
-            if DT == gl.int8:
-                exact = warpgroup_mma_wait(0, deps=(exact,))
-            if step == LAST:
-                mbarrier.arrive(empty.index(stage))
-            if DT == gl.int8:
-                accs = put(accs, step, promote(accs[step], exact, gl.expand_dims(own, 1)))
-        stage, phase = following, turn
-    return accs
-
-
-@gluon.jit
-def promote(acc, exact, scale):
-    """acc + exact * scale, before the next product starts: there is no room for two exact sums."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .f32 f; cvt.rn.f32.s32 f, $1; fma.rn.f32 $0, f, $2, $3; }",
-        "=f,r,f,f",
-        [exact, scale, acc],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -265,67 +197,203 @@ def wait(accs, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def sum_parts(accs, parts, arrivals, tile, low, high, groups, share, PART: gl.constexpr):
+def fetch(rings, stage, TILE: gl.constexpr, MMA: gl.constexpr):
+    """Packed weights and scales of 64 outputs of a stage, in registers."""
+    xs, ws, ss = rings
+    packed, scale = ws.index(stage).slice(TILE * 32, 32), ss.index(stage).slice(TILE * 64, 64)
+    if xs.dtype == gl.int8:
+        return packed.load(BYTES), scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)
+    else:
+        words = packed.load(WORDS).reshape([2, 4, 8, 4, 4]).permute([1, 0, 2, 4, 3])
+        words = words.reshape([64, 16])
+        return words, doubled(scale.load(gl.SliceLayout(1, words.type.layout)), xs.dtype)
+
+
+@gluon.jit
+def multiply_floats(
+    accs, rings, bars, done, count, PART: gl.constexpr, TURNS: gl.constexpr, MMA: gl.constexpr
+):
+    """W4A16: add `count` groups, the ring's stages from `done` on; the scale multiplies the weight.
+
+    The next operand is made while the last is multiplied. Nothing is on its way from one round of
+    the loop to the next: the assembler would wait for every product. The other warpgroup is half a
+    round behind, and has the tensor cores meanwhile.
+    """
+    xs, ws, ss = rings
+    ready, empty, turns = bars
+    DT: gl.constexpr = xs.dtype
+    TILES: gl.constexpr = len(accs)
+    STEPS: gl.constexpr = 2 * TILES
+    STAGES: gl.constexpr = ws.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    stage = done % STAGES
+    mbarrier.wait(ready.index(stage), done // STAGES & 1)
+    words, scale = fetch(rings, stage, PART * TILES, MMA)
+    w = gl.convert_layout(float_operand(words, scale, 0, DT), LEFT, assert_trivial=True)
+    for i in range(done, done + count):
+        following = (i + 1) % STAGES
+        if TURNS:
+            mbarrier.wait(turns.index(PART), (i + 1 - PART) & 1)
+        for step in gl.static_range(STEPS):
+            xt = xs.index(stage * 2 + step % 2).permute([1, 0])
+            accs = put(accs, step // 2, warpgroup_mma(w, xt, accs[step // 2], is_async=True))
+            accs = wait(accs, 1)
+            if TURNS and step == TILES:
+                mbarrier.arrive(turns.index(1 - PART))
+            if step == STEPS - 1:
+                more = i + 1 < done + count
+                mbarrier.wait(ready.index(following), (i + 1) // STAGES & 1, pred=more)
+                words, scale = fetch(rings, following, PART * TILES, MMA)
+            else:  # words are read again for their other half: that keeps the work behind the wait
+                words, scale = fetch(rings, stage, PART * TILES + (step + 1) // 2, MMA)
+            w = float_operand(words, scale, (step + 1) % 2, DT)
+            w = gl.convert_layout(w, LEFT, assert_trivial=True)
+        accs = wait(accs, 0)
+        mbarrier.arrive(empty.index(stage))
+        stage = following
+    return accs
+
+
+@gluon.jit
+def multiply_integers(
+    accs, rings, bars, done, count, PART: gl.constexpr, TURNS: gl.constexpr, MMA: gl.constexpr
+):
+    """W4A8: the scale multiplies a group's exact sum.
+
+    The two warpgroups take turns: one multiplies, the other works on its sum.
+    """
+    xs, ws, ss = rings
+    ready, empty, turns = bars
+    TILES: gl.constexpr = len(accs)
+    STAGES: gl.constexpr = ws.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    zero = gl.full([64, xs.shape[1]], 0, gl.int32, layout=MMA)
+    for i in range(done, done + count):
+        stage = i % STAGES
+        mbarrier.wait(ready.index(stage), i // STAGES & 1)
+        for t in gl.static_range(TILES):
+            packed, scale = fetch(rings, stage, PART * TILES + t, MMA)
+            low, high = int_operands(packed)
+            low = gl.convert_layout(low, LEFT, assert_trivial=True)
+            high = gl.convert_layout(high, LEFT, assert_trivial=True)
+            if TURNS:
+                mbarrier.wait(turns.index(PART), (i * TILES + t + 1 - PART) & 1)
+            xt = xs.index(stage * 2).permute([1, 0])
+            exact = warpgroup_mma(low, xt, zero, use_acc=False, is_async=True)
+            xt = xs.index(stage * 2 + 1).permute([1, 0])
+            exact = warpgroup_mma(high, xt, exact, is_async=True)
+            if TURNS:
+                exact = warpgroup_mma_wait(1, deps=(exact,))
+                mbarrier.arrive(turns.index(1 - PART))
+            exact = warpgroup_mma_wait(0, deps=(exact,))
+            if t == TILES - 1:
+                mbarrier.arrive(empty.index(stage))
+            accs = put(accs, t, promote(accs[t], exact, gl.expand_dims(scale, 1)))
+    return accs
+
+
+@gluon.jit
+def promote(acc, exact, scale):
+    """acc + exact * scale, before the next product starts: there is no room for two exact sums."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 f; cvt.rn.f32.s32 f, $1; fma.rn.f32 $0, f, $2, $3; }",
+        "=f,r,f,f",
+        [exact, scale, acc],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def sum_parts(accs, parts, arrivals, tile, low, sizes, PART: gl.constexpr, PARTS: gl.constexpr):
     """Leave a cut tile's part; the last of its programs to arrive gets the sum of all, in order."""
+    strips, N, tiles, groups, cut, share = sizes
     TILES: gl.constexpr = len(accs)
     MMA: gl.constexpr = accs[0].type.layout
     ROWS: gl.constexpr = accs[0].shape[1]
     SIZE: gl.constexpr = 64 * ROWS
-    n = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), 1)
-    m = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)), 0)
-    cells = PART * TILES * SIZE + n * ROWS + m
-    begin = tile * groups
-    slot = gl.program_id(0) * 2 + (low == begin).to(gl.int32)  # a run cuts its first and last tile
-    own = parts + slot.to(gl.int64) * (2 * TILES * SIZE) + cells
+    sums = ()
     for t in gl.static_range(TILES):
-        gl.store(own + t * SIZE, accs[t])
+        sums = sums + (by_thread(accs[t]),)
+    FLAT: gl.constexpr = sums[0].type.layout
+    quad = gl.expand_dims(gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, FLAT)), 1)
+    cells = quad * 4 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FLAT)), 0)
+    cells += PART * TILES * SIZE
+    slot = gl.program_id(0) * 2 + (low == 0).to(gl.int32)  # a run may cut its first and last tile
+    own = parts + slot.to(gl.int64) * (PARTS * TILES * SIZE) + cells
+    for t in gl.static_range(TILES):
+        gl.store(own + t * SIZE, sums[t])
     gl.thread_barrier()
-    start, stop = begin // share, (begin + groups - 1) // share
-    last = gl.atomic_add(arrivals + tile * 2 + PART, 1, sem="acq_rel") == stop - start
+    start, stop = tile * groups // share, (tile * groups + groups - 1) // share
+    place = arrivals + tile * PARTS + PART
+    last = gl.atomic_add(place, 1, sem="acq_rel") == stop - start
     if last:
         gl.thread_barrier()
-        accs = zeros(TILES, ROWS, MMA)
         for p in range(start, stop + 1):
             slot = p * 2 + (p == start).to(gl.int32)
-            own = parts + slot.to(gl.int64) * (2 * TILES * SIZE) + cells
-            sums = ()
+            own = parts + slot.to(gl.int64) * (PARTS * TILES * SIZE) + cells
+            more = ()
             for t in gl.static_range(TILES):
-                sums = sums + (accs[t] + gl.load(own + t * SIZE, cache_modifier=".cg"),)
-            accs = sums
-        gl.store(arrivals + tile * 2 + PART, 0)
+                more = more + (gl.load(own + t * SIZE, cache_modifier=".cg"),)
+            added = ()
+            for t in gl.static_range(TILES):
+                added = added + (gl.where(p == start, 0.0, sums[t]) + more[t],)
+            sums = added
+        gl.store(place, 0)
+        accs = ()
+        for t in gl.static_range(TILES):
+            y = sums[t].reshape([ROWS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+            y = gl.convert_layout(y.reshape([64, ROWS]), MMA, assert_trivial=True)
+            accs = accs + (y,)
     return accs, last
+
+
+@gluon.jit
+def by_thread(acc):
+    """Sums [64, ROWS] as [16 ROWS, 4]: four of a thread in a row, threads beside each other."""
+    ROWS: gl.constexpr = acc.shape[1]
+    y = acc.reshape([4, 2, 8, ROWS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return y.reshape([16 * ROWS, 4])
 
 
 @gluon.jit
 def compute(
     ends, rings, ys, bars, sizes, M,
-    PART: gl.constexpr, INT8: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
+    PART: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: the PART-th half of the outputs of every tile of this program's run."""
+    """A warpgroup: the PART-th share of the outputs of every tile of this program."""
     out, x_scale, bias, parts, arrivals = ends
-    strips, N, groups, share, total = sizes
-    OUTPUTS: gl.constexpr = rings[2].shape[1]
-    TILES: gl.constexpr = OUTPUTS // 128
-    ROWS: gl.constexpr = rings[0].shape[1]
+    strips, N, tiles, groups, cut, share = sizes
+    xs, ws, ss = rings
+    INT8: gl.constexpr = xs.dtype == gl.int8
+    PARTS: gl.constexpr = ys.shape[0]
+    TILES: gl.constexpr = ss.shape[1] // 64 // PARTS
+    ROWS: gl.constexpr = xs.shape[1]
+    TURNS: gl.constexpr = PARTS == 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32 if INT8 else 16]
     )
-    first = gl.program_id(0) * share
-    end = gl.minimum(first + share, total)
-    for tile in range(first // groups, (end + groups - 1) // groups):
-        low, high = gl.maximum(first, tile * groups), gl.minimum(end, tile * groups + groups)
+    done = 0
+    some, whole = pieces(sizes)
+    for item in range(some + whole):
+        tile, low, high = piece(item, sizes)
         accs = zeros(TILES, ROWS, MMA)
-        accs = multiply(accs, rings, bars, first, low, high, PART, MMA)
+        if INT8:
+            accs = multiply_integers(accs, rings, bars, done, high - low, PART, TURNS, MMA)
+        else:
+            accs = multiply_floats(accs, rings, bars, done, high - low, PART, TURNS, MMA)
+        done += high - low
         last = True
         if high - low < groups:
-            accs, last = sum_parts(accs, parts, arrivals, tile, low, high, groups, share, PART)
+            accs, last = sum_parts(accs, parts, arrivals, tile, low, sizes, PART, PARTS)
         if last:
             row = tile % strips * ROWS
             m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
             if INT8:
                 sx = gl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0) * 0.0625
             for t in gl.static_range(TILES):
-                column = tile // strips * OUTPUTS + (PART * TILES + t) * 64
+                column = tile // strips * (64 * PARTS * TILES) + (PART * TILES + t) * 64
                 y = accs[t]
                 if INT8:
                     y *= gl.expand_dims(sx, 0)
@@ -339,65 +407,86 @@ def compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "groups", "strips", "share", "total"])
+@gluon.jit(do_not_specialize=["M", "N", "tiles", "groups", "strips", "cut", "share"])
 def w4_kernel(
-    x, packed, scale, out, x_scale, bias, parts, arrivals, M, N, groups, strips, share, total,
-    STAGES: gl.constexpr, INT8: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
+    x, packed, scale, out, x_scale, bias, parts, arrivals,
+    M, N, tiles, groups, strips, cut, share,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x, packed (as [K / 128 * N / 2, 128 bytes]), scale (flat) and out are TMA descriptors."""
-    CHUNKS: gl.constexpr = 1 if INT8 else 2
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES * CHUNKS] + x.block_type.shape, x.layout)
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * 2] + x.block_type.shape, x.layout)
     ws = gl.allocate_shared_memory(packed.dtype, [STAGES] + packed.block_type.shape, packed.layout)
     ss = gl.allocate_shared_memory(scale.dtype, [STAGES] + scale.block_type.shape, scale.layout)
-    ys = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)
+    ys = gl.allocate_shared_memory(out.dtype, [PARTS] + out.block_type.shape, out.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    rings, bars, sizes = (xs, ws, ss), (ready, empty), (strips, N, groups, share, total)
+        mbarrier.init(empty.index(i), count=PARTS)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    rings, bars = (xs, ws, ss), (ready, empty, turns)
+    sizes = (strips, N, tiles, groups, cut, share)
     ends = (out, x_scale, bias, parts, arrivals)
-    LOW: gl.constexpr = 0
-    HIGH: gl.constexpr = 1
-    gl.warp_specialize(
-        [
-            (compute, (ends, rings, ys, bars, sizes, M, LOW, INT8, PER_ROW, BIAS)),
-            (compute, (ends, rings, ys, bars, sizes, M, HIGH, INT8, PER_ROW, BIAS)),
-            (load_tiles, (x, packed, scale, rings, bars, sizes, INT8)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    A: gl.constexpr = 0
+    B: gl.constexpr = 1
+    C: gl.constexpr = 2
+    D: gl.constexpr = 3
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (compute, (ends, rings, ys, bars, sizes, M, A, PER_ROW, BIAS)),
+                (compute, (ends, rings, ys, bars, sizes, M, B, PER_ROW, BIAS)),
+                (load_tiles, (x, packed, scale, rings, bars, sizes)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (compute, (ends, rings, ys, bars, sizes, M, A, PER_ROW, BIAS)),
+                (compute, (ends, rings, ys, bars, sizes, M, B, PER_ROW, BIAS)),
+                (compute, (ends, rings, ys, bars, sizes, M, C, PER_ROW, BIAS)),
+                (compute, (ends, rings, ys, bars, sizes, M, D, PER_ROW, BIAS)),
+                (load_tiles, (x, packed, scale, rings, bars, sizes)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )
 
 
 def _launch(x, x_scale, weight, workspace: Workspace, out: Tensor, tile: Tile) -> None:
-    """One program a tile (splits = 1), or an equal share of all for every SM."""
+    """Whole tiles in turn; where splits > 1, what is left after full rounds in equal runs."""
     (rows, inputs), outputs = x.shape, weight.scale.shape[1]
-    integers = x.dtype == torch.int8
     require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
     strips, groups = triton.cdiv(rows, tile.rows), inputs // GROUP
     tiles = strips * (outputs // tile.outputs)
-    share = groups
-    if tile.splits > 1:
-        programs = min(multiprocessors(x.device), tiles * tile.splits)
-        share = triton.cdiv(tiles * groups, programs)
-        workspace.check(2 * programs * tile.outputs * tile.rows, 2 * tiles)
-    words = weight.packed.view(-1, 128) if integers else weight.packed.view(-1, 32)
-    w4_kernel[(triton.cdiv(tiles * groups, share),)](
-        _describe(x, [tile.rows, 128 // x.itemsize]),
+    programs, cut, share = min(multiprocessors(x.device), tiles), 0, 1
+    parts = tile.warps // 4
+    if tile.splits > 1 and tiles % multiprocessors(x.device):
+        cut = tiles % multiprocessors(x.device) * groups
+        share = triton.cdiv(cut, multiprocessors(x.device))
+        share = max(share, triton.cdiv(groups, tile.splits))
+        programs = max(programs, triton.cdiv(cut, share))
+        workspace.check(2 * programs * tile.outputs * tile.rows, parts * tiles)
+    words = weight.packed.view(-1, 128) if x.dtype == torch.int8 else weight.packed.view(-1, 32)
+    w4_kernel[(programs,)](
+        _describe(x, [tile.rows, 64]),
         _describe(words, [tile.outputs // 2, words.shape[1]]),
         _describe(weight.scale.view(-1), [tile.outputs]),
         _describe(out, [tile.rows, 64]),
         x_scale, weight.bias, workspace.parts, workspace.arrivals,
-        rows, outputs, groups, strips, share, tiles * groups, STAGES=tile.stages, INT8=integers,
-        PER_ROW=int(integers and x_scale.numel() > 1), BIAS=weight.bias is not None,
-        REGISTERS=240, num_warps=4, maxnreg=168,
+        rows, outputs, tiles, groups, strips, cut, share, STAGES=tile.stages, PARTS=parts,
+        PER_ROW=int(x_scale is not None and x_scale.numel() > 1), BIAS=weight.bias is not None,
+        REGISTERS=240 if parts == 2 else 112, num_warps=4, maxnreg=168 if parts == 2 else 96,
     )  # fmt: skip
 
 
 def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """A tensor for the TMA unit, in blocks; rows of 128 bytes are swizzled."""
-    swizzle = 128 if len(block) > 1 else 0
+    """A tensor for the TMA unit, in blocks; rows of 64 or 128 bytes are swizzled."""
+    swizzle = block[1] * tensor.itemsize if len(block) > 1 else 0
     layout = gl.NVMMASharedLayout(swizzle, 8 * tensor.itemsize, len(block))
     return TensorDescriptor.from_tensor(tensor, block, layout)
