@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.triton.common import Workspace, require
-from kernels.triton.tuning import Tile, gemm_tile, multiprocessors
+from kernels.triton.tuning import Tile, measured_tile, multiprocessors
 from kernels.triton.w4a8 import W4A8Weight
 from kernels.triton.w4a8 import w4a8_linear as plain_w4a8_linear
 from kernels.triton.w4a16 import GROUP, W4A16Weight
@@ -94,13 +94,13 @@ def float_operand(words, scale, CHUNK: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def int_operands(packed):
-    """Packed bytes [32, 128] -> sixteenfold weights int8, inputs 0 to 63 and 64 to 127."""
+def int_operand(packed):
+    """Packed bytes [32, 128] -> sixteenfold weights int8 [64 outputs, 128]."""
     low, high = gl.inline_asm_elementwise(
         SIXTEENFOLD, "=r,=r,r", [packed], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
     )
-    w = gl.join(low, high).reshape([2, 4, 8, 4, 2, 2, 4, 2])  # b, a, c, quad, j, j, byte, half
-    return gl.split(w.permute([1, 0, 2, 5, 7, 3, 6, 4]).reshape([64, 64, 2]))
+    w = gl.join(low, high).reshape([2, 4, 8, 4, 4, 4, 2])  # b, a, c, quad, j, byte, half
+    return w.permute([1, 0, 2, 4, 6, 3, 5]).reshape([64, 128])
 
 
 @gluon.jit
@@ -151,7 +151,8 @@ def load_tiles(x, packed, scale, rings, bars, sizes):
     STAGES: gl.constexpr = ws.shape[0]
     OUTPUTS: gl.constexpr = ss.shape[1]
     ROWS: gl.constexpr = xs.shape[1]
-    i = 0
+    CHUNKS: gl.constexpr = xs.shape[0] // STAGES
+    i = gl.to_tensor(0)
     parts, whole = pieces(sizes)
     for item in range(parts + whole):
         tile, low, high = piece(item, sizes)
@@ -160,12 +161,13 @@ def load_tiles(x, packed, scale, rings, bars, sizes):
             stage, bar = i % STAGES, ready.index(i % STAGES)
             mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
             mbarrier.expect(bar, packed.block_type.nbytes + scale.block_type.nbytes
-                            + 2 * x.block_type.nbytes)  # fmt: skip
+                            + CHUNKS * x.block_type.nbytes)  # fmt: skip
             place = (g * (N // 64) + column // 64) * 32
             tma.async_copy_global_to_shared(packed, [place, 0], bar, ws.index(stage))
             tma.async_copy_global_to_shared(scale, [g * N + column], bar, ss.index(stage))
-            tma.async_copy_global_to_shared(x, [row, g * 128], bar, xs.index(stage * 2))
-            tma.async_copy_global_to_shared(x, [row, g * 128 + 64], bar, xs.index(stage * 2 + 1))
+            for c in gl.static_range(CHUNKS):
+                inputs = g * 128 + c * 64
+                tma.async_copy_global_to_shared(x, [row, inputs], bar, xs.index(stage * CHUNKS + c))
             i += 1
 
 
@@ -216,8 +218,8 @@ def multiply_floats(
     """W4A16: add `count` groups, the ring's stages from `done` on; the scale multiplies the weight.
 
     The next operand is made while the last is multiplied. Nothing is on its way from one round of
-    the loop to the next: the assembler would wait for every product. The other warpgroup is half a
-    round behind, and has the tensor cores meanwhile.
+    the loop to the next: the assembler would wait for every product. With TURNS the other warpgroup
+    is half a round behind, and has the tensor cores meanwhile.
     """
     xs, ws, ss = rings
     ready, empty, turns = bars
@@ -230,27 +232,30 @@ def multiply_floats(
     mbarrier.wait(ready.index(stage), done // STAGES & 1)
     words, scale = fetch(rings, stage, PART * TILES, MMA)
     w = gl.convert_layout(float_operand(words, scale, 0, DT), LEFT, assert_trivial=True)
-    for i in range(done, done + count):
+    i = done
+    for _ in range(count):
         following = (i + 1) % STAGES
         if TURNS:
             mbarrier.wait(turns.index(PART), (i + 1 - PART) & 1)
         for step in gl.static_range(STEPS):
             xt = xs.index(stage * 2 + step % 2).permute([1, 0])
             accs = put(accs, step // 2, warpgroup_mma(w, xt, accs[step // 2], is_async=True))
-            accs = wait(accs, 1)
+            if TURNS or step > 0:
+                accs = wait(accs, 1)
             if TURNS and step == TILES:
                 mbarrier.arrive(turns.index(1 - PART))
             if step == STEPS - 1:
                 more = i + 1 < done + count
                 mbarrier.wait(ready.index(following), (i + 1) // STAGES & 1, pred=more)
                 words, scale = fetch(rings, following, PART * TILES, MMA)
-            else:  # words are read again for their other half: that keeps the work behind the wait
+            elif TURNS or step % 2 == 1:  # read again, the words keep the work behind the wait
                 words, scale = fetch(rings, stage, PART * TILES + (step + 1) // 2, MMA)
             w = float_operand(words, scale, (step + 1) % 2, DT)
             w = gl.convert_layout(w, LEFT, assert_trivial=True)
         accs = wait(accs, 0)
         mbarrier.arrive(empty.index(stage))
         stage = following
+        i += 1
     return accs
 
 
@@ -260,35 +265,39 @@ def multiply_integers(
 ):
     """W4A8: the scale multiplies a group's exact sum.
 
-    The two warpgroups take turns: one multiplies, the other works on its sum.
+    The rows of x are taken in halves: the sum of one is scaled while the other is multiplied, which
+    is also when the other warpgroup starts, so that the two do not both wait or both work.
     """
     xs, ws, ss = rings
     ready, empty, turns = bars
-    TILES: gl.constexpr = len(accs)
+    ROWS: gl.constexpr = accs[0].shape[1]
+    HALVES: gl.constexpr = xs.shape[1] // ROWS
+    TILES: gl.constexpr = len(accs) // HALVES
     STAGES: gl.constexpr = ws.shape[0]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    zero = gl.full([64, xs.shape[1]], 0, gl.int32, layout=MMA)
-    for i in range(done, done + count):
+    zero = gl.full([64, ROWS], 0, gl.int32, layout=MMA)
+    i = done
+    for _ in range(count):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), i // STAGES & 1)
         for t in gl.static_range(TILES):
             packed, scale = fetch(rings, stage, PART * TILES + t, MMA)
-            low, high = int_operands(packed)
-            low = gl.convert_layout(low, LEFT, assert_trivial=True)
-            high = gl.convert_layout(high, LEFT, assert_trivial=True)
+            w = gl.convert_layout(int_operand(packed), LEFT, assert_trivial=True)
             if TURNS:
                 mbarrier.wait(turns.index(PART), (i * TILES + t + 1 - PART) & 1)
-            xt = xs.index(stage * 2).permute([1, 0])
-            exact = warpgroup_mma(low, xt, zero, use_acc=False, is_async=True)
-            xt = xs.index(stage * 2 + 1).permute([1, 0])
-            exact = warpgroup_mma(high, xt, exact, is_async=True)
-            if TURNS:
-                exact = warpgroup_mma_wait(1, deps=(exact,))
-                mbarrier.arrive(turns.index(1 - PART))
-            exact = warpgroup_mma_wait(0, deps=(exact,))
-            if t == TILES - 1:
-                mbarrier.arrive(empty.index(stage))
-            accs = put(accs, t, promote(accs[t], exact, gl.expand_dims(scale, 1)))
+            sums = ()
+            for half in gl.static_range(HALVES):
+                xt = xs.index(stage).slice(half * ROWS, ROWS).permute([1, 0])
+                sums = sums + (warpgroup_mma(w, xt, zero, use_acc=False, is_async=True),)
+            for half in gl.static_range(HALVES):
+                sums = wait(sums, HALVES - 1 - half)
+                if TURNS and half == 0:
+                    mbarrier.arrive(turns.index(1 - PART))
+                if half == HALVES - 1 and t == TILES - 1:
+                    mbarrier.arrive(empty.index(stage))
+                new = promote(accs[t * HALVES + half], sums[half], gl.expand_dims(scale, 1))
+                accs = put(accs, t * HALVES + half, new)
+        i += 1
     return accs
 
 
@@ -369,16 +378,17 @@ def compute(
     INT8: gl.constexpr = xs.dtype == gl.int8
     PARTS: gl.constexpr = ys.shape[0]
     TILES: gl.constexpr = ss.shape[1] // 64 // PARTS
-    ROWS: gl.constexpr = xs.shape[1]
-    TURNS: gl.constexpr = PARTS == 2
+    ROWS: gl.constexpr = ys.shape[1]
+    HALVES: gl.constexpr = xs.shape[1] // ROWS
+    TURNS: gl.constexpr = PARTS == 2 and (HALVES == 2 if INT8 else TILES == 2 and ROWS > 64)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32 if INT8 else 16]
     )
-    done = 0
+    done = gl.to_tensor(0)
     some, whole = pieces(sizes)
     for item in range(some + whole):
         tile, low, high = piece(item, sizes)
-        accs = zeros(TILES, ROWS, MMA)
+        accs = zeros(TILES * HALVES, ROWS, MMA)
         if INT8:
             accs = multiply_integers(accs, rings, bars, done, high - low, PART, TURNS, MMA)
         else:
@@ -388,14 +398,13 @@ def compute(
         if high - low < groups:
             accs, last = sum_parts(accs, parts, arrivals, tile, low, sizes, PART, PARTS)
         if last:
-            row = tile % strips * ROWS
-            m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
-            if INT8:
-                sx = gl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0) * 0.0625
-            for t in gl.static_range(TILES):
-                column = tile // strips * (64 * PARTS * TILES) + (PART * TILES + t) * 64
-                y = accs[t]
+            for k in gl.static_range(TILES * HALVES):
+                row = (tile % strips * HALVES + k % HALVES) * ROWS
+                column = tile // strips * (64 * PARTS * TILES) + (PART * TILES + k // HALVES) * 64
+                y = accs[k]
                 if INT8:
+                    m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
+                    sx = gl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0) * 0.0625
                     y *= gl.expand_dims(sx, 0)
                 if BIAS:
                     n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
@@ -415,7 +424,8 @@ def w4_kernel(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x, packed (as [K / 128 * N / 2, 128 bytes]), scale (flat) and out are TMA descriptors."""
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES * 2] + x.block_type.shape, x.layout)
+    CHUNKS: gl.constexpr = 128 // x.block_type.shape[1]
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * CHUNKS] + x.block_type.shape, x.layout)
     ws = gl.allocate_shared_memory(packed.dtype, [STAGES] + packed.block_type.shape, packed.layout)
     ss = gl.allocate_shared_memory(scale.dtype, [STAGES] + scale.block_type.shape, scale.layout)
     ys = gl.allocate_shared_memory(out.dtype, [PARTS] + out.block_type.shape, out.layout)
@@ -458,35 +468,106 @@ def w4_kernel(
         )
 
 
-def _launch(x, x_scale, weight, workspace: Workspace, out: Tensor, tile: Tile) -> None:
+def w4a16_linear(
+    x: Tensor, weight: W4A16Weight, workspace: Workspace, tile: Tile | None = None
+) -> Tensor:
+    """As `kernels.triton.w4a16.w4a16_linear`, to which it hands what it does not take.
+
+    That is: devices other than sm_90, and what the device's table or the rule says is faster there.
+    """
+    tile = tile or _tile("w4a16", x, weight)
+    if tile is None or not tile.persistent:
+        return plain_w4a16_linear(x, weight, workspace, tile)
+    require(
+        x.dtype in (torch.float16, torch.bfloat16) and x.is_contiguous(),
+        f"x is {x.dtype}; needed is contiguous float16 or bfloat16",
+    )
+    return _launch(x, None, weight, workspace, x.dtype, tile)
+
+
+def w4a8_linear(
+    xq: Tensor,
+    x_scale: Tensor,
+    weight: W4A8Weight,
+    workspace: Workspace,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+) -> Tensor:
+    """As `kernels.triton.w4a8.w4a8_linear`, to which it hands what it does not take.
+
+    That is: results of 32 bits, devices other than sm_90, and what is faster there.
+    """
+    tile = tile or (_tile("w4a8", xq, weight) if out_dtype.itemsize == 2 else None)
+    if tile is None or not tile.persistent:
+        return plain_w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile)
+    require(
+        xq.dtype == torch.int8 and xq.is_contiguous(),
+        f"x is {xq.dtype}; needed is contiguous int8",
+    )
+    require(x_scale.numel() in (1, len(xq)), f"{x_scale.numel()} scales for {len(xq)} rows of x")
+    require(out_dtype.itemsize == 2, f"results are {out_dtype}; this kernel writes 16 bits")
+    return _launch(xq, x_scale, weight, workspace, out_dtype, tile)
+
+
+def _tile(family: str, x: Tensor, weight: W4A16Weight | W4A8Weight) -> Tile | None:
+    """Measured, or the rule; None where the plain kernel is to choose for itself."""
+    rows, outputs = len(x), weight.scale.shape[1]
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return None
+    found = measured_tile(f"{family}_many", x.device, rows, outputs, x.shape[1])
+    return found or many_rows_rule(family, multiprocessors(x.device), rows, outputs)
+
+
+def many_rows_rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
+    """Large tiles where they fill the SMs, else smaller ones that are cut; None for few rows."""
+    floats = family == "w4a16"
+    if rows <= (32 if floats else 64) or outputs % 128:
+        return None
+    if rows <= 64:
+        large = outputs % 256 == 0 and outputs // 256 >= 0.8 * processors
+        return Tile(256, 64, 1, 5, 16, True) if large else Tile(128, 64, 4, 6, 8, True)
+    tiles = -(-rows // 128) * (outputs // 256)
+    if outputs % 256 == 0 and tiles >= 0.8 * processors:
+        return Tile(256, 128, 1, 3 if floats else 4, 8, True)
+    return Tile(128, 128, 4, 4, 8, True)
+
+
+def _launch(x, x_scale, weight, workspace: Workspace, dtype: torch.dtype, tile: Tile) -> Tensor:
     """Whole tiles in turn; where splits > 1, what is left after full rounds in equal runs."""
-    (rows, inputs), outputs = x.shape, weight.scale.shape[1]
-    require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
-    strips, groups = triton.cdiv(rows, tile.rows), inputs // GROUP
+    (rows, inputs), (groups, outputs) = x.shape, weight.scale.shape
+    require(inputs == groups * GROUP, f"x has {inputs} inputs, the weight {groups * GROUP}")
+    require(
+        outputs % tile.outputs == 0 and tile.warps in (8, 16),
+        f"{tile} does not fit {outputs} outputs, or has not 8 or 16 warps",
+    )
+    out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    strips, processors, parts = triton.cdiv(rows, tile.rows), multiprocessors(x.device), tile.warps // 4
     tiles = strips * (outputs // tile.outputs)
-    programs, cut, share = min(multiprocessors(x.device), tiles), 0, 1
-    parts = tile.warps // 4
-    if tile.splits > 1 and tiles % multiprocessors(x.device):
-        cut = tiles % multiprocessors(x.device) * groups
-        share = triton.cdiv(cut, multiprocessors(x.device))
-        share = max(share, triton.cdiv(groups, tile.splits))
+    programs, cut, share = min(processors, tiles), 0, 1
+    if tile.splits > 1 and tiles % processors:
+        cut = tiles % processors * groups
+        share = max(triton.cdiv(cut, processors), triton.cdiv(groups, tile.splits))
         programs = max(programs, triton.cdiv(cut, share))
         workspace.check(2 * programs * tile.outputs * tile.rows, parts * tiles)
-    words = weight.packed.view(-1, 128) if x.dtype == torch.int8 else weight.packed.view(-1, 32)
+    integers = x.dtype == torch.int8
+    words = weight.packed.view(-1, 128 if integers else 32)
     w4_kernel[(programs,)](
-        _describe(x, [tile.rows, 64]),
+        _describe(x, [tile.rows, 128 // x.itemsize]),
         _describe(words, [tile.outputs // 2, words.shape[1]]),
         _describe(weight.scale.view(-1), [tile.outputs]),
-        _describe(out, [tile.rows, 64]),
+        _describe(out, [min(tile.rows, 64) if integers else tile.rows, 64]),
         x_scale, weight.bias, workspace.parts, workspace.arrivals,
         rows, outputs, tiles, groups, strips, cut, share, STAGES=tile.stages, PARTS=parts,
         PER_ROW=int(x_scale is not None and x_scale.numel() > 1), BIAS=weight.bias is not None,
         REGISTERS=240 if parts == 2 else 112, num_warps=4, maxnreg=168 if parts == 2 else 96,
     )  # fmt: skip
+    return out
 
 
 def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """A tensor for the TMA unit, in blocks; rows of 64 or 128 bytes are swizzled."""
-    swizzle = block[1] * tensor.itemsize if len(block) > 1 else 0
+    """A tensor for the TMA unit, in blocks; rows of 128 bytes are swizzled."""
+    swizzle = 128 if len(block) > 1 else 0
     layout = gl.NVMMASharedLayout(swizzle, 8 * tensor.itemsize, len(block))
     return TensorDescriptor.from_tensor(tensor, block, layout)
