@@ -123,9 +123,17 @@ class Checkpoint:
         """Read one tensor from its file."""
         return self._file(name).tensor(name)
 
-    def weight(self, module: str) -> StoredWeight:
-        """The quantized weight of a linear layer, checked."""
-        return read_weight(self.scheme_of(module), module, self.tensor)
+    def weight(self, module: str, out: Tensor | None = None) -> StoredWeight:
+        """The quantized weight of a linear layer, checked.
+
+        Args:
+            module: Full name.
+            out: Gets the integers; where it is, packed ones are unpacked. By default a new tensor.
+        """
+        device = "cpu" if out is None else out.device
+        return read_weight(
+            self.scheme_of(module), module, lambda name: self.tensor(name).to(device), out
+        )
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer's weight and input are quantized; of nothing where they are not."""

@@ -134,15 +134,25 @@ def check_weight(
     check_scale(f"{module}.weight_scale", read(f"{module}.weight_scale"), shapes)
 
 
-def read_weight(scheme: LayerScheme, module: str, read: Callable[[str], Tensor]) -> StoredWeight:
-    """Inverse of `weight_tensors`, of tensors that `check_weight` has seen."""
+def read_weight(
+    scheme: LayerScheme, module: str, read: Callable[[str], Tensor], out: Tensor | None = None
+) -> StoredWeight:
+    """Inverse of `weight_tensors`, of tensors that `check_weight` has seen.
+
+    Args:
+        scheme: Of the layer.
+        module: Full name of the layer.
+        read: Gives a tensor by its full name.
+        out: Gets the integers: [N, K] of their type, such as rows of a larger weight; or None.
+    """
     assert scheme.weights is not None
     spec, scale = scheme.weights, read(f"{module}.weight_scale").float()
     if storage_format(scheme) != "pack-quantized":
         q = read(f"{module}.weight")
+        q = q if out is None else out.copy_(q)
         return StoredWeight(q, scale.reshape(scale_shape(spec, _shape(q.shape))))
     rows, columns = _shape(read(f"{module}.weight_shape"))
-    q = unpack_words(read(f"{module}.weight_packed"), spec.bits, columns)
+    q = unpack_words(read(f"{module}.weight_packed"), spec.bits, columns, out)
     if spec.symmetric:
         return StoredWeight(q, scale)
     zeros = read(f"{module}.weight_zero_point").T.contiguous()

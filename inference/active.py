@@ -13,8 +13,8 @@ from torch import Tensor
 from inference.detokenizer import Detokenizer
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.sampler import sample, top_logprobs
+from inference.scheduler import PENDING, Slice
 from inference.scheduler import Sequence as TokenSequence
-from inference.scheduler import Slice
 
 
 class ActiveRequest:
@@ -49,10 +49,11 @@ class ActiveRequest:
         self._params, self._ends, self._limit = params, ends, limit
         self._detokenizer = Detokenizer(tokenizer, params.stop)
         self._generator: torch.Generator | None = None
+        self._seed = params.seed or 0
         if params.temperature > 0:
             self._generator = torch.Generator()
             if params.seed is None:
-                self._generator.seed()
+                self._seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
             else:
                 self._generator.manual_seed(params.seed)
 
@@ -71,24 +72,52 @@ class ActiveRequest:
                 number = self._params.prompt_logprobs or 0
                 found.append(top_logprobs(row, prompt[position], number))
 
+    @property
+    def chosen_on_device(self) -> bool:
+        """Whether temperature, top_k and top_p are all that its next token depends on."""
+        params, made = self._params, len(self.output.token_ids)
+        plain = params.repetition_penalty == 1.0 and not (
+            params.presence_penalty or params.frequency_penalty
+        )
+        silent = self.output.logprobs is None and not self.wants_prompt_logits
+        return plain and silent and (made >= params.min_tokens or not self._ends)
+
+    @property
+    def draw(self) -> tuple[float, int, float, int, int]:
+        """temperature, top_k, top_p, seed and number of the token that comes next."""
+        params, made = self._params, len(self.sequence.tokens) - len(self.output.prompt_token_ids)
+        return params.temperature, params.top_k, params.top_p, self._seed, made
+
+    def expect(self) -> None:
+        """Keep a place for a token that is being chosen, unless it is the last."""
+        made = len(self.sequence.tokens) - len(self.output.prompt_token_ids)
+        if made + 1 < self._params.max_tokens and len(self.sequence.tokens) + 1 < self._limit:
+            self.sequence.tokens.append(PENDING)
+
     def take(self, logits: Tensor) -> FinishReason | None:
         """Choose the next token from logits [vocabulary]; the reason where it is the last."""
         params, output = self._params, self.output
-        made = len(output.token_ids)
-        forbidden = sorted(self._ends) if made < params.min_tokens else ()
+        forbidden = sorted(self._ends) if len(output.token_ids) < params.min_tokens else ()
         prompt = output.prompt_token_ids
         token = sample(logits, prompt, output.token_ids, params, forbidden, self._generator)
         if output.logprobs is not None:
             output.logprobs.append(top_logprobs(logits, token, params.logprobs or 0))
+        return self.accept(token)
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Append the next token; the reason where it is the last."""
+        params, output = self._params, self.output
+        made = len(output.token_ids)
         output.token_ids.append(token)
         output.token_times.append(time.perf_counter())
-        self.sequence.tokens.append(token)
+        place = len(output.prompt_token_ids) + made
+        self.sequence.tokens[place : place + 1] = [token]  # in the place that was kept, or new
         if token in self._ends:
             return "stop"
         self._detokenizer.add(token)
         if self._detokenizer.stopped and made + 1 >= params.min_tokens:
             return "stop"
-        full = len(self.sequence.tokens) >= self._limit
+        full = place + 1 >= self._limit
         return "length" if made + 1 >= params.max_tokens or full else None
 
     def close(self, reason: FinishReason) -> RequestOutput:

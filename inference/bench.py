@@ -1,6 +1,7 @@
 """`ptq bench`: tokens per second, latencies and memory of a checkpoint, at fixed lengths.
 
     ptq bench CHECKPOINT [--against ORIGINAL] [--batch 1 4 16] [--prompt 128] [--new 64]
+    ptq bench CHECKPOINT --device cuda
     ptq bench --kernels
     ptq bench --shape llama-1.1b --scheme a8w4 --quantize-head --work DIR \
         --peer llama.cpp=envs/llama/bin/python --peer transformers
@@ -22,6 +23,7 @@ import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +37,7 @@ from formats.errors import EngineError, RequestError
 from formats.files import replace_file
 from formats.targets import HEAD
 from inference.bench_figures import Ratio, Speed, compare_turns, describe, summarize, to_json
-from inference.bench_worker import Load, Run, Worker, run_once
+from inference.bench_worker import EngineSource, Load, Run, Worker, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.kv_cache import blocks_for
@@ -123,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append([(name, summarize(load, own)) for name, own in named])
             ratios += [compare_turns(load, named[-1], other) for other in named[:-1]]
     notes = [model.note for model in models]
-    print("\n".join(describe(results, ratios, notes)))
+    print("\n".join(describe(results, ratios, notes, arguments.device)))
     if arguments.json is not None:
-        replace_file(arguments.json, to_json(results, ratios, notes).encode())
+        replace_file(arguments.json, to_json(results, ratios, notes, arguments.device).encode())
     return 0
 
 
@@ -150,35 +152,52 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Model
         EngineError: a peer lacks its package, or fails.
     """
     work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
-    path, shape = _checkpoint(arguments, work)
-    paths = [path] if arguments.against is None else [arguments.against, path]
-    checkpoints = [Checkpoint.open(p) for p in paths]
+    path, shape = _place(arguments, work)
+    config = _engine_config(arguments)
+    sources = [_source(arguments, path, config)]
+    if arguments.against is not None:
+        sources.insert(0, replace(sources[0], path=str(arguments.against), random=None))
+    checkpoints = [source.checkpoint() for source in sources]
     ours = checkpoints[-1]
     specs = read_peers(arguments.peer, arguments.peer_format, arguments.peer_kv, ours.scheme)
     for spec in specs:
         spec.check_installed()
     peers = [PeerWorker(spec, ours.config, shape, work) for spec in specs]
     peers = [stack.enter_context(peer) for peer in peers]
-    config = _engine_config(arguments)
-    engines = [stack.enter_context(Worker(str(p), config)) for p in paths]
-    names = [str(p) if arguments.shape is None or p != path else path.name for p in paths]
+    engines = [stack.enter_context(Worker(source)) for source in sources]
+    names = [source.path for source in sources]
+    if arguments.shape is not None:
+        names[-1] = Path(names[-1]).name
     rows = zip(names, checkpoints, engines, strict=True)
     models = [Model(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
     for kind in arguments.against_kv:
         kept = config.model_copy(update={"kv_dtype": kind})
-        worker = stack.enter_context(Worker(str(path), kept, quantized_kv=False))
+        source = replace(sources[-1], config=kept, quantized_kv=False)
+        worker = stack.enter_context(Worker(source))
         name = f"{names[-1]}, {kind} cache"
         models.insert(-1, Model(name, f"{name}: the same weights", worker.run))
     return [*models[:-1], *(Model(p.name, p.note, p.run) for p in peers), models[-1]]
 
 
-def _checkpoint(arguments: argparse.Namespace, work: Path) -> tuple[Path, str]:
-    """The checkpoint that is measured, made first where a shape stands for it; and its name."""
+def _place(arguments: argparse.Namespace, work: Path) -> tuple[Path, str]:
+    """Folder of the checkpoint that is measured, and what its shape is called.
+
+    Where a shape stands for it, it is made first; for a GPU it is made there, when it is loaded.
+    """
     if arguments.shape is None:
         return arguments.checkpoint, arguments.checkpoint.resolve().name
-    name, _ = read_shape(arguments.shape)
+    (name, _), scheme = read_shape(arguments.shape), arguments.scheme
+    if arguments.device != "cpu":
+        return Path(f"{name}-{scheme}"), name
     head = arguments.quantize_head
-    return random_checkpoint(work, arguments.shape, arguments.scheme, quantize_head=head), name
+    return random_checkpoint(work, arguments.shape, scheme, quantize_head=head), name
+
+
+def _source(arguments: argparse.Namespace, path: Path, config: EngineConfig) -> EngineSource:
+    random = None
+    if arguments.shape is not None and arguments.device != "cpu":
+        random = (arguments.shape, arguments.scheme, arguments.quantize_head)
+    return EngineSource(str(path), config, device=arguments.device, random=random)
 
 
 def _about(checkpoint: Checkpoint) -> str:
@@ -223,6 +242,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="compare with the same model and a cache of this type",
     )
     parser.add_argument("--kernels", action="store_true", help="measure ops instead of a model")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
     parser.add_argument("--batch", type=_count, nargs="+", default=[1, 4, 16], metavar="N")
     parser.add_argument("--prompt", type=_count, default=128, metavar="TOKENS")
     parser.add_argument("--new", type=_count, default=64, metavar="TOKENS", help="at least 2")

@@ -44,7 +44,8 @@ class Speed(Strict):
         decode_tokens_s: Tokens per second of all requests together from then on.
         first_token_ms: Milliseconds from a request's arrival to its first token.
         per_token_ms: Milliseconds from a token to the next one of its request.
-        peak_rss_bytes: Largest resident memory of the process so far, loading included.
+        peak_memory_bytes: Most memory so far, loading included: resident of the process, or
+            allocated on the GPU.
         kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
         weight_bytes: Bytes of the checkpoint's weight files.
     """
@@ -57,7 +58,7 @@ class Speed(Strict):
     decode_tokens_s: Spread
     first_token_ms: Percentiles
     per_token_ms: Percentiles
-    peak_rss_bytes: int
+    peak_memory_bytes: int
     kv_bytes_per_token: int
     weight_bytes: int
 
@@ -90,7 +91,7 @@ def summarize(load: Load, runs: Sequence[Run]) -> Speed:
         decode_tokens_s=_spread([_decode_speed(run) for run in runs]),
         first_token_ms=_percentiles_ms([run.first_token_s for run in runs]),
         per_token_ms=_percentiles_ms([run.per_token_s for run in runs]),
-        peak_rss_bytes=runs[-1].peak_rss_bytes,
+        peak_memory_bytes=runs[-1].peak_memory_bytes,
         kv_bytes_per_token=runs[-1].kv_bytes_per_token,
         weight_bytes=runs[-1].weight_bytes,
     )
@@ -132,6 +133,7 @@ def describe(
     results: Sequence[Sequence[tuple[str, Speed]]],
     ratios: Sequence[Ratio] = (),
     notes: Sequence[str] = (),
+    device: str = "cpu",
 ) -> list[str]:
     """Lines for a terminal: the machine, what runs, a table, and the ratios.
 
@@ -139,13 +141,15 @@ def describe(
         results: For each batch size, the models' names and speeds.
         ratios: Where several models ran.
         notes: What each model is.
+        device: Where they ran.
     """
-    first, machine = results[0][0][1], environment()
+    first, machine = results[0][0][1], environment(device)
     rows = [_row(name, speed) for batch in results for name, speed in batch]
     return [
         f"{first.prompt_tokens} prompt + {first.new_tokens} new tokens a request, median of "
         f"{first.repeats} runs [least-greatest]; latencies in ms: p50 / p90 / p99",
-        f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}",
+        f"{machine.get('gpu', machine['processor'])}, {machine['threads']} threads, torch "
+        f"{machine['torch']}",
         *notes,
         "",
         pd.DataFrame(rows).to_string(index=False),
@@ -172,7 +176,7 @@ def _row(name: str, speed: Speed) -> dict[str, str | int]:
         "decode tokens/s": _spread_text(speed.decode_tokens_s),
         "first token": _percentiles_text(speed.first_token_ms),
         "per token": _percentiles_text(speed.per_token_ms),
-        "peak memory": f"{speed.peak_rss_bytes / 1e6:.0f} MB",
+        "peak memory": f"{speed.peak_memory_bytes / 1e6:.0f} MB",
         "KV/token": f"{speed.kv_bytes_per_token} B",
         "weights": f"{speed.weight_bytes / 1e6:.1f} MB",
     }
@@ -187,10 +191,12 @@ def _percentiles_text(ms: Percentiles) -> str:
     return f"{ms.p50:.1f} / {ms.p90:.1f} / {ms.p99:.1f}"
 
 
-def environment() -> dict[str, str | int]:
-    """What measured times depend on beside the model: processor, threads, versions."""
+def environment(device: str = "cpu") -> dict[str, str | int]:
+    """What measured times depend on beside the model: processor, GPU, threads, versions."""
+    own = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
     return {
         "processor": _processor(),
+        **own,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -206,12 +212,15 @@ def _processor() -> str:
 
 
 def to_json(
-    results: Sequence[Sequence[tuple[str, Speed]]], ratios: Sequence[Ratio], notes: Sequence[str]
+    results: Sequence[Sequence[tuple[str, Speed]]],
+    ratios: Sequence[Ratio],
+    notes: Sequence[str],
+    device: str = "cpu",
 ) -> str:
     """All of it for a program; arguments as in `describe`."""
     rows = [{"model": name, **speed.model_dump()} for batch in results for name, speed in batch]
     document = {
-        "environment": environment(),
+        "environment": environment(device),
         "notes": list(notes),
         "results": rows,
         "ratios": [ratio.model_dump() for ratio in ratios],

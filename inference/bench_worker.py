@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
+import os
 import signal
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from threading import Thread
 from types import TracebackType
 
 import torch
 from pydantic import Field
 
+from formats.checkpoint import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
+from formats.memory import peak_rss_bytes
 from formats.scheme import Strict
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.kv_cache import blocks_for
+from inference.load import load_model
+from inference.random_model import RandomCheckpoint, random_tokenizer
 from inference.request import SamplingParams
 
 SEED = 0
@@ -42,7 +46,8 @@ class Run:
         decode_tokens: Tokens that came in `decode_s`.
         first_token_s: From arrival to first token, of each request.
         per_token_s: Between two tokens of a request, of all requests.
-        peak_rss_bytes: Largest resident memory of the process so far, loading included.
+        peak_memory_bytes: Most memory so far, loading included: resident of the process, or
+            allocated on the GPU.
         kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
         weight_bytes: Bytes of the checkpoint's weight files.
     """
@@ -52,7 +57,7 @@ class Run:
     decode_tokens: int
     first_token_s: list[float]
     per_token_s: list[float]
-    peak_rss_bytes: int
+    peak_memory_bytes: int
     kv_bytes_per_token: int
     weight_bytes: int
 
@@ -86,7 +91,7 @@ def run_once(engine: Engine, load: Load) -> Run:
         decode_tokens=sum(t > full for row in times for t in row),
         first_token_s=[output.token_times[0] - output.arrival for output in outputs],
         per_token_s=[b - a for row in times for a, b in pairwise(row)],
-        peak_rss_bytes=peak_rss_bytes(),
+        peak_memory_bytes=peak_memory_bytes(engine),
         kv_bytes_per_token=engine.kv_bytes_per_token,
         weight_bytes=engine.checkpoint.nbytes,
     )
@@ -104,22 +109,62 @@ def _check_room(engine: Engine, load: Load) -> None:
         )
 
 
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+def peak_memory_bytes(engine: Engine) -> int:
+    """Most memory that an engine's process had so far, on the device that it runs on."""
+    device = engine.model.place.device
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_rss_bytes()
+
+
+@dataclass(frozen=True)
+class EngineSource:
+    """What engine a process runs.
+
+    Attributes:
+        path: Folder of its checkpoint, or what a random model is called.
+        config: Its sizes.
+        quantized_kv: Whether its cache is quantized as the checkpoint says.
+        device: Where it runs.
+        random: Shape, scheme and whether the head is quantized, of a model of random weights that
+            is made on the device instead of read; or None.
+    """
+
+    path: str
+    config: EngineConfig
+    quantized_kv: bool = True
+    device: str = "cpu"
+    random: tuple[str, str, bool] | None = None
+
+    def checkpoint(self) -> Checkpoint:
+        """Open the checkpoint, or make the random one."""
+        if self.random is None:
+            return Checkpoint.open(self.path)
+        shape, scheme, head = self.random
+        return RandomCheckpoint(shape, scheme, self.device, quantize_head=head)
+
+    def load(self) -> Engine:
+        """Load it."""
+        config, device = self.config, self.device
+        if self.random is None:
+            return Engine.from_pretrained(
+                self.path, config=config, device=device, quantized_kv=self.quantized_kv
+            )
+        checkpoint = self.checkpoint()
+        tokenizer = random_tokenizer(checkpoint.config["vocab_size"])
+        model = load_model(checkpoint, device=device)
+        return Engine(checkpoint, model, tokenizer, config, quantized_kv=self.quantized_kv)
 
 
 class Worker:
     """An engine in a process of its own, so that memory is its own too; a context manager."""
 
-    def __init__(self, path: str, config: EngineConfig, *, quantized_kv: bool = True) -> None:
+    def __init__(self, source: EngineSource) -> None:
         """Start loading a checkpoint; the first run waits for it."""
         context = multiprocessing.get_context("spawn")  # forking a process with threads hangs
-        self.path = path
+        self.path = source.path
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, path, config, quantized_kv)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, source), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -151,14 +196,27 @@ class Worker:
         return reply
 
 
-def _serve(pipe: Connection, path: str, config: EngineConfig, quantized_kv: bool) -> None:
+def end_with_parent() -> None:
+    """End this process of `multiprocessing` when its parent ends, whatever it is at."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
+def _serve(pipe: Connection, source: EngineSource) -> None:
     """Answer loads until the parent ends this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told too, and ends us
+    end_with_parent()
     try:
-        engine = Engine.from_pretrained(path, config=config, quantized_kv=quantized_kv)
+        engine = source.load()
         while True:
             pipe.send(run_once(engine, pipe.recv()))
-    except EOFError:  # the parent is gone
+    except (EOFError, BrokenPipeError):  # the parent is gone
         return
     except PTQError as error:
         pipe.send(error)

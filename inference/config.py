@@ -24,14 +24,18 @@ class EngineConfig(Strict):
         max_model_len: Most tokens of a request, prompt and output; default: what the model allows,
             up to 4096.
         kv_blocks: Blocks of 64 tokens in the cache; default: enough for all places, up to 512.
-        kv_dtype: Type of K and V in a cache that is not quantized.
+        kv_dtype: Type of K and V in a cache that is not quantized; default: fp32 on a CPU, the
+            model's type on a GPU.
+        eager: On a GPU, launch kernels one by one and wait for every step: no CUDA graphs, and no
+            step before the tokens of the last are known. Slower, with equal tokens.
     """
 
     max_batch_size: int = Field(default=16, ge=1)
     max_batched_tokens: int = Field(default=2048, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
     kv_blocks: int | None = Field(default=None, ge=1)
-    kv_dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    eager: bool = False
 
     def sizes(self, positions: int) -> tuple[int, int]:
         """Most tokens of a request, and blocks of the cache, for a model of so many positions.

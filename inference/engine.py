@@ -4,12 +4,12 @@
 
 Requests join and leave between steps. What one of them gets does not depend on the others: every op
 returns a row with the same bits in any batch (`kernels.ops`), and random numbers are a request's
-own.
+own. On a GPU tokens are chosen there and steps overlap (`inference.gpu.loop`); sums are cut by the
+number of rows, so that there a row may differ in its last bits from one size of batch to another.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -22,14 +22,13 @@ from formats.checkpoint import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
 from inference.active import ActiveRequest
 from inference.config import EngineConfig
-from inference.kv_cache import BlockManager, KVStats, make_pool
-from inference.load import load_model
+from inference.kv_cache import BlockManager, KVStats, blocks_for
+from inference.load import end_tokens, load_model, make_cache
 from inference.models.llama import LlamaModel
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.runner import run_slices
 from inference.scheduler import Scheduler, Slice
 from inference.scheduler import Sequence as TokenSequence
-from kernels.ops import KV_BLOCK
 
 
 class Engine:
@@ -59,19 +58,16 @@ class Engine:
         self._length = length
         kv_cache = checkpoint.scheme.kv_cache if quantized_kv else None
         self.quantized_kv = kv_cache is not None
-        pool = (blocks, shape.kv_heads, KV_BLOCK, shape.head_dim)
-        self._pools = [
-            make_pool(
-                pool, getattr(torch, config.kv_dtype), kv_cache, checkpoint.kv_scales.get(name)
-            )
-            for name in (f"model.layers.{i}.self_attn" for i in range(shape.layers))
-        ]
+        self._pools = make_cache(checkpoint, model, self.config, kv_cache)
         self._blocks = BlockManager(blocks)
         self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
         self._requests: dict[str, ActiveRequest] = {}
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
-        self._ends = _end_tokens(checkpoint, tokenizer)
+        self._ends = end_tokens(checkpoint, tokenizer)
+        self._runner, self._device_loop = None, None
+        if model.place.triton:
+            self._start_on_device()
 
     @classmethod
     def from_pretrained(
@@ -80,6 +76,7 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
         quantized_kv: bool = True,
     ) -> Engine:
         """Load a checkpoint, float or quantized.
@@ -87,16 +84,18 @@ class Engine:
         Args:
             path: Its folder.
             config: Sizes.
-            device: Where it runs.
+            device: Where it runs: cpu, cuda or cuda:N.
+            dtype: Of activations and of float weights; see `inference.load.load_model`.
             quantized_kv: Quantize K and V in the cache as the checkpoint says.
 
         Raises:
             CheckpointError: it is damaged, or of a kind that is not run here.
+            EngineError: the device is not one that is run on.
         """
         from transformers import AutoTokenizer
 
         checkpoint = Checkpoint.open(path)
-        model = load_model(checkpoint, device=device)
+        model = load_model(checkpoint, device=device, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path)
         return cls(
             checkpoint, model, tokenizer, config or EngineConfig(), quantized_kv=quantized_kv
@@ -175,18 +174,9 @@ class Engine:
             EngineError: the step failed; all requests are dropped, the engine can go on.
         """
         outputs, self._backlog = self._backlog, []
-        slices = self._scheduler.schedule()
-        if not slices:
-            return outputs
         try:
-            names = [part.sequence.name for part in slices]
-            whole = {name for name in names if self._requests[name].wants_prompt_logits}
-            logits = run_slices(self.model, self._pools, slices, self._blocks, whole)
-            self._scheduler.advance(slices)
-            for part in slices:
-                rows = logits.get(part.sequence.name)
-                if rows is not None:
-                    outputs += self._postprocess(part, rows)
+            loop = self._device_loop
+            outputs += self._step() if loop is None else loop.step()
         except PTQError:
             self._drop_all()
             raise
@@ -195,6 +185,48 @@ class Engine:
             raise EngineError(
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error
+        return outputs
+
+    def _start_on_device(self) -> None:
+        from inference.gpu.loop import DeviceLoop
+        from inference.gpu.runner import GpuRunner
+
+        config = self.config
+        self._runner = GpuRunner(
+            self.model,
+            self._pools,
+            self._blocks,
+            width=blocks_for(self._length),
+            seats=config.max_batch_size,
+            graphs=not config.eager,
+        )
+        self._device_loop = DeviceLoop(
+            self._runner,
+            self._scheduler,
+            self._requests,
+            self._postprocess,
+            self._accept,
+            ahead=not config.eager,
+        )
+
+    def warm_up(self) -> None:
+        """On a GPU, compile and capture all decode steps now instead of when each is needed."""
+        if self._runner is not None:
+            self._runner.warm_up(self.config.max_batch_size)
+
+    def _step(self) -> list[RequestOutput]:
+        slices = self._scheduler.schedule()
+        if not slices:
+            return []
+        names = [part.sequence.name for part in slices]
+        whole = {name for name in names if self._requests[name].wants_prompt_logits}
+        logits = run_slices(self.model, self._pools, slices, self._blocks, whole)
+        self._scheduler.advance(slices)
+        outputs = []
+        for part in slices:
+            rows = logits.get(part.sequence.name)
+            if rows is not None:
+                outputs += self._postprocess(part, rows)
         return outputs
 
     def generate(
@@ -260,13 +292,16 @@ class Engine:
             parts = []
             for start in range(0, len(tokens), self.config.max_batched_tokens):
                 size = min(self.config.max_batched_tokens, len(tokens) - start)
-                part = Slice(sequence, start, size)
-                names = {sequence.name}
-                logits = run_slices(self.model, self._pools, [part], self._blocks, names)
-                parts.append(logits[sequence.name])
+                parts.append(self._score(Slice(sequence, start, size)))
         finally:
             self._blocks.release(sequence.name)
         return torch.cat(parts)
+
+    def _score(self, part: Slice) -> Tensor:
+        if self._runner is not None:
+            return self._runner.score(part)
+        name = part.sequence.name
+        return run_slices(self.model, self._pools, [part], self._blocks, {name})[name]
 
     def _drive(self, names: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these requests are done; what others gain waits for the next `step`."""
@@ -303,14 +338,24 @@ class Engine:
         """Give a request its logits: for the prompt's log probabilities, and for its next token."""
         request = self._requests[part.sequence.name]
         if not bool(torch.isfinite(logits).all()):
-            request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
-            return [self._finish(request, "error")]
+            return [self._fail(request)]
         if request.wants_prompt_logits:
             request.note_prompt(part, logits)
         if not part.samples:
             return []
         reason = request.take(logits[-1])
         return [self._finish(request, reason) if reason else request.snapshot()]
+
+    def _accept(self, request: ActiveRequest, token: int) -> RequestOutput:
+        """Give a request its next token; a negative one says that its logits were not finite."""
+        if token < 0:
+            return self._fail(request)
+        reason = request.accept(token)
+        return self._finish(request, reason) if reason else request.snapshot()
+
+    def _fail(self, request: ActiveRequest) -> RequestOutput:
+        request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
+        return self._finish(request, "error")
 
     def _finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
         self._scheduler.remove(request.sequence)
@@ -321,13 +366,5 @@ class Engine:
         for request in list(self._requests.values()):
             self._scheduler.remove(request.sequence)
         self._requests.clear()
-
-
-def _end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
-    """End tokens that config.json, generation_config.json and the tokenizer name."""
-    named: list[Any] = [checkpoint.config.get("eos_token_id"), tokenizer.eos_token_id]
-    generation = checkpoint.path / "generation_config.json"
-    if generation.is_file():
-        named.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
-    flat = [t for value in named for t in (value if isinstance(value, list) else [value])]
-    return frozenset(token for token in flat if token is not None)
+        if self._device_loop is not None:
+            self._device_loop.drop()

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from formats.errors import EngineError
 from formats.scheme import KVCacheSpec
+from inference.layers import Placement
 from kernels.numerics import TYPES
 from kernels.ops import KV_BLOCK
+
+CPU = Placement(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class KVPool:
 
     Attributes:
         k: [blocks, Hkv, 64, D], int8 or fp8 with scales, float without.
-        v: Likewise.
+        v: Likewise; for the GPU's kernels [blocks, Hkv, D, 64].
         k_scale: Static: fp32 [Hkv] or [Hkv, D]; dynamic: [blocks, Hkv, 64]; or None.
         v_scale: Static: fp32 [Hkv]; dynamic: [blocks, Hkv, 64]; or None.
         dynamic: Whether scales are taken from the data and cached with them.
@@ -116,6 +119,7 @@ def make_pool(
     dtype: torch.dtype,
     spec: KVCacheSpec | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    place: Placement = CPU,
 ) -> KVPool:
     """Allocate the cache of one layer.
 
@@ -124,12 +128,21 @@ def make_pool(
         dtype: Of K and V where they are not quantized.
         spec: How they are quantized, or None.
         scales: Static scales of K and V, where the specification has them.
+        place: Where it runs: the layout of V, and the type of dynamic scales, are its kernels'.
     """
+    blocks, heads, page, dim = shape
+    kind = dtype if spec is None else TYPES[spec.dtype].storage
+    device = place.device
+    k = torch.zeros(shape, dtype=kind, device=device)
+    v = torch.zeros(
+        (blocks, heads, dim, page) if place.triton else shape, dtype=kind, device=device
+    )
     if spec is None:
-        return KVPool(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-    k, v = (torch.zeros(shape, dtype=TYPES[spec.dtype].storage) for _ in range(2))
+        return KVPool(k, v)
     if spec.dynamic:
-        return KVPool(k, v, torch.ones(shape[:3]), torch.ones(shape[:3]), dynamic=True)
+        of_scales = torch.float16 if place.triton else torch.float32
+        ones = [torch.ones(shape[:3], dtype=of_scales, device=device) for _ in "kv"]
+        return KVPool(k, v, *ones, dynamic=True)
     assert scales is not None
-    k_scale, v_scale = (scale.contiguous() for scale in scales)  # one for all heads is a view
+    k_scale, v_scale = (s.to(device).contiguous() for s in scales)  # one for all heads is a view
     return KVPool(k, v, k_scale, v_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,15 +13,28 @@ from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import ActivationSpec, LayerScheme
 from formats.weights import StoredWeight
-from kernels.ops import (
-    Weight,
-    fake_quantize_fp8,
-    linear,
-    pack_float_weight,
-    pack_quantized_weight,
-    quantize_per_token,
-    quantize_static,
-)
+from kernels.numerics import TYPES
+from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
+from kernels.weights import Weight, pack_float_weight, pack_quantized_weight
+
+if TYPE_CHECKING:
+    from inference.gpu.layers import GpuLinear
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model runs, and in which type.
+
+    Attributes:
+        device: Where its tensors are.
+        dtype: Of activations and of float weights.
+        triton: Whether the kernels of `kernels.triton` run: on any GPU, and on a CPU where Triton
+            interprets.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    triton: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,15 +72,14 @@ class Linear:
 
 
 def load_linear(
-    checkpoint: Checkpoint, modules: Sequence[str], device: torch.device, dtype: torch.dtype
-) -> Linear:
+    checkpoint: Checkpoint, modules: Sequence[str], place: Placement
+) -> Linear | GpuLinear:
     """Read linear layers that see the same input as one layer, their outputs side by side.
 
     Args:
         checkpoint: Where from.
         modules: Full names, such as the q, k and v projections of a block.
-        device: Where to.
-        dtype: Type of float weights.
+        place: Where to.
 
     Raises:
         CheckpointError: some are quantized and some are not, their schemes, input scales or widths
@@ -88,33 +101,61 @@ def load_linear(
             checkpoint.tensor(f"{module}.bias").float() if has else torch.zeros(shape[0])
             for module, shape, has in zip(modules, shapes, biases, strict=True)
         ]
-        bias = torch.cat(parts)
+        bias = torch.cat(parts).to(place.device)
     if not quantized[0]:
-        weight = torch.cat([checkpoint.tensor(f"{module}.weight") for module in modules])
-        return Linear(pack_float_weight(weight, bias, dtype, device))
-    return _quantized_linear(checkpoint, modules, bias, device)
+        parts = [checkpoint.tensor(f"{module}.weight").to(place.device) for module in modules]
+        return _float_linear(torch.cat(parts), bias, place)
+    return _quantized_linear(checkpoint, modules, bias, place)
+
+
+def _float_linear(weight: Tensor, bias: Tensor | None, place: Placement) -> Linear | GpuLinear:
+    if not place.triton:
+        return Linear(pack_float_weight(weight, bias, place.dtype))
+    from inference.gpu.layers import GpuLinear
+    from kernels.triton.linear import DenseWeight, Rows
+
+    held = DenseWeight(weight.to(place.dtype), None if bias is None else bias.to(place.dtype))
+    return GpuLinear(held, Rows(place.dtype))
 
 
 def _quantized_linear(
-    checkpoint: Checkpoint, modules: Sequence[str], bias: Tensor | None, device: torch.device
-) -> Linear:
+    checkpoint: Checkpoint, modules: Sequence[str], bias: Tensor | None, place: Placement
+) -> Linear | GpuLinear:
     scheme = _one_scheme(checkpoint, modules)
     spec, activations = scheme.weights, scheme.activations
     assert spec is not None
-    input_scale = _input_scale(checkpoint, modules, device)
-    parts = [checkpoint.weight(module) for module in modules]
+    input_scale = _input_scale(checkpoint, modules, place.device)
+    q, parts = _read_together(checkpoint, modules, TYPES[spec.dtype].storage, place.device)
     zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    packed = pack_quantized_weight(
-        torch.cat([part.q for part in parts]),
-        torch.cat([_scale_by_row(part, spec.block[0]) for part in parts]),
-        spec.dtype,
-        torch.cat(zeros) if zeros else None,
-        None if spec.block[1] == -1 else spec.block[1],
-        bias,
-        integer_inputs=activations is not None and activations.dtype == "int8",
-        device=device,
-    )
-    return Linear(packed, activations, input_scale)
+    scale = torch.cat([_scale_by_row(part, spec.block[0]) for part in parts])
+    zero_point = torch.cat(zeros) if zeros else None
+    group = None if spec.block[1] == -1 else spec.block[1]
+    if not place.triton:
+        integers = activations is not None and activations.dtype == "int8"
+        packed = pack_quantized_weight(
+            q, scale, spec.dtype, zero_point, group, bias, integer_inputs=integers
+        )
+        return Linear(packed, activations, input_scale)
+    from inference.gpu.layers import GpuLinear, rows_of
+    from kernels.triton.linear import pack
+
+    rows = rows_of(activations, input_scale, place.dtype)
+    own = pack(q, scale, zero_point, bias, rows, place.dtype, bits=spec.bits, group=group)
+    return GpuLinear(own, rows)
+
+
+def _read_together(
+    checkpoint: Checkpoint, modules: Sequence[str], storage: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[StoredWeight]]:
+    """Integers [N of all, K] of layers, and each weight with its rows of them.
+
+    Each is read to its place, so that nothing as large is held beside them.
+    """
+    shapes = [checkpoint.weight_shape(module) for module in modules]
+    rows = [shape[0] for shape in shapes]
+    q = torch.empty(sum(rows), shapes[0][1], dtype=storage, device=device)
+    places = zip(modules, q.split(rows), strict=True)
+    return q, [checkpoint.weight(module, place) for module, place in places]
 
 
 def _scale_by_row(weight: StoredWeight, length: int) -> Tensor:

@@ -2,30 +2,92 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from formats.checkpoint import Checkpoint
+from formats.errors import EngineError
+from formats.scheme import KVCacheSpec
+from inference.config import EngineConfig
+from inference.kv_cache import KVPool, make_pool
+from inference.layers import Placement
 from inference.models.llama import LlamaModel
+from kernels.devices import check_device
+from kernels.ops import KV_BLOCK
 
 
 def load_model(
     checkpoint: Checkpoint | str | Path,
     *,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    triton: bool | None = None,
 ) -> LlamaModel:
     """Load a float or quantized checkpoint.
 
     Args:
         checkpoint: The checkpoint or its folder.
         device: Where it runs.
-        dtype: Type of activations and of float weights.
+        dtype: Type of activations and of float weights; by default fp32 on a CPU, on a GPU the
+            16-bit type of the checkpoint, or bf16.
+        triton: Run the GPU kernels; by default on a GPU. On a CPU they need Triton's interpreter.
 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not run here.
+        EngineError: the device is not one that is run on.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
-    return LlamaModel(checkpoint, torch.device(device), dtype)
+    try:
+        place = check_device(device)
+    except ValueError as error:
+        raise EngineError(f"device: {error}") from error
+    triton = place.type == "cuda" if triton is None else triton
+    dtype = dtype or (half_type(checkpoint) if triton else torch.float32)
+    return LlamaModel(checkpoint, Placement(place, dtype, triton))
+
+
+def half_type(checkpoint: Checkpoint) -> torch.dtype:
+    """fp16 for a checkpoint in it, else bf16."""
+    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return torch.float16 if own == "float16" else torch.bfloat16
+
+
+def make_cache(
+    checkpoint: Checkpoint, model: LlamaModel, config: EngineConfig, spec: KVCacheSpec | None
+) -> list[KVPool]:
+    """Allocate the cache of a model, a pool for each layer.
+
+    Args:
+        checkpoint: Has the static scales.
+        model: Whose it is.
+        config: Sizes, resolved.
+        spec: How K and V are quantized, or None.
+
+    Raises:
+        EngineError: the type of an unquantized cache is not one that the model's kernels read.
+    """
+    place, shape = model.place, model.config
+    chosen = place.dtype if config.kv_dtype is None else getattr(torch, config.kv_dtype)
+    if place.triton and spec is None and chosen != place.dtype:
+        raise EngineError(
+            f"kv_dtype: found {config.kv_dtype}; on a GPU a cache that is not quantized has the "
+            f"model's type, {str(place.dtype).removeprefix('torch.')}. Leave it out"
+        )
+    assert config.kv_blocks is not None
+    size = (config.kv_blocks, shape.kv_heads, KV_BLOCK, shape.head_dim)
+    names = (f"model.layers.{i}.self_attn" for i in range(shape.layers))
+    return [make_pool(size, chosen, spec, checkpoint.kv_scales.get(n), place) for n in names]
+
+
+def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
+    """End tokens that config.json, generation_config.json and the tokenizer name."""
+    named: list[Any] = [checkpoint.config.get("eos_token_id"), tokenizer.eos_token_id]
+    generation = checkpoint.path / "generation_config.json"
+    if generation.is_file():
+        named.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    flat = [t for value in named for t in (value if isinstance(value, list) else [value])]
+    return frozenset(token for token in flat if token is not None)

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     params = _params(arguments)
     rows = [] if arguments.input is None else read_rows(arguments.input)
     config = EngineConfig(max_batch_size=arguments.batch_size)
-    engine = Engine.from_pretrained(arguments.checkpoint, config=config)
+    engine = Engine.from_pretrained(arguments.checkpoint, config=config, device=arguments.device)
     if arguments.input is not None:
         outputs = complete_rows(engine, rows, params, arguments.input)
         write_rows(arguments.output, rows, outputs)
@@ -190,6 +190,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, metavar="N", help="of each prompt's random numbers")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
     parser.add_argument("--stream", action="store_true", help="print text as it comes")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="rows at once")
     arguments = parser.parse_args(argv)
     if (arguments.input is None) != (arguments.output is None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from formats.checkpoint import read_config
 from formats.errors import RequestError
 from formats.experts import EXPERT_NAMES, is_projection
 from formats.scale_table import Role, ScaleEntry, ScaleTable
-from formats.scheme import PRESETS, LayerScheme, Scheme
+from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme
 from formats.targets import HEAD
 from formats.weights import StoredWeight, storage_format
 from formats.writer import CheckpointWriter
@@ -40,6 +40,7 @@ from kernels.numerics import (
 SEED, DEVIATION = 0, 0.02
 ABSMAX = 4.0  # of inputs and of cached K and V, where their scale is static
 SHARD_BYTES = 256 << 20
+ROLES: tuple[Role, Role] = ("k_cache", "v_cache")
 HEAD_SCHEME = PRESETS["a8w8_dynamic"].of_layers
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-1.1b": {
@@ -59,7 +60,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": 0,
-    }
+    },
+    "llama-3-8b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
 
 
@@ -142,19 +161,25 @@ def random_checkpoint(work: Path, shape: str, scheme: str, *, quantize_head: boo
     return out
 
 
-def _write(out: Path, config: dict[str, Any], scheme: Scheme, quantize_head: bool) -> None:
-    tensors = _shapes(config)
+def quantized_layers(
+    tensors: Iterable[str], scheme: Scheme, quantize_head: bool
+) -> dict[str, LayerScheme]:
+    """Schemes of the linear layers that are quantized."""
     modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     layers = {m: scheme.of_layers for m in modules if scheme.weights and is_projection(m)}
-    if quantize_head:
-        layers[HEAD] = HEAD_SCHEME
+    return layers | ({HEAD: HEAD_SCHEME} if quantize_head else {})
+
+
+def _write(out: Path, config: dict[str, Any], scheme: Scheme, quantize_head: bool) -> None:
+    tensors = tensor_shapes(config)
+    layers = quantized_layers(tensors, scheme, quantize_head)
     config = config | {"torch_dtype": "bfloat16"}
     generator = torch.Generator().manual_seed(SEED)
     entries: list[ScaleEntry] = []
     options = {"layers": layers, "ignore": (), "shard_bytes": SHARD_BYTES}
     with CheckpointWriter(out, config=config, scheme=scheme, **options) as writer:
         for name, size in tensors.items():
-            module, values = name.removesuffix(".weight"), _values(name, size, generator)
+            module, values = name.removesuffix(".weight"), random_values(name, size, generator)
             if module in layers:
                 entries += _add_linear(writer, module, values, layers[module])
             else:
@@ -164,7 +189,7 @@ def _write(out: Path, config: dict[str, Any], scheme: Scheme, quantize_head: boo
         writer.finish(ScaleTable(entries=tuple(entries)), documents)
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors, as transformers has them."""
     values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
@@ -174,10 +199,19 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def _values(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def random_values(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A tensor of a model, bf16, where the generator is: Gaussian; norms are ones, biases zeros."""
     if len(size) > 1:
-        return torch.randn(size, generator=generator).mul_(DEVIATION).bfloat16()
-    return torch.full(size, float(name.endswith(".weight")), dtype=torch.bfloat16)
+        values = torch.randn(size, generator=generator, device=generator.device)
+        return values.mul_(DEVIATION).bfloat16()
+    return torch.full(
+        size, float(name.endswith(".weight")), dtype=torch.bfloat16, device=generator.device
+    )
+
+
+def constant_input_scale(inputs: ActivationSpec) -> Tensor:
+    """The scale of a static input, fp32 [1]."""
+    return choose_scale(torch.tensor([ABSMAX]), TYPES[inputs.dtype])
 
 
 def _add_linear(
@@ -186,10 +220,10 @@ def _add_linear(
     """Round a layer and add it; gives the rows of its scales."""
     weights, inputs = scheme.weights, scheme.activations
     assert weights is not None
-    stored = _round(values.float(), scheme)
+    stored = round_to_nearest(values.float(), scheme)
     input_scale = None
     if inputs is not None and not inputs.dynamic:
-        input_scale = choose_scale(torch.tensor([ABSMAX]), TYPES[inputs.dtype])
+        input_scale = constant_input_scale(inputs)
     writer.add_linear(module, stored, torch.bfloat16, input_scale=input_scale)
     shown = stored.scale.reshape(1) if weights.granularity == "per_tensor" else stored.scale
     absmax = values.abs().max().item()
@@ -198,7 +232,7 @@ def _add_linear(
         yield _entry(f"{module}.input_scale", "input", input_scale, inputs, ABSMAX)
 
 
-def _round(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
+def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
     """Round to nearest; scales of packed weights are bf16's, as they are stored in it."""
     spec = scheme.weights
     assert spec is not None
@@ -219,19 +253,28 @@ def _add_cache(
 ) -> Iterator[ScaleEntry]:
     """Set the cache's scales; gives their rows."""
     spec = scheme.kv_cache
+    for attention, scales in kv_scales(config, scheme).items():
+        assert spec is not None
+        writer.set_kv_scales(attention, *scales)
+        for role, scale in zip(ROLES, scales, strict=True):
+            yield _entry(f"{attention}.{role[0]}_scale", role, scale, spec, ABSMAX)
+
+
+def kv_scales(config: dict[str, Any], scheme: Scheme) -> dict[str, tuple[Tensor, Tensor]]:
+    """Constant scales of K and V by attention module; none where the cache has no static ones."""
+    spec = scheme.kv_cache
     if spec is None or spec.dynamic:
-        return
+        return {}
     queries = config["num_attention_heads"]
     heads = config.get("num_key_value_heads") or queries
     dim = config.get("head_dim") or config["hidden_size"] // queries
-    roles: tuple[Role, ...] = ("k_cache", "v_cache")
-    for layer in range(config["num_hidden_layers"]):
-        attention = f"model.layers.{layer}.self_attn"
-        shapes = [spec.scale_shape(role, heads, dim) for role in ("k_cache", "v_cache")]
-        scales = [choose_scale(torch.full(s, ABSMAX), TYPES[spec.dtype]) for s in shapes]
-        writer.set_kv_scales(attention, *scales)
-        for role, scale in zip(roles, scales, strict=True):
-            yield _entry(f"{attention}.{role[0]}_scale", role, scale, spec, ABSMAX)
+    k, v = (spec.scale_shape(role, heads, dim) for role in ROLES)
+    names = (f"model.layers.{i}.self_attn" for i in range(config["num_hidden_layers"]))
+    kind = TYPES[spec.dtype]
+    return {
+        name: (choose_scale(torch.full(k, ABSMAX), kind), choose_scale(torch.full(v, ABSMAX), kind))
+        for name in names
+    }
 
 
 def _entry(tensor: str, role: Role, scale: Tensor, spec: Any, absmax: float) -> ScaleEntry:
@@ -252,12 +295,16 @@ def _entry(tensor: str, role: Role, scale: Tensor, spec: Any, absmax: float) -> 
     )
 
 
-def _tokenizer(vocabulary: int) -> dict[str, bytes]:
-    """Files of a tokenizer that has a word for every token: the engine decodes what it makes."""
+def words_of(vocabulary: int) -> Tokenizer:
+    """A tokenizer that has a word for every token: the engine decodes what it makes."""
     words = {f"t{i}": i for i in range(vocabulary)}
-    model = models.WordLevel(words, unk_token="t0")
+    return Tokenizer(models.WordLevel(words, unk_token="t0"))
+
+
+def _tokenizer(vocabulary: int) -> dict[str, bytes]:
+    """Its files."""
     settings = {"tokenizer_class": PreTrainedTokenizerFast.__name__, "unk_token": "t0"}
     return {
-        "tokenizer.json": Tokenizer(model).to_str().encode(),
+        "tokenizer.json": words_of(vocabulary).to_str().encode(),
         "tokenizer_config.json": (json.dumps(settings, indent=2) + "\n").encode(),
     }

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from inference.kv_cache import BlockManager
 
+PENDING = -1  # a token that is being computed, and not known yet
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -20,7 +22,7 @@ class Sequence:
 
     Attributes:
         name: The request's.
-        tokens: Prompt and output.
+        tokens: Prompt and output; the last may be `PENDING`.
         computed: Tokens whose K and V are in the cache.
         preemptions: Times that it gave its blocks up.
     """
@@ -81,6 +83,9 @@ class Scheduler:
         while position < len(self.running) and budget > 0:
             sequence = self.running[position]
             count = min(len(sequence.tokens) - sequence.computed, budget)
+            if count == 0:  # its last token is on its way
+                position += 1
+                continue
             if not self._make_room(sequence, sequence.computed + count):
                 break  # it gave way itself; all after it arrived later and are gone
             slices.append(Slice(sequence, sequence.computed, count))

@@ -23,6 +23,8 @@ from torch import Tensor
 
 import kernels.ops as ops
 from kernels.cpu import native
+from kernels.cpu.structures import FORMATS, STORAGE_NAMES
+from kernels.weights import PackedWeight, Weight, pack_float_weight, pack_quantized_weight
 
 CACHES = 96 << 20  # bytes that no cache of a small server holds
 SHAPES = ((8192, 2048), (2048, 8192))
@@ -78,7 +80,7 @@ def measure_limits(seconds: float = 0.2) -> Limits:
         rounds, done, spent = 200_000, 0.0, 0.0
         while spent < seconds:
             start = time.perf_counter()
-            done = loaded.ptq_multiply_add(native.FORMATS[unit], rounds, threads)
+            done = loaded.ptq_multiply_add(FORMATS[unit], rounds, threads)
             spent = time.perf_counter() - start
             rounds *= 2
         rate[unit] = done / spent
@@ -122,7 +124,7 @@ def linear_cases(shapes: Sequence[tuple[int, int]], rows: Sequence[int]) -> Iter
             "w8": _packed(q8, "int8", one),
             "w4 g128": _packed(q4, "int4", grouped, 128),
             "fp8": _packed(w.to(torch.float8_e4m3fn), "fp8_e4m3", one),
-            "bf16": _rotated(ops.pack_float_weight(w.bfloat16())),
+            "bf16": _rotated(pack_float_weight(w.bfloat16())),
         }
         peers = _torch_linears(w, q8, q4)
         for count in rows:
@@ -133,22 +135,22 @@ def linear_cases(shapes: Sequence[tuple[int, int]], rows: Sequence[int]) -> Iter
 
 def _packed(
     q: Tensor, dtype: str, scale: Tensor, group: int | None = None
-) -> Iterator[ops.PackedWeight]:
-    return _rotated(ops.pack_quantized_weight(q, scale, dtype, None, group))
+) -> Iterator[PackedWeight]:
+    return _rotated(pack_quantized_weight(q, scale, dtype, None, group))
 
 
-def _rotated(weight: ops.Weight) -> Iterator[ops.PackedWeight]:
-    assert isinstance(weight, ops.PackedWeight)
+def _rotated(weight: Weight) -> Iterator[PackedWeight]:
+    assert isinstance(weight, PackedWeight)
     many = [weight]
     for _ in range(CACHES // weight.nbytes):
         other = native.aligned(weight.nbytes)
-        many.append(ops.PackedWeight(other.copy_(weight.packed), weight.outputs))
+        many.append(PackedWeight(other.copy_(weight.packed), weight.outputs))
     return cycle(many)
 
 
 def _linear_case(
     scheme: str,
-    weights: Iterator[ops.PackedWeight],
+    weights: Iterator[PackedWeight],
     peers: Mapping[str, Callable[[Tensor], object]],
     x: Tensor,
     shape: tuple[int, int],
@@ -234,7 +236,7 @@ def attention_cases(contexts: Sequence[int], heads: int = 32, kv: int = 8) -> It
                 return ops.paged_attention(q, k_pool, v_pool, t, s, n, k_scale, v_scale, dim**-0.5)
 
             operations = 4 * heads * dim * context
-            name = f"attention {native.STORAGE_NAMES[kind]}"
+            name = f"attention {STORAGE_NAMES[kind]}"
             yield Case(name, f"context {context}", ours, peers, 2 * pool.nbytes, operations)
 
 

@@ -17,7 +17,6 @@ key/value heads, D head size, S sequences. Activations are fp32, bf16 or fp16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +26,21 @@ from kernels.cpu import attention as cpu_attention
 from kernels.cpu import elementwise as cpu_elementwise
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu import native, native_ops
-from kernels.numerics import TYPES, dequantize
+from kernels.numerics import dequantize
+from kernels.weights import Int8Weight, PackedWeight, Weight
 
 KV_BLOCK = cpu_attention.KV_BLOCK  # tokens of one block of the paged cache
 
 _library = torch.library.Library("ptq", "DEF")
 
 
-def _register(schema: str, cpu: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(
+    schema: str, cpu: Callable[..., Any], fake: Callable[..., Any], **others: Callable[..., Any]
+) -> None:
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
-    _library.impl(name, cpu, "CPU")
+    for device, implementation in {"CPU": cpu, **others}.items():
+        _library.impl(name, implementation, device)
     torch.library.register_fake(f"ptq::{name}", fake, lib=_library)
 
 
@@ -101,6 +104,7 @@ _register(
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     _either("silu_mul", cpu_elementwise.silu_mul),
     lambda gate, up: torch.empty_like(gate, memory_format=torch.contiguous_format),
+    CUDA=cpu_elementwise.silu_mul,
 )
 _register(
     "apply_rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
@@ -148,146 +152,6 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
         (int8 [T, K], fp32 scales [T, 1]).
     """
     return torch.ops.ptq.quantize_per_token(x)
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight of any format in the layout of the compiled CPU kernels.
-
-    Attributes:
-        packed: uint8, one dimension: integers or floats, scales, zero points and bias; see
-            `kernels/cpu/csrc/api.h`.
-        outputs: N.
-    """
-
-    packed: Tensor
-    outputs: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.packed.nbytes
-
-
-@dataclass(frozen=True)
-class Int8Weight:
-    """An int8 weight with one scale an output channel, as torch's own products want it.
-
-    Attributes:
-        packed: The integers, [N, K], held in fp32.
-        scale: fp32 [N].
-        bias: fp32 [N] or None.
-    """
-
-    packed: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        parts = (self.packed, self.scale, self.bias)
-        return sum(part.nbytes for part in parts if part is not None)
-
-
-@dataclass(frozen=True)
-class FloatWeight:
-    """A weight [N, K] with its bias [N] or None, in the floating-point type to compute in."""
-
-    packed: Tensor
-    bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-Weight = PackedWeight | Int8Weight | FloatWeight
-
-
-def pack_float_weight(
-    weight: Tensor,
-    bias: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> Weight:
-    """Lay an unquantized weight out for `linear`; done once, when a checkpoint is loaded.
-
-    Args:
-        weight: Float [N, K]; held as it is where the kernels widen it to fp32 on their way.
-        bias: Float [N] or None.
-        dtype: Type to compute in.
-        device: Where it will run.
-    """
-    weight = weight.detach()
-    if _compiled(device) and dtype == torch.float32:
-        held = weight if weight.dtype == torch.bfloat16 else weight.float()
-        name = "bf16" if held.dtype == torch.bfloat16 else "f32"
-        return PackedWeight(native.pack(held, name, bias=bias), weight.shape[0])
-    moved = None if bias is None else bias.detach().to(device, dtype)
-    return FloatWeight(weight.to(device, dtype).contiguous(), moved)
-
-
-def pack_quantized_weight(
-    q: Tensor,
-    scale: Tensor,
-    dtype: str,
-    zero_point: Tensor | None = None,
-    group: int | None = None,
-    bias: Tensor | None = None,
-    *,
-    integer_inputs: bool = False,
-    device: torch.device | str = "cpu",
-) -> Weight:
-    """Lay a quantized weight out for `linear`; done once, when a checkpoint is loaded.
-
-    Args:
-        q: [N, K], int8 (int4 too, one a byte) or e4m3.
-        scale: fp32 [N, groups].
-        dtype: `int8`, `int4` or `fp8_e4m3`.
-        zero_point: int8 [N, groups], or None.
-        group: Inputs that share a scale; None for all.
-        bias: Float [N] or None.
-        integer_inputs: Whether its inputs will be int8.
-        device: Where it will run.
-
-    Raises:
-        ValueError: a type or shape is another than these, or values are out of range.
-    """
-    _check_quantized(q, scale, dtype, zero_point, group)
-    if _compiled(device):
-        return PackedWeight(native.pack(q, dtype, scale, zero_point, bias, group), q.shape[0])
-    moved = None if bias is None else bias.to(device, torch.float32)
-    if integer_inputs and dtype == "int8" and group is None and zero_point is None:
-        flat = scale.detach().to(device, torch.float32).reshape(-1).contiguous()
-        return Int8Weight(cpu_linear.pack_int8(q.to(device)), flat, moved)
-    values = dequantize(q, scale.float(), zero_point, (1, group or -1))
-    return FloatWeight(values.to(device).contiguous(), moved)
-
-
-def _compiled(device: torch.device | str) -> bool:
-    return torch.device(device).type == "cpu" and native.library() is not None
-
-
-def _check_quantized(
-    q: Tensor, scale: Tensor, dtype: str, zero_point: Tensor | None, group: int | None
-) -> None:
-    kind = TYPES[dtype]
-    if q.dtype != kind.storage or q.dim() != 2:
-        raise ValueError(
-            f"weight is {q.dtype} {tuple(q.shape)}; {dtype} needs {kind.storage} [N, K]"
-        )
-    wanted = (q.shape[0], 1 if group is None else -(-q.shape[1] // group))
-    for what, found in (("scales", scale), ("zero points", zero_point)):
-        if found is not None and tuple(found.shape) != wanted:
-            raise ValueError(f"{what} have shape {tuple(found.shape)}; needed is {wanted}")
-    if kind.storage.is_floating_point or not q.numel():
-        return
-    low = -128 if dtype == "int8" and zero_point is not None else kind.q_min
-    least, most = int(q.min()), int(q.max())
-    if least < low or most > kind.q_max:
-        raise ValueError(f"weight holds {least} to {most}; {dtype} is [{low}, {kind.q_max}] here")
 
 
 def linear(

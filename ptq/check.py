@@ -16,11 +16,11 @@ from calibrate.data import TokenSet
 from formats.checkpoint import Checkpoint
 from formats.command import run_command
 from formats.experts import EXPERT
+from formats.memory import rss_bytes
 from ptq.cost import predict_seconds
 from ptq.plan import Plan, build_plan
 from ptq.preflight import is_taken, read_data
 from ptq.recipe import LoadedRecipe, read_recipe
-from ptq.result import rss_bytes
 from ptq.speed import measure_speed
 
 PHASES = 4  # that are named, the longest

@@ -28,6 +28,7 @@ from calibrate.stream import BlockStream
 from formats.checkpoint import Checkpoint
 from formats.errors import RecipeError
 from formats.files import replace_file
+from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.writer import CheckpointWriter
 from ptq.artifact import Artifact, check_solvable, drop_hessians, save_hessians, seen_key
@@ -53,7 +54,6 @@ from ptq.result import (
     QuantizationResult,
     SmoothingRow,
     Stopwatch,
-    peak_rss_bytes,
 )
 from ptq.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
 from ptq.schedule import Schedule

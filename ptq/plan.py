@@ -153,6 +153,7 @@ def build_plan(
         *preflight.check_patterns(recipe, shapes, quantized),
         *_check_groups(recipe, modules),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
+        *preflight.check_report_device(recipe),
         *check_peers(recipe),
     ]
     if problems:

@@ -25,6 +25,7 @@ from formats.checkpoint import Checkpoint
 from formats.compressed_tensors import is_ignored
 from formats.scheme import KVCacheSpec, LayerScheme
 from formats.weights import scale_shape, storage_format
+from kernels.devices import check_device
 from ptq.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe import Recipe
 from ptq.resume import unfinished
@@ -193,6 +194,14 @@ def on_gpu(recipe: Recipe) -> bool:
     """Whether blocks will be run and solved on a GPU."""
     available = torch.cuda.is_available()
     return recipe.device == "cuda" or (recipe.device == "auto" and available)
+
+
+def check_report_device(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """A device for the report that nothing can run on here."""
+    try:
+        check_device(recipe.report.device)
+    except ValueError as error:
+        yield ("report", "device"), str(error)
 
 
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:

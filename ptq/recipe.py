@@ -22,6 +22,7 @@
       thresholds: {perplexity_ratio: 1.01, kl: 0.01}
       speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
       peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.peers.specs
+      device: cpu                           # or cuda: where the two models run for it
 
 A recipe may start from another one, `base: other.yaml`: what it says itself goes over what the base
 says, mappings key by key, lists and values as a whole.
@@ -167,12 +168,14 @@ class ReportSpec(Strict):
     """What the report checks and measures.
 
     `speed` is null (in YAML also `false`) where speed is not to be measured. `peers` are other
-    tools that quantize the same model, shown beside our own run; see `ptq.peers.specs`.
+    tools that quantize the same model, shown beside our own run; see `ptq.peers.specs`. `device`
+    is where both models run for it.
     """
 
     thresholds: ThresholdsSpec = ThresholdsSpec()
     speed: SpeedSpec | None = SpeedSpec()
     peers: tuple[PeerSpec, ...] = ()
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @field_validator("peers")
     @classmethod

@@ -106,8 +106,9 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
     evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
     config = engine_config(evaluation, recipe.report.speed)
     with watch.phase("loading both models"):
-        original = Engine.from_pretrained(recipe.model.path, config=config)
-        quantized = Engine.from_pretrained(result.checkpoint, config=config)
+        device = recipe.report.device
+        original = Engine.from_pretrained(recipe.model.path, config=config, device=device)
+        quantized = Engine.from_pretrained(result.checkpoint, config=config, device=device)
     with watch.phase("comparison"):
         accuracy = compare(original, quantized, evaluation.sequences(), progress=progress)
     with watch.phase("speed"):
@@ -138,7 +139,7 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
         scale_table=result.scale_table,
         kv_scales=_kv_scales(quantized.checkpoint),
         outliers=tuple(activation_outliers(Statistics.load(statistics))),
-        environment=environment(),
+        environment=environment(recipe.report.device),
         seconds=seconds,
         recipe=resolved_yaml(_shown_recipe(recipe)),
         peers=peers,

@@ -243,9 +243,9 @@ def _size_and_speed(data: ReportData) -> Section:
         text += (
             f" Speed: {o.batch} requests at once of {o.prompt_tokens} prompt and {o.new_tokens} "
             f"new tokens, the two models in turns, median of {o.repeats} runs with the least and "
-            f"the greatest, on {machine['processor']}, {machine['threads']} threads, torch "
-            f"{machine['torch']}. Prefill counts prompt tokens until every request has its first "
-            "token; decode counts tokens from then on."
+            f"the greatest, on {machine.get('gpu', machine['processor'])}, {machine['threads']} "
+            f"threads, torch {machine['torch']}. Prefill counts prompt tokens until every request "
+            "has its first token; decode counts tokens from then on."
         )
         tables.append(Table(("", "original", "quantized"), list(_speed_rows(o, q))))
     return Section("Size and speed", text, ("sizes",), tuple(tables))

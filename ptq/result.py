@@ -7,8 +7,6 @@ scale table stays in the checkpoint, its only home.
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +25,6 @@ CHECKPOINT_FOLDER = "checkpoint"
 RESULT_FILE = "quantization.json"
 RECIPE_FILE = "recipe.yaml"
 STATISTICS_FILE = "statistics.safetensors"
-STATUS = Path("/proc/self/status")
 
 
 class Event(Strict):
@@ -209,25 +206,6 @@ def load_record(output: Path) -> QuantizationRecord:
             f"{path}: not a readable record of a quantization run ({error}). Give the output "
             "directory of a finished run, or run the recipe again"
         ) from error
-
-
-def peak_rss_bytes() -> int:
-    """Peak resident memory of this process so far."""
-    if STATUS.is_file():  # ru_maxrss may be that of the process that started this one
-        return _status_bytes("VmHWM")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process now; its peak where the system does not tell."""
-    return _status_bytes("VmRSS") if STATUS.is_file() else peak_rss_bytes()
-
-
-def _status_bytes(key: str) -> int:
-    lines = STATUS.read_text().splitlines()
-    line = next(row for row in lines if row.startswith(f"{key}:"))
-    return int(line.split()[1]) * 1024
 
 
 class Stopwatch:

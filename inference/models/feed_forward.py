@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,8 +24,11 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.experts import EXPERT_NAMES
-from inference.layers import Linear, load_linear
+from inference.layers import Linear, Placement, load_linear
 from kernels.ops import silu_mul
+
+if TYPE_CHECKING:
+    from inference.gpu.layers import GpuLinear
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Routing:
 class SwiGLU:
     """down(silu(gate(x)) * up(x)); gate and up are merged."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | GpuLinear
+    down: Linear | GpuLinear
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] to the same."""
@@ -73,10 +77,10 @@ class MixtureOfExperts:
     """
 
     routing: Routing
-    router: Linear
+    router: Linear | GpuLinear
     experts: Sequence[SwiGLU]
     shared: SwiGLU | None
-    shared_gate: Linear | None
+    shared_gate: Linear | GpuLinear | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] to the same."""
@@ -123,8 +127,7 @@ def load_feed_forward(
     checkpoint: Checkpoint,
     block: str,
     routing: Routing | None,
-    device: torch.device,
-    dtype: torch.dtype,
+    place: Placement,
 ) -> FeedForward:
     """Read the feed-forward layer of a block; it is a mixture if the checkpoint has its router.
 
@@ -132,15 +135,14 @@ def load_feed_forward(
         checkpoint: Where from.
         block: Full name.
         routing: How the family's routers choose; None for dense families.
-        device: Where to.
-        dtype: Type of float weights.
+        place: Where to.
 
     Raises:
         CheckpointError: a tensor is missing, or the router is not one of these experts.
     """
 
-    def linear(*modules: str) -> Linear:
-        return load_linear(checkpoint, modules, device, dtype)
+    def linear(*modules: str) -> Linear | GpuLinear:
+        return load_linear(checkpoint, modules, place)
 
     def swiglu(module: str, gate: str, up: str, down: str) -> SwiGLU:
         return SwiGLU(linear(f"{module}.{gate}", f"{module}.{up}"), linear(f"{module}.{down}"))

@@ -11,9 +11,10 @@ from inference.kv_cache import KVPool
 from inference.layers import Linear
 from inference.models.feed_forward import SwiGLU
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
-from kernels.ops import PackedWeight
+from kernels.weights import PackedWeight
 
 if TYPE_CHECKING:
+    from inference.gpu.layers import GpuLinear
     from inference.models.llama import Layer, LlamaModel
 
 
@@ -44,8 +45,8 @@ def fuse(model: LlamaModel, pools: Sequence[KVPool]) -> FusedDecoder | None:
     )
 
 
-def _linear(linear: Linear) -> LinearSpec | None:
-    if not isinstance(linear.weight, PackedWeight):
+def _linear(linear: Linear | GpuLinear) -> LinearSpec | None:
+    if not isinstance(linear, Linear) or not isinstance(linear.weight, PackedWeight):
         return None
     packed, spec = linear.weight.packed, linear.activations
     if spec is None:

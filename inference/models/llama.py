@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.experts import EXPERT_NAMES
 from inference.kv_cache import KVPool
-from inference.layers import Linear, load_linear
+from inference.layers import Linear, Placement, load_linear
 from inference.models import SUPPORTED_MODEL_TYPES
 from inference.models.feed_forward import FeedForward, Routing, load_feed_forward
 from inference.models.fused import fuse
 from kernels.cpu.decoder import FusedDecoder
 from kernels.ops import apply_rope, paged_attention, rms_norm, write_kv
+
+if TYPE_CHECKING:
+    from inference.gpu.layers import GpuLinear
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -144,10 +148,10 @@ class Layer:
     """Weights of one decoder block; q/k/v are merged."""
 
     input_norm: Tensor
-    qkv: Linear
+    qkv: Linear | GpuLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Linear
+    o: Linear | GpuLinear
     post_norm: Tensor
     feed_forward: FeedForward
 
@@ -157,11 +161,11 @@ class LlamaModel:
 
     Args:
         checkpoint: Float or quantized.
-        device: Where it runs.
-        dtype: Type of activations and float weights; on a CPU, fp32 is the fast one.
+        place: Where it runs, and in which type; on a CPU, fp32 is the fast one.
 
     Attributes:
         config: Its shape.
+        place: Where it runs.
         dtype: Of activations.
         embedding: [vocabulary, hidden], as stored.
         layers: Its blocks.
@@ -174,21 +178,24 @@ class LlamaModel:
         CheckpointError: it is not a decoder of this kind, or tensors are missing.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, place: Placement) -> None:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
-        self._checkpoint, self._device, self.dtype = checkpoint, device, dtype
-        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
-        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
-            self.embedding = self.embedding.to(dtype)
+        device, dtype = place.device, place.dtype
+        self._checkpoint, self.place, self.dtype = checkpoint, place, dtype
         untied = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
         head = "lm_head" if untied else "model.embed_tokens"
-        self.head = load_linear(checkpoint, [head], device, dtype)
+        self.head = load_linear(checkpoint, [head], place)
         self.norm = self._vector("model.norm.weight")
         self.layers = [self._load_layer(f"model.layers.{i}") for i in range(config.layers)]
         angle = torch.outer(torch.arange(config.max_positions).float(), config.inverse_frequency)
         angle = torch.cat((angle, angle), dim=-1)
-        self.cos = (angle.cos() * config.rope_scaling).to(device, dtype)
-        self.sin = (angle.sin() * config.rope_scaling).to(device, dtype)
+        angles_in = torch.float32 if place.triton else dtype
+        self.cos = (angle.cos() * config.rope_scaling).to(device, angles_in)
+        self.sin = (angle.sin() * config.rope_scaling).to(device, angles_in)
+        # Last, and as it is: nothing is held any more of what was held beside the packed layers.
+        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
+        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
+            self.embedding = self.embedding.to(dtype)
         self._fused: tuple[Sequence[KVPool], FusedDecoder | None] | None = None
 
     @property
@@ -204,7 +211,7 @@ class LlamaModel:
         Returns:
             Logits fp32 [R, vocabulary] of the rows asked for.
         """
-        if self._device.type == "cpu":
+        if self.place.device.type == "cpu":
             fused = self._fused_on(pools)
             if fused is not None:
                 return fused.step(**vars(batch))
@@ -263,12 +270,12 @@ class LlamaModel:
         return out.flatten(-2)
 
     def _vector(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(name).to(self._device, self.dtype)
+        return self._checkpoint.tensor(name).to(self.place.device, self.dtype)
 
     def _load_layer(self, name: str) -> Layer:
-        def linear(*paths: str) -> Linear:
+        def linear(*paths: str) -> Linear | GpuLinear:
             modules = [f"{name}.{path}" for path in paths]
-            return load_linear(self._checkpoint, modules, self._device, self.dtype)
+            return load_linear(self._checkpoint, modules, self.place)
 
         def norm(path: str) -> Tensor | None:
             full = f"{name}.self_attn.{path}.weight"
@@ -281,7 +288,5 @@ class LlamaModel:
             k_norm=norm("k_norm"),
             o=linear("self_attn.o_proj"),
             post_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
-            feed_forward=load_feed_forward(
-                self._checkpoint, name, self.config.routing, self._device, self.dtype
-            ),
+            feed_forward=load_feed_forward(self._checkpoint, name, self.config.routing, self.place),
         )

@@ -6,11 +6,13 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import IO
 
 from formats.errors import EngineError
 
+CHILD = Path(__file__).resolve().parent / "child.py"
 PROBE_SECONDS = 60.0
 PROBE = """
 import sys
@@ -41,6 +43,44 @@ def installed(python: str, distributions: Iterable[str]) -> dict[str, str | None
         return json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise EngineError(f"{python} cannot be used as a Python interpreter ({error})") from error
+
+
+def start(
+    python: str,
+    worker: Path,
+    arguments: Iterable[str],
+    settings: dict[str, str],
+    *,
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+    cwd: Path | None = None,
+    pass_fds: Collection[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a file under an interpreter, in a session of its own; see `inference.peers.child`.
+
+    Args:
+        python: The interpreter.
+        worker: The file.
+        arguments: Its own.
+        settings: Its environment, beside ours.
+        stdout: As of `subprocess.Popen`.
+        stderr: Likewise.
+        cwd: Likewise.
+        pass_fds: Likewise.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+    return subprocess.Popen(
+        [python, str(CHILD), str(worker), *arguments],
+        env=clean_environment(settings),
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=cwd,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
 
 
 def clean_environment(settings: dict[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 
 from formats.errors import EngineError
 from inference.bench_worker import Load, Run
-from inference.peers.interpreter import clean_environment, kill_group, why_it_ended
+from inference.peers.interpreter import kill_group, start, why_it_ended
 from inference.peers.specs import PeerSpec
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -81,13 +81,8 @@ class PeerWorker:
         settings = {"OMP_NUM_THREADS": str(self._job["threads"]), "HF_HUB_OFFLINE": "1"}
         self._work.mkdir(parents=True, exist_ok=True)
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [self._spec.python, str(WORKER), what],
-                env=clean_environment(settings),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
+            self._process = start(
+                self._spec.python, WORKER, [what], settings, stdout=subprocess.PIPE, stderr=log
             )
         try:
             return self._ask(self._job)["ready"]

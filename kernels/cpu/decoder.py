@@ -15,7 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.cpu import native, native_ops
+from kernels.cpu import native
+from kernels.cpu.native_attention import check_pools
+from kernels.cpu.structures import FORMATS, STORAGE_NAMES, pointer
 
 KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
 
@@ -138,7 +140,7 @@ class FusedDecoder:
         self._vocabulary = native.header(spec.head.packed).outputs
         self._decoder = _Decoder(
             ctypes.addressof(self._blocks),
-            *map(native.pointer, (spec.embedding, spec.cos, spec.sin, spec.norm)),
+            *map(pointer, (spec.embedding, spec.cos, spec.sin, spec.norm)),
             self._layer(spec.head),
             len(spec.blocks),
             spec.embedding.shape[1],
@@ -147,7 +149,7 @@ class FusedDecoder:
             dim,
             native.header(spec.blocks[0].down.packed).inputs,
             self._vocabulary,
-            native.FORMATS[native.STORAGE_NAMES[spec.embedding.dtype]],
+            FORMATS[STORAGE_NAMES[spec.embedding.dtype]],
             spec.eps,
             dim**-0.5,
         )
@@ -177,7 +179,7 @@ class FusedDecoder:
         held = [tensor.contiguous() for tensor in tensors]
         problem = c_int32(0)
         step = _Step(
-            *map(native.pointer, held),
+            *map(pointer, held),
             len(ids),
             len(context_len),
             block_tables.shape[1],
@@ -189,23 +191,21 @@ class FusedDecoder:
         threads = torch.get_num_threads()
         if loaded.ptq_decoder_step(byref(self._decoder), byref(step), threads):
             raise MemoryError("no memory for the partial sums of attention")
-        native_ops.report(problem)
+        native.report(problem)
         return logits
 
     def _layer(self, spec: LinearSpec) -> _Layer:
-        return _Layer(
-            spec.packed.data_ptr(), native.pointer(spec.scale), spec.group, KINDS[spec.inputs]
-        )
+        return _Layer(spec.packed.data_ptr(), pointer(spec.scale), spec.group, KINDS[spec.inputs])
 
     def _block(self, spec: BlockSpec) -> _Block:
         cache = (spec.k_pool, spec.v_pool, spec.k_scale, spec.v_scale)
-        kinds = native_ops.check_pools(*cache)
+        kinds = check_pools(*cache)
         norms = (spec.input_norm, spec.post_norm, spec.q_norm, spec.k_norm)
         return _Block(
             *map(self._layer, (spec.qkv, spec.o, spec.gate_up, spec.down)),
-            *map(native.pointer, (*norms, *cache)),
+            *map(pointer, (*norms, *cache)),
             spec.window or 0,
             spec.k_pool.shape[0],
-            native.FORMATS[native.STORAGE_NAMES[spec.k_pool.dtype]],
+            FORMATS[STORAGE_NAMES[spec.k_pool.dtype]],
             *kinds,
         )

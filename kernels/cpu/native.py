@@ -1,4 +1,4 @@
-"""The compiled kernels as Python sees them: loading, structures, and calls by `ctypes`.
+"""The compiled kernels as Python sees them: the library, and linear layers with packed weights.
 
 Everything here takes and gives torch tensors on the CPU; the ops of `kernels.ops` stand on it. The
 library is found in the package (built when it was installed), in a cache, or is compiled at first
@@ -14,18 +14,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from ctypes import (
-    POINTER,
-    Structure,
-    byref,
-    c_double,
-    c_float,
-    c_int,
-    c_int32,
-    c_int64,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -33,100 +22,26 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import build
+from kernels.cpu.structures import (
+    FORMATS,
+    NO_SCALE,
+    NO_SUCH_BLOCK,
+    NONFINITE,
+    SCALE_BF16,
+    SCALE_F32,
+    AttentionArgs,
+    LinearArgs,
+    Packed,
+    QuantizeArgs,
+    Source,
+    WriteKvArgs,
+    pointer,
+)
 
 log = logging.getLogger("ptq.kernels")
 
 ISAS = ("portable", "avx2", "avx512_vnni")
-FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
-NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
-SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
-NONFINITE, NO_SUCH_BLOCK = 1, 2
 MAPPED = 1 << 20  # bytes from which on memory of its own is mapped
-
-
-STORAGE_NAMES = {
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8_e4m3",
-    torch.int8: "int8",
-}
-
-
-class Packed(Structure):
-    """Header of a packed weight; see `csrc/api.h`."""
-
-    _fields_ = [
-        ("magic", c_uint64),
-        *[(name, c_int32) for name in ("isa", "format")],
-        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
-        *[(name, c_int32) for name in ("scale_type", "has_zero", "has_bias", "panel")],
-        *[
-            (name, c_int64)
-            for name in ("panel_bytes", "group_bytes", "data_offset", "bias_offset", "bytes")
-        ],
-    ]
-
-
-class Source(Structure):
-    """A weight to be packed; see `csrc/api.h`."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("q", "scale", "zero", "bias")],
-        *[(name, c_int32) for name in ("format", "scale_type")],
-        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
-    ]
-
-
-class LinearArgs(Structure):
-    """Arguments of a linear layer."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("weight", "x", "x_scale")],
-        *[(name, c_int32) for name in ("x_is_int8", "x_scale_per_row", "accumulate")],
-        *[(name, c_int64) for name in ("rows", "x_stride", "y_stride")],
-        ("y", c_void_p),
-    ]
-
-
-class AttentionArgs(Structure):
-    """Arguments of attention over the paged cache."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("q", "out", "k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_void_p) for name in ("block_tables", "query_start", "context_len")],
-        *[(name, c_int64) for name in ("sequences", "table_stride", "q_stride", "out_stride")],
-        *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "window")],
-        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
-        ("softmax_scale", c_float),
-        ("blocks", c_int64),
-        *[(name, c_void_p) for name in ("problem", "partials")],
-    ]
-
-
-class WriteKvArgs(Structure):
-    """Arguments of writing to the paged cache."""
-
-    _fields_ = [
-        *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
-        ("slots", c_void_p),
-        *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim")],
-        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
-        ("blocks", c_int64),
-        ("problem", c_void_p),
-    ]
-
-
-class QuantizeArgs(Structure):
-    """Arguments of quantizing activations."""
-
-    _fields_ = [
-        ("x", c_void_p),
-        *[(name, c_int64) for name in ("rows", "columns", "x_stride", "group")],
-        ("scale", c_void_p),
-        ("format", c_int32),
-        *[(name, c_void_p) for name in ("q", "values", "scales", "problem")],
-    ]
-
 
 _SIGNATURES = {
     "ptq_supports": ([c_int], c_int),
@@ -224,11 +139,6 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Address of a tensor's data."""
-    return None if tensor is None else tensor.data_ptr()
-
-
 def pack(
     q: Tensor,
     fmt: str,
@@ -317,3 +227,21 @@ def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
     if loaded().ptq_linear(byref(args), torch.get_num_threads()):
         raise ValueError(f"the weight was packed for another instruction set than {isa()}")
     return y
+
+
+def tokens(x: Tensor) -> Tensor:
+    """[T, heads, D] as fp32 with the heads of a token adjacent; tokens may be apart."""
+    wide = x.float()
+    return wide if wide.stride()[1:] == (wide.shape[2], 1) else wide.contiguous()
+
+
+def report(problem: c_int32) -> None:
+    """Raise what a kernel found in the data.
+
+    Raises:
+        ValueError: it found something.
+    """
+    if problem.value & NONFINITE:
+        raise ValueError("absmax must be finite and not negative; the data hold NaN or infinity")
+    if problem.value & NO_SUCH_BLOCK:
+        raise ValueError("a slot or a block table names a block that the cache does not have")

@@ -1,19 +1,17 @@
-"""Decode attention: one query a sequence over its paged int8 or fp8 cache.
+"""Decode attention: one query a sequence over its paged cache.
 
 For a query with scores s_t over the visible positions, out = sum_t e^(s_t - m) v_t / sum_t
-e^(s_t - m), m the running maximum (Milakov and Gimelshein 2018), powers of 2 in place of e. Layout:
+e^(s_t - m), m the running maximum (Milakov and Gimelshein 2018), powers of 2 in place of e. The
+cache is that of `kernels.triton.paged_cache`. The products are S^T = K q^T and O^T = V^T P^T, where
+the small side, padded to 8, is the queries that share a KV head. The scale of K goes into the
+scores (that of a channel into q), the scale of V into the weights (of a token, times 2^8, which
+keeps them out of fp16's subnormal numbers) or the result.
 
-    k_pages [pages, Hkv, 64, D]    v_pages [pages, Hkv, D, 64]    int8 or e4m3
-
-V lies token by token, so that both products read whole lines: S^T = K q^T and O^T = V^T P^T, where
-the small side, padded to 8, is the queries that share a KV head. Both are fp16 products, exact in
-K and V. The scale of K goes into the scores (that of a channel into q), the scale of V into the
-weights (of a token, times 2^8, which keeps them out of fp16's subnormal numbers) or the result.
-
-A sequence's pages are cut into SPLITS equal runs, on the device, where lengths are; the last
-program of a (sequence, head) to finish combines the runs in order, so a row has the same bits in
-any batch that is cut alike. Where nothing was read, as for a row of length 0, the result is 0.
-`kernels.triton.attention_gluon` does the same faster for D = 128.
+A sequence's pages are cut into at most SPLITS equal runs, on the device, where lengths are;
+programs without a run end at once. The last program of a (sequence, head) to finish combines the
+runs in order, so a row has the same bits in any batch that is cut alike. Where nothing was read, as
+for a row of length 0, the result is 0. An 8-bit result is quantized where it is combined.
+`kernels.triton.attention_gluon` does the same faster for 8 bits and D = 128.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -25,30 +23,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import Workspace, eight_bits_to_fp16, require
+from kernels.triton import attention_gluon
+from kernels.triton.common import Workspace
+from kernels.triton.paged_cache import (
+    HIDDEN,
+    LIFT,
+    LOG2_E,
+    LOWEST,
+    PER_CHANNEL,
+    PER_HEAD,
+    PER_TOKEN,
+    UNLIMITED,
+    as_operand,
+    check_pages,
+    check_queries,
+    finish,
+    operand_type,
+    result,
+    scale_kind,
+)
 from kernels.triton.tuning import Cut, attention_cut
-
-PAGE = 64
-UNLIMITED = 1 << 30
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
-LIFT = tl.constexpr(256.0)
-PER_HEAD, PER_CHANNEL, PER_TOKEN = (tl.constexpr(dims) for dims in (1, 2, 3))
 
 
 @triton.jit(do_not_specialize=["window", "width"])
 def decode_kernel(
-    q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, parts, arrivals,
+    q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
     softmax_scale, window, width,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
     SPLITS: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale."""
+    """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale, or 0."""
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)
     oldest = tl.maximum(length - window, 0)
     pages = tl.cdiv(length, 64)
-    share = tl.cdiv(pages - oldest // 64, SPLITS)
+    share = tl.maximum(tl.cdiv(pages - oldest // 64, SPLITS), 1)
+    runs = tl.maximum(tl.cdiv(pages - oldest // 64, share), 1)
+    if split >= runs:
+        return
+    OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)
     first = oldest // 64 + split * share
     d, t, h = tl.arange(0, DIM), tl.arange(0, 64), tl.arange(0, PADDED)
     rows = ((sequence * HEADS + head) * GROUP + h) * DIM
@@ -59,7 +72,7 @@ def decode_kernel(
         factor *= tl.load(k_scale + head)
     if SCALES == PER_CHANNEL:
         qt *= tl.load(k_scale + head * DIM + d)[:, None]
-    qt = qt.to(tl.float16)  # [DIM, PADDED]
+    qt = qt.to(OPERAND)  # [DIM, PADDED]
     m = tl.full([PADDED], LOWEST, tl.float32)
     l = tl.zeros([PADDED], tl.float32)  # noqa: E741
     acc = tl.zeros([DIM, PADDED], tl.float32)
@@ -67,11 +80,11 @@ def decode_kernel(
         page = tl.load(tables + sequence * width + p).to(tl.int64) * HEADS + head
         k = tl.load(k_pages + page * (64 * DIM) + t[:, None] * DIM + d[None, :])
         v = tl.load(v_pages + page * (64 * DIM) + d[:, None] * 64 + t[None, :])
-        s = tl.dot(eight_bits_to_fp16(k), qt) * factor  # [64, PADDED]
+        s = tl.dot(as_operand(k), qt) * factor  # [64, PADDED]
         if SCALES == PER_TOKEN:
             s *= tl.load(k_scale + page * 64 + t).to(tl.float32)[:, None]
         seen = (p * 64 + t < length) & (p * 64 + t >= oldest)
-        s = tl.where(seen[:, None], s, LOWEST)
+        s = tl.where(seen[:, None], s, HIDDEN)
         top = tl.maximum(m, tl.max(s, 0))
         weights = tl.exp2(s - top[None, :])
         shrink = tl.exp2(m - top)
@@ -81,35 +94,39 @@ def decode_kernel(
             lifted = tl.load(v_scale + page * 64 + t).to(tl.float32) * LIFT
             weights = tl.where(seen[:, None], weights * lifted[:, None], 0.0)
         acc = acc * shrink[None, :]
-        acc = tl.dot(eight_bits_to_fp16(v), weights.to(tl.float16), acc)
-    last = True
-    if SPLITS > 1:
-        item = sequence * HEADS + head
-        run: tl.constexpr = PADDED * (DIM + 2)  # a split's acc, m and l
-        place = parts + (item * SPLITS + split).to(tl.int64) * run
-        tl.store(place + h[None, :] * DIM + d[:, None], acc)
-        tl.store(place + PADDED * DIM + h, m)
-        tl.store(place + PADDED * DIM + PADDED + h, l)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrivals + item, 1, sem="acq_rel") == SPLITS - 1
-        if last:
+        acc = tl.dot(as_operand(v), weights.to(OPERAND), acc)
+    last = runs == 1
+    if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
+        if runs > 1:
+            item = sequence * HEADS + head
+            run: tl.constexpr = PADDED * (DIM + 2)  # a split's acc, m and l
+            place = parts + (item * SPLITS + split).to(tl.int64) * run
+            tl.store(place + h[None, :] * DIM + d[:, None], acc)
+            tl.store(place + PADDED * DIM + h, m)
+            tl.store(place + PADDED * DIM + PADDED + h, l)
             tl.debug_barrier()
-            place = parts + (item * SPLITS).to(tl.int64) * run
-            m, l, acc = combine(place, h, d, PADDED, DIM, SPLITS)  # noqa: E741
-            tl.store(arrivals + item, 0)
+            last = tl.atomic_add(arrivals + item, 1, sem="acq_rel") == runs - 1
+            if last:
+                tl.debug_barrier()
+                place = parts + (item * SPLITS).to(tl.int64) * run
+                m, l, acc = combine(place, h, d, runs, PADDED, DIM)  # noqa: E741
+                tl.store(arrivals + item, 0)
     if last:
         y = tl.where(l > 0, 1.0 / l, 0.0)[None, :] * acc
-        y *= 1.0 / LIFT if SCALES == PER_TOKEN else tl.load(v_scale + head)
-        tl.store(out + rows[None, :] + d[:, None], y.to(out.dtype.element_ty), mask=real)
+        if SCALES == PER_TOKEN:
+            y *= 1.0 / LIFT
+        elif SCALES > 0:
+            y *= tl.load(v_scale + head)
+        tl.store(out + rows[None, :] + d[:, None], finish(y, out, out_scale), mask=real)
 
 
 @triton.jit
-def combine(place, h, d, PADDED: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """(m, l, acc) over all splits of one (sequence, head), added in order."""
+def combine(place, h, d, runs, PADDED: tl.constexpr, DIM: tl.constexpr):
+    """(m, l, acc) over all runs of one (sequence, head), added in order."""
     m = tl.full([PADDED], LOWEST, tl.float32)
     l = tl.zeros([PADDED], tl.float32)  # noqa: E741
     acc = tl.zeros([DIM, PADDED], tl.float32)
-    for i in range(SPLITS):
+    for i in range(runs):
         own = place + i * PADDED * (DIM + 2)
         part_m = tl.load(own + PADDED * DIM + h, cache_modifier=".cg")
         part_l = tl.load(own + PADDED * DIM + PADDED + h, cache_modifier=".cg")
@@ -122,95 +139,67 @@ def combine(place, h, d, PADDED: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.con
     return m, l, acc
 
 
-def check_cache(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor,
-    k_scale: Tensor, v_scale: Tensor,
-) -> None:  # fmt: skip
-    """Raise ValueError where the arguments of `decode_attention` do not fit each other."""
-    pages, heads, page, dim = k_pages.shape
-    sequences = q.shape[0]
-    require(page == PAGE, f"pages hold {page} tokens; needed are {PAGE}")
-    require(
-        k_pages.dtype == v_pages.dtype and k_pages.dtype in (torch.int8, torch.float8_e4m3fn),
-        f"cache is {k_pages.dtype} and {v_pages.dtype}; needed is int8 or float8_e4m3fn",
-    )
-    require(
-        tuple(v_pages.shape) == (pages, heads, dim, page),
-        f"v_pages is {tuple(v_pages.shape)}; needed is {(pages, heads, dim, page)}, tokens last",
-    )
-    require(
-        q.dim() == 3 and q.shape[2] == dim and q.shape[1] % heads == 0 and q.is_contiguous(),
-        f"q is {tuple(q.shape)}; needed is contiguous [S, n * {heads}, {dim}]",
-    )
-    require(
-        dim in (16, 32, 64, 128, 256), f"head size {dim} is not supported: 16, 32, 64, 128, 256"
-    )
-    require(
-        tables.shape[0] == sequences == lengths.shape[0],
-        f"{tables.shape[0]} block tables and {lengths.shape[0]} lengths for {sequences} queries",
-    )
-    of_k = {1: (heads,), 2: (heads, dim), 3: (pages, heads, page)}
-    of_v = {1: (heads,), 2: (heads,), 3: (pages, heads, page)}
-    kind = k_scale.dim()
-    require(
-        tuple(k_scale.shape) == of_k.get(kind) and tuple(v_scale.shape) == of_v[kind],
-        f"scales are {tuple(k_scale.shape)} and {tuple(v_scale.shape)}; needed are [{heads}], or "
-        f"[{heads}, {dim}] for K, or both [{pages}, {heads}, {page}]",
-    )
-    require(
-        all(x.is_contiguous() for x in (k_pages, v_pages, tables, lengths, k_scale, v_scale)),
-        "the cache, its scales, the tables and the lengths must be contiguous",
-    )
-
-
 def decode_attention(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     softmax_scale: float,
     workspace: Workspace,
     sliding_window: int | None = None,
     cut: Cut | None = None,
+    out_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token of each sequence; its K and V are in the cache already.
 
     Args:
         q: fp32, fp16 or bf16 [S, Hq, D].
-        k_pages: int8 or e4m3 [pages, Hkv, 64, D]; finite also where no token is yet.
+        k_pages: int8, e4m3, bf16 or fp16 [pages, Hkv, 64, D]; finite also where no token is yet.
         v_pages: [pages, Hkv, D, 64], likewise.
         tables: int32 or int64 [S, W], pages of each sequence in order, valid numbers throughout.
-        lengths: int32 or int64 [S] on the device, tokens in the cache, this one included.
-        k_scale: fp32 [Hkv] or [Hkv, D], or fp32 or fp16 [pages, Hkv, 64].
-        v_scale: fp32 [Hkv], or [pages, Hkv, 64] in the type of `k_scale`.
+        lengths: int32 or int64 [S] on the device, tokens in the cache, this one included; 0 for a
+            row that stands for nothing.
+        k_scale: fp32 [Hkv] or [Hkv, D], or fp32 or fp16 [pages, Hkv, 64]; None for 16 bits.
+        v_scale: fp32 [Hkv], or [pages, Hkv, 64] in the type of `k_scale`; None for 16 bits.
         softmax_scale: Factor of q k^T.
         workspace: Of the stream that this runs in.
         sliding_window: Positions seen, or None for all.
         cut: Splits of a sequence; by default the device's table says.
+        out_scale: fp32, one element: the result is quantized with it.
+        out_dtype: int8 or e4m3 with `out_scale`, else a float type; by default that of `q`.
+        out: Where the result goes; by default a new tensor.
 
     Returns:
-        [S, Hq, D] in the type of `q`.
+        [S, Hq, D], zeros where a length is 0.
 
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    check_cache(q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
+    check_pages(k_pages, v_pages, k_scale, v_scale)
+    check_queries(q, k_pages, tables, lengths)
     (sequences, q_heads, dim), heads = q.shape, k_pages.shape[1]
-    out = torch.empty_like(q)
+    if tables.shape[0] != sequences:
+        raise ValueError(f"{tables.shape[0]} block tables for {sequences} queries")
+    out = result(q, out, out_scale, out_dtype)
     if sequences == 0:
         return out
-    per_token = k_scale.dim() == 3
-    cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1], per_token)
-    padded = max(8, triton.next_power_of_2(q_heads // heads))
-    items = sequences * heads
+    group, kind = q_heads // heads, scale_kind(k_scale)
+    cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1], kind)
+    items, pointers = sequences * heads, (q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
+    if cut.stages == 0 and attention_gluon.takes(k_pages, group, kind, sliding_window):
+        workspace.check(items * cut.splits * group * (dim + 2), items)
+        attention_gluon.launch(*pointers, out, out_scale, workspace, softmax_scale, cut)
+        return out
+    padded, stages = max(8, triton.next_power_of_2(group)), cut.stages or 3
     workspace.check(items * cut.splits * padded * (dim + 2), items)
     decode_kernel[(cut.splits, heads, sequences)](
-        q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, workspace.parts,
-        workspace.arrivals, softmax_scale, sliding_window or UNLIMITED, tables.shape[1],
-        HEADS=heads, GROUP=q_heads // heads, PADDED=padded, DIM=dim, SPLITS=cut.splits,
-        SCALES=k_scale.dim(), STAGES=cut.stages or 3, num_warps=4, num_stages=cut.stages or 3,
+        *pointers, out, out_scale, workspace.parts, workspace.arrivals, softmax_scale,
+        sliding_window or UNLIMITED, tables.shape[1], HEADS=heads, GROUP=group, PADDED=padded,
+        DIM=dim, SPLITS=cut.splits, SCALES=kind, STAGES=stages, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out

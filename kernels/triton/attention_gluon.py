@@ -1,4 +1,4 @@
-"""Decode attention of `kernels.triton.attention` with register layouts stated (Gluon), D = 128.
+"""Decode attention of `kernels.triton.attention` with register layouts stated: 8 bits, D = 128.
 
 Every warp owns whole pages with a running maximum, sum and result of its own: no shared memory and
 no barrier in the loop; warps are merged once, at the end. What makes that possible:
@@ -11,8 +11,9 @@ no barrier in the loop; warps are merged once, at the end. What makes that possi
   head. P^T turns from a sum into an operand by transposing 8 x 8 blocks inside the warp.
 - The next page of K is on its way to registers before this page's V is used.
 
-Gluon is experimental in Triton 3.6; `kernels.triton.attention` is the plain twin, and takes what
-this one does not.
+Gluon is experimental in Triton 3.6; the kernel of `kernels.triton.attention`, whose launcher
+chooses, is the plain twin, and takes what this one does not. The results of the two differ by the
+rounding of fp32 sums.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -21,19 +22,19 @@ this one does not.
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.triton.attention import check_cache
-from kernels.triton.attention import decode_attention as plain_decode_attention
 from kernels.triton.common import Workspace
-from kernels.triton.tuning import Cut, attention_cut
+from kernels.triton.tuning import Cut
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)
 LIFT = gl.constexpr(256.0)
+ROUND = gl.constexpr(1.5 * 2.0**23)  # as in kernels.triton.common
 INT8_TO_FP16 = gl.constexpr("""{ .reg .b32 u, c, lo, hi;
 xor.b32 u, $4, 0x80808080;
 mov.b32 c, 0x64806480;
@@ -97,12 +98,15 @@ def span(SIZE: gl.constexpr, LAYOUT: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["width"])
 def decode_kernel(
-    q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, parts, arrivals,
+    q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
     softmax_scale, width,
     HEADS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, PER_TOKEN: gl.constexpr,
     FP8: gl.constexpr, WARPS: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Program (split, KV head, sequence); the cache is given as int32 words."""
+    """Program (split, KV head, sequence); the cache is given as int32 words.
+
+    A split takes a page a warp or more, so that the splits of a short sequence are few.
+    """
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
@@ -111,7 +115,10 @@ def decode_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     length = gl.load(lengths + sequence).to(gl.int32)
     pages = (length + 63) // 64
-    share = (pages + SPLITS - 1) // SPLITS
+    share = gl.maximum((pages + SPLITS - 1) // SPLITS, WARPS)
+    runs = gl.maximum((pages + share - 1) // share, 1)
+    if split >= runs:
+        return
     first = split * share
     end = gl.minimum(first + share, pages)
     table = tables + sequence * width
@@ -173,10 +180,10 @@ def decode_kernel(
     unit = 1.0 / LIFT
     if not PER_TOKEN:
         unit = gl.load(v_scale + head)
-    if SPLITS == 1:
+    if runs == 1:
         y = o * gl.expand_dims(gl.where(l_all > 0, unit / l_all, 0.0), 0)
-        place = out + (rows + gl.expand_dims(h, 0)) * 128 + d
-        gl.store(place, y.to(out.dtype.element_ty), mask=real)
+        cells = out + (rows + gl.expand_dims(h, 0)) * 128 + d
+        gl.store(cells, finish(y, out, out_scale), mask=real)
     else:
         item = sequence * HEADS + head
         place = parts + (item * SPLITS + split).to(gl.int64) * (GROUP * 130)
@@ -184,10 +191,10 @@ def decode_kernel(
         gl.store(place + GROUP * 128 + h, m_all, mask=h < GROUP)
         gl.store(place + GROUP * 129 + h, l_all, mask=h < GROUP)
         gl.thread_barrier()
-        if gl.atomic_add(arrivals + item, 1, sem="acq_rel") == SPLITS - 1:
+        if gl.atomic_add(arrivals + item, 1, sem="acq_rel") == runs - 1:
             gl.thread_barrier()
             place = parts + (item * SPLITS).to(gl.int64) * (GROUP * 130)
-            combine(place, out + rows * 128, unit, GROUP, SPLITS, WARPS)
+            combine(place, out + rows * 128, out_scale, unit, runs, GROUP, SPLITS, WARPS)
             gl.store(arrivals + item, 0)
 
 
@@ -208,10 +215,24 @@ def transposed(weights, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def finish(y, out, out_scale):
+    """y in the type of `out`, quantized with one scale if that has eight bits."""
+    TYPE: gl.constexpr = out.dtype.element_ty
+    TOP: gl.constexpr = 127.0 if out.dtype.element_ty == gl.int8 else 448.0
+    if TYPE.primitive_bitwidth == 8:
+        y = gl.div_rn(y, y * 0.0 + gl.load(out_scale))
+        y = gl.minimum(gl.maximum(y, -TOP), TOP)
+        if out.dtype.element_ty == gl.int8:
+            y = (y + ROUND) - ROUND
+    return y.to(TYPE)
+
+
+@gluon.jit
 def combine(
-    parts, out, unit, GROUP: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr
+    parts, out, out_scale, unit, runs,
+    GROUP: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Add the splits' parts of one (sequence, KV head) in order and store the result."""
+    """Add the runs' parts of one (sequence, KV head) in order and store the result."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     PADDED: gl.constexpr = 8 if GROUP > 4 else (4 if GROUP > 2 else GROUP)
     h = gl.arange(0, PADDED, layout=gl.SliceLayout(1, LAYOUT))
@@ -221,17 +242,20 @@ def combine(
     top = gl.full([PADDED], LOWEST, gl.float32, layout=gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(SPLITS):
         m = parts + i * (GROUP * 130) + GROUP * 128 + h
-        top = gl.maximum(top, gl.load(m, mask=h < GROUP, other=LOWEST, cache_modifier=".cg"))
+        some = (h < GROUP) & (i < runs)
+        top = gl.maximum(top, gl.load(m, mask=some, other=LOWEST, cache_modifier=".cg"))
     l = gl.full([PADDED], 0.0, gl.float32, layout=gl.SliceLayout(1, LAYOUT))  # noqa: E741
     o = gl.full([PADDED, 128], 0.0, gl.float32, layout=LAYOUT)
     for i in gl.static_range(SPLITS):
         m = parts + i * (GROUP * 130) + GROUP * 128 + h
-        e = gl.exp2(gl.load(m, mask=h < GROUP, other=LOWEST, cache_modifier=".cg") - top)
-        l += gl.load(m + GROUP, mask=h < GROUP, other=0.0, cache_modifier=".cg") * e  # noqa: E741
+        some = (h < GROUP) & (i < runs)
+        e = gl.exp2(gl.load(m, mask=some, other=LOWEST, cache_modifier=".cg") - top)
+        l += gl.load(m + GROUP, mask=some, other=0.0, cache_modifier=".cg") * e  # noqa: E741
+        own = real & (i < runs)
         part = parts + i * (GROUP * 130) + cells
-        o += gl.load(part, mask=real, other=0.0, cache_modifier=".cg") * gl.expand_dims(e, 1)
+        o += gl.load(part, mask=own, other=0.0, cache_modifier=".cg") * gl.expand_dims(e, 1)
     y = o * gl.expand_dims(gl.where(l > 0, unit / l, 0.0), 1)
-    gl.store(out + cells, y.to(out.dtype.element_ty), mask=real)
+    gl.store(out + cells, finish(y, out, out_scale), mask=real)
 
 
 def _layouts(warps: int):
@@ -247,47 +271,28 @@ def _layouts(warps: int):
     )
 
 
-def decode_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    softmax_scale: float,
-    workspace: Workspace,
-    sliding_window: int | None = None,
-    cut: Cut | None = None,
-) -> Tensor:
-    """As `kernels.triton.attention.decode_attention`, to which it hands what it does not take.
+def takes(k_pages: Tensor, group: int, kind: int, sliding_window: int | None) -> bool:
+    """Whether the kernel is one for this cache; `kind` is the number of dimensions of its scales.
 
-    That is: heads of another size than 128, more than 8 queries a KV head, a sliding window, scales
-    of channels, and what the device's table says is faster there. The results of the two differ by
-    the rounding of fp32 sums.
+    It is not for heads of another size than 128, more than 8 queries a KV head, a sliding window,
+    16 bits or scales of channels, nor is it interpreted.
     """
-    check_cache(q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
-    (sequences, q_heads, dim), heads = q.shape, k_pages.shape[1]
-    group = q_heads // heads
-    per_token = k_scale.dim() == 3
-    cut = cut or attention_cut(q.device, max(1, sequences), heads, tables.shape[1], per_token)
-    other = dim != 128 or group > 8 or sliding_window is not None or k_scale.dim() == 2
-    if other or cut.stages:
-        return plain_decode_attention(
-            q, k_pages, v_pages, tables, lengths, k_scale, v_scale, softmax_scale, workspace,
-            sliding_window, cut,
-        )  # fmt: skip
-    out = torch.empty_like(q)
-    if sequences == 0:
-        return out
-    items = sequences * heads
-    workspace.check(items * cut.splits * group * 130, items)
+    fits = k_pages.shape[3] == 128 and group <= 8 and sliding_window is None and kind in (1, 3)
+    return fits and not triton.knobs.runtime.interpret
+
+
+def launch(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor, k_scale: Tensor,
+    v_scale: Tensor, out: Tensor, out_scale: Tensor | None, workspace: Workspace,
+    softmax_scale: float, cut: Cut,
+) -> None:  # fmt: skip
+    """Run the kernel on what `kernels.triton.attention.decode_attention` has checked."""
+    sequences, heads = q.shape[0], k_pages.shape[1]
     k_layout, v_layout = _layouts(cut.warps)
     decode_kernel[(cut.splits, heads, sequences)](
         q, k_pages.view(torch.int32), v_pages.view(torch.int32), tables, lengths, k_scale, v_scale,
-        out, workspace.parts, workspace.arrivals, softmax_scale, tables.shape[1], HEADS=heads,
-        GROUP=group, SPLITS=cut.splits, PER_TOKEN=per_token,
+        out, out_scale, workspace.parts, workspace.arrivals, softmax_scale, tables.shape[1],
+        HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=cut.splits, PER_TOKEN=k_scale.dim() == 3,
         FP8=k_pages.dtype == torch.float8_e4m3fn, WARPS=cut.warps, K_LAYOUT=k_layout,
         V_LAYOUT=v_layout, num_warps=cut.warps,
     )  # fmt: skip
-    return out

@@ -68,6 +68,20 @@ def require(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def capability() -> int:
+    """Of the current device, 80 for 8.0; the interpreter stands for 90."""
+    if triton.knobs.runtime.interpret:
+        return 90
+    return triton.runtime.driver.active.get_current_target().arch
+
+
+def storage(t: Tensor) -> Tensor:
+    """`t` as a kernel takes it: before Ada e4m3 is no type, and its bits go as int8."""
+    if t.dtype == torch.float8_e4m3fn and capability() < 89:
+        return t.view(torch.int8)
+    return t
+
+
 @triton.jit
 def round_half_even(x):
     """x rounded to an integer, half to even; exact for |x| < 2^22."""
@@ -90,12 +104,34 @@ def divide(x, scale):
 
 
 @triton.jit
-def quantize(x, scale, dtype: tl.constexpr):
-    """x / scale, a true division, clamped to [-127, 127] or [-448, 448], rounded half to even."""
+def quantize(x, scale, dtype: tl.constexpr, BITS: tl.constexpr = False):
+    """x / scale, a true division, clamped to [-127, 127] or [-448, 448], rounded half to even.
+
+    With BITS e4m3 comes as int8 that holds its bits.
+    """
     ratio = divide(x, scale)
     if dtype == tl.int8:
-        return round_half_even(tl.minimum(tl.maximum(ratio, -127.0), 127.0)).to(tl.int8)
-    return tl.minimum(tl.maximum(ratio, -448.0), 448.0).to(dtype)
+        q = round_half_even(tl.minimum(tl.maximum(ratio, -127.0), 127.0)).to(tl.int8)
+    else:
+        near = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
+        if BITS:
+            q = e4m3_bits(near)
+        elif ASM:
+            q = near.to(dtype)
+        else:  # the interpreter's cast errs at carries
+            q = e4m3_bits(near).to(dtype, bitcast=True)
+    return q
+
+
+@triton.jit
+def e4m3_bits(x):
+    """The bits of |x| <= 448 rounded to e4m3, in int8: the fp16 of x / 256 holds them in a row."""
+    exponent = tl.maximum((x.to(tl.int32, bitcast=True) >> 23) & 255, 127 - 6)
+    step = ((exponent - 3) << 23).to(tl.float32, bitcast=True)  # between neighbours in e4m3
+    inverse = ((257 - exponent) << 23).to(tl.float32, bitcast=True)
+    half = (round_half_even(x * inverse) * (step * 0.00390625)).to(tl.float16)
+    bits = half.to(tl.int16, bitcast=True)
+    return (((bits >> 8) & 0x80) | ((bits >> 7) & 0x7F)).to(tl.int8)
 
 
 @triton.jit

@@ -2,11 +2,14 @@
 
     add_rms_norm    h = x + residual;  y = h / sqrt(mean(h^2) + eps) * weight
     silu_mul        y = gate * sigmoid(gate) * up
+    quantize_rows   y = x
 
 A program holds a row in registers, so that memory is read and written once: these are bound by the
 bytes of their arguments. In between nothing is rounded: y is fp32. Rows are quantized as
-`kernels.numerics` does, with a true division: by absmax / 127 (int8) or / 448 (e4m3) of the row, or
-by one calibrated scale. Asked for a float type they give y, rounded to it.
+`kernels.numerics` does, with a true division: by absmax / 127 (int8) or / 448 (e4m3) of the row, of
+each run of 128 of it (`group`), or by one calibrated scale. Asked for a float type they give y,
+rounded to it. Scales of runs lie by run, as GEMMs of many rows read them: a view with strides
+(1, rows). Devices before Ada have no e4m3; its bits are made there by integer arithmetic.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -18,32 +21,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import absmax_scale, quantize, require
+from kernels.triton.common import absmax_scale, quantize, require, storage
 
 LARGEST_ROW = 32768
+GROUP = 128
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 TYPES = (*QUANTIZED, torch.float16, torch.bfloat16, torch.float32)
 
 
 @triton.jit
-def store_row(y, row, i, real, out, scales, scale, SIZE, STATIC: tl.constexpr):
-    """Store a row y, quantized if `out` is, and its scale unless there is one for all."""
-    TYPE: tl.constexpr = out.dtype.element_ty
+def store_row(
+    y, row, i, real, out, scales, scale, pitch, SIZE,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Store a row y, quantized if `out` is, and its scales unless there is one for all."""
+    STORED: tl.constexpr = out.dtype.element_ty
+    TYPE: tl.constexpr = tl.float8e4nv if BITS else STORED
     place = out + row * SIZE + i
-    if TYPE.primitive_bitwidth > 8:
-        tl.store(place, y.to(TYPE), mask=real)
+    if STORED.primitive_bitwidth > 8:
+        tl.store(place, y.to(STORED), mask=real)
     elif STATIC:
-        tl.store(place, quantize(y, tl.load(scale), TYPE), mask=real)
+        tl.store(place, quantize(y, tl.load(scale), TYPE, BITS), mask=real)
+    elif GROUP:
+        runs: tl.constexpr = y.numel // GROUP
+        run = tl.arange(0, runs)
+        wide = tl.reshape(tl.where(real, y, 0.0), [runs, GROUP])
+        own = absmax_scale(tl.max(tl.abs(wide), 1), TYPE)
+        tl.store(scales + run * pitch + row, own, mask=run * GROUP < SIZE)
+        q = tl.reshape(quantize(wide, own[:, None], TYPE, BITS), [runs * GROUP])
+        tl.store(place, q, mask=real)
     else:
         own = absmax_scale(tl.max(tl.abs(tl.where(real, y, 0.0)), 0), TYPE)
         tl.store(scales + row, own)
-        tl.store(place, quantize(y, own, TYPE), mask=real)
+        tl.store(place, quantize(y, own, TYPE, BITS), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pitch"])
 def add_rms_norm_kernel(
-    x, residual, weight, total, out, scales, scale, eps, SIZE,
-    WIDTH: tl.constexpr, ADD: tl.constexpr, STATIC: tl.constexpr,
+    x, residual, weight, total, out, scales, scale, eps, pitch, SIZE, WIDTH: tl.constexpr,
+    ADD: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One row a program; WIDTH is SIZE rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
@@ -57,12 +73,14 @@ def add_rms_norm_kernel(
         tl.store(total + row * SIZE + i, rounded, mask=real)
         h = rounded.to(tl.float32)
     norm = tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
-    store_row(h * (1.0 / norm) * w, row, i, real, out, scales, scale, SIZE, STATIC)
+    y = h * (1.0 / norm) * w
+    store_row(y, row, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pitch"])
 def silu_mul_kernel(
-    gate_up, out, scales, scale, SIZE, WIDTH: tl.constexpr, STATIC: tl.constexpr
+    gate_up, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
@@ -71,11 +89,24 @@ def silu_mul_kernel(
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    store_row(y, row, i, real, out, scales, scale, SIZE, STATIC)
+    store_row(y, row, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
+
+
+@triton.jit(do_not_specialize=["pitch"])
+def quantize_rows_kernel(
+    x, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)
+    real = i < SIZE
+    y = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
+    store_row(y, row, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 def _outputs(
-    x: Tensor, size: int, scale: Tensor | None, dtype: torch.dtype
+    x: Tensor, size: int, scale: Tensor | None, dtype: torch.dtype, group: int | None
 ) -> tuple[Tensor, Tensor | None]:
     """Empty (rows, scales); one scale for all is given back as it is, none for float rows."""
     require(x.dim() == 2 and x.is_contiguous(), f"x is {tuple(x.shape)}; needed is contiguous 2-D")
@@ -83,15 +114,28 @@ def _outputs(
     require(scale is None or dtype in QUANTIZED, f"{dtype} rows take no scale")
     require(0 < size <= LARGEST_ROW, f"rows of {size}; the longest that a program holds is 32768")
     require(scale is None or scale.numel() == 1, "a static scale is one element")
-    rows = x.shape[0]
-    if scale is None and dtype in QUANTIZED:
-        scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    grouped = dtype in QUANTIZED and scale is None
+    require(
+        group is None or (group == GROUP and grouped),
+        f"group is {group}; rows of {QUANTIZED} without a given scale may have groups of {GROUP}",
+    )
+    rows, runs = x.shape[0], triton.cdiv(size, group or size)
+    if grouped:
+        scale = torch.empty((runs, rows), dtype=torch.float32, device=x.device).t()
     return torch.empty((rows, size), dtype=dtype, device=x.device), scale
 
 
-def _shape(size: int) -> dict:
-    width = triton.next_power_of_2(size)
-    return {"WIDTH": width, "num_warps": min(32, max(4, width // 512)), "enable_fp_fusion": False}
+def _shape(size: int, static: bool, group: int | None, out: Tensor) -> dict:
+    """Arguments by name that all kernels take."""
+    width = max(triton.next_power_of_2(size), group or 1)
+    return {
+        "WIDTH": width,
+        "STATIC": static,
+        "GROUP": group or 0,
+        "BITS": storage(out) is not out,
+        "num_warps": min(32, max(4, width // 512)),
+        "enable_fp_fusion": False,
+    }
 
 
 def add_rms_norm(
@@ -101,6 +145,7 @@ def add_rms_norm(
     eps: float,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Norm of x + residual.
 
@@ -111,29 +156,34 @@ def add_rms_norm(
         eps: Added to the mean square.
         scale: fp32, one element, or None for a scale a row (or none, in a float type).
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
+        group: 128 for a scale each run of so many, None for a scale a row.
 
     Returns:
-        (rows [T, H] in `dtype`, scales fp32 [T, 1], `scale` or None, x + residual like `x`).
+        (rows [T, H] in `dtype`, scales fp32 [T, 1] or [T, ceil(H / 128)], `scale` or None,
+        x + residual like `x`).
 
     Raises:
         ValueError: a shape or type does not fit.
     """
     size = x.shape[-1]
-    out, scales = _outputs(x, size, scale, dtype)
+    out, scales = _outputs(x, size, scale, dtype, group)
     require(weight.shape == (size,), f"norm weight is {tuple(weight.shape)}; needed is ({size},)")
     fits = residual is None or (residual.shape == x.shape and residual.is_contiguous())
     require(fits, "the residual must be contiguous and of the shape of x")
     total = x if residual is None else torch.empty_like(x)
     if x.shape[0]:
         add_rms_norm_kernel[(x.shape[0],)](
-            x, residual, weight, total, out, scales, scale, eps, size,
-            ADD=residual is not None, STATIC=scale is not None, **_shape(size),
+            x, residual, weight, total, storage(out), scales, scale, eps, x.shape[0], size,
+            ADD=residual is not None, **_shape(size, scale is not None, group, out),
         )  # fmt: skip
     return out, scales, total
 
 
 def silu_mul(
-    gate_up: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
+    gate_up: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """SwiGLU's product.
 
@@ -141,18 +191,50 @@ def silu_mul(
         gate_up: Float [T, 2 I], the gate's half first, contiguous.
         scale: fp32, one element, or None for a scale a row (or none, in a float type).
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
+        group: 128 for a scale each run of so many, None for a scale a row.
 
     Returns:
-        (rows [T, I] in `dtype`, scales fp32 [T, 1], `scale` or None).
+        (rows [T, I] in `dtype`, scales fp32 [T, 1] or [T, ceil(I / 128)], `scale` or None).
 
     Raises:
         ValueError: a shape or type does not fit.
     """
     require(gate_up.shape[-1] % 2 == 0, f"gate_up has {gate_up.shape[-1]} columns, an odd number")
     size = gate_up.shape[-1] // 2
-    out, scales = _outputs(gate_up, size, scale, dtype)
+    out, scales = _outputs(gate_up, size, scale, dtype, group)
     if gate_up.shape[0]:
         silu_mul_kernel[(gate_up.shape[0],)](
-            gate_up, out, scales, scale, size, STATIC=scale is not None, **_shape(size)
-        )
+            gate_up, storage(out), scales, scale, gate_up.shape[0], size,
+            **_shape(size, scale is not None, group, out),
+        )  # fmt: skip
+    return out, scales
+
+
+def quantize_rows(
+    x: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    group: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows as a quantized linear layer takes them.
+
+    Args:
+        x: Float [T, K], contiguous.
+        scale: fp32, one element, or None for a scale a row (or none, in a float type).
+        dtype: Of the rows: int8, float8_e4m3fn or a float type.
+        group: 128 for a scale each run of so many, None for a scale a row.
+
+    Returns:
+        (rows [T, K] in `dtype`, scales fp32 [T, 1] or [T, ceil(K / 128)], `scale` or None).
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    rows, size = x.shape
+    out, scales = _outputs(x, size, scale, dtype, group)
+    if rows:
+        quantize_rows_kernel[(rows,)](
+            x, storage(out), scales, scale, rows, size,
+            **_shape(size, scale is not None, group, out),
+        )  # fmt: skip
     return out, scales

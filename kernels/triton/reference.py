@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels.reference as reference
-from kernels.numerics import FP8, INT8, block_absmax, choose_scale, quantize
+from kernels.numerics import FP8, INT8, block_absmax, choose_scale, dequantize, quantize
 
 
 def grouped_linear(
@@ -19,13 +19,22 @@ def grouped_linear(
     scale: Tensor,
     bias: Tensor | None = None,
     x_scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
 ) -> Tensor:
-    """W4A16 and W4A8: fp64 [M, N] of x [M, K], int4 q [N, K] and scales [N, K / group]."""
-    weight = q.double() * scale.double().repeat_interleave(q.shape[1] // scale.shape[1], dim=1)
-    out = x.double() @ weight.T
+    """W4A16, W8A16 and W4A8: fp64 [M, N] of x [M, K] and a weight as it was before packing."""
+    out = x.double() @ grouped_weight(q, scale, zero_point).T
     if x_scale is not None:
         out = out * x_scale.double().reshape(-1, 1)
     return out if bias is None else out + bias.double()
+
+
+def grouped_weight(q: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """fp64 [N, K] of integers q [N, K], scales and zero points [N, groups]."""
+    group = q.shape[1] // scale.shape[1]
+    values = q.double()
+    if zero_point is not None:
+        values -= zero_point.double().repeat_interleave(group, dim=1)
+    return values * scale.double().repeat_interleave(group, dim=1)
 
 
 def scaled_linear(
@@ -36,35 +45,74 @@ def scaled_linear(
     return out if bias is None else out + bias.double()
 
 
+def fp8_block_linear(
+    xq: Tensor, x_scale: Tensor, wq: Tensor, w_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """fp64 [M, N]; scales of runs of 128 of a row, and of blocks of 128 x 128 of the weight."""
+    x = dequantize(xq.double(), x_scale.double(), block=(1, 128))
+    weight = dequantize(wq.double(), w_scale.double(), block=(128, 128))
+    out = x @ weight.T
+    return out if bias is None else out + bias.double()
+
+
 def decode_attention(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     tables: Tensor,
     lengths: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     softmax_scale: float,
     sliding_window: int | None = None,
 ) -> Tensor:
     """fp64 [S, Hq, D], one sequence at a time; zeros for a sequence of length 0."""
+    starts = (lengths > 0).long().cumsum(0).tolist()
+    rows = [s for s, length in enumerate(lengths.tolist()) if length]
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    group = q.shape[1] // k_pages.shape[1]
-    for s, length in enumerate(lengths.tolist()):
-        if length == 0:
-            continue
-        pages = tables[s, : -(-length // 64)].long()
-        begin = 0 if sliding_window is None else max(0, length - sliding_window)
-        k = dequantize_pages(k_pages, k_scale, pages)[:, begin:length]  # [Hkv, n, D]
-        v = dequantize_pages(v_pages.transpose(2, 3), v_scale, pages)[:, begin:length]
-        own = q[s].double().unflatten(0, (-1, group))  # [Hkv, group, D]
-        weights = torch.softmax(own @ k.transpose(1, 2) * softmax_scale, dim=-1)
-        out[s] = (weights @ v).flatten(0, 1)
+    out[rows] = prefill_attention(
+        q[rows], k_pages, v_pages, tables, torch.tensor([0, *starts]), lengths, k_scale, v_scale,
+        softmax_scale, sliding_window,
+    )  # fmt: skip
     return out
 
 
-def dequantize_pages(pool: Tensor, scale: Tensor, pages: Tensor) -> Tensor:
+def prefill_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    lengths: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    softmax_scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """fp64 [T, Hq, D], one sequence at a time."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    group, starts = q.shape[1] // k_pages.shape[1], query_start.tolist()
+    for s, length in enumerate(lengths.tolist()):
+        own = q[starts[s] : starts[s + 1]].double().unflatten(1, (-1, group))  # [n, Hkv, group, D]
+        if len(own) == 0:
+            continue
+        pages = tables[s, : -(-length // 64)].long()
+        k = dequantize_pages(k_pages, k_scale, pages)[:, :length]  # [Hkv, t, D]
+        v = dequantize_pages(v_pages.transpose(2, 3), v_scale, pages)[:, :length]
+        token = torch.arange(length, device=q.device)
+        age = token[length - len(own) :, None] - token  # [n, t]
+        hidden = (age < 0) | (age >= (sliding_window or length))
+        scores = torch.einsum("nhgd,htd->hgnt", own, k) * softmax_scale
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        v = v.masked_fill(hidden.all(0)[None, :, None], 0.0)  # what nobody sees may be anything
+        out[starts[s] : starts[s + 1]] = torch.einsum("hgnt,htd->nhgd", weights, v).flatten(1, 2)
+    return out
+
+
+def dequantize_pages(pool: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
     """What a sequence's pages [., Hkv, 64, D] stand for: fp64 [Hkv, tokens, D]."""
+    if scale is None:
+        return pool[pages].double().transpose(0, 1).flatten(1, 2)
     wide = scale[pages] if scale.dim() == 3 else scale[None]
     shape = (wide.shape[0], wide.shape[1], wide.shape[2] if scale.dim() == 3 else 1, -1)
     values = pool[pages].double() * wide.double().reshape(shape)
@@ -78,32 +126,91 @@ def add_rms_norm(
     eps: float,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(rows, their scales, the sum) of norm(x + residual) * weight, in fp32."""
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     normed = wide / (wide.double().square().mean(-1, keepdim=True) + eps).sqrt().float()
-    return *finish_rows(normed * weight.float(), scale, dtype), total
+    return *quantize_rows(normed * weight.float(), scale, dtype, group), total
 
 
 def silu_mul(
-    gate_up: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.int8
+    gate_up: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(rows, their scales) of silu(gate) * up, gate_up [T, 2 I], in fp32."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return finish_rows(gate / (1 + torch.exp(-gate)) * up, scale, dtype)
+    return quantize_rows(gate / (1 + torch.exp(-gate)) * up, scale, dtype, group)
 
 
-def finish_rows(
-    y: Tensor, scale: Tensor | None, dtype: torch.dtype
+def quantize_rows(
+    y: Tensor,
+    scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
+    group: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y in a float type; or quantized, with one scale, else each row with its absmax's."""
+    """y in a float type; or quantized, with one scale, else each row or run with its absmax's."""
     kinds = {kind.storage: kind for kind in (INT8, FP8)}
     if dtype not in kinds:
         return y.to(dtype), None
+    block = (1, group or -1)
     if scale is None:
-        scale = choose_scale(block_absmax(y, (1, -1)), kinds[dtype])
-    return quantize(y, scale if scale.dim() == 2 else scale.reshape(()), kinds[dtype]), scale
+        scale = choose_scale(block_absmax(y, block), kinds[dtype])
+    own = scale if scale.dim() == 2 else scale.reshape(())
+    return quantize(y, own, kinds[dtype], block=block), scale
+
+
+def likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens of a row may be drawn: bool [B, V]; see `inference.sampler.keep_likely`.
+
+    Probabilities are whole 2^-40ths of the largest, so that sums are exact in any order.
+    """
+    x = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None]
+    values, index = x.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(x.shape[1], device=x.device)
+    first = rank < torch.where(top_k > 0, top_k, x.shape[1])[:, None]
+    mass = (torch.exp(values - values[:, :1]) * 2.0**40).long() * first
+    enough = mass.sum(1).double() * top_p.double()
+    enough = torch.where(top_p < 1, enough, torch.inf)[:, None]
+    keep = first & ((mass.cumsum(1) - mass).double() < enough)
+    return torch.zeros_like(keep).scatter(1, index, keep)
+
+
+def uniform(seeds: Tensor, steps: Tensor, tokens: int) -> Tensor:
+    """fp32 [B, V] in (0, 1]: the first word of Philox4x32-7, key `seed`, counter (token, step)."""
+    mask, half = 2**32 - 1, 2**16 - 1
+    seeds, steps = seeds[:, None], steps[:, None]
+    token = torch.arange(tokens, device=seeds.device)
+    words = [token, steps & mask, (steps >> 32) & mask, torch.zeros_like(token)]
+    keys = [seeds & mask, (seeds >> 32) & mask]
+    for _ in range(7):
+        high, low = [], []
+        for word, factor in ((words[2], 0xCD9E8D57), (words[0], 0xD2511F53)):
+            below = (factor * (word & half)) >> 16
+            high.append((factor * (word >> 16) + below) >> 16)
+            low.append((factor * word) & mask)
+        words = [high[0] ^ words[1] ^ keys[0], low[0], high[1] ^ words[3] ^ keys[1], low[1]]
+        keys = [(keys[0] + 0x9E3779B9) & mask, (keys[1] + 0xBB67AE85) & mask]
+    return (words[0].float() + 0.5) * 2.0**-32
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+) -> Tensor:
+    """int64 [B]: the largest logit; or of x - log E, E exponential noise, over the likely."""
+    v = uniform(seeds, steps, logits.shape[1]).double()
+    x = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None]
+    noisy = x - (-torch.log1p(-v)).float().log()
+    noisy = noisy.masked_fill(~likely(logits, temperature, top_k, top_p), -torch.inf)
+    return torch.where(temperature > 0, noisy.argmax(1), x.argmax(1))
 
 
 def rope_write(
@@ -115,11 +222,22 @@ def rope_write(
     k_pages: Tensor,
     v_pages: Tensor,
     slots: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    positions: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotated q [T, Hq, D]; K (rotated, fp32) and V put into the cache, one token at a time."""
-    rotated, keys = reference.apply_rope(q.float(), k.float(), cos.float(), sin.float())
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    q_wide, k_wide = (
+        x.float() if w is None else torch.nn.functional.rms_norm(x.float(), w.shape, w.float(), eps)
+        for x, w in ((q, q_norm), (k, k_norm))
+    )
+    rotated, keys = reference.apply_rope(q_wide, k_wide, cos.float(), sin.float())
     kind = INT8 if k_pages.dtype == torch.int8 else FP8
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -129,10 +247,13 @@ def rope_write(
             (keys[token], k_pages[page, :, place], k_scale),
             (v[token].float(), v_pages[page, :, :, place], v_scale),
         ):  # [Hkv, D]
+            if scale is None:
+                pool.copy_(x)
+                continue
             if scale.dim() == 3:
                 scale[page, :, place] = choose_scale(block_absmax(x, (1, -1)), kind)[:, 0]
                 own = scale[page, :, place].float().reshape(-1, 1)
             else:
                 own = scale.reshape(scale.shape[0], -1)
             pool.copy_(quantize(x, own, kind))
-    return rotated.to(q.dtype)
+    return rotated.to(out_dtype or q.dtype)

@@ -23,14 +23,15 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from kernels.triton import problems
-from kernels.triton.bench import DECODE, SHAPES
+from kernels.triton.bench import DECODE, PREFILL, SHAPES
 from kernels.triton.common import Workspace
 from kernels.triton.problems import Problem
-from kernels.triton.tuning import Cut, Tile, bucket, file_of, multiprocessors
+from kernels.triton.tuning import Block, Cut, Tile, bucket, file_of, multiprocessors
 
 log = logging.getLogger("ptq.kernels")
-ATTENTION = ("attention", "attention_per_token")
-FAMILIES = ("w4a16", "w4a8", "w8a8", "fp8", *ATTENTION)
+ATTENTION = ("attention", "attention_per_token", "attention_16_bits")
+PROMPTS = ("prefill", "prefill_16_bits")
+FAMILIES = ("w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", *ATTENTION, *PROMPTS)
 ROWS = (16, 64, 256)
 
 
@@ -80,6 +81,19 @@ def cuts(sequences: int, context: int, processors: int) -> Iterator[Cut]:
                     yield from (Cut(4, splits, stages) for stages in (3, 4))
 
 
+def blocks() -> Iterator[Block]:
+    """Candidates of prefill attention, heads of 128; the last with warps of different tasks."""
+    for rows, tokens, warps in (
+        (64, 64, 4),
+        (64, 32, 4),
+        (128, 64, 8),
+        (128, 32, 8),
+        (256, 32, 16),
+    ):
+        yield Block(rows, tokens, warps, 3)
+    yield Block(128, 64, 4, 0)
+
+
 def best(problem: Problem, candidates: Iterator[Any]) -> tuple[Any, float]:
     """The fastest candidate and its microseconds."""
     found = []
@@ -120,10 +134,15 @@ def main() -> None:
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for family in arguments.families:
         own = table.setdefault(family, {})
-        shapes = [] if family in ATTENTION else arguments.shapes
+        shapes = [] if family in (*ATTENTION, *PROMPTS) else arguments.shapes
+        dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
+        for new, context in PREFILL if family in PROMPTS else ():
+            problem = problems.prefill(new, context, workspace, dtype)
+            block, _ = best(problem, blocks())
+            own[f"128x{bucket(32 * sum(new))}"] = asdict(block)
         for sequences, context in DECODE if family in ATTENTION else ():
             per_token = family == "attention_per_token"
-            problem = problems.attention(sequences, context, workspace, per_token=per_token)
+            problem = problems.attention(sequences, context, workspace, dtype, per_token)
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
         for shape, rows in itertools.product(shapes, arguments.rows):

@@ -57,6 +57,24 @@ class Cut:
     stages: int = 0
 
 
+@dataclass(frozen=True)
+class Block:
+    """How prefill attention is cut.
+
+    Attributes:
+        rows: Of a program: queries times the heads that share a KV head.
+        tokens: Of the cache that are taken at once, 16 to 64.
+        warps: Of a program.
+        stages: 0 for the kernel whose warps have different tasks, where it can, which has 128 rows,
+            64 tokens and 12 warps; else the depth of the plain one's load pipeline.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
 def bucket(rows: int) -> int:
     """The power of two, from 16 on, that a number of rows is rounded up to."""
     return max(16, 1 << (rows - 1).bit_length())
@@ -99,20 +117,44 @@ def measured_tile(
 
 @cache
 def attention_cut(
-    device: torch.device, sequences: int, heads: int, pages: int, per_token: bool = False
+    device: torch.device, sequences: int, heads: int, pages: int, scales: int = 1
 ) -> Cut:
     """The cut of decode attention over at most `pages` pages a sequence: measured, else by rule.
 
-    Entries are keyed by sequences * KV heads and by pages, both as powers of two.
+    Entries are keyed by sequences * KV heads and by pages, both as powers of two. `scales` is the
+    number of dimensions of the cache's scales, 0 for 16 bits.
     """
     key = f"{bucket(sequences * heads)}x{bucket(pages)}"
-    family = "attention_per_token" if per_token else "attention"
+    family = {0: "attention_16_bits", 3: "attention_per_token"}.get(scales, "attention")
     found = _table(file_of(device)).get(family, {}).get(key)
     if found:
         return Cut(**found)
-    wanted = 5 * multiprocessors(device)  # programs of two warps that an SM holds at once
+    wanted = 5 * multiprocessors(device)  # programs that an SM holds at once
     splits = max(1, min(wanted // (sequences * heads), -(-pages // 4), 64))
-    return Cut(2, splits)
+    return Cut(2, splits) if scales else Cut(4, splits, 3)
+
+
+@cache
+def prefill_block(device: torch.device, rows: int, dim: int, scales: int) -> Block:
+    """The block of prefill attention over `rows` queries times query heads.
+
+    Measured (entries are keyed by head size and rows, a power of two), else the larger one that
+    gives every SM a program.
+    """
+    family = "prefill" if scales else "prefill_16_bits"
+    found = _table(file_of(device)).get(family, {}).get(f"{dim}x{bucket(rows)}")
+    if found:
+        return Block(**found)
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+    return prefill_rule(rows >= 128 * multiprocessors(device), dim, hopper)
+
+
+def prefill_rule(many: bool, dim: int, hopper: bool) -> Block:
+    """The block that fits in registers: mma.sync holds the operands there that wgmma does not."""
+    if dim > 128:
+        return Block(64, 32, 8, 3)
+    tokens = 64 if hopper or dim < 128 else 32
+    return Block(128, tokens, 8, 3) if many else Block(64, tokens, 4, 3)
 
 
 def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> Tile:
@@ -122,11 +164,13 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
     """
     if family in ("w8a8",) and rows > 512:
         return Tile(256, 128, stages=3, warps=8, persistent=True)
+    if family == "w8a16" and rows > 64:
+        return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
     if rows > 64:
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
     tall = bucket(rows)
-    sizes = (256, 128, 64) if tall == 16 and family != "w8a8" else (128, 64)
+    sizes = (256, 128, 64) if tall == 16 and family.startswith("w4") else (128, 64)
     sizes = [size for size in sizes if outputs % size == 0]
     size = next((s for s in sizes if outputs // s >= 0.8 * processors), sizes[-1])
     splits = max(1, min(round(2 * processors / (outputs // size)), inputs // 1024, 8))

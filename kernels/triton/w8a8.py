@@ -20,8 +20,6 @@ tiles by TMA, in strips of `STRIP` row tiles so that both operands stay in L2.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.triton.common import Workspace, require, sum_splits
 from kernels.triton.tuning import Tile, gemm_tile, multiprocessors
+from kernels.triton.weights import PackedWeight, check_input_scale, check_inputs, grid_of, lay_bias
 
 BLOCK = 128  # inputs of a step; 256 where rows of a weight are far apart
 STRIP = 16  # row tiles
@@ -38,24 +37,11 @@ FP8_LIBRARY_ROWS = 64  # beyond these cuBLASLt is at the limit of the machine
 FAST_INPUTS = 8192  # the tensor cores' own sums of more are off by a good part of e4m3's rounding
 
 
-@dataclass(frozen=True)
-class W8A8Weight:
-    """A weight packed for `w8a8_linear`.
+class W8A8Weight(PackedWeight):
+    """A weight packed for `w8a8_linear`, `scale` fp32 [N].
 
-    Attributes:
-        packed: int8 [K / 128, N, 128], or e4m3 [K / 256, N, 256], a view of [N, K].
-        scale: fp32 [N].
-        bias: fp32 [N] or None.
+    `packed` is int8 [K / 128, N, 128], or e4m3 [K / 256, N, 256], a view of [N, K].
     """
-
-    packed: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return sum(t.nbytes for t in (self.packed, self.scale, self.bias) if t is not None)
 
 
 def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weight:
@@ -80,8 +66,8 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
     if q.dtype == torch.int8:
         require(not bool((q == -128).any()), "weight holds -128; the range is [-127, 127]")
         packed = packed.contiguous()
-    bias = None if bias is None else bias.float().contiguous()
-    return W8A8Weight(packed, scale.detach().float().reshape(-1).contiguous(), bias)
+    flat = scale.detach().float().reshape(-1).contiguous()
+    return W8A8Weight(packed, flat, lay_bias(bias, len(q)))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -176,13 +162,9 @@ def w8a8_linear(
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
     (rows, inputs), (blocks, outputs, block) = xq.shape, weight.packed.shape
-    require(
-        xq.dtype == weight.packed.dtype and xq.is_contiguous(),
-        f"x is {xq.dtype}, the weight {weight.packed.dtype}; needed is contiguous x of its type",
-    )
-    require(inputs == blocks * block, f"x has {inputs} inputs, the weight {blocks * block}")
-    require(x_scale.numel() in (1, rows), f"{x_scale.numel()} scales for {rows} rows of x")
-    if tile is None and xq.dtype != torch.int8 and rows > FP8_LIBRARY_ROWS:
+    check_inputs(xq, (weight.packed.dtype,), blocks * block)
+    check_input_scale(x_scale, rows)
+    if tile is None and xq.is_cuda and xq.dtype != torch.int8 and rows > FP8_LIBRARY_ROWS:
         return _library_linear(xq, x_scale, weight, out_dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:
@@ -211,13 +193,9 @@ def _common(x_scale: Tensor, weight: W8A8Weight, tile: Tile, stages: int) -> dic
 def _launch_swapped(xq, x_scale, weight, workspace, out, tile) -> None:
     rows, inputs = xq.shape
     outputs = out.shape[1]
-    require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
-    grid = (outputs // tile.outputs, tile.splits, triton.cdiv(rows, tile.rows))
-    parts = workspace.parts
-    if tile.splits > 1:
-        tiles = grid[0] * grid[2]
-        workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)
-        parts = parts.view(torch.int32) if xq.dtype == torch.int8 else parts
+    grid, parts = grid_of(tile, rows, outputs, workspace), workspace.parts
+    if tile.splits > 1 and xq.dtype == torch.int8:
+        parts = parts.view(torch.int32)
     step, pitch, _ = weight.packed.stride()
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,

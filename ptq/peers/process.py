@@ -16,7 +16,7 @@ from torch import Tensor
 
 from formats.errors import EngineError
 from formats.scheme import Strict
-from inference.peers.interpreter import clean_environment, kill_group, why_it_ended
+from inference.peers.interpreter import kill_group, start, why_it_ended
 from ptq.peers.specs import PeerSpec
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -61,23 +61,22 @@ class PeerProcess:
     def __enter__(self) -> PeerProcess:
         read, write = os.pipe()
         self._pipe = os.fdopen(read, "rb")
-        job = self._job.resolve()
-        command = [interpreter(self._spec), str(WORKER), str(job), str(write)]
+        python, job = interpreter(self._spec), self._job.resolve()
         try:
             with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    env=clean_environment(self._settings),
+                self._process = start(
+                    python,
+                    WORKER,
+                    [str(job), str(write)],
+                    self._settings,
                     cwd=job,  # some packages leave files where they are started
-                    stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     pass_fds=(write,),
-                    start_new_session=True,
                 )
         except OSError as error:
             self._pipe.close()
-            raise EngineError(f"{command[0]} cannot be started ({error.strerror})") from error
+            raise EngineError(f"{python} cannot be started ({error.strerror})") from error
         finally:
             os.close(write)
         self._timer = threading.Timer(self._spec.timeout, self._stop)
@@ -95,6 +94,8 @@ class PeerProcess:
         kill_group(self._process)
         self._process.wait()
         self._pipe.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def quantized(self) -> Quantized:
         """Wait for the end of the quantization."""

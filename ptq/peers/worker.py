@@ -1,6 +1,6 @@
 """What runs in a peer's own interpreter: quantizes a model with it and sends back its logits.
 
-    python worker.py JOB DESCRIPTOR
+    python child.py worker.py JOB DESCRIPTOR
 
 It does the job of `JOB/job.json` and writes frames to the open file descriptor: the length of a
 frame in 8 bytes, little-endian, then its content. The first frame is JSON, the record of the
@@ -8,26 +8,26 @@ quantization or `{"error": ...}`. Each of the others is a safetensors file with 
 [tokens, vocabulary], of one evaluation sequence, in order. A pipe holds little, so no more than one
 sequence is ever on its way.
 
-Nothing of this project is imported here, as the peer's environment need not have it: torch,
-transformers, safetensors and the peer's package are enough. The job names an adapter, a file with
-one function `quantize(job: Job) -> model`, which loads the model, quantizes it within
-`job.timed()`, and gives it back.
+Its environment needs torch, transformers, safetensors and the peer's package. The job names an
+adapter, a file with one function `quantize(job: Job) -> model`, which loads the model, quantizes it
+within `job.timed()`, and gives it back.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import resource
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
+
+from peer_child import (  # pyright: ignore[reportMissingImports]
+    load_adapter,
+    peak_rss_bytes,
+    reason_of,
+)
 
 
 class Job:
@@ -78,26 +78,6 @@ def sequences(tokens: dict[str, Any], split: str) -> list[Any]:
     return [ids[mask] for ids, mask in pairs]
 
 
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # ru_maxrss may be that of the process that started this one
-        line = next(row for row in status.read_text().splitlines() if row.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def load_adapter(path: str) -> ModuleType:
-    """The adapter's module, under a name that shadows no package."""
-    spec = importlib.util.spec_from_file_location("peer_adapter", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(folder: Path, pipe: BinaryIO) -> None:
     """Do a job: quantize, tell of it, and send the logits."""
     description = json.loads((folder / "job.json").read_bytes())
@@ -125,21 +105,14 @@ def send(pipe: BinaryIO, frame: bytes) -> None:
     pipe.flush()
 
 
-def main(arguments: list[str]) -> int:
-    """The command; an error of the job is its first frame, its trace on standard error."""
+def main(arguments: list[str], _: object) -> int:
+    """What `peer_child` runs; an error of the job is its first frame."""
     descriptor = int(arguments[1])
     os.set_inheritable(descriptor, False)
     with os.fdopen(descriptor, "wb") as pipe:
         try:
             run(Path(arguments[0]), pipe)
         except Exception as error:  # whatever a package raises is this process's answer
-            traceback.print_exc()
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            send(pipe, json.dumps({"error": reason}).encode())
+            send(pipe, json.dumps({"error": reason_of(error)}).encode())
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its files are no packages
-    raise SystemExit(main(sys.argv[1:]))

@@ -27,6 +27,10 @@ def test_round_trip(bits, columns):
     words = pack_words(q, bits)
     assert words.shape == (5, -(-columns * bits // 32))
     assert torch.equal(unpack_words(words, bits, columns), q)
+    whole = torch.full((7, columns), 99, dtype=torch.int8)
+    assert unpack_words(words, bits, columns, whole[1:6]).data_ptr() == whole[1:].data_ptr()
+    assert torch.equal(whole[1:6], q)
+    assert (whole[::6] == 99).all()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -10,10 +10,12 @@ import kernels.reference as reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.triton import attention, attention_gluon, fused, problems
+    from kernels.triton import fused, problems
+    from kernels.triton.attention import decode_attention
     from kernels.triton.common import Workspace
+    from kernels.triton.prefill import prefill_attention
     from kernels.triton.rope_cache import rope_write
-    from kernels.triton.tuning import Cut, Tile
+    from kernels.triton.tuning import Block, Cut, Tile
     from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
     from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
     from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
@@ -91,8 +93,10 @@ def random_cache(dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64,
         for _ in "kv"
     ]
     pools[1] = pools[1].transpose(2, 3).contiguous()
-    shape = {"head": (heads,), "channel": (heads, dim), "token": (pages, heads, 64)}[kind]
-    scales = [torch.rand(shape, device="cuda") * 0.01 + 0.01 for _ in "kv"]
+    shapes = {"none": (), "head": (heads,), "channel": (heads, dim), "token": (pages, heads, 64)}
+    scales = [torch.rand(shapes[kind], device="cuda") * 0.01 + 0.01 for _ in "kv"]
+    if kind == "none":
+        pools, scales = [pool * 0.015 for pool in pools], [None, None]
     if kind == "channel":
         scales[1] = scales[1][:, 0].contiguous()
     width = max(lengths) // 64
@@ -100,11 +104,16 @@ def random_cache(dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64,
     return *pools, tables, torch.tensor(lengths, device="cuda", dtype=torch.int32), *scales
 
 
-@pytest.mark.parametrize("gluon", [True, False])
-@pytest.mark.parametrize("kind", ["head", "token", "channel"])
-@pytest.mark.parametrize("storage", ["int8", FP8])
-def test_decode_attention_of_ragged_sequences(gluon, kind, storage, workspace):
-    attend = (attention_gluon if gluon else attention).decode_attention
+@pytest.mark.parametrize(
+    ("storage", "kind"),
+    [
+        *((storage, kind) for storage in ("int8", FP8) for kind in ("head", "token", "channel")),
+        ("bfloat16", "none"),
+        ("float16", "none"),
+    ],
+)
+@pytest.mark.parametrize("stages", [0, 3])  # 0: stated layouts, where they fit
+def test_decode_attention_of_ragged_sequences(stages, kind, storage, workspace):
     for group in (1, 3, 8):
         arguments = random_cache(getattr(torch, storage), kind)
         if kind == "token":  # what nobody wrote, of tokens past the end, must not matter
@@ -116,11 +125,68 @@ def test_decode_attention_of_ragged_sequences(gluon, kind, storage, workspace):
                         scale[page, :, place:] = float("nan")
         q = torch.randn(7, 4 * group, 128, device="cuda", dtype=torch.bfloat16)
         wanted = twins.decode_attention(q, *arguments, 128**-0.5)
-        for cut in (None, Cut(2, 1), Cut(4, 3), Cut(2, 16)):
-            got = attend(q, *arguments, 128**-0.5, workspace, cut=cut)
+        for cut in (None, Cut(2, 1, stages), Cut(4, 3, stages), Cut(2, 16, stages)):
+            got, again = (
+                decode_attention(q, *arguments, 128**-0.5, workspace, cut=cut) for _ in "ab"
+            )
             assert problems.relative(got, wanted) < 4e-3, (group, cut)
             assert not got[2].any()
-            assert torch.equal(got, attend(q, *arguments, 128**-0.5, workspace, cut=cut))
+            assert torch.equal(got, again)
+            assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize("result", ["int8", FP8])
+@pytest.mark.parametrize("stages", [0, 3])
+def test_attention_quantizes_its_result(stages, result, workspace):
+    arguments, dtype = random_cache(torch.int8, "head"), getattr(torch, result)
+    q = torch.randn(7, 16, 128, device="cuda", dtype=torch.bfloat16)
+    scale = torch.tensor([0.004], device="cuda")
+    starts = torch.arange(8, device="cuda")
+    starts[3:] -= 1  # the sequence of length 0 has no query
+    more = {"out_scale": scale, "out_dtype": dtype}
+    args = (*arguments[:3], starts, *arguments[3:], 0.1, workspace)
+    cuts = [{"cut": Cut(2, splits, stages)} for splits in (1, 4)]
+    blocks = [{"block": Block(128, 64, 8, stages)}]
+    for attend, queries, rest, shapes in (
+        (decode_attention, q, (*arguments, 0.1, workspace), cuts),
+        (prefill_attention, q[:6], args, blocks),
+    ):
+        for shape in shapes:
+            plain = attend(queries.float(), *rest, **shape).cpu()  # divisions are exact there
+            wanted = twins.finish_rows(plain, scale.cpu(), dtype)[0]
+            close_integers(attend(queries, *rest, **more, **shape).cpu(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("storage", "kind", "dim", "group", "window"),
+    [
+        ("int8", "head", 128, 4, None),
+        ("int8", "head", 128, 7, 100),
+        ("int8", "token", 128, 4, None),
+        ("int8", "channel", 64, 1, None),
+        (FP8, "head", 128, 8, None),
+        (FP8, "token", 256, 4, 100),
+        ("bfloat16", "none", 128, 4, None),
+        ("float16", "none", 16, 3, None),
+    ],
+)
+def test_prefill_attention_of_ragged_sequences(storage, kind, dim, group, window, workspace):
+    lengths, counts = (1, 63, 0, 64, 65, 700, 1024, 1024), (1, 1, 0, 64, 1, 333, 1024, 17)
+    arguments = random_cache(getattr(torch, storage), kind, dim=dim, lengths=lengths, pages=128)
+    starts = torch.tensor((0, *counts), device="cuda").cumsum(0).int()
+    q = torch.randn(sum(counts) + 3, 4 * group, dim, device="cuda", dtype=torch.bfloat16)
+    args = (q, *arguments[:3], starts, *arguments[3:], dim**-0.5)
+    wanted = twins.prefill_attention(*args, window)[:-3]
+    tokens, wide = (64, 0) if dim <= 128 else (32, 4)
+    for rows, stages, decodes in ((64, 3, 0), (128, 3, 2), (128, 0, 0), (128, 0, 2)):
+        block = Block(rows, tokens, max(4, rows // 16, 2 * wide), stages)
+        got, again = (
+            prefill_attention(*args, workspace, window, decodes, block=block)[:-3] for _ in "ab"
+        )
+        assert problems.relative(got, wanted) < 4e-3, block
+        each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
+        assert each.max() < 2e-2, (block, each.argmax())
+        assert torch.equal(got, again)
 
 
 @pytest.mark.parametrize("window", [1, 100])
@@ -130,16 +196,15 @@ def test_a_sliding_window_and_other_head_sizes(window, workspace):
         q = torch.randn(7, 12, dim, device="cuda", dtype=torch.float16)
         wanted = twins.decode_attention(q, *arguments, dim**-0.5, window)
         for splits in (1, 4):
-            got = attention_gluon.decode_attention(
-                q, *arguments, dim**-0.5, workspace, window, Cut(2, splits)
-            )
+            cut = Cut(2, splits)
+            got = decode_attention(q, *arguments, dim**-0.5, workspace, window, cut)
             assert problems.relative(got, wanted) < 1e-3
 
 
 def test_a_graph_replays_what_was_captured(workspace):
     arguments = random_cache(torch.int8, "head")
     q = torch.randn(7, 16, 128, device="cuda", dtype=torch.bfloat16)
-    run = lambda: attention_gluon.decode_attention(q, *arguments, 0.1, workspace, cut=Cut(2, 4))  # noqa: E731
+    run = lambda: decode_attention(q, *arguments, 0.1, workspace, cut=Cut(2, 4))  # noqa: E731
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -182,28 +247,45 @@ def test_fused_rows_equal_their_twins(storage, size):
         assert torch.equal(pairs[0][0][2], pairs[1][0][2])
 
 
-@pytest.mark.parametrize("storage", ["int8", FP8])
-@pytest.mark.parametrize("kind", [1, 2, 3])
-def test_cache_write_equals_its_twin(storage, kind):
-    dtype, tokens, heads, dim, pages = getattr(torch, storage), 77, 2, 128, 4
+@pytest.mark.parametrize(
+    ("storage", "kind"),
+    [*((storage, kind) for storage in ("int8", FP8) for kind in (1, 2, 3)), ("bfloat16", 0)],
+)
+@pytest.mark.parametrize("start", [None, 0, 16, 37])
+def test_cache_write_equals_its_twin(storage, kind, start):
+    dtype, heads, dim, pages = getattr(torch, storage), 2, 128, 8
+    tokens = 77 if start is None else 400
     qkv = torch.randn(tokens, 12, dim, device="cuda").bfloat16()
-    angle = (torch.rand(tokens, dim // 2, device="cuda") * 6).repeat(1, 2)
+    angle = (torch.rand(500, dim // 2, device="cuda") * 6).repeat(1, 2)
     slots = torch.randperm(pages * 64, device="cuda")[:tokens]
+    if start is not None:  # a run over pages in any order
+        place = torch.arange(tokens, device="cuda") + start
+        slots = torch.randperm(pages, device="cuda")[place // 64] * 64 + place % 64
     slots[3] = -1
-    shape = {1: (heads,), 2: (heads, dim), 3: (pages, heads, 64)}[kind]
+    shape = {0: (), 1: (heads,), 2: (heads, dim), 3: (pages, heads, 64)}[kind]
+    more = {}
+    if start:
+        more = {f"{x}_norm": torch.rand(dim, device="cuda") + 0.5 for x in "qk"}
+        more |= {"positions": torch.randperm(500, device="cuda")[:tokens]}
     found = []
     for write, device in ((rope_write, "cuda"), (twins.rope_write, "cpu")):  # exact divisions
-        qkv, angle, slots = (t.to(device) for t in (qkv, angle, slots))
+        qkv, slots = (t.to(device) for t in (qkv, slots))
+        cos, sin = (t[: 500 if start else tokens].to(device) for t in (angle.cos(), angle.sin()))
         pools = [torch.zeros(pages, heads, 64, dim, device=device).to(dtype) for _ in "kv"]
         pools[1] = pools[1].transpose(2, 3).contiguous()
-        scales = [torch.full(shape, 0.03, device=device) for _ in "kv"]
+        scales = [torch.full(shape, 0.03, device=device) if kind else None for _ in "kv"]
         if kind == 2:
             scales[1] = scales[1][:, 0].contiguous()
         q, k, v = qkv.split([8, heads, heads], dim=1)
-        out = write(q, k, v, angle.cos(), angle.sin(), *pools, slots, *scales)
+        moved = {name: x.to(device) for name, x in more.items()}
+        out = write(q, k, v, cos, sin, *pools, slots, *scales, **moved)
         found.append((out, *pools, *scales))
-    got, wanted = ([t.cpu() for t in parts] for parts in found)
+    got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
     assert problems.relative(got[0], wanted[0].double()) < 4e-3
+    if kind == 0:
+        assert problems.relative(got[1], wanted[1].double()) < 1e-3
+        assert torch.equal(got[2], wanted[2])
+        return
     close_integers(got[1], wanted[1])
     assert torch.equal(got[2].float(), wanted[2].float())
     torch.testing.assert_close(got[3], wanted[3], rtol=1e-5, atol=0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from formats.command import run_command
 from formats.errors import CheckpointError, EngineError, RequestError
 from inference import bench
 from inference.bench import measure_in_turns, measure_speed
 from inference.bench_figures import describe, summarize
-from inference.bench_worker import Load, Run, Worker, run_once
+from inference.bench_worker import EngineSource, Load, Run, Worker, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 
@@ -36,7 +37,11 @@ def test_figures_follow_from_the_times():
     assert speed.first_token_ms.p50 == pytest.approx(1500)  # of 2, 1, 1, .5, 4, 2 seconds
     assert speed.per_token_ms.p50 == pytest.approx(250)
     assert (speed.per_token_ms.p90, speed.per_token_ms.p99) == pytest.approx((400, 400))
-    assert (speed.peak_rss_bytes, speed.kv_bytes_per_token, speed.weight_bytes) == (10**9, 64, 1000)
+    assert (speed.peak_memory_bytes, speed.kv_bytes_per_token, speed.weight_bytes) == (
+        10**9,
+        64,
+        1000,
+    )
 
 
 def test_models_take_turns_and_warm_ups_do_not_count():
@@ -69,7 +74,7 @@ def test_a_real_run_counts_every_token(engine):
     assert all(0 < t <= run.prefill_s * 1.001 for t in run.first_token_s)
     assert run.kv_bytes_per_token == engine.kv_bytes_per_token
     assert run.weight_bytes == engine.checkpoint.nbytes
-    assert run.peak_rss_bytes > 50e6
+    assert run.peak_memory_bytes > 50e6
     engine.check_integrity()
 
 
@@ -96,14 +101,20 @@ def test_a_batch_that_cannot_run_at_once_is_refused(engine, batch, prompt):
 
 def test_a_worker_passes_errors_on(tmp_path, tiny_llama):
     with (
-        Worker(str(tmp_path / "nothing"), EngineConfig()) as missing,
-        Worker(str(tiny_llama), EngineConfig()) as killed,
+        Worker(EngineSource(str(tmp_path / "nothing"), EngineConfig())) as missing,
+        Worker(EngineSource(str(tiny_llama), EngineConfig())) as killed,
     ):
         with pytest.raises(CheckpointError, match="no such folder"):
             missing.run(LOAD)
         killed._process.kill()
         with pytest.raises(EngineError, match=r"exit code -9"):
             killed.run(LOAD)
+
+
+def test_a_workers_memory_is_its_own(tiny_llama):
+    held = torch.ones(200_000_000)
+    with Worker(EngineSource(str(tiny_llama), EngineConfig())) as worker:
+        assert worker.run(LOAD).peak_memory_bytes < held.nbytes
 
 
 def test_the_command_compares_two_models(tiny_llama, make_quantized, tmp_path, capsys):

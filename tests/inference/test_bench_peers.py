@@ -76,7 +76,7 @@ def test_a_run_is_what_the_adapter_timed(fake, tmp_path, monkeypatch):
     assert (run.prefill_s, run.decode_s, run.decode_tokens) == (2.0, 0.5, 4)
     assert (run.first_token_s, run.per_token_s) == ([2.0, 2.0], [0.25] * 4)
     assert (run.kv_bytes_per_token, run.weight_bytes) == (5, 7)
-    assert 5e6 < run.peak_rss_bytes < 1e9
+    assert 5e6 < run.peak_memory_bytes < 1e9
     (prepared,) = (tmp_path / "w").glob("tiny-*-prepared")
     assert prepared.read_text() == "once "
     told = json.loads(next((tmp_path / "w").glob("tiny-*-told")).read_text())

@@ -132,7 +132,9 @@ def test_what_cannot_be_made_is_refused(tmp_path, scheme, head, overrides, messa
 
 
 def test_a_shape_that_is_none_is_refused(tmp_path):
-    with pytest.raises(RequestError, match=r"found 'lama'; allowed are llama-1.1b, or the path"):
+    with pytest.raises(
+        RequestError, match=r"found 'lama'; allowed are llama-1.1b, llama-3-8b, or the path"
+    ):
         read_shape("lama")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not a JSON object"):

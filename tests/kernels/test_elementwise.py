@@ -7,7 +7,8 @@ import torch
 
 import kernels.reference as reference
 from kernels.cpu import native
-from kernels.ops import apply_rope, pack_quantized_weight, rms_norm, silu_mul
+from kernels.ops import apply_rope, rms_norm, silu_mul
+from kernels.weights import pack_quantized_weight
 
 
 @pytest.mark.usefixtures("backend")

@@ -18,11 +18,10 @@ from kernels.numerics import (
 from kernels.ops import (
     fake_quantize_fp8,
     linear,
-    pack_float_weight,
-    pack_quantized_weight,
     quantize_per_token,
     quantize_static,
 )
+from kernels.weights import pack_float_weight, pack_quantized_weight
 
 pytestmark = pytest.mark.usefixtures("backend")
 

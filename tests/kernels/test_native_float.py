@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels.cpu import native
+from kernels.cpu.structures import LinearArgs
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 SIZES = [(1, 1), (3, 7), (33, 61), (61, 33), (96, 288), (130, 577), (33, 1025), (16, 4544)]  # N, K
@@ -177,7 +178,7 @@ def test_strides_and_adding_to_what_is_there(isa, kind, accumulate, rows, output
     want = y.clone()
     product = native.linear(x[:, :inputs], w.packed)
     want[:, :outputs] = y[:, :outputs] + product if accumulate else product
-    args = native.LinearArgs(
+    args = LinearArgs(
         *(w.packed.data_ptr(), x.data_ptr(), None, 0, 0, accumulate),
         *(rows, x.shape[1], y.shape[1], y.data_ptr()),
     )

@@ -13,6 +13,7 @@ import torch
 
 import kernels.reference as reference
 from kernels.cpu import native
+from kernels.cpu.structures import LinearArgs
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 ISAS = native.supported()
@@ -155,7 +156,7 @@ def test_strides_are_kept_to_and_accumulate_adds(isa, rows):
     want[:, :outputs] += bias
     with native.forced(isa):
         packed = native.pack(q, "int8", torch.ones(outputs, 1), bias=bias)
-        args = native.LinearArgs(
+        args = LinearArgs(
             *(packed.data_ptr(), x.data_ptr(), x_scale.data_ptr()),
             *(1, 0, 1, rows, x_stride, y_stride, y.data_ptr()),
         )

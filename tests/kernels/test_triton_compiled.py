@@ -77,34 +77,124 @@ def test_weights_go_to_the_tensor_cores_through_registers():
     assert built[0].count(r"wgmma\.mma_async\S*f16\.f16 +\{[^}]*\}, *\{"), "left from registers"
 
 
+def make_cache(storage: torch.dtype, dims: int, dim: int = 128):
+    """Pages, tables, lengths and scales (None for dims 0) of 8 KV heads."""
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    pools = [torch.zeros(4, 8, *s).to(storage) for s in ((64, dim), (dim, 64))]
+    shape = {0: (), 1: (8,), 3: (4, 8, 64)}[dims]
+    scales = [torch.ones(shape) if dims else None for _ in "kv"]
+    return *pools, table, table[:, 0].contiguous(), *scales
+
+
 @pytest.mark.parametrize(
-    ("capability", "dims", "storage"), [(80, 1, torch.int8), (89, 1, FP8), (90, 3, torch.int8)]
+    ("capability", "dims", "storage", "result"),
+    [
+        (80, 1, torch.int8, torch.int8),
+        (80, 0, torch.bfloat16, None),
+        (89, 1, FP8, FP8),
+        (90, 3, torch.int8, None),
+        (90, 0, torch.float16, torch.int8),
+    ],
 )
 @compiled
-def test_decode_attention(capability, dims, storage):
-    from kernels.triton import attention, attention_gluon
+def test_decode_attention(capability, dims, storage, result):
+    from kernels.triton.attention import decode_attention
     from kernels.triton.common import Workspace
     from kernels.triton.tuning import Cut
 
-    workspace = Workspace.on("cpu", 1 << 20, 64)
-    shape = {1: (8,), 3: (4, 8, 64)}[dims]
-    scales = [torch.ones(shape) for _ in "kv"]
-    q, table = torch.zeros(2, 32, 128).bfloat16(), torch.zeros(2, 2, dtype=torch.int32)
-    pools = [torch.zeros(4, 8, *s).to(storage) for s in ((64, 128), (128, 64))]
-    lengths = table[:, 0].contiguous()
-    for attend, cut in (
-        (attention.decode_attention, Cut(4, 4, 3)),
-        (attention_gluon.decode_attention, Cut(2, 4)),
-    ):
+    q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
+    more = {"out_scale": torch.ones(1), "out_dtype": result} if result else {}
+    for cut in (Cut(4, 4, 3), Cut(2, 4))[: 2 if dims else 1]:
         with building_for(capability) as built:
-            attend(q, *pools, table, lengths, *scales, 0.1, workspace, cut=cut)
+            decode_attention(q, *make_cache(storage, dims), 0.1, workspace, cut=cut, **more)
         (binary,) = built
         assert binary.stack == 0
-        assert binary.count(MMA.format(r"f16\.f16"))
+        assert binary.count(MMA.format(r"f16\.b?f16"))
         if cut.stages == 0:
             assert binary.count(r"ld\.global\S*v4\.b32") >= 32, "pages, 16 bytes at a time"
             assert binary.count("movmatrix") == 8
             assert not binary.count("ldmatrix")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_rows_quantized_by_runs(capability):
+    from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+
+    x, weight = torch.zeros(2, 28672).bfloat16(), torch.ones(4096)
+    narrow = x[:, :4096].contiguous()
+    with building_for(capability) as built:
+        add_rms_norm(narrow, narrow, weight, 1e-6, dtype=FP8, group=128)
+        silu_mul(x, dtype=FP8, group=128)
+        quantize_rows(narrow, dtype=FP8, group=128)
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.registers <= 64, "rows of 14336 take 32 warps"
+        assert binary.count(r"div\.rn\.f32") <= 8, "scales alone are divided, not elements"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "storage", "dim"),
+    [
+        (80, 1, torch.int8, 128),
+        (80, 0, torch.bfloat16, 256),
+        (89, 3, FP8, 64),
+        (90, 3, torch.int8, 128),
+        (90, 1, FP8, 256),
+        (90, 0, torch.bfloat16, 64),
+    ],
+)
+@compiled
+def test_prefill_attention(capability, dims, storage, dim):
+    from kernels.triton.common import Workspace
+    from kernels.triton.prefill import prefill_attention
+    from kernels.triton.tuning import prefill_rule
+
+    q, workspace = torch.zeros(256, 32, dim).bfloat16(), Workspace.on("cpu", 1, 1)
+    *cache, k_scale, v_scale = make_cache(storage, dims, dim)
+    starts = torch.tensor([0, 128, 256])
+    for many in (False, True):
+        block = prefill_rule(many, dim, capability == 90)
+        with building_for(capability) as built:
+            prefill_attention(
+                q, *cache[:3], starts, cache[3], k_scale, v_scale, 0.1, workspace, block=block
+            )
+        (binary,) = built
+        assert binary.stack == 0, block
+        assert binary.count(expected(capability, r"f16\.b?f16"))
+        assert capability != 90 or not binary.count(MMA.format(""))
+        assert binary.shared <= {80: 166912, 89: 101376, 90: 232448}[capability]
+
+
+@pytest.mark.parametrize(("dims", "storage"), [(1, torch.int8), (3, torch.int8), (1, FP8)])
+@compiled
+def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
+    from kernels.triton.common import Workspace
+    from kernels.triton.prefill import prefill_attention
+    from kernels.triton.tuning import Block
+
+    q, workspace = torch.zeros(256, 32, 128).bfloat16(), Workspace.on("cpu", 1, 1)
+    *cache, k_scale, v_scale = make_cache(storage, dims)
+    args = (q, *cache[:3], torch.tensor([0, 128, 256]), cache[3], k_scale, v_scale, 0.1, workspace)
+    with building_for(90) as built:
+        prefill_attention(*args, block=Block(128, 64, 4, 0))
+    (binary,) = built
+    assert binary.stack == 0
+    assert binary.count(WGMMA.format(r"f16\.f16")) == 24, "8 for scores and 4 for sums, two halves"
+    assert binary.count("setmaxnreg") >= 3
+    assert not binary.count("ldmatrix"), "pages go from memory to where wgmma reads them"
+
+
+@compiled
+def test_fp8_is_refused_where_it_is_not(monkeypatch):
+    from kernels.triton.paged_cache import check_fp8
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    check_fp8(torch.int8, torch.device("cuda"))
+    with pytest.raises(ValueError, match="use an int8 cache"):
+        check_fp8(FP8, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_fp8(FP8, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("capability", "storage"), [(80, torch.int8), (89, FP8), (90, torch.int8)])
@@ -114,15 +204,16 @@ def test_fused_rows_and_cache_write(capability, storage):
     from kernels.triton.rope_cache import rope_write
 
     x = torch.zeros(2, 4096).bfloat16()
-    qkv, angle = torch.zeros(2, 48, 128).bfloat16(), torch.zeros(2, 128)
-    pools = [torch.zeros(1, 8, *s).to(storage) for s in ((64, 128), (128, 64))]
-    scales = [torch.ones(1, 8, 64) for _ in "kv"]
-    q, k, v = qkv.split([32, 8, 8], dim=1)
+    k_pages, v_pages, _, _, *scales = make_cache(storage, 3)
     with building_for(capability) as built:
         add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=storage)
         silu_mul(x, dtype=storage)
-        rope_write(q, k, v, angle, angle, *pools, torch.zeros(2, dtype=torch.int64), *scales)
+        for tokens, more in ((2, {}), (300, {"q_norm": x[0, :128], "k_norm": x[0, :128]})):
+            q, k, v = torch.zeros(tokens, 48, 128).bfloat16().split([32, 8, 8], dim=1)
+            angle, slots = torch.zeros(tokens, 128), torch.zeros(tokens, dtype=torch.int64)
+            rope_write(q, k, v, angle, angle, k_pages, v_pages, slots, *scales, **more)
     for binary in built:
         assert binary.stack == 0
         assert binary.registers <= 128
-        assert binary.count(r"div\.rn\.f32") <= 8, "scales alone are divided, not elements"
+        assert binary.count(r"div\.rn\.f32") <= 24, "scales alone are divided, not elements"
+    assert binary.count(r"st\.global\S*v4") >= 8, "columns leave in pieces of 16 bytes"

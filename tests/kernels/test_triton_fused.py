@@ -43,9 +43,50 @@ def test_fused_rows(static, dtype, add):
         assert pairs[0][0][0].abs().max() == 127
 
 
+@pytest.mark.parametrize("size", [200, 384, 40])
+@pytest.mark.parametrize(("dtype", "group"), [("int8", None), ("float8_e4m3fn", 128)])
+@interpreted
+def test_plain_rows_equal_their_twin_bit_for_bit(size, dtype, group):
+    """With the types that the interpreter has; e4m3 as bits too, as devices before Ada take it."""
+    import kernels.triton.reference as twins
+    from kernels.triton import common, fused
+
+    dtype, x = getattr(torch, dtype), random(9, size).float() * 3
+    x[2], x[3, 130:] = 0, 0
+    x[4] = torch.logspace(-9, 3, size)
+    assert fused.quantize_rows(x[:0], None, dtype, group)[0].shape == (0, size)
+    for scale, capability in ((None, 90), (torch.tensor([0.01]), 90), (None, 80)):
+        own = None if scale is not None else group
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common, "capability", lambda c=capability: c)
+            got = fused.quantize_rows(x, scale, dtype, own)
+        wanted = twins.quantize_rows(x, scale, dtype, own)
+        assert got[0].dtype == dtype
+        assert torch.equal(got[0].view(torch.int8), wanted[0].view(torch.int8))
+        assert torch.equal(got[1], wanted[1])
+        if own:
+            assert got[1].stride() == (1, 9)
+
+
+@interpreted
+def test_runs_of_fused_rows():
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    fp8 = torch.float8_e4m3fn
+    x, weight, gate_up = random(5, 200), random(200), random(5, 400)
+    for got, wanted in (
+        [f.add_rms_norm(x, x, weight, 1e-5, None, fp8, 128)[:2] for f in (fused, twins)],
+        [f.silu_mul(gate_up, None, fp8, 128) for f in (fused, twins)],
+    ):
+        torch.testing.assert_close(got[1], wanted[1], rtol=1e-6, atol=0)
+        off = got[0].float() != wanted[0].float()
+        assert off.float().mean() < 0.01, "ties that the order of a sum decides"
+
+
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.fused import add_rms_norm, silu_mul
+    from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
 
     x = random(2, 8)
     with pytest.raises(ValueError, match=r"needed is \(8,\)"):
@@ -58,3 +99,10 @@ def test_what_does_not_fit_is_refused():
         silu_mul(x, dtype=torch.int32)
     with pytest.raises(ValueError, match="one element"):
         silu_mul(x, torch.ones(2))
+    for scale, dtype, group in (
+        (None, torch.int8, 64),
+        (None, torch.float16, 128),
+        (torch.ones(1), torch.int8, 128),
+    ):
+        with pytest.raises(ValueError, match="may have groups of 128"):
+            quantize_rows(x, scale, dtype, group)

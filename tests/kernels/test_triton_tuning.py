@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import kernels.triton.tuning as tuning
-from kernels.triton.tuning import Cut, Tile, attention_cut, bucket, gemm_tile, rule
+from kernels.triton.tuning import (
+    Block,
+    Cut,
+    Tile,
+    attention_cut,
+    bucket,
+    gemm_tile,
+    prefill_block,
+    rule,
+)
 
 CPU = torch.device("cpu")
 
@@ -16,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """Tables are read once; tests read their own."""
-    caches = (gemm_tile, attention_cut, tuning._table)
+    caches = (gemm_tile, attention_cut, prefill_block, tuning._table)
     for found in caches:
         found.cache_clear()
     yield
@@ -28,7 +37,7 @@ def test_buckets_are_powers_of_two_from_16_on():
     assert [bucket(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
 
 
-@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "fp8"])
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 256, 4096])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(28672, 4096), (64, 128), (192, 512), (4096, 14336)]
@@ -46,13 +55,16 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
     table = {
         "w8a8": {"128x256": {"16": {"outputs": 64, "rows": 16, "splits": 2, "stages": 3}}},
         "attention": {"16x64": {"warps": 2, "splits": 7}},
+        "prefill": {"128x256": {"rows": 64, "tokens": 32, "warps": 4, "stages": 9}},
     }
     (tmp_path / "cpu.json").write_text(json.dumps(table))
     assert gemm_tile("w8a8", CPU, 3, 128, 256) == Tile(64, 16, 2, 3)
     assert gemm_tile("w8a8", CPU, 17, 128, 256) == rule("w8a8", 1, 17, 128, 256)
     assert attention_cut(CPU, 2, 8, 64) == Cut(2, 7)
     assert attention_cut(CPU, 2, 8, 65).splits != 7
-    assert attention_cut(CPU, 2, 8, 64, per_token=True).splits != 7
+    assert attention_cut(CPU, 2, 8, 64, 3).splits != 7
+    assert prefill_block(CPU, 130, 128, 1) == Block(64, 32, 4, 9)
+    assert prefill_block(CPU, 130, 128, 0).stages != 9
 
 
 def test_tables_in_the_package_can_be_read():
@@ -61,7 +73,7 @@ def test_tables_in_the_package_can_be_read():
     for path in tables:
         for family, shapes in json.loads(path.read_text()).items():
             for entry in shapes.values():
-                if family.startswith("attention"):
-                    Cut(**entry)
+                if family.startswith(("attention", "prefill")):
+                    (Cut if family.startswith("attention") else Block)(**entry)
                     continue
                 assert all(Tile(**tile).outputs % 64 == 0 for tile in entry.values())

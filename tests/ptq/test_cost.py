@@ -334,10 +334,10 @@ import torch
 torch.set_num_threads(1)
 from quantizing import random_tokens
 from formats.checkpoint import Checkpoint
+from formats.memory import rss_bytes
 from ptq.pipeline import quantize_tokens
 from ptq.plan import build_plan
 from ptq.recipe import read_recipe
-from ptq.result import rss_bytes
 
 loaded = read_recipe(Path(sys.argv[1]))
 plan = build_plan(loaded.recipe, Checkpoint.open(loaded.recipe.model.path))

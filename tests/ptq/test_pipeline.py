@@ -24,6 +24,7 @@ from calibrate.observers import ObserverSpec
 from calibrate.statistics import Statistics
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError, RecipeError
+from formats.memory import peak_rss_bytes
 from formats.scheme import KVCacheSpec, Scheme
 from kernels.numerics import dequantize, fake_quantize_activations
 from ptq.methods.base import BlockWork, Method
@@ -31,7 +32,7 @@ from ptq.methods.specs import RTNSpec
 from ptq.passes import observe
 from ptq.pipeline import quantize, quantize_tokens
 from ptq.recipe import ObserversSpec, load_recipe
-from ptq.result import QuantizationResult, load_result, peak_rss_bytes
+from ptq.result import QuantizationResult, load_result
 
 ROOT = Path(__file__).resolve().parents[2]
 RTN = (RTNSpec(),)

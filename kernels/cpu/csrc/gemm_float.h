@@ -64,12 +64,8 @@ static inline void write_outputs(const LinearArgs& a, int64_t row, int64_t panel
     const int64_t left = w.outputs - panel * kPanel - v * W;
     if (left <= 0) return;
     vf out = w.has_bias ? add(total[v], load(bias + v * W)) : total[v];
-    if (left >= W) {
-      store(y + v * W, a.accumulate ? add(load(y + v * W), out) : out);
-    } else {
-      const int n = (int)left;
-      store_n(y + v * W, a.accumulate ? add(load_n(y + v * W, n), out) : out, n);
-    }
+    if (a.accumulate) out = add(load_part(y + v * W, left), out);
+    store_part(y + v * W, out, left);
   }
 }
 

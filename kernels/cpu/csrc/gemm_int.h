@@ -215,12 +215,8 @@ static void finish(const Cut<F>& cut, const LinearArgs& a, int64_t panel, Range 
       vf t = load(total + n);
       t = mul(t, cut.groups == 1 ? mul(x_scale, load(scale + n)) : x_scale);
       if (cut.w.has_bias) t = add(t, load(bias + n));
-      if (outputs - n >= W) {
-        store(y + n, a.accumulate ? add(load(y + n), t) : t);
-      } else {
-        const int rest = (int)(outputs - n);
-        store_n(y + n, a.accumulate ? add(load_n(y + n, rest), t) : t, rest);
-      }
+      if (a.accumulate) t = add(load_part(y + n, outputs - n), t);
+      store_part(y + n, t, outputs - n);
     }
   }
 }

@@ -1,4 +1,4 @@
-// Packing: from the checkpoint's row-major integers to panels. The layout is told in api.h.
+// Packing: from the checkpoint's row-major weights to panels. The layout is told in api.h.
 
 #if defined(PTQ_ISA_AVX512)
 constexpr int kPanel = 64;
@@ -27,8 +27,6 @@ static int64_t panel_bytes_of(const Source& s) {
   return whole * group_bytes_of(s, s.group) + group_bytes_of(s, s.inputs - whole * s.group);
 }
 
-static bool is_int(int32_t format) { return format == kI8 || format == kI4; }
-
 static Packed header_of(const Source& s) {
   Packed h = {};
   h.magic = kMagic;
@@ -52,26 +50,23 @@ static Packed header_of(const Source& s) {
 
 static int64_t pack_bytes(const Source& s) { return header_of(s).bytes; }
 
-// The 32 bits of a lane that hold `count` inputs; zeros make up for what is missing.
-static inline uint32_t pack_lane(int32_t format, const int8_t* q, int64_t count) {
-  if (format == kI8) {
-    uint32_t bytes = 0;
-    __builtin_memcpy(&bytes, q, count < 4 ? count : 4);
-    return bytes;
-  }
-  uint8_t nibbles[8] = {}, bytes[4];  // q + 8 is q's low nibble with the other sign
-  __builtin_memcpy(nibbles, q, count < 8 ? count : 8);
-  for (int i = 0; i < 4; i++)
-    bytes[i] = (uint8_t)(((nibbles[i] & 15) | (nibbles[4 + i] << 4)) ^ 0x88);
-  uint32_t lane;
-  __builtin_memcpy(&lane, bytes, 4);
-  return lane;
+// The 32 bits of a lane, of up to 4 bytes of a row, or of 8 whose nibbles are kept (kI4); zeros make
+// up for what is missing.
+template <bool kNibbles>
+static inline uint32_t pack_lane(const uint8_t* q, int64_t bytes) {
+  uint64_t raw = 0;
+  __builtin_memcpy(&raw, q, bytes);
+  if (!kNibbles) return (uint32_t)raw;
+  raw &= 0x0f0f0f0f0f0f0f0f;  // q + 8 is q's low nibble with the other sign
+  return ((uint32_t)raw | (uint32_t)(raw >> 32) << 4) ^ 0x88888888;
 }
 
-static void pack_int_group(const Source& s, int64_t panel, int64_t group, int64_t inputs,
-                           uint8_t* out) {
-  const int64_t groups = groups_of(s.inputs, s.group), step = lane_inputs(s.format);
-  const int64_t lanes = ceil_div(inputs, step);
+template <bool kNibbles>
+static void pack_group(const Source& s, int64_t panel, int64_t group, int64_t inputs,
+                       uint8_t* out) {
+  constexpr int64_t lane_bytes = kNibbles ? 8 : 4;  // of a row
+  const int64_t size = lane_bytes / lane_inputs(s.format), bytes = inputs * size;
+  const int64_t groups = groups_of(s.inputs, s.group), lanes = ceil_div(bytes, lane_bytes);
   float* scale_f32 = (float*)(out + lanes * kPanel * 4);
   uint16_t* scale_bf16 = (uint16_t*)scale_f32;
   int8_t* zero = (int8_t*)scale_f32 + kPanel * (s.scale_type == kScaleF32 ? 4 : 2);
@@ -81,11 +76,11 @@ static void pack_int_group(const Source& s, int64_t panel, int64_t group, int64_
     const int64_t to = from + 16 < lanes ? from + 16 : lanes;
     for (int64_t row = 0; row < rows; row++) {
       const int64_t at = (panel * kPanel + row) * s.inputs + group * s.group;
-      const int8_t* q = (const int8_t*)s.q + at;
+      const uint8_t* q = (const uint8_t*)s.q + at * size;
       for (int64_t i = from; i < to; i++) {
-        const uint32_t lane = inputs - i * step >= step
-                                  ? pack_lane(s.format, q + i * step, step)
-                                  : pack_lane(s.format, q + i * step, inputs - i * step);
+        const int64_t begin = i * lane_bytes, rest = bytes - begin;
+        const uint32_t lane = rest < lane_bytes ? pack_lane<kNibbles>(q + begin, rest)
+                                                : pack_lane<kNibbles>(q + begin, lane_bytes);
         __builtin_memcpy(out + (i * kPanel + row) * 4, &lane, 4);
       }
     }
@@ -95,26 +90,6 @@ static void pack_int_group(const Source& s, int64_t panel, int64_t group, int64_
     if (s.scale_type == kScaleF32) scale_f32[row] = s.scale[at];
     if (s.scale_type == kScaleBF16) scale_bf16[row] = f32_to_bf16(s.scale[at]);
     if (s.zero != nullptr) zero[row] = s.zero[at];
-  }
-}
-
-// A panel of floats.
-static void pack_float_panel(const Source& s, int64_t panel, uint8_t* out) {
-  const int64_t inputs = lane_inputs(s.format), size = 4 / inputs;
-  const int64_t groups = groups_of(s.inputs, s.group), group_bytes = group_bytes_of(s, s.group);
-  for (int64_t lane = 0; lane < kPanel && panel * kPanel + lane < s.outputs; lane++) {
-    const int64_t row = panel * kPanel + lane;
-    for (int64_t g = 0; g < groups; g++) {
-      const int64_t rest = s.inputs - g * s.group, count = rest < s.group ? rest : s.group;
-      const uint8_t* from = (const uint8_t*)s.q + (row * s.inputs + g * s.group) * size;
-      uint8_t* to = out + g * group_bytes + lane * 4;
-      for (int64_t byte = 0; byte < count * size; byte += 4, to += kPanel * 4)
-        __builtin_memcpy(to, from + byte, count * size - byte < 4 ? count * size - byte : 4);
-      to -= lane * 4;  // the scales
-      if (s.scale_type == kScaleF32) ((float*)to)[lane] = s.scale[row * groups + g];
-      if (s.scale_type == kScaleBF16)
-        ((uint16_t*)to)[lane] = f32_to_bf16(s.scale[row * groups + g]);
-    }
   }
 }
 
@@ -134,13 +109,14 @@ static void pack(const Source& s, void* out, const Team& team) {
   for (int64_t panel = panels.begin; panel < panels.end; panel++) {
     uint8_t* to = base + h.data_offset + panel * h.panel_bytes;
     __builtin_memset(to, 0, h.panel_bytes);
-    if (!is_int(s.format)) {
-      pack_float_panel(s, panel, to);
-      continue;
-    }
     for (int64_t group = 0; group < groups_of(s.inputs, s.group); group++) {
-      const int64_t rest = s.inputs - group * s.group;
-      pack_int_group(s, panel, group, rest < s.group ? rest : s.group, to + group * h.group_bytes);
+      const int64_t rest = s.inputs - group * s.group, inputs = rest < s.group ? rest : s.group;
+      uint8_t* at = to + group * h.group_bytes;
+      if (s.format == kI4) {
+        pack_group<true>(s, panel, group, inputs, at);
+      } else {
+        pack_group<false>(s, panel, group, inputs, at);
+      }
     }
   }
 }

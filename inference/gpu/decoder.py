@@ -1,0 +1,129 @@
+"""A step of a Llama-like decoder as a row of GPU kernels, from token ids to logits.
+
+A block is ten launches: RMSNorm with the sum of the residual before it, q/k/v, rotation and the
+write to the cache, attention, o, RMSNorm, gate and up, SiLU's product, down; where inputs are
+quantized, the kernel before a linear layer ends in that. Nothing is allocated but outputs and
+nothing waits for the device, so that a step can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from kernels.triton.prefill import prefill_attention
+from torch import Tensor
+
+from inference.gpu.layers import GpuLinear, workspace_on
+from inference.kv_cache import KVPool
+from inference.layers import Linear
+from inference.models.feed_forward import FeedForward, SwiGLU
+from inference.models.llama import Layer, LlamaModel
+from kernels.triton.attention import decode_attention
+from kernels.triton.fused import add_rms_norm, silu_mul
+from kernels.triton.linear import Rows
+from kernels.triton.rope_cache import rope_write
+
+
+@dataclass(frozen=True)
+class GpuBatch:
+    """The tokens of one step, on the device.
+
+    Attributes:
+        ids: int64 [T].
+        positions: int64 [T].
+        slots: int64 [T], where K and V go in the cache; negative where they go nowhere.
+        tables: int32 [S, W], pages of each sequence.
+        lengths: int32 [S], tokens of each sequence in the cache after this step.
+        rows: int64 [R], the tokens whose logits are wanted; None for all.
+        query_start: int32 [S + 1], where a sequence's tokens begin; None where each has one.
+        decodes: Sequences that have one token, first in the batch, where others have more.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    lengths: Tensor
+    rows: Tensor | None = None
+    query_start: Tensor | None = None
+    decodes: int = 0
+
+
+@torch.no_grad()
+def forward(model: LlamaModel, pools: Sequence[KVPool], batch: GpuBatch) -> Tensor:
+    """Run the tokens of a step; their K and V go into the cache.
+
+    Returns:
+        Logits fp32 [R, vocabulary].
+    """
+    eps, total, delta = model.config.eps, model.embedding[batch.ids].to(model.dtype), None
+    for layer, pool, window in zip(model.layers, pools, model.config.windows, strict=True):
+        project = _on_gpu(layer.qkv)
+        rows, scales, total = _norm(total, delta, layer.input_norm, eps, project.rows)
+        qkv = project.run(rows, scales, model.dtype)
+        attended = _attend(model, layer, qkv, batch, pool, window)
+        rows, scales, total = _norm(total, attended, layer.post_norm, eps, _inputs_of(layer))
+        delta = _feed_forward(layer.feed_forward, rows, scales, model.dtype)
+    if batch.rows is not None:
+        total = total[batch.rows]
+        delta = None if delta is None else delta[batch.rows]
+    head = _on_gpu(model.head)
+    rows, scales, _ = _norm(total, delta, model.norm, eps, head.rows)
+    return head.run(rows, scales, torch.float32)
+
+
+def _norm(
+    total: Tensor, delta: Tensor | None, weight: Tensor, eps: float, wanted: Rows
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(rows as a layer wants them, their scales, total + delta)."""
+    x, residual = (total, None) if delta is None else (delta, total)
+    return add_rms_norm(x, residual, weight, eps, wanted.scale, wanted.dtype, wanted.group)
+
+
+def _inputs_of(layer: Layer) -> Rows:
+    """How a block's feed-forward layer wants its input; experts quantize their rows themselves."""
+    own = layer.feed_forward
+    if isinstance(own, SwiGLU):
+        return _on_gpu(own.gate_up).rows
+    return Rows(layer.post_norm.dtype)
+
+
+def _feed_forward(
+    own: FeedForward, rows: Tensor, scales: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if not isinstance(own, SwiGLU):
+        return own(rows)
+    gate_up, down = _on_gpu(own.gate_up), _on_gpu(own.down)
+    y = gate_up.run(rows, scales, dtype)
+    return down.run(*silu_mul(y, down.rows.scale, down.rows.dtype, down.rows.group), dtype)
+
+
+def _attend(
+    model: LlamaModel, layer: Layer, qkv: Tensor, batch: GpuBatch, pool: KVPool, window: int | None
+) -> Tensor:
+    """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H]."""
+    c = model.config
+    heads = qkv.unflatten(1, (-1, c.head_dim))
+    q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+    q = rope_write(
+        q, k, v, model.cos, model.sin, pool.k, pool.v, batch.slots, pool.k_scale, pool.v_scale,
+        positions=batch.positions, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=c.eps,
+    )  # fmt: skip
+    output, dtype = _on_gpu(layer.o), model.dtype
+    wanted = output.rows
+    fused = {} if wanted.scale is None else {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
+    cache, starts = (pool.k, pool.v, batch.tables), batch.query_start
+    rest = (pool.k_scale, pool.v_scale, c.head_dim**-0.5, workspace_on(q.device), window)
+    if starts is None:
+        y = decode_attention(q, *cache, batch.lengths, *rest, **fused)
+    else:
+        y = prefill_attention(q, *cache, starts, batch.lengths, *rest, batch.decodes, **fused)
+    y = y.flatten(1)
+    return output.run(y, wanted.scale, dtype) if fused else output(y)
+
+
+def _on_gpu(linear: Linear | GpuLinear) -> GpuLinear:
+    assert isinstance(linear, GpuLinear)
+    return linear

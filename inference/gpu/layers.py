@@ -1,0 +1,62 @@
+"""Linear layers on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from formats.scheme import ActivationSpec
+from kernels.triton.common import Workspace
+from kernels.triton.fused import quantize_rows
+from kernels.triton.linear import FP8, GpuWeight, Rows, linear
+
+_workspaces: dict[tuple[torch.device, int], Workspace] = {}
+
+
+def workspace_on(device: torch.device) -> Workspace:
+    """The workspace of split sums of the current stream of a device."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if (device, stream) not in _workspaces:
+        _workspaces[device, stream] = Workspace.on(device)
+    return _workspaces[device, stream]
+
+
+def rows_of(
+    activations: ActivationSpec | None, input_scale: Tensor | None, dtype: torch.dtype
+) -> Rows:
+    """How a layer of a scheme wants its input; `dtype` is the model's float type."""
+    if activations is None:
+        return Rows(dtype)
+    kind = torch.int8 if activations.dtype == "int8" else FP8
+    return Rows(kind, input_scale, None if activations.group == -1 else activations.group)
+
+
+@dataclass(frozen=True)
+class GpuLinear:
+    """A linear layer on a GPU, quantized or not.
+
+    Attributes:
+        weight: Packed for its kernel.
+        rows: How its input is given to `run`.
+    """
+
+    weight: GpuWeight
+    rows: Rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] float -> [T, N] in the type of `x`."""
+        if self.rows.dtype == x.dtype:
+            return self.run(x.contiguous(), None, x.dtype)
+        own = self.rows
+        return self.run(*quantize_rows(x.contiguous(), own.scale, own.dtype, own.group), x.dtype)
+
+    def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The layer on rows that are quantized already: [T, N] in `dtype`."""
+        return linear(rows, scales, self.weight, workspace_on(rows.device), dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.weight.nbytes

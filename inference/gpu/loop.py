@@ -1,0 +1,117 @@
+"""The engine's steps where tokens are chosen on the device.
+
+    launch step n + 1  ->  wait for step n  ->  tell its tokens
+
+The device is given the next step before the host knows the tokens of the last one, so that it never
+waits for the host. A sequence that turns out to have ended has then one row too many on its way; it
+is dropped when it arrives. Whenever the next step depends on more than where tokens go (a request
+waits for a place, blocks run short, a request's next token is chosen on the host), the step on its
+way is waited for first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from inference.active import ActiveRequest
+from inference.gpu.runner import Draw, GpuRunner, Launched, Work
+from inference.request import RequestOutput
+from inference.scheduler import Scheduler, Slice
+
+
+class DeviceLoop:
+    """Steps of an engine.
+
+    Args:
+        runner: Runs them.
+        scheduler: Says what they are.
+        requests: Those that live, by name.
+        by_logits: Gives a request the logits of its slice.
+        by_token: Gives a request its next token, negative where its logits were not finite.
+        ahead: Launch steps before the tokens of the last are known.
+    """
+
+    def __init__(
+        self,
+        runner: GpuRunner,
+        scheduler: Scheduler,
+        requests: Mapping[str, ActiveRequest],
+        by_logits: Callable[[Slice, Tensor], list[RequestOutput]],
+        by_token: Callable[[ActiveRequest, int], RequestOutput],
+        *,
+        ahead: bool = True,
+    ) -> None:
+        self._runner, self._scheduler, self._requests = runner, scheduler, requests
+        self._by_logits, self._by_token, self._ahead = by_logits, by_token, ahead
+        self._seats: dict[str, int] = {}
+        self._flying: tuple[Launched, dict[str, ActiveRequest]] | None = None
+
+    def step(self) -> list[RequestOutput]:
+        """Launch a step, and tell the tokens of the one before it."""
+        outputs = [] if self._may_run_ahead() else self.land()
+        slices = self._scheduler.schedule()
+        if not slices:
+            return outputs + self.land()
+        launched = self._launch(slices)
+        outputs += self.land()
+        self._flying = launched
+        return outputs if self._may_run_ahead() else outputs + self.land()
+
+    def land(self) -> list[RequestOutput]:
+        """Wait for the step on its way and tell its tokens."""
+        flying, self._flying = self._flying, None
+        if flying is None:
+            return []
+        launched, requests = flying
+        outputs: list[RequestOutput] = []
+        tokens = launched.tokens()
+        for index, (work, token) in enumerate(zip(launched.work, tokens, strict=True)):
+            request = requests[work.part.sequence.name]
+            if self._requests.get(work.part.sequence.name) is not request:
+                continue  # it has ended since
+            if not request.chosen_on_device:
+                if work.rows:
+                    outputs += self._by_logits(work.part, launched.logits_of(index))
+            elif token is not None:
+                outputs.append(self._by_token(request, token))
+        return outputs
+
+    def drop(self) -> None:
+        """Forget the step on its way."""
+        self._flying = None
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next step is known without the tokens of the last, but for their ids."""
+        scheduler, running = self._scheduler, self._scheduler.running
+        full = len(running) >= scheduler.max_batch_size
+        return (
+            self._ahead
+            and (full or not scheduler.waiting)
+            and scheduler.blocks.free >= len(running)
+            and all(self._requests[s.name].chosen_on_device for s in running)
+        )
+
+    def _launch(self, slices: list[Slice]) -> tuple[Launched, dict[str, ActiveRequest]]:
+        self._assign_seats()
+        requests, work = {}, []
+        for part in slices:
+            name = part.sequence.name
+            request = requests[name] = self._requests[name]
+            draw, whole = Draw(*request.draw), request.wants_prompt_logits
+            work.append(Work(part, self._seats[name], draw, whole))
+        launched = self._runner.launch(work)
+        self._scheduler.advance(slices)
+        for part in slices:
+            request = requests[part.sequence.name]
+            if part.samples and request.chosen_on_device:
+                request.expect()
+        return launched, requests
+
+    def _assign_seats(self) -> None:
+        """A seat for each running sequence; those of others are free again."""
+        running = [sequence.name for sequence in self._scheduler.running]
+        kept = {name: self._seats[name] for name in running if name in self._seats}
+        free = iter(sorted(set(range(self._scheduler.max_batch_size)) - set(kept.values())))
+        self._seats = kept | {name: next(free) for name in running if name not in kept}

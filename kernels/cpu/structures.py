@@ -1,0 +1,100 @@
+"""The numbers and structures of `csrc/api.h`, for calls by `ctypes`."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
+
+import torch
+from torch import Tensor
+
+FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
+NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
+SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
+NONFINITE, NO_SUCH_BLOCK = 1, 2
+STORAGE_NAMES = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8_e4m3",
+    torch.int8: "int8",
+}
+
+
+class Packed(Structure):
+    """Header of a packed weight; see `csrc/api.h`."""
+
+    _fields_ = [
+        ("magic", c_uint64),
+        *[(name, c_int32) for name in ("isa", "format")],
+        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
+        *[(name, c_int32) for name in ("scale_type", "has_zero", "has_bias", "panel")],
+        *[
+            (name, c_int64)
+            for name in ("panel_bytes", "group_bytes", "data_offset", "bias_offset", "bytes")
+        ],
+    ]
+
+
+class Source(Structure):
+    """A weight to be packed; see `csrc/api.h`."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("q", "scale", "zero", "bias")],
+        *[(name, c_int32) for name in ("format", "scale_type")],
+        *[(name, c_int64) for name in ("outputs", "inputs", "group")],
+    ]
+
+
+class LinearArgs(Structure):
+    """Arguments of a linear layer."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("weight", "x", "x_scale")],
+        *[(name, c_int32) for name in ("x_is_int8", "x_scale_per_row", "accumulate")],
+        *[(name, c_int64) for name in ("rows", "x_stride", "y_stride")],
+        ("y", c_void_p),
+    ]
+
+
+class AttentionArgs(Structure):
+    """Arguments of attention over the paged cache."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("q", "out", "k_pool", "v_pool", "k_scale", "v_scale")],
+        *[(name, c_void_p) for name in ("block_tables", "query_start", "context_len")],
+        *[(name, c_int64) for name in ("sequences", "table_stride", "q_stride", "out_stride")],
+        *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "window")],
+        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+        ("softmax_scale", c_float),
+        ("blocks", c_int64),
+        *[(name, c_void_p) for name in ("problem", "partials")],
+    ]
+
+
+class WriteKvArgs(Structure):
+    """Arguments of writing to the paged cache."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
+        ("slots", c_void_p),
+        *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim")],
+        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+        ("blocks", c_int64),
+        ("problem", c_void_p),
+    ]
+
+
+class QuantizeArgs(Structure):
+    """Arguments of quantizing activations."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        *[(name, c_int64) for name in ("rows", "columns", "x_stride", "group")],
+        ("scale", c_void_p),
+        ("format", c_int32),
+        *[(name, c_void_p) for name in ("q", "values", "scales", "problem")],
+    ]
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Address of a tensor's data."""
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,145 @@
+"""The paged cache as the kernels read it: its layout, its types, its scales, and their checks.
+
+    k_pages [pages, Hkv, 64, D]    v_pages [pages, Hkv, D, 64]    int8, e4m3, bf16 or fp16
+
+V lies token by token, so that K q^T and V^T P^T both read whole lines. Eight bits have scales: of
+heads ([Hkv]), of K's channels ([Hkv, D], V's of heads), or of each token's head
+([pages, Hkv, 64]); 16 bits have none. In a product, 8-bit pages become fp16, which is exact, and
+16-bit pages stay as they are: so do q and the weights of V, which are rounded to that type.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.common import eight_bits_to_fp16, quantize, require
+
+PAGE = 64
+UNLIMITED = 1 << 30  # positions that no sliding window ends
+HEAD_SIZES = (16, 32, 64, 128, 256)
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+TYPES = (*QUANTIZED, torch.bfloat16, torch.float16)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)  # a maximum of nothing; finite, so that differences are
+HIDDEN = tl.constexpr(float("-inf"))  # a score that is not seen: 2^(HIDDEN - any maximum) is 0
+LIFT = tl.constexpr(256.0)  # of weights that a token's scale makes small, see attention
+NO_SCALES, PER_HEAD, PER_CHANNEL, PER_TOKEN = (tl.constexpr(dims) for dims in range(4))
+
+
+@triton.constexpr_function
+def operand_type(kind):
+    """The type of a product's operands for pages of a type; the interpreter has no bf16 sums."""
+    if kind.primitive_bitwidth == 8:
+        return tl.float16
+    return tl.float32 if kind == tl.bfloat16 and triton.knobs.runtime.interpret else kind
+
+
+@triton.jit
+def as_operand(x):
+    """Pages as a product's operand."""
+    if x.dtype.primitive_bitwidth == 8:
+        x = eight_bits_to_fp16(x)
+    return x.to(operand_type(x.dtype))
+
+
+@triton.jit
+def finish(y, out, out_scale):
+    """y in the type of `out`, quantized with one scale if that has eight bits."""
+    TYPE: tl.constexpr = out.dtype.element_ty
+    if TYPE.primitive_bitwidth == 8:
+        y = quantize(y, tl.load(out_scale), TYPE)
+    return y.to(TYPE)
+
+
+def scale_kind(k_scale: Tensor | None) -> int:
+    """0 for none, else the number of dimensions: 1 of heads, 2 of channels, 3 of tokens."""
+    return 0 if k_scale is None else k_scale.dim()
+
+
+def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError where a cache is e4m3 on a GPU that does not convert e4m3."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+    require(
+        not (old and dtype == torch.float8_e4m3fn),
+        "this GPU has no e4m3 (capability 8.9 has): use an int8 cache",
+    )
+
+
+def check_pages(
+    k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> None:
+    """Raise ValueError where pages and scales do not fit each other."""
+    pages, heads, page, dim = k_pages.shape
+    require(page == PAGE, f"pages hold {page} tokens; needed are {PAGE}")
+    require(
+        k_pages.dtype == v_pages.dtype and k_pages.dtype in TYPES,
+        f"cache is {k_pages.dtype} and {v_pages.dtype}; needed is one of int8, float8_e4m3fn, "
+        "bfloat16, float16",
+    )
+    check_fp8(k_pages.dtype, k_pages.device)
+    require(
+        tuple(v_pages.shape) == (pages, heads, dim, page),
+        f"v_pages is {tuple(v_pages.shape)}; needed is {(pages, heads, dim, page)}, tokens last",
+    )
+    require(
+        dim in HEAD_SIZES, f"head size {dim} is not supported: {', '.join(map(str, HEAD_SIZES))}"
+    )
+    if k_pages.dtype not in QUANTIZED:
+        require(k_scale is None and v_scale is None, f"a cache of {k_pages.dtype} has no scales")
+    elif k_scale is None or v_scale is None:
+        raise ValueError(f"a cache of {k_pages.dtype} needs scales of K and of V")
+    else:
+        of_k = {1: (heads,), 2: (heads, dim), 3: (pages, heads, page)}
+        of_v = {1: (heads,), 2: (heads,), 3: (pages, heads, page)}
+        kind = k_scale.dim()
+        require(
+            tuple(k_scale.shape) == of_k.get(kind) and tuple(v_scale.shape) == of_v[kind],
+            f"scales are {tuple(k_scale.shape)} and {tuple(v_scale.shape)}; needed are [{heads}], "
+            f"or [{heads}, {dim}] for K, or both [{pages}, {heads}, {page}]",
+        )
+    require(
+        all(x is None or x.is_contiguous() for x in (k_pages, v_pages, k_scale, v_scale)),
+        "the cache and its scales must be contiguous",
+    )
+
+
+def check_queries(q: Tensor, k_pages: Tensor, tables: Tensor, lengths: Tensor) -> None:
+    """Raise ValueError where queries and sequences do not fit the cache."""
+    heads, dim = k_pages.shape[1], k_pages.shape[3]
+    require(
+        q.dim() == 3 and q.shape[2] == dim and q.shape[1] % heads == 0 and q.is_contiguous(),
+        f"q is {tuple(q.shape)}; needed is contiguous [., n * {heads}, {dim}]",
+    )
+    require(
+        tables.shape[0] == lengths.shape[0] and tables.is_contiguous() and lengths.is_contiguous(),
+        f"{tables.shape[0]} block tables and {lengths.shape[0]} lengths; needed are as many, "
+        "contiguous",
+    )
+
+
+def result(
+    q: Tensor, out: Tensor | None, out_scale: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """Where attention's result goes: `out`, or a new tensor like q in `out_dtype`.
+
+    Raises:
+        ValueError: `out` does not fit, or a scale lacks where a type needs one.
+    """
+    if out is None:
+        out = torch.empty_like(q, dtype=out_dtype or q.dtype)
+    require(
+        out.shape == q.shape and out.is_contiguous() and out_dtype in (None, out.dtype),
+        f"out is {out.dtype} {tuple(out.shape)}; needed is contiguous {tuple(q.shape)}",
+    )
+    require(
+        (out.dtype in QUANTIZED) == (out_scale is not None),
+        f"a result in {out.dtype} {'needs' if out.dtype in QUANTIZED else 'takes no'} out_scale",
+    )
+    require(out_scale is None or out_scale.numel() == 1, "out_scale is one element")
+    check_fp8(out.dtype, out.device)
+    return out

@@ -1,0 +1,347 @@
+"""The next token of every row of logits, on the device: greedy, or drawn from the likely ones.
+
+    x = logits / temperature;  keep the top_k largest;  of those the fewest whose probabilities,
+    relative to what top_k kept, sum to at least top_p;  token = argmax over the kept of
+    x_i - log E_i,  E_i exponential noise of (seed, step, i)
+
+which draws i with probability exp(x_i) / sum (Gumbel; noise by Philox4x32-7, Salmon et al. 2011).
+The noise depends on the request's seed and its step alone, so that a request's tokens do not depend
+on its batch. Semantics of top_k and top_p are those of `inference.sampler`.
+
+Nothing is sorted. A logit and its id make one int64 whose order is that of the kept: larger values
+first, of equals lower ids; there are no ties. Probability is counted in whole 2^-40ths of the
+largest, so that sums do not depend on their order. A cut is then the largest such integer t with
+enough elements, or enough of their mass, at or above it, found by bisection.
+
+Two launches. `scan_kernel`: a program a chunk of a row finds the chunk's largest element (greedy),
+or the largest x - log E where nothing is cut; the last program of a row has the token. Where there
+is a cut it leaves the largest of each group of neighbours instead, and the row's last program
+bisects those: a t that already has enough of group maxima at or above it bounds the cut from below.
+`draw_kernel` (rows with a cut alone) gathers what reaches the bound, mostly a few more than are
+kept; the last program bisects these in registers. If they are more than `HELD`, as of nearly even
+probabilities, every step of the bisection reads the row, which is slow and right.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.common import Workspace, require
+
+CHUNK = 4096  # logits of a program
+HELD = 4096  # elements that a program bisects in registers
+WARPS = 16
+ROUNDS = tl.constexpr(7)
+LOWEST = tl.constexpr(-(2**63))  # below every element
+ONE = tl.constexpr(2.0**40)  # mass of the largest logit
+# int64 of a row in the workspace: what is known of it, then of its chunks, then elements.
+TOP, BOUND, COUNT, MASS, TOTAL, HEAD = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 8))
+
+
+@triton.jit
+def order(x, i):
+    """Logits and their ids as int64: larger values are larger, of equal ones lower ids."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0 equals 0
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - i).to(tl.int64)
+
+
+@triton.jit
+def value_of(element):
+    """The logit of an element."""
+    key = (element >> 32).to(tl.int32)
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def id_of(element):
+    """The id of an element."""
+    return 0x7FFFFFFF - (element & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def mass_of(elements, top):
+    """exp(x - top) in 2^-40ths, int64; nothing for LOWEST."""
+    x = tl.where(elements > LOWEST, value_of(elements), top)
+    mass = (tl.exp(tl.where(x == top, 0.0, x - top)) * ONE).to(tl.int64)
+    return tl.where(elements > LOWEST, mass, 0)
+
+
+@triton.jit
+def noisy(x, i, seed, step):
+    """x - log E, E = -log(1 - v) of a uniform v of 32 bits, exact where v is small."""
+    zero = tl.zeros_like(i)
+    low, high = step.to(tl.int32), (step >> 32).to(tl.int32)
+    bits, _, _, _ = tl.philox(seed, i, zero + low, zero + high, zero, ROUNDS)
+    v = (bits.to(tl.float32) + 0.5) * (2.0**-32)
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))
+    return x - tl.log(tl.where(v < 0.0078125, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def chunk_of(logits, part, V, temperature, CHUNK: tl.constexpr):
+    """x and ids of a chunk of a row; a temperature of 0 leaves the logits."""
+    i = part * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
+    if temperature > 0:
+        x = tl.div_rn(x, temperature + tl.zeros_like(x))
+    return x, i
+
+
+@triton.jit
+def at_least(elements, masses, t):
+    """Count and mass of the elements from t up, int64."""
+    over = elements >= t
+    return tl.sum(over.to(tl.int32), 0).to(tl.int64), tl.sum(tl.where(over, masses, 0), 0)
+
+
+@triton.jit
+def at_least_in_row(logits, V, temperature, top, t, CHUNK: tl.constexpr):
+    """`at_least` of a whole row."""
+    count, mass = t * 0, t * 0
+    for part in range(tl.cdiv(V, CHUNK)):
+        x, i = chunk_of(logits, part, V, temperature, CHUNK)
+        elements = tl.where(i < V, order(x, i), LOWEST)
+        c, s = at_least(elements, mass_of(elements, top), t)
+        count += c
+        mass += s
+    return count, mass
+
+
+@triton.jit
+def cut(
+    elements, masses, held, low, high, count, mass, target, by_mass,
+    logits, V, temperature, top, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The largest t with enough at or above it, and what there is: (t, count, mass), int64.
+
+    Args:
+        elements, masses: Of a row, all that is at or above `low`, if `held`.
+        held: Whether they are; else the row is read (`logits`, `V`, `temperature`, `top`).
+        low: Has `count` elements of `mass` at or above it, enough.
+        high: Has none.
+        target: Enough.
+        by_mass: Of mass, else of elements.
+    """
+    over = count * 0  # elements at or above `high`
+    middle = (low >> 1) + (high >> 1) + (low & high & 1)
+    found = tl.where(by_mass, mass, count)
+    while (middle > low) & (found != target) & (count - over > 1):
+        if held:
+            c, s = at_least(elements, masses, middle)
+        else:
+            c, s = at_least_in_row(logits, V, temperature, top, middle, CHUNK)
+        f = tl.where(by_mass, s, c)
+        if f >= target:
+            low, count, mass, found = middle, c, s, f
+        else:
+            high, over = middle, c
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+    return low, count, mass
+
+
+@triton.jit
+def share_of(mass, top_p):
+    """The least whole mass that is at least the share top_p of a mass."""
+    exact = mass.to(tl.float64) * top_p.to(tl.float64)
+    whole = exact.to(tl.int64)
+    return whole + (whole.to(tl.float64) < exact).to(tl.int64)
+
+
+@triton.jit
+def scan_kernel(
+    logits, temperatures, top_ks, top_ps, seeds, steps, out, state, arrivals, V, size,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, row); PARTS chunks, SPAN of them with the empty ones up to a power of two."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    temperature, top_p = tl.load(temperatures + row), tl.load(top_ps + row)
+    top_k = tl.load(top_ks + row)
+    by_count = (top_k > 0) & (top_k < V)
+    drawn = temperature > 0
+    limited = drawn & (by_count | (top_p < 1.0))
+    own = state + row.to(tl.int64) * size
+    tops, sums, groups = own + HEAD, own + HEAD + SPAN, own + HEAD + 2 * SPAN
+    x, i = chunk_of(logits + row.to(tl.int64) * V, part, V, temperature, CHUNK)
+    if drawn and not limited:
+        x = noisy(x, i, tl.load(seeds + row), tl.load(steps + row))
+    elements = tl.where(i < V, order(x, i), LOWEST)
+    top = tl.max(elements, 0)
+    tl.store(tops + part, top)
+    if limited:
+        largest = tl.max(tl.reshape(elements, [CHUNK // GROUP, GROUP]), 1)
+        place = part * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        tl.store(groups + place, largest)
+        tl.store(sums + part, tl.sum(mass_of(elements, value_of(top)), 0))
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.debug_barrier()
+        p = tl.arange(0, SPAN)
+        each = tl.load(tops + p, mask=p < PARTS, other=LOWEST, cache_modifier=".cg")
+        top = tl.max(each, 0)
+        tl.store(arrivals + row, 0)
+        if limited:
+            j = tl.arange(0, HELD)
+            real = j < PARTS * (CHUNK // GROUP)
+            largest = tl.load(groups + j, mask=real, other=LOWEST, cache_modifier=".cg")
+            most = value_of(top)
+            masses = mass_of(largest, most)
+            count, mass = at_least(largest, masses, LOWEST + 1)
+            whole = tl.load(sums + p, mask=p < PARTS, other=0, cache_modifier=".cg")
+            whole = tl.sum(whole.to(tl.float32) * (mass_of(each, most).to(tl.float32) / ONE), 0)
+            # Somewhat more than the share, since the sum is rounded here.
+            target = tl.where(by_count, top_k.to(tl.int64), (whole * top_p * 1.0001).to(tl.int64))
+            bound = top * 0 + LOWEST
+            if tl.where(by_count, count, mass) >= target:
+                bound, _, _ = cut(
+                    largest, masses, True, bound, top + 1, count, mass, target, not by_count,
+                    logits, V, temperature, most, CHUNK,
+                )  # fmt: skip
+            tl.store(own + TOP, top)
+            tl.store(own + BOUND, bound)
+            tl.store(own + COUNT, 0)
+            tl.store(own + MASS, 0)
+            tl.store(own + TOTAL, 0)
+        else:
+            tl.store(out + row, id_of(top).to(tl.int64))
+
+
+@triton.jit
+def best_of(elements, low, seed, step):
+    """The largest x - log E of the elements from `low` up."""
+    i = id_of(elements)
+    kept = (elements >= low) & (elements > LOWEST)
+    x = tl.where(kept, value_of(elements), 0.0)
+    return tl.max(tl.where(kept, order(noisy(x, i, seed, step), i), LOWEST), 0)
+
+
+@triton.jit
+def draw_kernel(
+    logits, temperatures, top_ks, top_ps, seeds, steps, out, state, arrivals, V, size,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, row), after `scan_kernel`."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    temperature, top_p = tl.load(temperatures + row), tl.load(top_ps + row)
+    top_k = tl.load(top_ks + row)
+    by_count = (top_k > 0) & (top_k < V)
+    if (temperature > 0) & (by_count | (top_p < 1.0)):
+        own = state + row.to(tl.int64) * size
+        line, candidates = logits + row.to(tl.int64) * V, own + HEAD + 2 * SPAN
+        top, bound = tl.load(own + TOP), tl.load(own + BOUND)
+        most = value_of(top)
+        x, i = chunk_of(line, part, V, temperature, CHUNK)
+        elements = tl.where(i < V, order(x, i), LOWEST)
+        masses = mass_of(elements, most)
+        likely = (elements >= bound) & (i < V)
+        number = likely.to(tl.int32)
+        first = tl.atomic_add(own + COUNT, tl.sum(number, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(own + MASS, tl.sum(tl.where(likely, masses, 0), 0), sem="relaxed")
+        tl.atomic_add(own + TOTAL, tl.sum(masses, 0), sem="relaxed")
+        place = first + tl.cumsum(number, 0) - 1
+        tl.store(candidates + place, elements, mask=likely & (place < HELD))
+        tl.debug_barrier()
+        last = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1
+        if last:
+            tl.debug_barrier()
+            tl.store(arrivals + row, 0)
+            count = tl.load(own + COUNT, cache_modifier=".cg")
+            mass = tl.load(own + MASS, cache_modifier=".cg")
+            total = tl.load(own + TOTAL, cache_modifier=".cg")
+            low = bound
+            enough = by_count | (mass >= share_of(total, top_p))
+            if not enough:  # what bounds the cut was rounded
+                low, count, mass = low * 0 + LOWEST, count * 0 + V, total
+            held = enough & (count <= HELD)
+            j = tl.arange(0, HELD)
+            few = tl.load(
+                candidates + j, mask=(j < count) & held, other=LOWEST, cache_modifier=".cg"
+            )
+            few_masses = mass_of(few, most)
+            if by_count:
+                low, count, mass = cut(
+                    few, few_masses, held, low, top + 1, count, mass, top_k.to(tl.int64), False,
+                    line, V, temperature, most, CHUNK,
+                )  # fmt: skip
+            if top_p < 1.0:
+                target = share_of(tl.where(by_count, mass, total), top_p)
+                low, count, mass = cut(
+                    few, few_masses, held, low, top + 1, count, mass, target, True,
+                    line, V, temperature, most, CHUNK,
+                )  # fmt: skip
+            seed, step = tl.load(seeds + row), tl.load(steps + row)
+            if held:
+                best = best_of(few, low, seed, step)
+            else:
+                best = low * 0 + LOWEST
+                for other in range(PARTS):
+                    x, i = chunk_of(line, other, V, temperature, CHUNK)
+                    elements = tl.where(i < V, order(x, i), LOWEST)
+                    best = tl.maximum(best, best_of(elements, low, seed, step))
+            tl.store(own + BOUND, low)
+            tl.store(out + row, id_of(best).to(tl.int64))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    workspace: Workspace,
+) -> Tensor:
+    """One token a row.
+
+    Args:
+        logits: fp32, bf16 or fp16 [B, V], contiguous; -inf for tokens that may not come.
+        temperature: fp32 [B]; 0 for the largest logit, of equals the lowest id.
+        top_k: int32 [B], most tokens to keep; 0 for all.
+        top_p: fp32 [B], in (0, 1]; 1 for all.
+        seeds: int64 [B], of the requests.
+        steps: int64 [B], how many tokens each has made.
+        workspace: Of the stream that this runs in.
+
+    Returns:
+        int64 [B].
+
+    Raises:
+        ValueError: a shape or type does not fit, or the workspace is too small.
+    """
+    require(
+        logits.dim() == 2 and logits.is_contiguous() and logits.dtype.is_floating_point,
+        f"logits are {logits.dtype} {tuple(logits.shape)}; needed is float [B, V], contiguous",
+    )
+    rows, vocabulary = logits.shape
+    for name, t, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("seeds", seeds, torch.int64),
+        ("steps", steps, torch.int64),
+    ):
+        fits = t.shape == (rows,) and t.dtype == dtype and t.is_contiguous()
+        require(fits, f"{name} is {t.dtype} {tuple(t.shape)}; needed is {dtype} ({rows},)")
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    parts = triton.cdiv(vocabulary, CHUNK)
+    span = triton.next_power_of_2(parts)
+    size = HEAD.value + 2 * span + HELD
+    workspace.check(2 * rows * size, rows)
+    if rows == 0:
+        return out
+    for kernel in (scan_kernel, draw_kernel):
+        kernel[(parts, rows)](
+            logits, temperature, top_k, top_p, seeds, steps, out,
+            workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
+            PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
+            GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
+        )  # fmt: skip
+    return out

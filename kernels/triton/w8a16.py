@@ -1,0 +1,69 @@
+"""W8A16: int8 weights with one scale an output channel or group, fp16 or bf16 activations.
+
+How a weight lies in memory says `kernels.triton.operands`, how it is multiplied
+`kernels.triton.weight_only`. Integers are exact in either type, zero points taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.triton.common import Workspace
+from kernels.triton.operands import pack_tiles
+from kernels.triton.tuning import Tile
+from kernels.triton.weight_only import dequantize, weight_only_linear
+from kernels.triton.weights import GroupedWeight, check_grouped, lay_bias, lay_scales
+
+
+class W8A16Weight(GroupedWeight):
+    """A weight packed for `w8a16_linear`; `packed` is int32 [K / 128, N / 64, 2048]."""
+
+
+def pack_w8a16(
+    q: Tensor, scale: Tensor, bias: Tensor | None = None, zero_point: Tensor | None = None
+) -> W8A16Weight:
+    """Lay a quantized weight out for `w8a16_linear`, on the device it is on.
+
+    Args:
+        q: int8 [N, K]; N a multiple of 64, K of 128.
+        scale: Float [N, 1], or [N, groups], groups of 32, 64 or a multiple of 128 inputs.
+        bias: Float [N] or None.
+        zero_point: int8 [N, groups], or None for zeros.
+
+    Raises:
+        ValueError: a shape or type is another.
+    """
+    check_grouped(q, scale, zero_point, 8)
+    scales, group, zeros = lay_scales(scale, zero_point, q.shape[1], 8, keep_whole=True)
+    return W8A16Weight(pack_tiles(q, 8), scales, lay_bias(bias, len(q)), group, zeros)
+
+
+def dequantize_w8a16(weight: W8A16Weight, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] in fp16 or bf16, the product in fp32 and rounded to it."""
+    return dequantize(weight, 8, dtype)
+
+
+def w8a16_linear(
+    x: Tensor,
+    weight: W8A16Weight,
+    workspace: Workspace,
+    tile: Tile | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """x W^T + bias.
+
+    Args:
+        x: fp16 or bf16 [M, K], contiguous.
+        weight: From `pack_w8a16`, on the device of `x`.
+        workspace: Of the stream that this runs in.
+        tile: How to cut it; by default the device's table says.
+        out_dtype: Element type of the result; by default that of `x`.
+
+    Returns:
+        [M, N]; sums in fp32.
+
+    Raises:
+        ValueError: a shape or type does not fit, or the workspace is too small.
+    """
+    return weight_only_linear(x, weight, 8, workspace, tile, out_dtype)

@@ -1,0 +1,201 @@
+"""The GPU's engine without a GPU: its kernels interpreted, in fp16, its loop as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from triton_lab import interpreted
+
+from formats.errors import EngineError
+from tests.experts import MOE
+
+SCHEMES = [
+    "float",
+    "w8",
+    "w4",
+    "a8w8c8",
+    "a8w8c8_dynamic",
+    "a8w4c8",
+    "fp8_c8",
+    "fp8_block",
+    "c8_fp8",
+]
+STATIC = ("a8w8c8", "a8w4c8", "fp8_c8")  # a tiny model's rows are few steps of a constant scale
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "vocab_size": 384,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
+    from inference.random_checkpoint import random_checkpoint
+
+    (folder / "shape").mkdir()
+    (folder / "shape" / "config.json").write_text(json.dumps(SHAPE | overrides))
+    head = scheme not in ("float", "c8_fp8")
+    return str(random_checkpoint(folder, str(folder / "shape"), scheme, quantize_head=head))
+
+
+def engine_of(path: str, *, triton: bool = True, **config):
+    from transformers import AutoTokenizer
+
+    from formats.checkpoint import Checkpoint
+    from inference.config import EngineConfig
+    from inference.engine import Engine
+    from inference.load import load_model
+
+    checkpoint = Checkpoint.open(path)
+    model = load_model(checkpoint, triton=triton, dtype=torch.float16 if triton else torch.float32)
+    sizes = {"max_model_len": 192, "max_batch_size": 4} | config
+    return Engine(checkpoint, model, AutoTokenizer.from_pretrained(path), EngineConfig(**sizes))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 384, (length,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_are_those_of_the_cpu(tmp_path, scheme):
+    path = checkpoint_of(tmp_path, scheme)
+    compare(path, 0.1 if scheme in STATIC else 0.03)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_families(make_model, family):
+    window = {"sliding_window": 16} if family == "mistral" else {}
+    compare(str(make_model(family, layers=1, tie_word_embeddings=False, **window)), 0.03)
+
+
+def test_mixtures_of_experts(make_model):
+    compare(str(make_model("qwen2_moe", **MOE["qwen2_moe"])), 0.03)
+
+
+@interpreted
+def compare(path: str, tolerance: float):
+    tokens = prompt(40)
+    wanted = engine_of(path, triton=False).score(tokens)
+    whole = engine_of(path).score(tokens)
+    chunks = engine_of(path, max_batched_tokens=30).score(tokens)
+    for found in (whole, chunks):
+        error = (found - wanted).norm() / wanted.norm()
+        assert error < tolerance, error
+
+
+def run(path: str, requests: list, *, eager: bool, **config) -> list:
+    """Tokens and reasons of requests (prompt, parameters); all arrive at once."""
+    from inference.request import SamplingParams
+
+    engine = engine_of(path, eager=eager, **config)
+    names = [engine.add_request(p, SamplingParams(**params)) for p, params in requests]
+    found = {}
+    while engine.has_unfinished:
+        found |= {out.request_id: out for out in engine.step() if out.finished}
+        engine.check_integrity()
+    return [(found[name].token_ids, found[name].finish_reason) for name in names]
+
+
+def test_steps_ahead_give_the_tokens_of_steps_one_by_one(tmp_path):
+    ahead_and_eager(checkpoint_of(tmp_path, "a8w8c8"))
+
+
+@interpreted
+def ahead_and_eager(path: str):
+    requests = [
+        (prompt(9, 1), {"max_tokens": 7, "ignore_eos": True}),
+        (prompt(70, 2), {"max_tokens": 1, "ignore_eos": True}),  # ends with its prompt
+        (prompt(5, 3), {"max_tokens": 9, "temperature": 0.9, "seed": 3, "ignore_eos": True}),
+        (prompt(3, 4), {"max_tokens": 6, "top_k": 5, "top_p": 0.8, "temperature": 1.0, "seed": 8}),
+        (prompt(20, 5), {"max_tokens": 5, "ignore_eos": True}),  # waits for a place
+    ]
+    wanted = run(path, requests, eager=True)
+    assert [len(tokens) for tokens, _ in wanted[:3]] == [7, 1, 9]
+    assert run(path, requests, eager=False) == wanted
+    assert run(path, requests, eager=False, max_batched_tokens=16) == wanted
+    few = run(path, requests, eager=False, kv_blocks=3)  # some give way and start over
+    assert few == wanted
+    stop = wanted[0][0][2]  # found out when a step more is on its way
+    requests[0][1]["stop_token_ids"] = (stop,)
+    found = run(path, requests, eager=False)
+    first = wanted[0][0].index(stop)
+    assert found[0] == (wanted[0][0][: first + 1], "stop")
+    assert found[1:] == wanted[1:]
+
+
+def test_what_needs_logits_is_chosen_on_the_host(tmp_path):
+    on_the_host(checkpoint_of(tmp_path, "float"))
+
+
+@interpreted
+def on_the_host(path: str):
+    from inference.request import SamplingParams
+
+    engine, tokens = engine_of(path), prompt(9, 1)
+    plain = engine.generate([tokens], SamplingParams(max_tokens=6, ignore_eos=True))[0]
+    told = engine.generate(
+        [tokens, prompt(4, 2)],
+        [
+            SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+            SamplingParams(max_tokens=8, ignore_eos=True),
+        ],
+    )
+    assert told[0].token_ids == plain.token_ids
+    for token, logprobs in zip(plain.token_ids, told[0].logprobs, strict=True):
+        assert max(logprobs, key=logprobs.get) == token
+    assert len(told[0].prompt_logprobs) == len(tokens)
+    once = SamplingParams(
+        max_tokens=6, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0
+    )
+    output = engine.generate([tokens], once)[0]
+    assert len(set(output.token_ids)) == 6
+    never = SamplingParams(max_tokens=6, stop_token_ids=tuple(plain.token_ids[:1]), min_tokens=4)
+    output = engine.generate([tokens], never)[0]
+    assert plain.token_ids[0] not in output.token_ids[:4]
+
+
+def test_logits_that_are_not_finite_end_a_request(tmp_path):
+    not_finite(checkpoint_of(tmp_path, "float"))
+
+
+@interpreted
+def not_finite(path: str):
+    from inference.request import SamplingParams
+
+    engine = engine_of(path)
+    engine.model.norm.fill_(float("nan"))
+    output = engine.generate([prompt(5)], SamplingParams(max_tokens=6))[0]
+    assert output.finish_reason == "error"
+    assert "NaN or infinity" in output.error
+    engine.check_integrity()
+
+
+def test_odd_sizes_run_dequantized(tmp_path):
+    """96 inputs are no multiple of 128: no kernel takes them."""
+    path = checkpoint_of(tmp_path, "a8w8", hidden_size=96, head_dim=32, num_attention_heads=3,
+                         num_key_value_heads=3, intermediate_size=160)  # fmt: skip
+    compare(path, 0.03)
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:99"])
+def test_devices_that_are_none_are_refused(tiny_llama, device):
+    from inference.engine import Engine
+
+    with pytest.raises(EngineError, match="device: found"):
+        Engine.from_pretrained(tiny_llama, device=device)
