@@ -1,27 +1,30 @@
 """4-bit weights times many rows on Hopper: W4A16 and W4A8, warps with roles of their own (Gluon).
 
-The sums and the packed weights are those of `kernels.triton.w4a16` and `kernels.triton.w4a8`, whose
-kernels load, unpack and multiply in turn; here the three go on at once:
+The sums and the packed weights are those of `kernels.triton.weight_only` and `kernels.triton.w4a8`
+for groups of 128 inputs without zero points. Those kernels load, unpack and multiply in turn; here
+the three go on at once:
 
 - One warp copies tiles of packed weights, scales and x by TMA into a ring in shared memory.
-- Two warpgroups take half of a tile's outputs each. Packed words go from the ring to registers,
-  become the left operand there, and meet x^T, which the tensor cores read from the ring.
-- Products are asynchronous: the next operand is unpacked while the last one is multiplied, and one
-  warpgroup's fp32 work on a group's exact sum (W4A8) falls into the other's product.
+- Two warpgroups take half of a tile's outputs each. Packed words go from the ring to registers and
+  become the left operand there; the tensor cores read the right one, x^T, from the ring.
+- Products are asynchronous. W4A16 unpacks the next operand while the last is multiplied. W4A8
+  scales the exact sum of half of the rows while the other half is multiplied, and lets the other
+  warpgroup start just then, so that the two do not both wait or both work.
 
-A program takes an equal run of `share` (tile, group of 128 inputs) pairs, so that no SM waits for
-others. A tile that a run cuts is left in parts in the workspace; the last to arrive adds them up,
-in order. `share` = all groups of a tile is the plain grid. Results leave transposed, by TMA.
+There is at most one program an SM. It takes whole tiles in turn; the tiles that are left after full
+rounds may be cut into equal runs of `share` (tile, group) pairs. Of a cut tile the programs leave
+their parts, and the last to arrive adds them up, in order.
+
+Asynchronous products keep their registers. A product that is on its way from one round of a loop to
+the next, or 8-bit operands that go round, make the assembler wait for every product or copy bytes.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
+# ruff: noqa: RUF005, RUF059  (the compiler knows no starred tuples, and unpacks only whole ones)
 from __future__ import annotations
 
-import torch
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,14 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.triton.common import Workspace, require
-from kernels.triton.tuning import Tile, measured_tile, multiprocessors
-from kernels.triton.w4a8 import W4A8Weight
-from kernels.triton.w4a8 import w4a8_linear as plain_w4a8_linear
-from kernels.triton.w4a16 import GROUP, W4A16Weight
-from kernels.triton.w4a16 import w4a16_linear as plain_w4a16_linear
+from kernels.triton.runs_gluon import piece, pieces, sum_parts
 
 # Bits 0 to 7 of both halves of a word, less 8 and times the scale, in fp16 and in bf16.
 FP16 = gl.constexpr("""{ .reg .b32 a, bias, part, high;
@@ -60,9 +57,7 @@ and.b32 $0, t, 0xF0F0F0F0;
 and.b32 $1, $2, 0xF0F0F0F0; }""")  # as in kernels.triton.w4a8
 _LANES = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
 WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [16, 0]], _LANES, [[4, 0], [8, 0]], [], [32, 32]
-    )
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0]], _LANES, [[4, 0], [8, 0]], [], [32, 32])
 )  # int32 [32, 32], a packed tile of 64 outputs: 16 bytes a thread and load
 BYTES = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -77,7 +72,7 @@ BYTES = gl.constexpr(
 
 @gluon.jit
 def float_operand(words, scale, CHUNK: gl.constexpr, dtype: gl.constexpr):
-    """Words [64 outputs, 16] and doubled scales [64, 1] -> weights [64, 64], the CHUNK-th inputs."""
+    """Words [64 outputs, 16], doubled scales [64, 1] -> weights [64, 64], the CHUNK-th inputs."""
     if CHUNK == 1:
         words = words >> 8
     half = gl.bfloat16 if dtype == gl.bfloat16 else gl.float16
@@ -115,31 +110,6 @@ def doubled(scale, dtype: gl.constexpr):
         pack=1,
     )
     return gl.expand_dims(word, 1)
-
-
-@gluon.jit
-def pieces(sizes):
-    """How many tiles, or parts of tiles, this program works on."""
-    strips, N, tiles, groups, cut, share = sizes
-    first = gl.program_id(0) * share
-    head, tail = first // groups, (gl.minimum(first + share, cut) + groups - 1) // groups
-    whole = tiles - cut // groups - gl.program_id(0) + gl.num_programs(0) - 1
-    return gl.maximum(tail - head, 0), gl.maximum(whole, 0) // gl.num_programs(0)
-
-
-@gluon.jit
-def piece(item, sizes):
-    """The item-th: its tile, and the first and the end of its groups of inputs."""
-    strips, N, tiles, groups, cut, share = sizes
-    parts, _ = pieces(sizes)
-    first = gl.program_id(0) * share
-    tile = first // groups + item
-    low = gl.maximum(first - tile * groups, 0)
-    high = gl.minimum(gl.minimum(first + share, cut) - tile * groups, groups)
-    whole = cut // groups + gl.program_id(0) + (item - parts) * gl.num_programs(0)
-    is_part = item < parts
-    tile = gl.where(is_part, tile, whole)
-    return tile, gl.where(is_part, low, 0), gl.where(is_part, high, groups)
 
 
 @gluon.jit
@@ -194,8 +164,7 @@ def wait(accs, LEFT: gl.constexpr):
     """Wait until all but LEFT products are done."""
     if len(accs) == 1:
         return (warpgroup_mma_wait(LEFT, deps=accs),)
-    else:
-        return warpgroup_mma_wait(LEFT, deps=accs)
+    return warpgroup_mma_wait(LEFT, deps=accs)
 
 
 @gluon.jit
@@ -205,21 +174,16 @@ def fetch(rings, stage, TILE: gl.constexpr, MMA: gl.constexpr):
     packed, scale = ws.index(stage).slice(TILE * 32, 32), ss.index(stage).slice(TILE * 64, 64)
     if xs.dtype == gl.int8:
         return packed.load(BYTES), scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)
-    else:
-        words = packed.load(WORDS).reshape([2, 4, 8, 4, 4]).permute([1, 0, 2, 4, 3])
-        words = words.reshape([64, 16])
-        return words, doubled(scale.load(gl.SliceLayout(1, words.type.layout)), xs.dtype)
+    words = packed.load(WORDS).reshape([2, 4, 8, 4, 4]).permute([1, 0, 2, 4, 3])
+    words = words.reshape([64, 16])
+    return words, doubled(scale.load(gl.SliceLayout(1, words.type.layout)), xs.dtype)
 
 
 @gluon.jit
-def multiply_floats(
-    accs, rings, bars, done, count, PART: gl.constexpr, TURNS: gl.constexpr, MMA: gl.constexpr
-):
+def multiply_floats(accs, rings, bars, done, count, PART: gl.constexpr, MMA: gl.constexpr):
     """W4A16: add `count` groups, the ring's stages from `done` on; the scale multiplies the weight.
 
-    The next operand is made while the last is multiplied. Nothing is on its way from one round of
-    the loop to the next: the assembler would wait for every product. With TURNS the other warpgroup
-    is half a round behind, and has the tensor cores meanwhile.
+    A step is a product of 64 outputs and half a group; the last makes the next group's operand.
     """
     xs, ws, ss = rings
     ready, empty, turns = bars
@@ -228,27 +192,22 @@ def multiply_floats(
     STEPS: gl.constexpr = 2 * TILES
     STAGES: gl.constexpr = ws.shape[0]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    stage = done % STAGES
+    i, stage = done, done % STAGES
     mbarrier.wait(ready.index(stage), done // STAGES & 1)
     words, scale = fetch(rings, stage, PART * TILES, MMA)
     w = gl.convert_layout(float_operand(words, scale, 0, DT), LEFT, assert_trivial=True)
-    i = done
     for _ in range(count):
         following = (i + 1) % STAGES
-        if TURNS:
-            mbarrier.wait(turns.index(PART), (i + 1 - PART) & 1)
         for step in gl.static_range(STEPS):
             xt = xs.index(stage * 2 + step % 2).permute([1, 0])
             accs = put(accs, step // 2, warpgroup_mma(w, xt, accs[step // 2], is_async=True))
-            if TURNS or step > 0:
+            if step > 0:
                 accs = wait(accs, 1)
-            if TURNS and step == TILES:
-                mbarrier.arrive(turns.index(1 - PART))
             if step == STEPS - 1:
                 more = i + 1 < done + count
                 mbarrier.wait(ready.index(following), (i + 1) // STAGES & 1, pred=more)
                 words, scale = fetch(rings, following, PART * TILES, MMA)
-            elif TURNS or step % 2 == 1:  # read again, the words keep the work behind the wait
+            elif step % 2 == 1:
                 words, scale = fetch(rings, stage, PART * TILES + (step + 1) // 2, MMA)
             w = float_operand(words, scale, (step + 1) % 2, DT)
             w = gl.convert_layout(w, LEFT, assert_trivial=True)
@@ -260,14 +219,8 @@ def multiply_floats(
 
 
 @gluon.jit
-def multiply_integers(
-    accs, rings, bars, done, count, PART: gl.constexpr, TURNS: gl.constexpr, MMA: gl.constexpr
-):
-    """W4A8: the scale multiplies a group's exact sum.
-
-    The rows of x are taken in halves: the sum of one is scaled while the other is multiplied, which
-    is also when the other warpgroup starts, so that the two do not both wait or both work.
-    """
+def multiply_integers(accs, rings, bars, done, count, PART: gl.constexpr, MMA: gl.constexpr):
+    """W4A8: the scale multiplies a group's exact sum, of each half of the rows."""
     xs, ws, ss = rings
     ready, empty, turns = bars
     ROWS: gl.constexpr = accs[0].shape[1]
@@ -276,14 +229,14 @@ def multiply_integers(
     STAGES: gl.constexpr = ws.shape[0]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     zero = gl.full([64, ROWS], 0, gl.int32, layout=MMA)
-    i = done
+    i = done  # not the loop's own counter: a range from a carried number on is compiled as from 0
     for _ in range(count):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), i // STAGES & 1)
         for t in gl.static_range(TILES):
             packed, scale = fetch(rings, stage, PART * TILES + t, MMA)
             w = gl.convert_layout(int_operand(packed), LEFT, assert_trivial=True)
-            if TURNS:
+            if HALVES == 2:
                 mbarrier.wait(turns.index(PART), (i * TILES + t + 1 - PART) & 1)
             sums = ()
             for half in gl.static_range(HALVES):
@@ -291,7 +244,7 @@ def multiply_integers(
                 sums = sums + (warpgroup_mma(w, xt, zero, use_acc=False, is_async=True),)
             for half in gl.static_range(HALVES):
                 sums = wait(sums, HALVES - 1 - half)
-                if TURNS and half == 0:
+                if HALVES == 2 and half == 0:
                     mbarrier.arrive(turns.index(1 - PART))
                 if half == HALVES - 1 and t == TILES - 1:
                     mbarrier.arrive(empty.index(stage))
@@ -315,58 +268,6 @@ def promote(acc, exact, scale):
 
 
 @gluon.jit
-def sum_parts(accs, parts, arrivals, tile, low, sizes, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Leave a cut tile's part; the last of its programs to arrive gets the sum of all, in order."""
-    strips, N, tiles, groups, cut, share = sizes
-    TILES: gl.constexpr = len(accs)
-    MMA: gl.constexpr = accs[0].type.layout
-    ROWS: gl.constexpr = accs[0].shape[1]
-    SIZE: gl.constexpr = 64 * ROWS
-    sums = ()
-    for t in gl.static_range(TILES):
-        sums = sums + (by_thread(accs[t]),)
-    FLAT: gl.constexpr = sums[0].type.layout
-    quad = gl.expand_dims(gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, FLAT)), 1)
-    cells = quad * 4 + gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, FLAT)), 0)
-    cells += PART * TILES * SIZE
-    slot = gl.program_id(0) * 2 + (low == 0).to(gl.int32)  # a run may cut its first and last tile
-    own = parts + slot.to(gl.int64) * (PARTS * TILES * SIZE) + cells
-    for t in gl.static_range(TILES):
-        gl.store(own + t * SIZE, sums[t])
-    gl.thread_barrier()
-    start, stop = tile * groups // share, (tile * groups + groups - 1) // share
-    place = arrivals + tile * PARTS + PART
-    last = gl.atomic_add(place, 1, sem="acq_rel") == stop - start
-    if last:
-        gl.thread_barrier()
-        for p in range(start, stop + 1):
-            slot = p * 2 + (p == start).to(gl.int32)
-            own = parts + slot.to(gl.int64) * (PARTS * TILES * SIZE) + cells
-            more = ()
-            for t in gl.static_range(TILES):
-                more = more + (gl.load(own + t * SIZE, cache_modifier=".cg"),)
-            added = ()
-            for t in gl.static_range(TILES):
-                added = added + (gl.where(p == start, 0.0, sums[t]) + more[t],)
-            sums = added
-        gl.store(place, 0)
-        accs = ()
-        for t in gl.static_range(TILES):
-            y = sums[t].reshape([ROWS // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-            y = gl.convert_layout(y.reshape([64, ROWS]), MMA, assert_trivial=True)
-            accs = accs + (y,)
-    return accs, last
-
-
-@gluon.jit
-def by_thread(acc):
-    """Sums [64, ROWS] as [16 ROWS, 4]: four of a thread in a row, threads beside each other."""
-    ROWS: gl.constexpr = acc.shape[1]
-    y = acc.reshape([4, 2, 8, ROWS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-    return y.reshape([16 * ROWS, 4])
-
-
-@gluon.jit
 def compute(
     ends, rings, ys, bars, sizes, M,
     PART: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
@@ -376,11 +277,9 @@ def compute(
     strips, N, tiles, groups, cut, share = sizes
     xs, ws, ss = rings
     INT8: gl.constexpr = xs.dtype == gl.int8
-    PARTS: gl.constexpr = ys.shape[0]
-    TILES: gl.constexpr = ss.shape[1] // 64 // PARTS
+    TILES: gl.constexpr = ss.shape[1] // 128
     ROWS: gl.constexpr = ys.shape[1]
     HALVES: gl.constexpr = xs.shape[1] // ROWS
-    TURNS: gl.constexpr = PARTS == 2 and (HALVES == 2 if INT8 else TILES == 2 and ROWS > 64)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32 if INT8 else 16]
     )
@@ -390,17 +289,17 @@ def compute(
         tile, low, high = piece(item, sizes)
         accs = zeros(TILES * HALVES, ROWS, MMA)
         if INT8:
-            accs = multiply_integers(accs, rings, bars, done, high - low, PART, TURNS, MMA)
+            accs = multiply_integers(accs, rings, bars, done, high - low, PART, MMA)
         else:
-            accs = multiply_floats(accs, rings, bars, done, high - low, PART, TURNS, MMA)
+            accs = multiply_floats(accs, rings, bars, done, high - low, PART, MMA)
         done += high - low
         last = True
         if high - low < groups:
-            accs, last = sum_parts(accs, parts, arrivals, tile, low, sizes, PART, PARTS)
+            accs, last = sum_parts(accs, parts, arrivals, tile, low, sizes, PART)
         if last:
             for k in gl.static_range(TILES * HALVES):
                 row = (tile % strips * HALVES + k % HALVES) * ROWS
-                column = tile // strips * (64 * PARTS * TILES) + (PART * TILES + k // HALVES) * 64
+                column = (tile // strips * (2 * TILES) + PART * TILES + k // HALVES) * 64
                 y = accs[k]
                 if INT8:
                     m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
@@ -420,154 +319,33 @@ def compute(
 def w4_kernel(
     x, packed, scale, out, x_scale, bias, parts, arrivals,
     M, N, tiles, groups, strips, cut, share,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """x, packed (as [K / 128 * N / 2, 128 bytes]), scale (flat) and out are TMA descriptors."""
     CHUNKS: gl.constexpr = 128 // x.block_type.shape[1]
     xs = gl.allocate_shared_memory(x.dtype, [STAGES * CHUNKS] + x.block_type.shape, x.layout)
     ws = gl.allocate_shared_memory(packed.dtype, [STAGES] + packed.block_type.shape, packed.layout)
     ss = gl.allocate_shared_memory(scale.dtype, [STAGES] + scale.block_type.shape, scale.layout)
-    ys = gl.allocate_shared_memory(out.dtype, [PARTS] + out.block_type.shape, out.layout)
+    ys = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS)
+        mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     rings, bars = (xs, ws, ss), (ready, empty, turns)
     sizes = (strips, N, tiles, groups, cut, share)
     ends = (out, x_scale, bias, parts, arrivals)
-    A: gl.constexpr = 0
-    B: gl.constexpr = 1
-    C: gl.constexpr = 2
-    D: gl.constexpr = 3
-    if PARTS == 2:
-        gl.warp_specialize(
-            [
-                (compute, (ends, rings, ys, bars, sizes, M, A, PER_ROW, BIAS)),
-                (compute, (ends, rings, ys, bars, sizes, M, B, PER_ROW, BIAS)),
-                (load_tiles, (x, packed, scale, rings, bars, sizes)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (compute, (ends, rings, ys, bars, sizes, M, A, PER_ROW, BIAS)),
-                (compute, (ends, rings, ys, bars, sizes, M, B, PER_ROW, BIAS)),
-                (compute, (ends, rings, ys, bars, sizes, M, C, PER_ROW, BIAS)),
-                (compute, (ends, rings, ys, bars, sizes, M, D, PER_ROW, BIAS)),
-                (load_tiles, (x, packed, scale, rings, bars, sizes)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
-        )
-
-
-def w4a16_linear(
-    x: Tensor, weight: W4A16Weight, workspace: Workspace, tile: Tile | None = None
-) -> Tensor:
-    """As `kernels.triton.w4a16.w4a16_linear`, to which it hands what it does not take.
-
-    That is: devices other than sm_90, and what the device's table or the rule says is faster there.
-    """
-    tile = tile or _tile("w4a16", x, weight)
-    if tile is None or not tile.persistent:
-        return plain_w4a16_linear(x, weight, workspace, tile)
-    require(
-        x.dtype in (torch.float16, torch.bfloat16) and x.is_contiguous(),
-        f"x is {x.dtype}; needed is contiguous float16 or bfloat16",
+    LOW: gl.constexpr = 0
+    HIGH: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (compute, (ends, rings, ys, bars, sizes, M, LOW, PER_ROW, BIAS)),
+            (compute, (ends, rings, ys, bars, sizes, M, HIGH, PER_ROW, BIAS)),
+            (load_tiles, (x, packed, scale, rings, bars, sizes)),
+        ],
+        [4, 1],
+        [240, 24],
     )
-    return _launch(x, None, weight, workspace, x.dtype, tile)
-
-
-def w4a8_linear(
-    xq: Tensor,
-    x_scale: Tensor,
-    weight: W4A8Weight,
-    workspace: Workspace,
-    out_dtype: torch.dtype = torch.bfloat16,
-    tile: Tile | None = None,
-) -> Tensor:
-    """As `kernels.triton.w4a8.w4a8_linear`, to which it hands what it does not take.
-
-    That is: results of 32 bits, devices other than sm_90, and what is faster there.
-    """
-    tile = tile or (_tile("w4a8", xq, weight) if out_dtype.itemsize == 2 else None)
-    if tile is None or not tile.persistent:
-        return plain_w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile)
-    require(
-        xq.dtype == torch.int8 and xq.is_contiguous(),
-        f"x is {xq.dtype}; needed is contiguous int8",
-    )
-    require(x_scale.numel() in (1, len(xq)), f"{x_scale.numel()} scales for {len(xq)} rows of x")
-    require(out_dtype.itemsize == 2, f"results are {out_dtype}; this kernel writes 16 bits")
-    return _launch(xq, x_scale, weight, workspace, out_dtype, tile)
-
-
-def _tile(family: str, x: Tensor, weight: W4A16Weight | W4A8Weight) -> Tile | None:
-    """Measured, or the rule; None where the plain kernel is to choose for itself."""
-    rows, outputs = len(x), weight.scale.shape[1]
-    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0):
-        return None
-    found = measured_tile(f"{family}_many", x.device, rows, outputs, x.shape[1])
-    return found or many_rows_rule(family, multiprocessors(x.device), rows, outputs)
-
-
-def many_rows_rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
-    """Large tiles where they fill the SMs, else smaller ones that are cut; None for few rows."""
-    floats = family == "w4a16"
-    if rows <= (32 if floats else 64) or outputs % 128:
-        return None
-    if rows <= 64:
-        large = outputs % 256 == 0 and outputs // 256 >= 0.8 * processors
-        return Tile(256, 64, 1, 5, 16, True) if large else Tile(128, 64, 4, 6, 8, True)
-    tiles = -(-rows // 128) * (outputs // 256)
-    if outputs % 256 == 0 and tiles >= 0.8 * processors:
-        return Tile(256, 128, 1, 3 if floats else 4, 8, True)
-    return Tile(128, 128, 4, 4, 8, True)
-
-
-def _launch(x, x_scale, weight, workspace: Workspace, dtype: torch.dtype, tile: Tile) -> Tensor:
-    """Whole tiles in turn; where splits > 1, what is left after full rounds in equal runs."""
-    (rows, inputs), (groups, outputs) = x.shape, weight.scale.shape
-    require(inputs == groups * GROUP, f"x has {inputs} inputs, the weight {groups * GROUP}")
-    require(
-        outputs % tile.outputs == 0 and tile.warps in (8, 16),
-        f"{tile} does not fit {outputs} outputs, or has not 8 or 16 warps",
-    )
-    out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
-    if rows == 0:
-        return out
-    strips, processors, parts = triton.cdiv(rows, tile.rows), multiprocessors(x.device), tile.warps // 4
-    tiles = strips * (outputs // tile.outputs)
-    programs, cut, share = min(processors, tiles), 0, 1
-    if tile.splits > 1 and tiles % processors:
-        cut = tiles % processors * groups
-        share = max(triton.cdiv(cut, processors), triton.cdiv(groups, tile.splits))
-        programs = max(programs, triton.cdiv(cut, share))
-        workspace.check(2 * programs * tile.outputs * tile.rows, parts * tiles)
-    integers = x.dtype == torch.int8
-    words = weight.packed.view(-1, 128 if integers else 32)
-    w4_kernel[(programs,)](
-        _describe(x, [tile.rows, 128 // x.itemsize]),
-        _describe(words, [tile.outputs // 2, words.shape[1]]),
-        _describe(weight.scale.view(-1), [tile.outputs]),
-        _describe(out, [min(tile.rows, 64) if integers else tile.rows, 64]),
-        x_scale, weight.bias, workspace.parts, workspace.arrivals,
-        rows, outputs, tiles, groups, strips, cut, share, STAGES=tile.stages, PARTS=parts,
-        PER_ROW=int(x_scale is not None and x_scale.numel() > 1), BIAS=weight.bias is not None,
-        REGISTERS=240 if parts == 2 else 112, num_warps=4, maxnreg=168 if parts == 2 else 96,
-    )  # fmt: skip
-    return out
-
-
-def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    """A tensor for the TMA unit, in blocks; rows of 128 bytes are swizzled."""
-    swizzle = 128 if len(block) > 1 else 0
-    layout = gl.NVMMASharedLayout(swizzle, 8 * tensor.itemsize, len(block))
-    return TensorDescriptor.from_tensor(tensor, block, layout)
