@@ -21,15 +21,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from kernels.triton.fp8_block import Fp8BlockWeight, fp8_block_linear, pack_fp8_block
-from kernels.triton.w8a16 import W8A16Weight, pack_w8a16, w8a16_linear
 from torch import Tensor
 
 from kernels.numerics import dequantize
 from kernels.triton.common import Workspace
-from kernels.triton.w4a8 import W4A8Weight, pack_w4a8, w4a8_linear
-from kernels.triton.w4a16 import W4A16Weight, pack_w4a16, w4a16_linear
+from kernels.triton.fp8_block import Fp8BlockWeight, fp8_block_linear, pack_fp8_block
+from kernels.triton.w4_many import w4a8_linear, w4a16_linear
+from kernels.triton.w4a8 import W4A8Weight, pack_w4a8
+from kernels.triton.w4a16 import W4A16Weight, pack_w4a16
 from kernels.triton.w8a8 import W8A8Weight, pack_w8a8, w8a8_linear
+from kernels.triton.w8a16 import W8A16Weight, pack_w8a16, w8a16_linear
 
 FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)  # the first with products of e4m3

@@ -26,8 +26,9 @@ from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
 from kernels.triton.prefill import prefill_attention
 from kernels.triton.rope_cache import rope_write
 from kernels.triton.sampling import sample
-from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
-from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
+from kernels.triton.w4_many import w4a8_linear, w4a16_linear
+from kernels.triton.w4a8 import pack_w4a8
+from kernels.triton.w4a16 import pack_w4a16
 from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import pack_w8a16, w8a16_linear
 

@@ -26,17 +26,39 @@ from kernels.triton import problems
 from kernels.triton.bench import DECODE, PREFILL, SHAPES
 from kernels.triton.common import Workspace
 from kernels.triton.problems import Problem
-from kernels.triton.tuning import Block, Cut, Tile, bucket, file_of, multiprocessors
+from kernels.triton.tuning import (
+    Block,
+    Cut,
+    Tile,
+    bucket,
+    file_of,
+    gemm_tile,
+    multiprocessors,
+)
 
 log = logging.getLogger("ptq.kernels")
 ATTENTION = ("attention", "attention_per_token", "attention_16_bits")
 PROMPTS = ("prefill", "prefill_16_bits")
-FAMILIES = ("w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", *ATTENTION, *PROMPTS)
+FAMILIES = (
+    "w4a16",
+    "w4a8",
+    "w4a16_many",
+    "w4a8_many",
+    "w8a16",
+    "w8a8",
+    "fp8",
+    "fp8_block",
+    *ATTENTION,
+    *PROMPTS,
+)
 ROWS = (16, 64, 256)
 
 
 def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) -> Iterator[Tile]:
     """Candidates: sizes that fit in registers, splits that give each SM about one to four."""
+    if family.endswith("_many"):
+        yield from _many_rows(family, rows, outputs, inputs)
+        return
     for size, tall, stages, warps in _sizes(family, rows):
         for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
             programs = outputs // size * -(-rows // tall) * splits
@@ -53,6 +75,17 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
             (256, 64, 4),
         ):
             yield Tile(size, tall, 1, stages, 8, True)
+
+
+def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """4-bit weights: what the kernel for few rows would take, and tiles of the one for many."""
+    yield gemm_tile(family.removesuffix("_many"), torch.device("cuda"), rows, outputs, inputs)
+    sizes = ((256, 128, 3), (128, 128, 4), (128, 256, 2), (256, 64, 6), (128, 64, 6))
+    if family == "w4a8_many":
+        sizes = ((256, 128, 5), (128, 128, 6), (256, 64, 6), (128, 64, 6))
+    for size, tall, stages in sizes:
+        if outputs % size == 0 and rows > tall // 2 and (rows <= 512 or tall >= 128):
+            yield from (Tile(size, tall, splits, stages, 8, True) for splits in (1, 4, 8))
 
 
 def _sizes(family: str, rows: int) -> tuple[tuple[int, int, int, int], ...]:

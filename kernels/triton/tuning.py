@@ -30,7 +30,8 @@ class Tile:
         splits: Programs that share the inputs of a tile; their sums are added afterwards.
         stages: Depth of the load pipeline.
         warps: Warps of a program.
-        persistent: Whether the kernel for many rows (TMA, one program an SM) runs; W8A8 alone.
+        persistent: Whether the kernel for many rows (TMA, one program an SM) runs: of W8A8, and of
+            4-bit weights on sm_90, where `warps` are those that multiply.
     """
 
     outputs: int
@@ -101,9 +102,17 @@ def multiprocessors(device: torch.device) -> int:
 @cache
 def gemm_tile(family: str, device: torch.device, rows: int, outputs: int, inputs: int) -> Tile:
     """The tile of a GEMM of a family: measured, else by `rule`."""
+    found = measured_tile(family, device, rows, outputs, inputs)
+    return found or rule(family, multiprocessors(device), rows, outputs, inputs)
+
+
+def measured_tile(
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int
+) -> Tile | None:
+    """What the device's table says, if anything."""
     own = _table(file_of(device)).get(family, {}).get(f"{outputs}x{inputs}", {})
     found = own.get(str(bucket(rows)))
-    return Tile(**found) if found else rule(family, multiprocessors(device), rows, outputs, inputs)
+    return Tile(**found) if found else None
 
 
 @cache

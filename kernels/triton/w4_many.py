@@ -1,0 +1,137 @@
+"""Linear layers of 4-bit weights on a GPU, few rows or many: which kernel runs, and with what tile.
+
+On sm_90 more than some tens of rows go to `kernels.triton.w4_gluon`, if groups are 128 inputs long
+and there are no zero points; all else to `kernels.triton.w4a16` and `kernels.triton.w4a8`. The
+device's table says which is faster, under "w4a16_many" and "w4a8_many"; else a rule does.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.triton import w4a8, w4a16
+from kernels.triton.common import Workspace, require
+from kernels.triton.tuning import Tile, measured_tile, multiprocessors
+from kernels.triton.w4_gluon import w4_kernel
+from kernels.triton.weights import BLOCK, GroupedWeight, check_input_scale, check_inputs
+
+FLOATS = (torch.float16, torch.bfloat16)
+THREADS = 384  # of a program: two warpgroups multiply, and one warp of a third loads
+
+
+def w4a16_linear(
+    x: Tensor,
+    weight: w4a16.W4A16Weight,
+    workspace: Workspace,
+    tile: Tile | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `kernels.triton.w4a16.w4a16_linear`; the two differ by the rounding of fp32 sums."""
+    dtype = out_dtype or x.dtype
+    tile = tile or _tile("w4a16", x, weight, dtype)
+    if tile is None or not tile.persistent:
+        return w4a16.w4a16_linear(x, weight, workspace, tile, out_dtype)
+    check_inputs(x, FLOATS, weight.inputs)
+    return _launch(x, None, weight, workspace, dtype, tile)
+
+
+def w4a8_linear(
+    xq: Tensor,
+    x_scale: Tensor,
+    weight: w4a8.W4A8Weight,
+    workspace: Workspace,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+) -> Tensor:
+    """As `kernels.triton.w4a8.w4a8_linear`, bit for bit but for the order of groups in a sum."""
+    tile = tile or _tile("w4a8", xq, weight, out_dtype)
+    if tile is None or not tile.persistent:
+        return w4a8.w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile)
+    check_inputs(xq, (torch.int8,), weight.inputs)
+    check_input_scale(x_scale, len(xq))
+    return _launch(xq, x_scale, weight, workspace, out_dtype, tile)
+
+
+def _takes(weight: GroupedWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernel for many rows can have this weight and give results of this type."""
+    return weight.group == BLOCK and not weight.zero_points and dtype in FLOATS
+
+
+def _tile(family: str, x: Tensor, weight: GroupedWeight, dtype: torch.dtype) -> Tile | None:
+    """Measured, or the rule; None where the kernel for few rows is to choose for itself."""
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return None
+    if not _takes(weight, dtype):
+        return None
+    sizes = (len(x), weight.outputs)
+    found = measured_tile(f"{family}_many", x.device, *sizes, weight.inputs)
+    return found or rule(family, multiprocessors(x.device), *sizes)
+
+
+def rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
+    """Large tiles where they fill the SMs, else smaller ones that are cut; None for few rows."""
+    floats = family == "w4a16"
+    if rows <= (32 if floats else 64) or outputs % 128:
+        return None
+    large = outputs % 256 == 0
+    if rows <= 64:
+        fills = large and outputs // 256 >= 0.8 * processors
+        return Tile(256 if fills else 128, 64, 1 if fills else 4, 6, 8, True)
+    if large and -(-rows // 128) * (outputs // 256) >= 0.8 * processors:
+        return Tile(256, 128, 1, 3 if floats else 5, 8, True)
+    return Tile(128, 128, 4, 4 if floats else 6, 8, True)
+
+
+def _launch(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: GroupedWeight,
+    workspace: Workspace,
+    dtype: torch.dtype,
+    tile: Tile,
+) -> Tensor:
+    """Whole tiles in turn; where splits > 1, those left after full rounds in equal runs."""
+    (rows, inputs), outputs, integers = x.shape, weight.outputs, x.dtype == torch.int8
+    require(
+        _takes(weight, dtype),
+        f"groups of {weight.group} inputs, zero points: {weight.zero_points}, results in {dtype}; "
+        f"{tile} is for groups of {BLOCK} without zero points and for results of 16 bits",
+    )
+    require(
+        tile.outputs % 128 == 0 and outputs % tile.outputs == 0,
+        f"{tile} for {outputs} outputs; needed are 128 or 256 outputs, and a divisor",
+    )
+    out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
+    if rows == 0:
+        return out
+    groups, strips = inputs // BLOCK, triton.cdiv(rows, tile.rows)
+    tiles, processors = strips * (outputs // tile.outputs), multiprocessors(x.device)
+    programs, cut, share = min(processors, tiles), 0, 1
+    if tile.splits > 1 and tiles % processors:
+        cut = tiles % processors * groups
+        share = max(triton.cdiv(cut, processors), triton.cdiv(groups, tile.splits))
+        programs = max(programs, triton.cdiv(cut, share))
+        workspace.check(2 * programs * tile.outputs * tile.rows, 2 * tiles)
+    words = weight.packed.view(-1, 128 if integers else 32)  # 32 rows are 64 outputs of a group
+    w4_kernel[(programs,)](
+        _describe(x, [tile.rows, 128 // x.itemsize]),
+        _describe(words, [tile.outputs // 2, words.shape[1]]),
+        _describe(weight.scale.view(-1), [tile.outputs]),
+        _describe(out, [min(tile.rows, 64) if integers else tile.rows, 64]),
+        x_scale, weight.bias, workspace.parts, workspace.arrivals,
+        rows, outputs, tiles, groups, strips, cut, share, STAGES=tile.stages,
+        PER_ROW=int(x_scale is not None and x_scale.numel() > 1), BIAS=weight.bias is not None,
+        num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
+    )  # fmt: skip
+    return out
+
+
+def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """A tensor for the TMA unit, in blocks; rows of 128 bytes are swizzled."""
+    layout = gl.NVMMASharedLayout(128 if len(block) > 1 else 0, 8 * tensor.itemsize, len(block))
+    return TensorDescriptor.from_tensor(tensor, block, layout)

@@ -1,0 +1,89 @@
+"""4-bit weights times many rows on Hopper: within bounds of fp64, nothing left out, same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs an sm_90 GPU",
+)
+if torch.cuda.is_available():
+    import kernels.triton.reference as twins
+    from kernels.triton import w4_many
+    from kernels.triton.common import Workspace
+    from kernels.triton.problems import relative
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a8 import pack_w4a8
+    from kernels.triton.w4a16 import pack_w4a16
+
+    TILES = {
+        "w4a16": (Tile(256, 128, 1, 3, 8, True), Tile(128, 64, 4, 6, 8, True)),
+        "w4a8": (Tile(256, 128, 1, 5, 8, True), Tile(128, 64, 4, 6, 8, True)),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace():
+    return Workspace.on("cuda")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Results start as NaN."""
+    torch.manual_seed(0)
+    empty = torch.empty
+    fill = lambda *sizes, **kind: empty(*sizes, **kind).fill_(float("nan"))  # noqa: E731
+    monkeypatch.setattr(torch, "empty", fill)
+
+
+def layer(outputs, inputs, scale_type=torch.float32):
+    q = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8, device="cuda")
+    scale = torch.rand(outputs, inputs // 128, device="cuda") * 0.01 + 0.002
+    return q, scale.to(scale_type), torch.randn(outputs, device="cuda")
+
+
+# Rows below, at and above a tile; whole rounds and a rest; runs of one group and more.
+SHAPES = ((33, 512, 1408), (300, 1024, 2048), (128, 6144, 384), (1100, 9216, 256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_w4a16_equals_its_fp64_twin(dtype, workspace):
+    for rows, outputs, inputs in SHAPES:
+        parts = layer(outputs, inputs, dtype if rows == 33 else torch.float32)
+        weight = pack_w4a16(*parts)
+        x = torch.randn(rows, inputs, device="cuda").to(dtype)
+        wanted = twins.grouped_linear(x, *parts)
+        for tile in (None, *TILES["w4a16"]):
+            got = w4_many.w4a16_linear(x, weight, workspace, tile)
+            bound = 1e-3 if dtype == torch.float16 else 4e-3
+            assert relative(got, wanted) < bound, (rows, tile)
+            assert torch.equal(got, w4_many.w4a16_linear(x, weight, workspace, tile))
+            assert not workspace.arrivals.any()
+
+
+def test_w4a8_equals_its_fp64_twin(workspace):
+    for rows, outputs, inputs in SHAPES:
+        parts = layer(outputs, inputs)
+        weight = pack_w4a8(*parts)
+        x = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8, device="cuda")
+        for own in (torch.rand(rows, 1, device="cuda") * 0.01, torch.tensor([0.03]).cuda()):
+            wanted = twins.grouped_linear(x, *parts, own)
+            for tile in (None, *TILES["w4a8"]):
+                got = w4_many.w4a8_linear(x, own, weight, workspace, torch.bfloat16, tile)
+                assert relative(got, wanted) < 4e-3, (rows, tile)
+                assert not workspace.arrivals.any()
+
+
+def test_a_graph_replays_what_was_captured(workspace):
+    parts = layer(512, 2048)
+    weight, x = pack_w4a16(*parts), torch.randn(200, 2048, device="cuda").half()
+    run = lambda: w4_many.w4a16_linear(x, weight, workspace, TILES["w4a16"][1])  # noqa: E731
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    x.normal_()
+    graph.replay()
+    assert relative(out, twins.grouped_linear(x, *parts)) < 1e-3
