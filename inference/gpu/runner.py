@@ -17,7 +17,6 @@ from itertools import accumulate
 from math import prod
 
 import torch
-from kernels.triton.sampling import sample
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch, forward
@@ -27,6 +26,7 @@ from inference.models.feed_forward import SwiGLU
 from inference.models.llama import LlamaModel
 from inference.scheduler import PENDING, Slice
 from kernels.ops import KV_BLOCK
+from kernels.triton.sampling import sample
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 OF_TOKENS = ("ids", "positions", "slots", "seats")  # int64
@@ -306,7 +306,6 @@ class GpuRunner:
         names = ("temperature", "top_k", "top_p", "seeds", "steps")
         own = workspace_on(logits.device)
         chosen = sample(logits, *(x[name] for name in names), own)
-        chosen = torch.where(logits.sum(-1).isfinite(), chosen, -1)  # a sum keeps NaN and infinity
         self._tokens.index_copy_(0, seats, chosen)
         return chosen
 

@@ -39,6 +39,12 @@ def id_of(element):
 
 
 @triton.jit
+def token_of(element, top):
+    """The id of an element as int64; -1 where the row's largest logit is infinite."""
+    return tl.where(value_of(top) == float("inf"), -1, id_of(element).to(tl.int64))
+
+
+@triton.jit
 def mass_of(elements, top):
     """exp(x - top) in 2^-40ths, int64; nothing for LOWEST."""
     x = tl.where(elements > LOWEST, value_of(elements), top)
@@ -48,11 +54,12 @@ def mass_of(elements, top):
 
 @triton.jit
 def chunk_of(logits, part, V, temperature, CHUNK: tl.constexpr):
-    """x and ids of a chunk of a row; a temperature of 0 leaves the logits."""
+    """x and ids of a chunk of a row; a temperature of 0 leaves the logits. NaN becomes infinity."""
     i = part * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
     if temperature > 0:
         x = tl.div_rn(x, temperature + tl.zeros_like(x))
+    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  (of NaN alone it is false)
     return x, i
 
 

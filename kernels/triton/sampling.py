@@ -40,6 +40,7 @@ from kernels.triton.order import (
     mass_of,
     order,
     share_of,
+    token_of,
     value_of,
 )
 
@@ -119,7 +120,7 @@ def scan_kernel(
             tl.store(own + MASS, 0)
             tl.store(own + TOTAL, 0)
         else:
-            tl.store(out + row, id_of(top).to(tl.int64))
+            tl.store(out + row, token_of(top, top))
 
 
 @triton.jit
@@ -195,7 +196,7 @@ def draw_kernel(
                     elements = tl.where(i < V, order(x, i), LOWEST)
                     best = tl.maximum(best, best_of(elements, low, seed, step))
             tl.store(own + BOUND, low)
-            tl.store(out + row, id_of(best).to(tl.int64))
+            tl.store(out + row, token_of(best, top))
 
 
 def sample(
@@ -219,7 +220,7 @@ def sample(
         workspace: Of the stream that this runs in.
 
     Returns:
-        int64 [B].
+        int64 [B]; -1 where a row holds NaN or infinity.
 
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.

@@ -152,3 +152,17 @@ def test_compiled(capability):
     for binary in built:
         assert binary.stack == 0
         assert binary.registers <= 128
+
+
+@interpreted
+def test_rows_that_are_not_finite_are_told():
+    from kernels.triton import sampling
+    from kernels.triton.common import Workspace
+
+    each = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (1.0, 0, 0.5)]
+    for bad in (torch.nan, -torch.nan, torch.inf):
+        logits, *rest = rows(*each)
+        logits[:3, 77] = bad
+        got = sampling.sample(logits, *rest, Workspace.on("cpu", 1 << 16, 64))
+        assert got[:3].tolist() == [-1, -1, -1]
+        assert got[3] >= 0
