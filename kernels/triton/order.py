@@ -59,7 +59,7 @@ def chunk_of(logits, part, V, temperature, CHUNK: tl.constexpr):
     x = tl.load(logits + i, mask=i < V, other=0.0).to(tl.float32)
     if temperature > 0:
         x = tl.div_rn(x, temperature + tl.zeros_like(x))
-    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  (of NaN alone it is false)
+    x = tl.where(x == x, x, float("inf"))  # false of NaN alone
     return x, i
 
 
