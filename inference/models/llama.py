@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.experts import EXPERT_NAMES
+from formats.memory import release_freed_memory
 from inference.kv_cache import KVPool
 from inference.layers import Linear, Placement, load_linear
 from inference.models import SUPPORTED_MODEL_TYPES
@@ -186,7 +187,10 @@ class LlamaModel:
         head = "lm_head" if untied else "model.embed_tokens"
         self.head = load_linear(checkpoint, [head], place)
         self.norm = self._vector("model.norm.weight")
-        self.layers = [self._load_layer(f"model.layers.{i}") for i in range(config.layers)]
+        self.layers: list[Layer] = []
+        for i in range(config.layers):
+            self.layers.append(self._load_layer(f"model.layers.{i}"))
+            release_freed_memory()  # else what packing a layer leaves behind may add up
         angle = torch.outer(torch.arange(config.max_positions).float(), config.inverse_frequency)
         angle = torch.cat((angle, angle), dim=-1)
         angles_in = torch.float32 if place.triton else dtype
