@@ -86,12 +86,11 @@ class DeviceLoop:
         """Whether the next step is known without the tokens of the last, but for their ids."""
         scheduler, running = self._scheduler, self._scheduler.running
         full = len(running) >= scheduler.max_batch_size
-        return (
-            self._ahead
-            and (full or not scheduler.waiting)
-            and scheduler.blocks.free >= len(running)
-            and all(self._requests[s.name].chosen_on_device for s in running)
-        )
+        if not self._ahead or (scheduler.waiting and not full):
+            return False
+        missing = sum(scheduler.blocks.missing(s.name, len(s.tokens)) for s in running)
+        on_device = all(self._requests[s.name].chosen_on_device for s in running)
+        return missing <= scheduler.blocks.free and on_device
 
     def _launch(self, slices: list[Slice]) -> tuple[Launched, dict[str, ActiveRequest]]:
         self._assign_seats()

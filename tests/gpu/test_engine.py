@@ -71,10 +71,11 @@ def random_engine(scheme: str, **config) -> Engine:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_graphs_give_the_tokens_of_steps_one_by_one(scheme):
+    """As long as none waits for a place: then both run the same batches."""
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(4096, (int(n),), generator=generator).tolist()
-        for n in torch.randint(1, 400, (21,), generator=generator)
+        for n in torch.randint(1, 400, (16,), generator=generator)
     ]
     params = [
         SamplingParams(max_tokens=8 + i, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
