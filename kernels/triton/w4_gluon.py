@@ -162,9 +162,10 @@ def put(accs, T: gl.constexpr, new):
 @gluon.jit
 def wait(accs, LEFT: gl.constexpr):
     """Wait until all but LEFT products are done."""
+    left = warpgroup_mma_wait(LEFT, deps=accs)
     if len(accs) == 1:
-        return (warpgroup_mma_wait(LEFT, deps=accs),)
-    return warpgroup_mma_wait(LEFT, deps=accs)
+        left = (left,)  # of one it gives no tuple
+    return left
 
 
 @gluon.jit
@@ -173,10 +174,13 @@ def fetch(rings, stage, TILE: gl.constexpr, MMA: gl.constexpr):
     xs, ws, ss = rings
     packed, scale = ws.index(stage).slice(TILE * 32, 32), ss.index(stage).slice(TILE * 64, 64)
     if xs.dtype == gl.int8:
-        return packed.load(BYTES), scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)
-    words = packed.load(WORDS).reshape([2, 4, 8, 4, 4]).permute([1, 0, 2, 4, 3])
-    words = words.reshape([64, 16])
-    return words, doubled(scale.load(gl.SliceLayout(1, words.type.layout)), xs.dtype)
+        words = packed.load(BYTES)
+        own = scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)
+    else:
+        words = packed.load(WORDS).reshape([2, 4, 8, 4, 4]).permute([1, 0, 2, 4, 3])
+        words = words.reshape([64, 16])
+        own = doubled(scale.load(gl.SliceLayout(1, words.type.layout)), xs.dtype)
+    return words, own
 
 
 @gluon.jit

@@ -8,8 +8,9 @@ device's table says which is faster, under "w4a16_many" and "w4a8_many"; else a 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -63,14 +64,21 @@ def _takes(weight: GroupedWeight, dtype: torch.dtype) -> bool:
 
 
 def _tile(family: str, x: Tensor, weight: GroupedWeight, dtype: torch.dtype) -> Tile | None:
-    """Measured, or the rule; None where the kernel for few rows is to choose for itself."""
-    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) != (9, 0):
-        return None
+    """The tile of the kernel for many rows; None where the other is to choose for itself."""
     if not _takes(weight, dtype):
         return None
-    sizes = (len(x), weight.outputs)
-    found = measured_tile(f"{family}_many", x.device, *sizes, weight.inputs)
-    return found or rule(family, multiprocessors(x.device), *sizes)
+    return many_rows_tile(family, x.device, len(x), weight.outputs, weight.inputs)
+
+
+@cache
+def many_rows_tile(
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int
+) -> Tile | None:
+    """Measured, else by `rule`; None for few rows, and on devices other than sm_90."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    found = measured_tile(f"{family}_many", device, rows, outputs, inputs)
+    return found or rule(family, multiprocessors(device), rows, outputs)
 
 
 def rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
@@ -87,6 +95,20 @@ def rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
     return Tile(128, 128, 4, 4 if floats else 6, 8, True)
 
 
+def division(tiles: int, groups: int, processors: int, splits: int) -> tuple[int, int, int]:
+    """Programs, and the last two of `kernels.triton.runs_gluon`'s sizes: what is cut, and a share.
+
+    With splits > 1 the tiles that are left after full rounds are cut, each into about that many
+    parts at most.
+    """
+    programs = min(processors, tiles)
+    if splits == 1 or tiles % processors == 0:
+        return programs, 0, 1
+    cut = tiles % processors * groups
+    share = max(-(-cut // processors), -(-groups // splits))
+    return max(programs, -(-cut // share)), cut, share
+
+
 def _launch(
     x: Tensor,
     x_scale: Tensor | None,
@@ -95,7 +117,7 @@ def _launch(
     dtype: torch.dtype,
     tile: Tile,
 ) -> Tensor:
-    """Whole tiles in turn; where splits > 1, those left after full rounds in equal runs."""
+    """Run the kernel for many rows; ValueError where it does not fit."""
     (rows, inputs), outputs, integers = x.shape, weight.outputs, x.dtype == torch.int8
     require(
         _takes(weight, dtype),
@@ -109,13 +131,10 @@ def _launch(
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    groups, strips = inputs // BLOCK, triton.cdiv(rows, tile.rows)
-    tiles, processors = strips * (outputs // tile.outputs), multiprocessors(x.device)
-    programs, cut, share = min(processors, tiles), 0, 1
-    if tile.splits > 1 and tiles % processors:
-        cut = tiles % processors * groups
-        share = max(triton.cdiv(cut, processors), triton.cdiv(groups, tile.splits))
-        programs = max(programs, triton.cdiv(cut, share))
+    groups, strips = inputs // BLOCK, -(-rows // tile.rows)
+    tiles = strips * (outputs // tile.outputs)
+    programs, cut, share = division(tiles, groups, multiprocessors(x.device), tile.splits)
+    if cut:
         workspace.check(2 * programs * tile.outputs * tile.rows, 2 * tiles)
     words = weight.packed.view(-1, 128 if integers else 32)  # 32 rows are 64 outputs of a group
     w4_kernel[(programs,)](
