@@ -153,7 +153,7 @@ def test_attention_quantizes_its_result(stages, result, workspace):
     ):
         for shape in shapes:
             plain = attend(queries.float(), *rest, **shape).cpu()  # divisions are exact there
-            wanted = twins.finish_rows(plain, scale.cpu(), dtype)[0]
+            wanted = twins.quantize_rows(plain, scale.cpu(), dtype)[0]
             close_integers(attend(queries, *rest, **more, **shape).cpu(), wanted)
 
 
