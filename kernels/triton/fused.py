@@ -24,6 +24,7 @@ from torch import Tensor
 from kernels.triton.common import absmax_scale, quantize, require, storage
 
 LARGEST_ROW = 32768
+FEW_ROWS, PART = 64, 1024  # a row's program is the whole launch where rows are few: they are cut
 GROUP = 128
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 TYPES = (*QUANTIZED, torch.float16, torch.bfloat16, torch.float32)
@@ -31,10 +32,11 @@ TYPES = (*QUANTIZED, torch.float16, torch.bfloat16, torch.float32)
 
 @triton.jit
 def store_row(
-    y, row, i, real, out, scales, scale, pitch, SIZE,
+    y, row, first, i, real, out, scales, scale, pitch, SIZE,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Store a row y, quantized if `out` is, and its scales unless there is one for all."""
+    """Store y, a row or the part of one from `first` on, quantized if `out` is, and its scales
+    unless there is one for all."""
     STORED: tl.constexpr = out.dtype.element_ty
     TYPE: tl.constexpr = tl.float8e4nv if BITS else STORED
     place = out + row * SIZE + i
@@ -44,7 +46,7 @@ def store_row(
         tl.store(place, quantize(y, tl.load(scale), TYPE, BITS), mask=real)
     elif GROUP:
         runs: tl.constexpr = y.numel // GROUP
-        run = tl.arange(0, runs)
+        run = first // GROUP + tl.arange(0, runs)
         wide = tl.reshape(tl.where(real, y, 0.0), [runs, GROUP])
         own = absmax_scale(tl.max(tl.abs(wide), 1), TYPE)
         tl.store(scales + run * pitch + row, own, mask=run * GROUP < SIZE)
@@ -74,7 +76,7 @@ def add_rms_norm_kernel(
         h = rounded.to(tl.float32)
     norm = tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
     y = h * (1.0 / norm) * w
-    store_row(y, row, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
+    store_row(y, row, 0, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 @triton.jit(do_not_specialize=["pitch"])
@@ -82,14 +84,14 @@ def silu_mul_kernel(
     gate_up, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, WIDTH)
+    """Program (row, part of WIDTH elements)."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
+    i = first + tl.arange(0, WIDTH)
     real = i < SIZE
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    store_row(y, row, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
+    store_row(y, row, first, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 @triton.jit(do_not_specialize=["pitch"])
@@ -97,12 +99,12 @@ def quantize_rows_kernel(
     x, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, WIDTH)
+    """Program (row, part of WIDTH elements)."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
+    i = first + tl.arange(0, WIDTH)
     real = i < SIZE
     y = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
-    store_row(y, row, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
+    store_row(y, row, first, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 def _outputs(
@@ -125,9 +127,9 @@ def _outputs(
     return torch.empty((rows, size), dtype=dtype, device=x.device), scale
 
 
-def _shape(size: int, static: bool, group: int | None, out: Tensor) -> dict:
-    """Arguments by name that all kernels take."""
-    width = max(triton.next_power_of_2(size), group or 1)
+def _shape(size: int, static: bool, group: int | None, out: Tensor, part: int = 0) -> dict:
+    """Arguments by name that all kernels take; `part` is the width of a part of a row, or 0."""
+    width = part or max(triton.next_power_of_2(size), group or 1)
     return {
         "WIDTH": width,
         "STATIC": static,
@@ -136,6 +138,12 @@ def _shape(size: int, static: bool, group: int | None, out: Tensor) -> dict:
         "num_warps": min(32, max(4, width // 512)),
         "enable_fp_fusion": False,
     }
+
+
+def _part(rows: int, static: bool, group: int | None, out: Tensor) -> int:
+    """The width of a program's part of a row: few rows are cut, where no scale is the whole's."""
+    whole = out.dtype in QUANTIZED and not static and group is None
+    return 0 if whole or rows > FEW_ROWS else PART
 
 
 def add_rms_norm(
@@ -202,10 +210,12 @@ def silu_mul(
     require(gate_up.shape[-1] % 2 == 0, f"gate_up has {gate_up.shape[-1]} columns, an odd number")
     size = gate_up.shape[-1] // 2
     out, scales = _outputs(gate_up, size, scale, dtype, group)
-    if gate_up.shape[0]:
-        silu_mul_kernel[(gate_up.shape[0],)](
-            gate_up, storage(out), scales, scale, gate_up.shape[0], size,
-            **_shape(size, scale is not None, group, out),
+    rows, static = gate_up.shape[0], scale is not None
+    if rows:
+        part = _part(rows, static, group, out)
+        silu_mul_kernel[(rows, triton.cdiv(size, part or size))](
+            gate_up, storage(out), scales, scale, rows, size,
+            **_shape(size, static, group, out, part),
         )  # fmt: skip
     return out, scales
 
@@ -233,8 +243,10 @@ def quantize_rows(
     rows, size = x.shape
     out, scales = _outputs(x, size, scale, dtype, group)
     if rows:
-        quantize_rows_kernel[(rows,)](
+        static = scale is not None
+        part = _part(rows, static, group, out)
+        quantize_rows_kernel[(rows, triton.cdiv(size, part or size))](
             x, storage(out), scales, scale, rows, size,
-            **_shape(size, scale is not None, group, out),
+            **_shape(size, static, group, out, part),
         )  # fmt: skip
     return out, scales
