@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,16 @@ from formats.checkpoint import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
 from inference.active import ActiveRequest
 from inference.config import EngineConfig
-from inference.kv_cache import BlockManager, KVStats, blocks_for
+from inference.kv_cache import BlockManager, KVStats
 from inference.load import end_tokens, load_model, load_tokenizer, make_cache
 from inference.models.llama import LlamaModel
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.runner import run_slices
 from inference.scheduler import Scheduler, Slice
 from inference.scheduler import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from inference.gpu.loop import DeviceLoop
 
 
 class Engine:
@@ -65,9 +68,7 @@ class Engine:
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
         self._ends = end_tokens(checkpoint, tokenizer)
-        self._runner, self._device_loop = None, None
-        if model.place.triton:
-            self._start_on_device()
+        self._device_loop = self._make_device_loop() if model.place.triton else None
 
     @classmethod
     def from_pretrained(
@@ -185,32 +186,23 @@ class Engine:
             ) from error
         return outputs
 
-    def _start_on_device(self) -> None:
-        from inference.gpu.loop import DeviceLoop
-        from inference.gpu.runner import GpuRunner
+    def _make_device_loop(self) -> DeviceLoop:
+        from inference.gpu.loop import make_loop
 
-        config = self.config
-        self._runner = GpuRunner(
+        return make_loop(
             self.model,
             self._pools,
-            self._blocks,
-            width=blocks_for(self._length),
-            seats=config.max_batch_size,
-            graphs=not config.eager,
-        )
-        self._device_loop = DeviceLoop(
-            self._runner,
             self._scheduler,
+            self.config,
             self._requests,
             self._postprocess,
             self._accept,
-            ahead=not config.eager,
         )
 
     def warm_up(self) -> None:
         """On a GPU, compile and capture all decode steps now instead of when each is needed."""
-        if self._runner is not None:
-            self._runner.warm_up(self.config.max_batch_size)
+        if self._device_loop is not None:
+            self._device_loop.runner.warm_up(self.config.max_batch_size)
 
     def _step(self) -> list[RequestOutput]:
         slices = self._scheduler.schedule()
@@ -296,8 +288,8 @@ class Engine:
         return torch.cat(parts)
 
     def _score(self, part: Slice) -> Tensor:
-        if self._runner is not None:
-            return self._runner.score(part)
+        if self._device_loop is not None:
+            return self._device_loop.runner.score(part)
         name = part.sequence.name
         return run_slices(self.model, self._pools, [part], self._blocks, {name})[name]
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, models
@@ -40,7 +40,7 @@ from kernels.numerics import (
 SEED, DEVIATION = 0, 0.02
 ABSMAX = 4.0  # of inputs and of cached K and V, where their scale is static
 SHARD_BYTES = 256 << 20
-ROLES: tuple[Role, Role] = ("k_cache", "v_cache")
+ROLES: tuple[Literal["k_cache"], Literal["v_cache"]] = ("k_cache", "v_cache")
 HEAD_SCHEME = PRESETS["a8w8_dynamic"].of_layers
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-1.1b": {

@@ -11,12 +11,15 @@ way is waited for first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from inference.active import ActiveRequest
+from inference.config import EngineConfig
 from inference.gpu.runner import Draw, GpuRunner, Launched, Work
+from inference.kv_cache import KVPool, blocks_for
+from inference.models.llama import LlamaModel
 from inference.request import RequestOutput
 from inference.scheduler import Scheduler, Slice
 
@@ -31,6 +34,9 @@ class DeviceLoop:
         by_logits: Gives a request the logits of its slice.
         by_token: Gives a request its next token, negative where its logits were not finite.
         ahead: Launch steps before the tokens of the last are known.
+
+    Attributes:
+        runner: The same.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class DeviceLoop:
         *,
         ahead: bool = True,
     ) -> None:
-        self._runner, self._scheduler, self._requests = runner, scheduler, requests
+        self.runner, self._scheduler, self._requests = runner, scheduler, requests
         self._by_logits, self._by_token, self._ahead = by_logits, by_token, ahead
         self._seats: dict[str, int] = {}
         self._flying: tuple[Launched, dict[str, ActiveRequest]] | None = None
@@ -100,7 +106,7 @@ class DeviceLoop:
             request = requests[name] = self._requests[name]
             draw, whole = Draw(*request.draw), request.wants_prompt_logits
             work.append(Work(part, part.samples, self._seats[name], draw, whole))
-        launched = self._runner.launch(work)
+        launched = self.runner.launch(work)
         self._scheduler.advance(slices)
         for own in work:
             request = requests[own.part.sequence.name]
@@ -114,3 +120,20 @@ class DeviceLoop:
         kept = {name: self._seats[name] for name in running if name in self._seats}
         free = iter(sorted(set(range(self._scheduler.max_batch_size)) - set(kept.values())))
         self._seats = kept | {name: next(free) for name in running if name not in kept}
+
+
+def make_loop(
+    model: LlamaModel,
+    pools: Sequence[KVPool],
+    scheduler: Scheduler,
+    config: EngineConfig,
+    requests: Mapping[str, ActiveRequest],
+    by_logits: Callable[[Slice, Tensor], list[RequestOutput]],
+    by_token: Callable[[ActiveRequest, int], RequestOutput],
+) -> DeviceLoop:
+    """The loop of an engine of so many places; arguments as in `DeviceLoop` and `GpuRunner`."""
+    assert config.max_model_len is not None
+    width, graphs = blocks_for(config.max_model_len), not config.eager
+    seats = config.max_batch_size
+    runner = GpuRunner(model, pools, scheduler.blocks, width, seats, graphs=graphs)
+    return DeviceLoop(runner, scheduler, requests, by_logits, by_token, ahead=not config.eager)

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 
 import torch
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch, forward
+from inference.gpu.fields import Fields, Shapes
 from inference.gpu.layers import workspace_on
 from inference.kv_cache import BlockManager, KVPool
 from inference.models.feed_forward import SwiGLU
@@ -28,7 +28,6 @@ from inference.scheduler import PENDING, Slice
 from kernels.ops import KV_BLOCK
 from kernels.triton.sampling import sample
 
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 OF_TOKENS = ("ids", "positions", "slots", "seats")  # int64
 
 
@@ -93,54 +92,6 @@ class Launched:
         """Logits of one slice, fp32 [rows, vocabulary], on the host."""
         start = sum(work.rows for work in self.work[:index])
         return self.logits[start : start + self.work[index].rows].cpu()
-
-
-class Fields:
-    """Named arrays in one block of bytes, filled on the host and moved to the device by one copy.
-
-    Args:
-        shapes: Type and shape of each.
-        device: Where they go.
-
-    Attributes:
-        on_device: The arrays there.
-    """
-
-    def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        self._shapes = shapes
-        self._bytes = torch.empty(_size(shapes), dtype=torch.uint8, device=device)
-        self.on_device = _views(self._bytes, shapes)
-
-    def upload(self, values: Mapping[str, Sequence]) -> None:
-        """Set the beginning of each array named to its values, the rest to zero; does not wait."""
-        pinned = self._bytes.is_cuda
-        block = torch.zeros(len(self._bytes), dtype=torch.uint8, pin_memory=pinned)
-        arrays = _views(block, self._shapes)
-        for name, rows in values.items():
-            array = arrays[name].numpy()
-            if array.ndim == 1:
-                array[: len(rows)] = rows
-                continue
-            for i, row in enumerate(rows):
-                array[i, : len(row)] = row
-        self._bytes.copy_(block, non_blocking=True)
-
-
-def _size(shapes: Shapes) -> int:
-    return sum(_padded(dtype, shape) for dtype, shape in shapes.values())
-
-
-def _padded(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return -(-dtype.itemsize * prod(shape) // 16) * 16
-
-
-def _views(block: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    found, start = {}, 0
-    for name, (dtype, shape) in shapes.items():
-        size = dtype.itemsize * prod(shape)
-        found[name] = block[start : start + size].view(dtype).view(shape)
-        start += _padded(dtype, shape)
-    return found
 
 
 @dataclass
@@ -209,6 +160,10 @@ class GpuRunner:
         while self._graphs and size < 2 * sequences:
             self._graph_of(size)
             size *= 2
+
+    def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
+        """The graph of a decode step of so many sequences."""
+        return self._graph_of(1 << (sequences - 1).bit_length()).graph
 
     def _decode(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
         size = 1 << (len(work) - 1).bit_length()
@@ -303,9 +258,15 @@ class GpuRunner:
         return ids.clamp_(min=0)  # a sequence whose logits were not finite runs on until it is told
 
     def _choose(self, logits: Tensor, x: Mapping[str, Tensor], seats: Tensor) -> Tensor:
-        names = ("temperature", "top_k", "top_p", "seeds", "steps")
-        own = workspace_on(logits.device)
-        chosen = sample(logits, *(x[name] for name in names), own)
+        chosen = sample(
+            logits,
+            x["temperature"],
+            x["top_k"],
+            x["top_p"],
+            x["seeds"],
+            x["steps"],
+            workspace_on(logits.device),
+        )
         self._tokens.index_copy_(0, seats, chosen)
         return chosen
 

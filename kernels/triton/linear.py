@@ -156,9 +156,10 @@ def linear(
     """
     if isinstance(weight, DenseWeight):
         return _dense(x, x_scale, weight, dtype)
-    if isinstance(weight, (W4A16Weight, W8A16Weight)):
-        run = w4a16_linear if isinstance(weight, W4A16Weight) else w8a16_linear
-        return run(x, weight, workspace, out_dtype=dtype)
+    if isinstance(weight, W4A16Weight):
+        return w4a16_linear(x, weight, workspace, out_dtype=dtype)
+    if isinstance(weight, W8A16Weight):
+        return w8a16_linear(x, weight, workspace, out_dtype=dtype)
     assert x_scale is not None
     if isinstance(weight, W4A8Weight):
         return w4a8_linear(x, x_scale, weight, workspace, dtype)

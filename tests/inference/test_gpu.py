@@ -23,7 +23,7 @@ SCHEMES = [
     "fp8_block",
     "c8_fp8",
 ]
-STATIC = ("a8w8c8", "a8w4c8", "fp8_c8")  # a tiny model's rows are few steps of a constant scale
+COARSE = ("a8w8c8", "a8w4c8", "fp8_c8", "fp8_block")  # few steps of a scale, or of e4m3's bits
 SHAPE = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -75,7 +75,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     path = checkpoint_of(tmp_path, scheme)
-    compare(path, 0.1 if scheme in STATIC else 0.03)
+    compare(path, 0.1 if scheme in COARSE else 0.03)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
@@ -119,14 +119,14 @@ def test_steps_ahead_give_the_tokens_of_steps_one_by_one(tmp_path):
 @interpreted
 def ahead_and_eager(path: str):
     requests = [
-        (prompt(9, 1), {"max_tokens": 7, "ignore_eos": True}),
+        (prompt(9, 1), {"max_tokens": 5, "ignore_eos": True}),
         (prompt(70, 2), {"max_tokens": 1, "ignore_eos": True}),  # ends with its prompt
-        (prompt(5, 3), {"max_tokens": 9, "temperature": 0.9, "seed": 3, "ignore_eos": True}),
-        (prompt(3, 4), {"max_tokens": 6, "top_k": 5, "top_p": 0.8, "temperature": 1.0, "seed": 8}),
-        (prompt(20, 5), {"max_tokens": 5, "ignore_eos": True}),  # waits for a place
+        (prompt(5, 3), {"max_tokens": 7, "temperature": 0.9, "seed": 3, "ignore_eos": True}),
+        (prompt(3, 4), {"max_tokens": 4, "top_k": 5, "top_p": 0.8, "temperature": 1.0, "seed": 8}),
+        (prompt(20, 5), {"max_tokens": 3, "ignore_eos": True}),  # waits for a place
     ]
     wanted = run(path, requests, eager=True)
-    assert [len(tokens) for tokens, _ in wanted[:3]] == [7, 1, 9]
+    assert [len(tokens) for tokens, _ in wanted[:3]] == [5, 1, 7]
     assert run(path, requests, eager=False) == wanted
     assert run(path, requests, eager=False, max_batched_tokens=16) == wanted
     few = run(path, requests, eager=False, kv_blocks=3)  # some give way and start over

@@ -11,7 +11,7 @@ import torch
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from formats.files import sha256_file
-from inference.bench_worker import Load, run_once
+from inference.bench_worker import EngineSource, Load, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
@@ -139,3 +139,13 @@ def test_a_shape_that_is_none_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not a JSON object"):
         read_shape(str(tmp_path / "config.json"))
+
+
+def test_a_random_model_is_made_where_it_runs(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    source = EngineSource("tiny-a8w8c8", EngineConfig(), random=("tiny", "a8w8c8", True))
+    assert source.checkpoint().scheme.wac == "a8w8c8"
+    engine = source.load()
+    run = run_once(engine, Load(batch=2, prompt_tokens=9, new_tokens=3))
+    assert (run.decode_tokens, run.weight_bytes) == (4, 0)
+    assert engine.checkpoint.scheme_of("lm_head").text.startswith("int8 weights per_channel")
