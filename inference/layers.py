@@ -103,8 +103,9 @@ def load_linear(
         ]
         bias = torch.cat(parts).to(place.device)
     if not quantized[0]:
-        parts = [checkpoint.tensor(f"{module}.weight").to(place.device) for module in modules]
-        return _float_linear(torch.cat(parts), bias, place)
+        names = [f"{module}.weight" for module in modules]
+        weight = torch.cat([checkpoint.tensor(name).to(place.device) for name in names])
+        return _float_linear(weight, bias, place)
     return _quantized_linear(checkpoint, modules, bias, place)
 
 

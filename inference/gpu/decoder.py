@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from kernels.triton.prefill import prefill_attention
 from torch import Tensor
 
 from inference.gpu.layers import GpuLinear, workspace_on
@@ -23,6 +22,7 @@ from inference.models.llama import Layer, LlamaModel
 from kernels.triton.attention import decode_attention
 from kernels.triton.fused import add_rms_norm, silu_mul
 from kernels.triton.linear import Rows
+from kernels.triton.prefill import prefill_attention
 from kernels.triton.rope_cache import rope_write
 
 

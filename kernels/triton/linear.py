@@ -117,8 +117,10 @@ def _packed(
     if q.dtype == FP8:
         if rows.dtype != FP8 or not _multiplies_fp8(q.device):
             return None
+        blocks = scale[::128]
         if rows.group == 128 and group == 128 and outputs % 128 == 0:
-            return pack_fp8_block(q, scale[::128].contiguous(), bias)  # rows of a block are alike
+            alike = torch.equal(blocks.repeat_interleave(128, 0), scale)  # not if merged within one
+            return pack_fp8_block(q, blocks.contiguous(), bias) if alike else None
         return pack_w8a8(q, scale, bias) if groups == 1 and rows.group is None else None
     fine = group in (32, 64) or group % 128 == 0
     if bits == 4:
