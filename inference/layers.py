@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from kernels.weights import Weight, pack_float_weight, pack_quantized_weight
 
 if TYPE_CHECKING:
     from inference.gpu.layers import GpuLinear
+
+log = logging.getLogger("ptq.inference")
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,15 @@ def _quantized_linear(
         )
         return Linear(packed, activations, input_scale)
     from inference.gpu.layers import GpuLinear, rows_of
-    from kernels.triton.linear import pack
+    from kernels.triton.linear import DenseWeight, pack
 
     rows = rows_of(activations, input_scale, place.dtype)
     own = pack(q, scale, zero_point, bias, rows, place.dtype, bits=spec.bits, group=group)
+    if isinstance(own, DenseWeight):
+        log.warning(
+            "%s: no GPU kernel takes %s of %s; it runs dequantized, with the same numbers",
+            " + ".join(modules), scheme.text, tuple(q.shape),
+        )  # fmt: skip
     return GpuLinear(own, rows)
 
 

@@ -14,6 +14,7 @@ rounded to it. Scales of runs lie by run, as GEMMs of many rows read them: a vie
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

@@ -12,6 +12,7 @@ holds 128 + n for n < 128 alone: the eighth bit of a byte chooses between -128 a
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

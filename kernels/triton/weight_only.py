@@ -14,6 +14,7 @@ dequantized to a passing copy, and cuBLAS does the rest.
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
 import torch

@@ -188,9 +188,28 @@ def not_finite(path: str):
 
 def test_odd_sizes_run_dequantized(tmp_path):
     """96 inputs are no multiple of 128: no kernel takes them."""
-    path = checkpoint_of(tmp_path, "a8w8", hidden_size=96, head_dim=32, num_attention_heads=3,
+    path = checkpoint_of(tmp_path, "a8w8_dynamic", hidden_size=96, head_dim=32, num_attention_heads=3,
                          num_key_value_heads=3, intermediate_size=160)  # fmt: skip
     compare(path, 0.03)
+    are_told(path)
+
+
+@interpreted
+def are_told(path: str):
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("ptq.inference")
+    log.addHandler(handler)
+    try:
+        engine_of(path)
+    finally:
+        log.removeHandler(handler)
+    assert len(lines) == 5  # the head's 384 outputs have 96 inputs as well
+    assert lines[-1].startswith("model.layers.0.mlp.down_proj: no GPU kernel takes int8 weights")
+    assert lines[-1].endswith("of (96, 160); it runs dequantized, with the same numbers")
 
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "cuda:99"])
