@@ -41,13 +41,22 @@ def load_model(
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
-    try:
-        place = check_device(device)
-    except ValueError as error:
-        raise EngineError(f"device: {error}") from error
+    place = require_device(device)
     triton = place.type == "cuda" if triton is None else triton
     dtype = dtype or (half_type(checkpoint) if triton else torch.float32)
     return LlamaModel(checkpoint, Placement(place, dtype, triton))
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """`kernels.devices.check_device`.
+
+    Raises:
+        EngineError: the device is not one that is run on.
+    """
+    try:
+        return check_device(device)
+    except ValueError as error:
+        raise EngineError(f"device: {error}") from error
 
 
 def half_type(checkpoint: Checkpoint) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,36 @@ from inference.scheduler import Slice
 from kernels.ops import KV_BLOCK
 
 
+class Layout(NamedTuple):
+    """Where the tokens of a step stand.
+
+    Attributes:
+        ids: Of each token.
+        positions: In its sequence.
+        slots: Where its K and V go in the cache.
+        tables: Blocks of each sequence.
+        contexts: Tokens of each sequence in the cache after the step.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    slots: list[int]
+    tables: list[list[int]]
+    contexts: list[int]
+
+
+def lay_out(slices: Sequence[Slice], blocks: BlockManager) -> Layout:
+    """The tokens of slices, one slice after another; arguments as in `make_batch`."""
+    found = Layout([], [], [], [blocks.table(part.sequence.name) for part in slices], [])
+    for part, table in zip(slices, found.tables, strict=True):
+        span = range(part.start, part.start + part.count)
+        found.ids.extend(part.sequence.tokens[span.start : span.stop])
+        found.positions.extend(span)
+        found.slots.extend(table[p // KV_BLOCK] * KV_BLOCK + p % KV_BLOCK for p in span)
+        found.contexts.append(span.stop)
+    return found
+
+
 def make_batch(slices: Sequence[Slice], blocks: BlockManager, rows: Sequence[int]) -> Batch:
     """Lay out the tokens of a step.
 
@@ -22,14 +53,7 @@ def make_batch(slices: Sequence[Slice], blocks: BlockManager, rows: Sequence[int
         blocks: Whose blocks are whose.
         rows: Tokens of the batch, counted over all slices, whose logits are wanted.
     """
-    ids, positions, slots, contexts = [], [], [], []
-    tables = [blocks.table(part.sequence.name) for part in slices]
-    for part, table in zip(slices, tables, strict=True):
-        end = part.start + part.count
-        ids += part.sequence.tokens[part.start : end]
-        positions += range(part.start, end)
-        slots += [table[p // KV_BLOCK] * KV_BLOCK + p % KV_BLOCK for p in range(part.start, end)]
-        contexts.append(end)
+    ids, positions, slots, tables, contexts = lay_out(slices, blocks)
     widest = max(map(len, tables))
     return Batch(
         ids=torch.tensor(ids),

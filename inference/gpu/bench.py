@@ -21,16 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from formats.command import run_command
-from formats.errors import EngineError
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.gpu.runner import Launched
 from inference.kv_cache import blocks_for
-from inference.load import load_model
+from inference.load import load_model, require_device
 from inference.random_checkpoint import SHAPES
 from inference.random_model import RandomCheckpoint, random_tokenizer
 from inference.request import SamplingParams
-from kernels.devices import check_device
 
 WARM_UP, STEPS, PROMPTS, PROMPT = 8, 32, 8, 1024
 
@@ -87,22 +84,16 @@ def fill(engine: Engine, batch: int, context: int) -> None:
 
 def measure_step(engine: Engine, batch: int, context: int) -> Step:
     """Time decode steps of a batch at a context."""
-    fill(engine, batch, context)
-    waits: list[float] = []
-    land = Launched.tokens
-    Launched.tokens = lambda self: _timed(lambda: land(self), waits)  # type: ignore[method-assign]
-    whole: list[float] = []
-    try:
-        for _ in range(WARM_UP):
-            engine.step()
-        waits.clear()
-        for _ in range(STEPS - 2):
-            _timed(engine.step, whole)
-    finally:
-        Launched.tokens = land  # type: ignore[method-assign]
-    host = statistics.median(step - wait for step, wait in zip(whole, waits, strict=True))
     loop = engine._device_loop
     assert loop is not None
+    fill(engine, batch, context)
+    for _ in range(WARM_UP):
+        engine.step()
+    whole, host = [], []
+    for _ in range(STEPS - 2):
+        waited = loop.waited
+        _timed(engine.step, whole)
+        host.append(whole[-1] - (loop.waited - waited))
     graph = loop.runner.graph_of(batch)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -112,7 +103,8 @@ def measure_step(engine: Engine, batch: int, context: int) -> Step:
     end.synchronize()
     while engine.has_unfinished:
         engine.step()
-    return Step(1e3 * statistics.median(whole), start.elapsed_time(end) / 10, 1e3 * host)
+    median = statistics.median
+    return Step(1e3 * median(whole), start.elapsed_time(end) / 10, 1e3 * median(host))
 
 
 def _timed(call: Callable, seconds: list[float]):
@@ -162,10 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=4048)
     arguments = parser.parse_args(argv)
-    try:
-        check_device("cuda")
-    except ValueError as error:
-        raise EngineError(f"device: {error}") from error
+    require_device("cuda")
     print(torch.cuda.get_device_name())
     for scheme in arguments.schemes:
         report(arguments.shape, scheme, arguments.batch, arguments.context)

@@ -11,6 +11,7 @@ way is waited for first.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -37,6 +38,7 @@ class DeviceLoop:
 
     Attributes:
         runner: The same.
+        waited: Seconds for which the host has waited for the device.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class DeviceLoop:
     ) -> None:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
         self._by_logits, self._by_token, self._ahead = by_logits, by_token, ahead
+        self.waited = 0.0
         self._seats: dict[str, int] = {}
         self._flying: tuple[Launched, dict[str, ActiveRequest]] | None = None
 
@@ -72,7 +75,9 @@ class DeviceLoop:
             return []
         launched, requests = flying
         outputs: list[RequestOutput] = []
+        start = time.perf_counter()
         tokens = launched.tokens()
+        self.waited += time.perf_counter() - start
         for index, (work, token) in enumerate(zip(launched.work, tokens, strict=True)):
             request = requests[work.part.sequence.name]
             if self._requests.get(work.part.sequence.name) is not request:

@@ -24,8 +24,8 @@ from inference.gpu.layers import workspace_on
 from inference.kv_cache import BlockManager, KVPool
 from inference.models.feed_forward import SwiGLU
 from inference.models.llama import LlamaModel
+from inference.runner import lay_out
 from inference.scheduler import PENDING, Slice
-from kernels.ops import KV_BLOCK
 from kernels.triton.sampling import sample
 
 OF_TOKENS = ("ids", "positions", "slots", "seats")  # int64
@@ -156,17 +156,15 @@ class GpuRunner:
 
     def warm_up(self, sequences: int) -> None:
         """Compile and capture the decode steps of up to so many sequences."""
-        size = 1
-        while self._graphs and size < 2 * sequences:
+        for size in sorted({_padded(n) for n in range(1, sequences + 1)} if self._graphs else ()):
             self._graph_of(size)
-            size *= 2
 
     def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
         """The graph of a decode step of so many sequences."""
-        return self._graph_of(1 << (sequences - 1).bit_length()).graph
+        return self._graph_of(_padded(sequences)).graph
 
     def _decode(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
-        size = 1 << (len(work) - 1).bit_length()
+        size = _padded(len(work))
         values = self._of_slices(work) | _draws(work)
         missing = size - len(work)
         values["slots"] = [*values["slots"], *[-1] * missing]
@@ -240,17 +238,15 @@ class GpuRunner:
 
     def _of_slices(self, work: Sequence[Work]) -> dict[str, Sequence]:
         """Where tokens stand, and the tables of their sequences."""
-        values: dict[str, list] = {name: [] for name in (*OF_TOKENS, "tables", "lengths")}
-        for w in work:
-            part, table = w.part, self._blocks.table(w.part.sequence.name)
-            span = range(part.start, part.start + part.count)
-            values["ids"] += part.sequence.tokens[part.start : part.start + part.count]
-            values["positions"] += span
-            values["slots"] += [table[p // KV_BLOCK] * KV_BLOCK + p % KV_BLOCK for p in span]
-            values["seats"] += [w.seat] * part.count
-            values["tables"].append(table)
-            values["lengths"].append(part.start + part.count)
-        return dict(values)
+        own = lay_out([w.part for w in work], self._blocks)
+        return {
+            "ids": own.ids,
+            "positions": own.positions,
+            "slots": own.slots,
+            "seats": [w.seat for w in work for _ in range(w.part.count)],
+            "tables": own.tables,
+            "lengths": own.contexts,
+        }
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:
         """Ids of tokens; of those that the host did not know, what their seats hold."""
@@ -269,6 +265,11 @@ class GpuRunner:
         )
         self._tokens.index_copy_(0, seats, chosen)
         return chosen
+
+
+def _padded(sequences: int) -> int:
+    """The number of rows of a decode step: the next power of two."""
+    return 1 << (sequences - 1).bit_length()
 
 
 def _shapes(tokens: int, sequences: int, samples: int, width: int) -> Shapes:

@@ -51,19 +51,5 @@ def w8a16_linear(
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x W^T + bias.
-
-    Args:
-        x: fp16 or bf16 [M, K], contiguous.
-        weight: From `pack_w8a16`, on the device of `x`.
-        workspace: Of the stream that this runs in.
-        tile: How to cut it; by default the device's table says.
-        out_dtype: Element type of the result; by default that of `x`.
-
-    Returns:
-        [M, N]; sums in fp32.
-
-    Raises:
-        ValueError: a shape or type does not fit, or the workspace is too small.
-    """
+    """As `kernels.triton.w4a16.w4a16_linear`, of a weight from `pack_w8a16`."""
     return weight_only_linear(x, weight, 8, workspace, tile, out_dtype)

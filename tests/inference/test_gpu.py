@@ -10,6 +10,7 @@ import torch
 from triton_lab import interpreted
 
 from formats.errors import EngineError
+from inference.random_checkpoint import SHAPES, random_checkpoint
 from tests.experts import MOE
 
 SCHEMES = [
@@ -24,9 +25,7 @@ SCHEMES = [
     "c8_fp8",
 ]
 COARSE = ("a8w8c8", "a8w4c8", "fp8_c8", "fp8_block")  # few steps of a scale, or of e4m3's bits
-SHAPE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
+SHAPE = SHAPES["llama-1.1b"] | {
     "hidden_size": 128,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
@@ -35,18 +34,10 @@ SHAPE = {
     "intermediate_size": 256,
     "vocab_size": 384,
     "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
 }
 
 
 def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
-    from inference.random_checkpoint import random_checkpoint
-
     (folder / "shape").mkdir()
     (folder / "shape" / "config.json").write_text(json.dumps(SHAPE | overrides))
     head = scheme not in ("float", "c8_fp8")
