@@ -3,7 +3,9 @@
 A block is ten launches: RMSNorm with the sum of the residual before it, q/k/v, rotation and the
 write to the cache, attention, o, RMSNorm, gate and up, SiLU's product, down; where inputs are
 quantized, the kernel before a linear layer ends in that. Nothing is allocated but outputs and
-nothing waits for the device, so that a step can be captured as a CUDA graph.
+nothing waits for the device, so that a step can be captured as a CUDA graph. On Hopper a kernel's
+programs start before the kernel ahead has ended (`kernels.triton.common.overlap`): what says where
+tokens stand (`settled`) is read, and weights are asked for, in that time.
 """
 
 from __future__ import annotations
@@ -110,6 +112,7 @@ def _attend(
     q = rope_write(
         q, k, v, model.cos, model.sin, pool.k, pool.v, batch.slots, pool.k_scale, pool.v_scale,
         positions=batch.positions, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=c.eps,
+        settled=True,
     )  # fmt: skip
     output, dtype = _on_gpu(layer.o), model.dtype
     wanted = output.rows
@@ -117,7 +120,7 @@ def _attend(
     cache, starts = (pool.k, pool.v, batch.tables), batch.query_start
     rest = (pool.k_scale, pool.v_scale, c.head_dim**-0.5, workspace_on(q.device), window)
     if starts is None:
-        y = decode_attention(q, *cache, batch.lengths, *rest, **fused)
+        y = decode_attention(q, *cache, batch.lengths, *rest, settled=True, **fused)
     else:
         y = prefill_attention(q, *cache, starts, batch.lengths, *rest, batch.decodes, **fused)
     y = y.flatten(1)

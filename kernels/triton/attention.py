@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import attention_gluon
-from kernels.triton.common import Workspace
+from kernels.triton.common import Workspace, overlap, wait
 from kernels.triton.paged_cache import (
     HIDDEN,
     LIFT,
@@ -50,10 +50,13 @@ def decode_kernel(
     q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
     softmax_scale, window, width,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    SETTLED: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale, or 0."""
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if not SETTLED:
+        wait(OVERLAP)
     length = tl.load(lengths + sequence).to(tl.int32)
     oldest = tl.maximum(length - window, 0)
     pages = tl.cdiv(length, 64)
@@ -61,6 +64,8 @@ def decode_kernel(
     runs = tl.maximum(tl.cdiv(pages - oldest // 64, share), 1)
     if split >= runs:
         return
+    if SETTLED:
+        wait(OVERLAP)
     OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)
     first = oldest // 64 + split * share
     d, t, h = tl.arange(0, DIM), tl.arange(0, 64), tl.arange(0, PADDED)
@@ -154,6 +159,7 @@ def decode_attention(
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Attention of one new token of each sequence; its K and V are in the cache already.
 
@@ -173,6 +179,8 @@ def decode_attention(
         out_scale: fp32, one element: the result is quantized with it.
         out_dtype: int8 or e4m3 with `out_scale`, else a float type; by default that of `q`.
         out: Where the result goes; by default a new tensor.
+        settled: Whether `tables` and `lengths` were there before the kernel ahead of this started:
+            they are then read while it runs.
 
     Returns:
         [S, Hq, D], zeros where a length is 0.
@@ -193,7 +201,7 @@ def decode_attention(
     items, pointers = sequences * heads, (q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
     if cut.stages == 0 and attention_gluon.takes(k_pages, group, kind, sliding_window):
         workspace.check(items * cut.splits * group * (dim + 2), items)
-        attention_gluon.launch(*pointers, out, out_scale, workspace, softmax_scale, cut)
+        attention_gluon.launch(*pointers, out, out_scale, workspace, softmax_scale, cut, settled)
         return out
     padded, stages = max(8, triton.next_power_of_2(group)), cut.stages or 3
     workspace.check(items * cut.splits * padded * (dim + 2), items)
@@ -201,5 +209,6 @@ def decode_attention(
         *pointers, out, out_scale, workspace.parts, workspace.arrivals, softmax_scale,
         sliding_window or UNLIMITED, tables.shape[1], HEADS=heads, GROUP=group, PADDED=padded,
         DIM=dim, SPLITS=cut.splits, SCALES=kind, STAGES=stages, num_warps=4, num_stages=stages,
+        SETTLED=settled, **overlap(early=False),
     )  # fmt: skip
     return out

@@ -28,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from kernels.triton.common import Workspace
+from kernels.triton.common import Workspace, overlap
 from kernels.triton.tuning import Cut
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -50,6 +50,11 @@ cvt.rn.f16x2.e4m3x2 lo, a;
 cvt.rn.f16x2.e4m3x2 hi, b;
 mov.b32 {$0, $1}, lo;
 mov.b32 {$2, $3}, hi; }""")
+PREFETCH = gl.constexpr("""{ .reg .pred first; .reg .b32 t;
+mov.u32 t, %laneid;
+setp.eq.u32 first, t, 0;
+@first cp.async.bulk.prefetch.L2.global [$1], 8192;
+mov.b32 $0, 0; }""")
 TRANSPOSE = gl.constexpr("""{ .reg .b32 t;
 mov.b32 t, {$2, $3};
 movmatrix.sync.aligned.m8n8.trans.b16 t, t;
@@ -68,6 +73,21 @@ def to_fp16(words, FP8: gl.constexpr):
         pack=1,
     )
     return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def wait(OVERLAP: gl.constexpr):
+    """As in kernels.triton.common."""
+    if OVERLAP:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def prefetch(places):
+    """Ask for the 8 KiB at each warp's pointer to be brought into L2."""
+    gl.inline_asm_elementwise(PREFETCH, "=r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -102,6 +122,7 @@ def decode_kernel(
     softmax_scale, width,
     HEADS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, PER_TOKEN: gl.constexpr,
     FP8: gl.constexpr, WARPS: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    OVERLAP: gl.constexpr, SETTLED: gl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); the cache is given as int32 words.
 
@@ -113,6 +134,8 @@ def decode_kernel(
     )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    if not SETTLED:
+        wait(OVERLAP)
     length = gl.load(lengths + sequence).to(gl.int32)
     pages = (length + 63) // 64
     share = gl.maximum((pages + SPLITS - 1) // SPLITS, WARPS)
@@ -126,6 +149,11 @@ def decode_kernel(
     page = gl.load(table + gl.minimum(first + warp, width - 1)).to(gl.int32) * HEADS + head
     k_words = token_of(span(64, K_LAYOUT, 1)) * 32 + span(32, K_LAYOUT, 2)
     v_words = span(128, V_LAYOUT, 1) * 16 + span(16, V_LAYOUT, 2)
+    if SETTLED:
+        if OVERLAP:  # L2 is where the page of the new token is written, too
+            prefetch(k_pages + page.to(gl.int64) * 2048)
+            prefetch(v_pages + page.to(gl.int64) * 2048)
+        wait(OVERLAP)
     raw_k = gl.load(k_pages + page.to(gl.int64) * 2048 + k_words)
     member = span(8, RIGHT, 2) + span(WARPS, RIGHT, 0) * 0
     rows = (sequence * HEADS + head) * GROUP
@@ -284,7 +312,7 @@ def takes(k_pages: Tensor, group: int, kind: int, sliding_window: int | None) ->
 def launch(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, out_scale: Tensor | None, workspace: Workspace,
-    softmax_scale: float, cut: Cut,
+    softmax_scale: float, cut: Cut, settled: bool,
 ) -> None:  # fmt: skip
     """Run the kernel on what `kernels.triton.attention.decode_attention` has checked."""
     sequences, heads = q.shape[0], k_pages.shape[1]
@@ -294,5 +322,6 @@ def launch(
         out, out_scale, workspace.parts, workspace.arrivals, softmax_scale, tables.shape[1],
         HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=cut.splits, PER_TOKEN=k_scale.dim() == 3,
         FP8=k_pages.dtype == torch.float8_e4m3fn, WARPS=cut.warps, K_LAYOUT=k_layout,
-        V_LAYOUT=v_layout, num_warps=cut.warps,
+        V_LAYOUT=v_layout, num_warps=cut.warps, SETTLED=settled,
+        **overlap(early=False),
     )  # fmt: skip

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
+EARLY_ROWS = 16  # of more, what follows a short kernel would find the device unevenly filled
+AHEAD = 2  # steps whose weights a program asks for before its input is there
 TINY_SCALE = tl.constexpr(2.0**-60)  # as in kernels.numerics
 ROUND = tl.constexpr(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded half to even, |x| < 2^22
 
@@ -30,6 +32,15 @@ prmt.b32 $0, u, 0x64646464, 0x4140;
 prmt.b32 $1, u, 0x64646464, 0x4342;
 sub.rn.f16x2 $0, $0, c;
 sub.rn.f16x2 $1, $1, c; }""")
+
+
+# Of one thread: bytes of memory on their way to L2.
+PREFETCH = tl.constexpr("""{ .reg .pred first; .reg .b32 t;
+mov.u32 t, %tid.x;
+setp.eq.u32 first, t, 0;
+@first cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, 0; }""")
+PREFETCH_LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,23 @@ def capability() -> int:
     return _capability(driver, driver.get_current_device())
 
 
+def overlap(early: bool = True) -> dict[str, Any]:
+    """Arguments by name of a launch that may start before the kernel ahead of it has ended.
+
+    Programmatic dependent launch, from Hopper on. Every program of such a kernel calls `wait`
+    before it writes, and before it reads what the kernel ahead writes: what kernels before that
+    wrote is there, since `announce`, upon which the programs of the next kernel start where there
+    is room, comes after `wait`. (Before it, the next kernel but one would find the places that the
+    next leaves, and lie unevenly.)
+
+    Args:
+        early: Whether the next kernel starts at `announce`, not at the end of all programs.
+    """
+    if triton.knobs.runtime.interpret or capability() < 90:
+        return {"OVERLAP": 0}
+    return {"OVERLAP": 2 if early else 1, "launch_pdl": True}
+
+
 @cache
 def _capability(driver: Any, device: int) -> int:
     return driver.get_current_target().arch
@@ -88,6 +116,36 @@ def storage(t: Tensor) -> Tensor:
     if t.dtype == torch.float8_e4m3fn and capability() < 89:
         return t.view(torch.int8)
     return t
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """Wait until all that the kernels ahead wrote can be read; see `overlap`."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def announce(OVERLAP: tl.constexpr):
+    """Let the programs of the next kernel start where there is room; see `overlap`."""
+    if OVERLAP == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(start, BYTES: tl.constexpr):
+    """Ask for so many bytes from a pointer on, multiples of 16, to be brought into L2."""
+    tl.inline_asm_elementwise(
+        PREFETCH, "=r,l,r", [start, BYTES], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def prefetch_lines(places):
+    """Ask for the lines of 128 bytes at pointers to be brought into L2."""
+    tl.inline_asm_elementwise(
+        PREFETCH_LINE, "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -25,7 +25,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import ASM, Workspace, capability, require, storage, sum_splits
+from kernels.triton.common import (
+    AHEAD,
+    ASM,
+    Workspace,
+    announce,
+    capability,
+    overlap,
+    prefetch_lines,
+    require,
+    storage,
+    sum_splits,
+    wait,
+)
 from kernels.triton.tuning import Tile, gemm_tile
 
 RUN = 128
@@ -116,7 +128,7 @@ def fp8_block_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, width, row_step, run_step,
     blocks, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     RUNS: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr, RAGGED: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); RUNS runs a step, RAGGED: K is not whole."""
     strip, tile = tl.swizzle2d(
@@ -136,6 +148,13 @@ def fp8_block_kernel(
     one: tl.constexpr = OUTPUTS <= 128  # block of the weight: its scale is put to those of rows
     of_outputs = w_scale + (output if one else n) // 128 * blocks
     of_rows = x_scale + m * row_step
+    if OVERLAP:
+        for ahead in tl.static_range(AHEAD * RUNS):
+            if first * RUNS + ahead < width // 128:
+                at = packed + output.to(tl.int64) * width + (first * RUNS + ahead) * 128
+                prefetch_lines(at + i * width)
+    wait(OVERLAP)
+    announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for step in tl.range(first, tl.minimum(first + share, steps), num_stages=STAGES):
         for run in tl.static_range(RUNS):
@@ -223,6 +242,7 @@ def _launch(xq, x_scale, weight, workspace, out, tile) -> None:
         SPLITS=tile.splits, STAGES=tile.stages, RUNS=2 if small and width % (2 * RUN) == 0 else 1,
         STRIP=STRIP, NATIVE=capability() >= 89, RAGGED=inputs != width,
         BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
+        AHEAD=AHEAD, **overlap(),
     )  # fmt: skip
 
 

@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import absmax_scale, quantize, require, storage
+from kernels.triton.common import (
+    EARLY_ROWS,
+    absmax_scale,
+    announce,
+    overlap,
+    quantize,
+    require,
+    storage,
+    wait,
+)
 
 LARGEST_ROW = 32768
 FEW_ROWS, PART = 64, 1024  # a row's program is the whole launch where rows are few: they are cut
@@ -63,13 +72,16 @@ def store_row(
 def add_rms_norm_kernel(
     x, residual, weight, total, out, scales, scale, eps, pitch, SIZE, WIDTH: tl.constexpr,
     ADD: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row a program; WIDTH is SIZE rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     real = i < SIZE
-    h = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
     w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    announce(OVERLAP)
+    h = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
     if ADD:
         h += tl.load(residual + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
         rounded = h.to(total.dtype.element_ty)
@@ -83,12 +95,14 @@ def add_rms_norm_kernel(
 @triton.jit(do_not_specialize=["pitch"])
 def silu_mul_kernel(
     gate_up, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
-    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of WIDTH elements)."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
     i = first + tl.arange(0, WIDTH)
     real = i < SIZE
+    wait(OVERLAP)
+    announce(OVERLAP)
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
@@ -98,12 +112,14 @@ def silu_mul_kernel(
 @triton.jit(do_not_specialize=["pitch"])
 def quantize_rows_kernel(
     x, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
-    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of WIDTH elements)."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
     i = first + tl.arange(0, WIDTH)
     real = i < SIZE
+    wait(OVERLAP)
+    announce(OVERLAP)
     y = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
     store_row(y, row, first, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
 
@@ -138,6 +154,7 @@ def _shape(size: int, static: bool, group: int | None, out: Tensor, part: int = 
         "BITS": storage(out) is not out,
         "num_warps": min(32, max(4, width // 512)),
         "enable_fp_fusion": False,
+        **overlap(out.shape[0] <= EARLY_ROWS),
     }
 
 

@@ -29,7 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import absmax_scale, quantize, require
+from kernels.triton.common import (
+    EARLY_ROWS,
+    absmax_scale,
+    announce,
+    overlap,
+    quantize,
+    require,
+    wait,
+)
 from kernels.triton.paged_cache import check_pages, scale_kind
 
 FEW = 256  # tokens up to which programs are kept small
@@ -186,12 +194,18 @@ def rope_write_kernel(
     v_scale, T, q_pitch, k_pitch, v_pitch,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
     PER: tl.constexpr, V_TOKENS: tl.constexpr, SCALES: tl.constexpr, TABLES: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr, SETTLED: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of TOKENS tokens, PER heads of q or k), then (block of V_TOKENS, v head)."""
+    if not SETTLED:
+        wait(OVERLAP)
+        announce(OVERLAP)
     GROUPS: tl.constexpr = (Q_HEADS + HEADS) // PER
     rotating = tl.cdiv(T, TOKENS) * GROUPS
     if tl.program_id(0) >= rotating:
+        if SETTLED:
+            wait(OVERLAP)
+            announce(OVERLAP)
         block, head = (tl.program_id(0) - rotating) // HEADS, (tl.program_id(0) - rotating) % HEADS
         write_values(
             v, v_pages, slots, v_scale, (block * V_TOKENS).to(tl.int64), head, T, v_pitch,
@@ -209,6 +223,10 @@ def rope_write_kernel(
     t, angle = token[:, None, None], row[:, None, None] * DIM + i
     c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
+    slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
+    if SETTLED:
+        wait(OVERLAP)
+        announce(OVERLAP)
     if start < Q_HEADS:
         h = head[None, :, None]
         a, b = halves(q, q_norm, eps, c, s, t * q_pitch + h * DIM + i, real, NORM)
@@ -216,7 +234,6 @@ def rope_write_kernel(
         tl.store(cells, a.to(out.dtype.element_ty), mask=real)
         tl.store(cells + DIM // 2, b.to(out.dtype.element_ty), mask=real)
     else:
-        slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
         own = head - Q_HEADS
         place = t * k_pitch + own[None, :, None] * DIM + i
         a, b = halves(k, k_norm, eps, c, s, place, real, NORM)
@@ -241,6 +258,7 @@ def rope_write(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     out_dtype: torch.dtype | None = None,
+    settled: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k; put k and v into the cache.
 
@@ -262,6 +280,8 @@ def rope_write(
         eps: Added to the mean square.
         out_dtype: A float type, by default that of `q`; in fp16 attention over an 8-bit cache takes
             it as it is.
+        settled: Whether `slots`, `positions`, `cos` and `sin` were there before the kernel ahead of
+            this started: they are then read while it runs.
 
     Returns:
         Rotated q [T, Hq, D] in `out_dtype`, contiguous.
@@ -303,6 +323,6 @@ def rope_write(
         v_scale, tokens, q.stride(0), k.stride(0), v.stride(0), Q_HEADS=q_heads, HEADS=heads,
         DIM=dim, TOKENS=block, PER=per, V_TOKENS=v_block, SCALES=scale_kind(k_scale),
         TABLES=positions is not None, NORM=q_norm is not None, num_warps=4, num_stages=1,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, SETTLED=settled, **overlap(tokens <= EARLY_ROWS),
     )  # fmt: skip
     return out

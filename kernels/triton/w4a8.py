@@ -22,7 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import ASM, Workspace, sum_splits
+from kernels.triton.common import (
+    ASM,
+    Workspace,
+    announce,
+    overlap,
+    sum_splits,
+    wait,
+)
 from kernels.triton.tuning import Tile, gemm_tile
 from kernels.triton.weights import (
     BLOCK,
@@ -111,7 +118,7 @@ def w4a8_kernel(
     x, packed, x_scale, scale, bias, out, parts, arrivals, M, N, K,
     GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PER_ROW: tl.constexpr, BIAS: tl.constexpr,
+    PER_ROW: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows)."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -123,6 +130,8 @@ def w4a8_kernel(
     tiles = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * (32 * GROUP)
     tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
     columns = x + m[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
+    wait(OVERLAP)
+    announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for block in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
         for i in tl.static_range(128 // GROUP):
@@ -189,6 +198,6 @@ def w4a8_linear(
         workspace.arrivals, rows, outputs, inputs, GROUP=weight.group, ZERO=weight.zero_points,
         OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
         PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip
     return out

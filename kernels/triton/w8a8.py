@@ -26,7 +26,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.triton.common import Workspace, require, sum_splits
+from kernels.triton.common import (
+    AHEAD,
+    Workspace,
+    announce,
+    overlap,
+    prefetch,
+    prefetch_lines,
+    require,
+    sum_splits,
+    wait,
+)
 from kernels.triton.tuning import Tile, gemm_tile, multiprocessors
 from kernels.triton.weights import PackedWeight, check_input_scale, check_inputs, grid_of, lay_bias
 
@@ -75,6 +85,7 @@ def w8a8_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); the tile is transposed, [OUTPUTS, ROWS]."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -86,6 +97,17 @@ def w8a8_kernel(
     real = (m < M)[None, :]
     weights = packed + n[:, None] * pitch + k[None, :]
     columns = x + m[None, :] * K + k[:, None]
+    if OVERLAP:
+        for i in tl.static_range(AHEAD):
+            if first + i < K // BLOCK:
+                if packed.dtype.element_ty == tl.int8:  # a tile is one stretch
+                    start = packed + (first + i) * step + tile * (OUTPUTS * BLOCK)
+                    prefetch(start, OUTPUTS * BLOCK)
+                else:
+                    line = tl.arange(0, BLOCK // 128) * 128
+                    prefetch_lines(packed + (first + i) * step + n[:, None] * pitch + line[None, :])
+    wait(OVERLAP)
+    announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], SUM)
     for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
         w = tl.load(weights + g * step, eviction_policy="evict_first")
@@ -200,6 +222,7 @@ def _launch_swapped(xq, x_scale, weight, workspace, out, tile) -> None:
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
         rows, outputs, inputs, step, pitch, SPLITS=tile.splits, BLOCK=weight.packed.shape[2],
+        AHEAD=AHEAD, **overlap(),
         **_common(x_scale, weight, tile, tile.stages),
     )  # fmt: skip
 

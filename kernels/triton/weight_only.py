@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import Workspace, sum_splits
+from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
 from kernels.triton.operands import beside, quarters
 from kernels.triton.tuning import Tile, gemm_tile
 from kernels.triton.weights import BLOCK, GroupedWeight, check_inputs, grid_of
@@ -74,7 +74,7 @@ def weight_only_kernel(
     x, packed, scale, bias, out, parts, arrivals, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SCALE_WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    SCALE_WEIGHT: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output."""
     DT: tl.constexpr = x.dtype.element_ty
@@ -89,6 +89,8 @@ def weight_only_kernel(
     words = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * WORDS
     words = packed + words + tl.arange(0, WORDS)[None, :]
     columns = x + m[None, :] * K + tl.arange(0, STEP)[:, None]  # x transposed
+    wait(OVERLAP)
+    announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     if GROUP == 0:
         s0, s1, s2, s3, z0, z1, z2, z3 = scales_of(scale + n, N, GROUP, BITS, ZERO)
@@ -188,6 +190,6 @@ def weight_only_linear(
         rows, outputs, inputs, BITS=bits, GROUP=weight.group, ZERO=weight.zero_points,
         OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
         SCALE_WEIGHT=bits == 4 and sums > 64, BIAS=weight.bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip
     return out

@@ -10,6 +10,7 @@ CAPABILITIES = [80, 89, 90]
 FP8 = torch.float8_e4m3fn
 MMA = r"mma\.sync\S*{}"
 WGMMA = r"wgmma\.mma_async\S*{}"
+WAIT, ANNOUNCE = r"griddepcontrol\.wait", r"griddepcontrol\.launch_dependents"
 
 
 def expected(capability: int, kind: str) -> str:
@@ -54,6 +55,10 @@ def test_linear_layers(capability):
             call()
         (binary,) = built
         assert binary.stack == 0, call
+        overlapped = hopper and call is not calls[-1][1] and bool(kind)
+        assert binary.count(WAIT) == binary.count(ANNOUNCE) == overlapped, (
+            "dequantize waits for all"
+        )
         assert binary.registers <= 255
         assert binary.shared <= (232448 if hopper else 101376), binary.shared
         assert not kind or binary.count(expected(capability, kind)), (kind, capability)
@@ -106,9 +111,12 @@ def test_decode_attention(capability, dims, storage, result):
     more = {"out_scale": torch.ones(1), "out_dtype": result} if result else {}
     for cut in (Cut(4, 4, 3), Cut(2, 4))[: 2 if dims else 1]:
         with building_for(capability) as built:
-            decode_attention(q, *make_cache(storage, dims), 0.1, workspace, cut=cut, **more)
+            cache = make_cache(storage, dims)
+            decode_attention(q, *cache, 0.1, workspace, cut=cut, settled=dims != 3, **more)
         (binary,) = built
         assert binary.stack == 0
+        assert binary.count(WAIT) == (capability == 90)
+        assert not binary.count(ANNOUNCE), "the next kernel would crowd programs that do not start"
         assert binary.count(MMA.format(r"f16\.b?f16"))
         if cut.stages == 0:
             assert binary.count(r"ld\.global\S*v4\.b32") >= 32, "pages, 16 bytes at a time"
@@ -210,12 +218,17 @@ def test_fused_rows_and_cache_write(capability, storage):
     with building_for(capability) as built:
         add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=storage)
         silu_mul(x, dtype=storage)
-        for tokens, more in ((2, {}), (300, {"q_norm": x[0, :128], "k_norm": x[0, :128]})):
+        for tokens, more in (
+            (2, {"settled": True}),
+            (300, {"q_norm": x[0, :128], "k_norm": x[0, :128]}),
+        ):
             q, k, v = torch.zeros(tokens, 48, 128).bfloat16().split([32, 8, 8], dim=1)
             angle, slots = torch.zeros(tokens, 128), torch.zeros(tokens, dtype=torch.int64)
             rope_write(q, k, v, angle, angle, k_pages, v_pages, slots, *scales, **more)
     for binary in built:
         assert binary.stack == 0
         assert binary.registers <= 128
+        assert binary.count(WAIT) >= (capability == 90)
+        assert bool(binary.count(ANNOUNCE)) == (capability == 90 and binary is not built[-1])
         assert binary.count(r"div\.rn\.f32") <= 24, "scales alone are divided, not elements"
     assert binary.count(r"st\.global\S*v4") >= 8, "columns leave in pieces of 16 bytes"
