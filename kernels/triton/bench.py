@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.triton import problems
+from kernels.triton import attention_problems, fused_problems, problems
 from kernels.triton.common import Workspace
 from kernels.triton.problems import Problem, timed
 
@@ -40,39 +40,39 @@ def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:
 def of_attention(workspace: Workspace) -> Iterator[Problem]:
     """Decode attention: int8 by head and by token, e4m3."""
     for sequences, context in DECODE:
-        yield problems.attention(sequences, context, workspace)
-        yield problems.attention(sequences, context, workspace, per_token=True)
-        yield problems.attention(sequences, context, workspace, torch.float8_e4m3fn)
-        yield problems.attention(sequences, context, workspace, torch.bfloat16)
+        yield attention_problems.attention(sequences, context, workspace)
+        yield attention_problems.attention(sequences, context, workspace, per_token=True)
+        yield attention_problems.attention(sequences, context, workspace, torch.float8_e4m3fn)
+        yield attention_problems.attention(sequences, context, workspace, torch.bfloat16)
 
 
 def of_prefill(workspace: Workspace) -> Iterator[Problem]:
     """Prefill attention: whole prompts, chunks, and one beside decodes."""
     for new, context in (*PREFILL, (MIXED, 4096)):
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
-            yield problems.prefill(new, context, workspace, dtype)
-        yield problems.prefill(new, context, workspace, per_token=True)
+            yield attention_problems.prefill(new, context, workspace, dtype)
+        yield attention_problems.prefill(new, context, workspace, per_token=True)
 
 
 def of_fused() -> Iterator[Problem]:
     """Norm, SwiGLU and rotation, decode and prefill; with float rows, what quantization adds."""
     for rows in (1, 64, 4096):
         for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
-            yield problems.norm(rows, 4096, dtype)
-            yield problems.silu(rows, 14336, dtype)
+            yield fused_problems.norm(rows, 4096, dtype)
+            yield fused_problems.silu(rows, 14336, dtype)
         for group in (None, 128):
-            yield problems.rows_of(rows, 4096, torch.float8_e4m3fn, group)
-        yield problems.norm(rows, 4096, torch.float8_e4m3fn, 128)
-        yield problems.silu(rows, 14336, torch.float8_e4m3fn, 128)
-        yield problems.rope(rows)
-    yield problems.rope(4096, start=37)
+            yield fused_problems.rows_of(rows, 4096, torch.float8_e4m3fn, group)
+        yield fused_problems.norm(rows, 4096, torch.float8_e4m3fn, 128)
+        yield fused_problems.silu(rows, 14336, torch.float8_e4m3fn, 128)
+        yield fused_problems.rope(rows)
+    yield fused_problems.rope(4096, start=37)
 
 
 def of_sampling(workspace: Workspace) -> Iterator[Problem]:
     """Tokens from the logits of a Llama-3 vocabulary."""
     for rows in (1, 16, 64):
-        for kind in problems.SAMPLINGS:
-            yield problems.sampling(rows, 128256, kind, workspace)
+        for kind in fused_problems.SAMPLINGS:
+            yield fused_problems.sampling(rows, 128256, kind, workspace)
 
 
 def copy_bandwidth() -> float:

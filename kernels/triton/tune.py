@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.triton import problems
+from kernels.triton import attention_problems, problems
 from kernels.triton.bench import DECODE, PREFILL, SHAPES
 from kernels.triton.common import Workspace
 from kernels.triton.problems import Problem
@@ -170,12 +170,12 @@ def main() -> None:
         shapes = [] if family in (*ATTENTION, *PROMPTS) else arguments.shapes
         dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
         for new, context in PREFILL if family in PROMPTS else ():
-            problem = problems.prefill(new, context, workspace, dtype)
+            problem = attention_problems.prefill(new, context, workspace, dtype)
             block, _ = best(problem, blocks())
             own[f"128x{bucket(32 * sum(new))}"] = asdict(block)
         for sequences, context in DECODE if family in ATTENTION else ():
             per_token = family == "attention_per_token"
-            problem = problems.attention(sequences, context, workspace, dtype, per_token)
+            problem = attention_problems.attention(sequences, context, workspace, dtype, per_token)
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
         for shape, rows in itertools.product(shapes, arguments.rows):
