@@ -13,7 +13,9 @@ import kernels.triton.reference as twins
 from kernels.triton.attention import decode_attention
 from kernels.triton.common import Workspace
 from kernels.triton.prefill import prefill_attention
-from kernels.triton.problems import ROTATED, Problem, relative
+from kernels.triton.problems import Problem
+from kernels.triton.shapes import Attention
+from kernels.triton.timing import copies_of, relative
 
 
 def cache(
@@ -40,7 +42,7 @@ def attention(
     """Decode attention, 32 query and 8 KV heads of 128, sequences of equal length."""
     heads, dim, pages = 8, 128, sequences * context // 64
     nbytes = pages * heads * 64 * (dim * 2 * dtype.itemsize + (4 if per_token else 0))
-    copies = max(1, min(8, int(ROTATED / nbytes) + 1))
+    copies = copies_of(nbytes, 8)
     pools, scales = cache(pages, dtype, per_token, copies)
     tables = torch.randperm(pages, device="cuda").to(torch.int32).view(sequences, -1)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
@@ -51,7 +53,7 @@ def attention(
     return Problem(
         f"attention {kind if dtype.itemsize == 1 else str(dtype)[6:]} ({sequences}, {context})",
         nbytes, copies, lambda i, cut: implementation(q, *pools[i], *rest, workspace, cut=cut),
-        lambda y: relative(y, wanted), 4e-3,
+        lambda y: relative(y, wanted), 4e-3, shape=Attention(sequences, context),
     )  # fmt: skip
 
 
@@ -82,6 +84,7 @@ def prefill(
             q, *pools[i], *rest, workspace, None, decodes, None, torch.bfloat16, block
         ),
         lambda y: relative(y[-512:], wanted), 4e-3, 4 * seen * 4 * heads * dim,
+        Attention(len(new), context, new[0], len(set(new)) == 1),
     )  # fmt: skip
 
 

@@ -10,16 +10,18 @@ from torch import Tensor
 import kernels.triton.reference as twins
 from kernels.triton.common import Workspace
 from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
-from kernels.triton.problems import FP8, ROTATED, Problem, relative
+from kernels.triton.problems import FP8, Problem
 from kernels.triton.rope_cache import rope_write
 from kernels.triton.sampling import sample
+from kernels.triton.shapes import Traffic
+from kernels.triton.timing import copies_of, relative
 
 
 def norm(
     rows: int, size: int, dtype: torch.dtype = torch.int8, group: int | None = None
 ) -> Problem:
     """Sum, norm and quantization of rows."""
-    copies = max(1, min(32, int(ROTATED / (rows * size * 6)) + 1))
+    copies = copies_of(rows * size * 6)
     x, other = (torch.randn(copies, rows, size, device="cuda").bfloat16() for _ in "ab")
     weight = torch.rand(size, device="cuda").bfloat16()
 
@@ -27,10 +29,11 @@ def norm(
         wanted = twins.add_rms_norm(x[0], other[0], weight, 1e-6, None, dtype, group)[0]
         return relative(y, wanted.double())
 
+    nbytes = rows * size * (6 + dtype.itemsize)
     return Problem(
-        f"add + norm -> {_kind(dtype, group)} {rows}x{size}", rows * size * (6 + dtype.itemsize),
+        f"add + norm -> {_kind(dtype, group)} {rows}x{size}", nbytes,
         copies, lambda i, cut: add_rms_norm(x[i], other[i], weight, 1e-6, None, dtype, group)[0],
-        error, 4e-3,
+        error, 4e-3, shape=Traffic(nbytes),
     )  # fmt: skip
 
 
@@ -42,31 +45,33 @@ def silu(
     rows: int, size: int, dtype: torch.dtype = torch.int8, group: int | None = None
 ) -> Problem:
     """SwiGLU's product and quantization of rows."""
-    copies = max(1, min(32, int(ROTATED / (rows * size * 4)) + 1))
+    copies = copies_of(rows * size * 4)
     x = torch.randn(copies, rows, 2 * size, device="cuda").bfloat16()
 
     def error(y: Tensor) -> float:
         return relative(y, twins.silu_mul(x[0], None, dtype, group)[0].double())
 
+    nbytes = rows * size * (4 + dtype.itemsize)
     return Problem(
-        f"silu * up -> {_kind(dtype, group)} {rows}x{size}", rows * size * (4 + dtype.itemsize),
+        f"silu * up -> {_kind(dtype, group)} {rows}x{size}", nbytes,
         copies, lambda i, cut: silu_mul(x[i], None, dtype, group)[0], error,
-        4e-3,
+        4e-3, shape=Traffic(nbytes),
     )  # fmt: skip
 
 
 def rows_of(rows: int, size: int, dtype: torch.dtype = FP8, group: int | None = None) -> Problem:
     """Quantization of plain rows."""
-    copies = max(1, min(32, int(ROTATED / (rows * size * 2)) + 1))
+    copies = copies_of(rows * size * 2)
     x = torch.randn(copies, rows, size, device="cuda").bfloat16()
 
     def error(y: Tensor) -> float:
         return relative(y, twins.quantize_rows(x[0], None, dtype, group)[0].double())
 
+    nbytes = rows * size * (2 + dtype.itemsize)
     return Problem(
-        f"rows -> {_kind(dtype, group)} {rows}x{size}", rows * size * (2 + dtype.itemsize), copies,
+        f"rows -> {_kind(dtype, group)} {rows}x{size}", nbytes, copies,
         lambda i, cut: quantize_rows(x[i], None, dtype, group)[0], error,
-        4e-3,
+        4e-3, shape=Traffic(nbytes),
     )  # fmt: skip
 
 
@@ -98,7 +103,7 @@ def sampling(rows: int, vocabulary: int, kind: str, workspace: Workspace) -> Pro
 def rope(rows: int, per_token: bool = True, start: int = 0) -> Problem:
     """Rotation, quantization and cache write from a place on, 32 query and 8 KV heads of 128."""
     pages, dim = -(-rows // 64) * 2, 128
-    copies = max(1, min(8, int(ROTATED / (rows * 6144 * 2)) + 1))
+    copies = copies_of(rows * 6144 * 2, 8)
     x = torch.randn(copies, rows, 48, dim, device="cuda").bfloat16()
     angles = (torch.rand(rows, dim // 2, device="cuda") * 6).repeat(1, 2)
     slots = torch.arange(rows, device="cuda") + start
@@ -119,8 +124,9 @@ def rope(rows: int, per_token: bool = True, start: int = 0) -> Problem:
         off = max((a.int() - b.int()).abs().max().item() for a, b in zip(found, pools, strict=True))
         return relative(y[:count], wanted.double()) if off <= 1 else float("nan")
 
+    nbytes = rows * 6144 * 2 + rows * (8192 + 2048)
     return Problem(
         f"rope + quantize + write {rows}{f' from {start} on' if start else ''}",
-        rows * 6144 * 2 + rows * (8192 + 2048), copies,
-        lambda i, cut: rope_write(*parts(i), *rest), error, 4e-3,
+        nbytes, copies,
+        lambda i, cut: rope_write(*parts(i), *rest), error, 4e-3, shape=Traffic(nbytes),
     )  # fmt: skip

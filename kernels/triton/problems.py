@@ -1,16 +1,13 @@
 """The shapes that tuning and benchmarks run: arguments on a GPU, rotated past its cache, checked.
 
-Times are medians of CUDA-graph replays. Weights and caches exist in so many copies that none is
-still in L2 when its turn comes; every call's result is compared with its fp64 twin before it is
-timed, on an output that was NaN before.
+Weights and caches exist in so many copies that none is still in L2 when its turn comes; every
+call's result is compared with its fp64 twin before it is timed (`kernels.triton.timing`).
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +19,15 @@ import kernels.triton.reference as twins
 from kernels.triton.common import Workspace
 from kernels.triton.fp8_block import fp8_block_linear, pack_fp8_block
 from kernels.triton.fused import quantize_rows
+from kernels.triton.shapes import Gemm, Shape
+from kernels.triton.timing import copies_of, relative, timed
 from kernels.triton.w4_many import w4a8_linear, w4a16_linear
 from kernels.triton.w4a8 import pack_w4a8
 from kernels.triton.w4a16 import pack_w4a16
 from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import pack_w8a16, w8a16_linear
 
-ROTATED = 300e6  # bytes that are read between two uses of a copy; L2 holds 50 to 60 MB
 FP8 = torch.float8_e4m3fn
-VARIANTS = ("", "_g64", "_zeros")  # of weights with scales of groups
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,8 @@ class Problem:
         call: call(i, cut) with the i-th set; `cut` a tile, or None for the device's table.
         error: error(result): distance from the twin, relative, of the result of call(0, ...).
         tolerance: The largest error of a right result.
-        operations: Sums and products of 16 bits, where they are the limit.
+        operations: Sums and products of 16 bits, where they may be the limit; of 8 bits half.
+        shape: What is computed, for peers that compute the same.
     """
 
     name: str
@@ -54,6 +52,7 @@ class Problem:
     error: Callable[[Tensor], float]
     tolerance: float
     operations: float = 0.0
+    shape: Shape | None = None
 
     def check(self, cut: Any = None) -> float:
         """The error of one call; raises ValueError where it is too large or NaN."""
@@ -67,43 +66,6 @@ class Problem:
         return timed(lambda i: self.call(i, cut), self.copies)
 
 
-def timed(call: Callable[[int], object], copies: int, repeats: int = 20) -> float:
-    """Median microseconds of call(i), i cycling over `copies`, of replays of a CUDA graph."""
-    for i in range(2):
-        call(i % copies)
-    inner = max(copies, 8)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(inner):
-            call(i % copies)
-    for _ in range(2):
-        graph.replay()
-        settle()
-    for _ in range(10):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / inner)
-    return statistics.median(times)
-
-
-def settle() -> None:
-    """Wait: timings straight after fp64 work came out up to a fifth too long."""
-    torch.cuda.synchronize()
-    time.sleep(0.05)
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN if anything is NaN."""
-    return ((found.double() - wanted).norm() / wanted.norm()).item()
-
-
 def gemm(
     family: str, rows: int, outputs: int, inputs: int, workspace: Workspace,
     dtype: torch.dtype = torch.bfloat16,
@@ -115,7 +77,7 @@ def gemm(
     group = 64 if family.endswith("_g64") else 128 if family.startswith("w4") else inputs
     bits = (4 if family.startswith("w4") else 8) + 32 / group
     nbytes = int(outputs * inputs * bits / 8)
-    copies = max(1, min(32, int(ROTATED / nbytes) + 1))
+    copies = copies_of(nbytes)
     shape = (rows, outputs, inputs)
     if family in ("w8a8", "fp8"):
         call, wanted = _w8a8(family, *shape, copies, workspace, dtype)
@@ -123,11 +85,13 @@ def gemm(
         call, wanted = _fp8_block(*shape, copies, workspace, dtype)
     else:
         call, wanted = _grouped(family, *shape, group, copies, workspace, dtype)
-    nbytes += rows * (inputs * (2 if "a16" in family else 1) + outputs * 2)
+    wide = 2 if "a16" in family else 1  # bytes of an input
+    nbytes += rows * (inputs * wide + outputs * 2)
     tolerance = 1e-2 if family.startswith("fp8") else 1e-3 if dtype == torch.float16 else 4e-3
     return Problem(
         f"{family} {outputs}x{inputs} M={rows} {str(dtype)[6:]}", nbytes, copies, call,
-        lambda y: relative(y, wanted), tolerance,
+        lambda y: relative(y, wanted), tolerance, rows * outputs * inputs * wide,
+        Gemm(family, *shape, group, dtype),
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """`python -m kernels.triton.tune`: measure tiles on this GPU and write the device's table.
 
-Every candidate is checked against its twin, then timed as `kernels.triton.problems` says. What the
+Every candidate is checked against its twin, then timed as `kernels.triton.timing` says. What the
 table has for other families or shapes is kept. By default all families run over the shapes of a
 Llama-3-8B layer:
 
@@ -23,9 +23,9 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from kernels.triton import attention_problems, problems
-from kernels.triton.bench import DECODE, PREFILL, SHAPES
 from kernels.triton.common import Workspace
 from kernels.triton.problems import Problem
+from kernels.triton.shapes import DECODE, PREFILL, SHAPES
 from kernels.triton.tuning import (
     Block,
     Cut,
