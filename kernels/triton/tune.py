@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
+from kernels.devices import check_device
 from kernels.triton import attention_problems, problems
 from kernels.triton.common import Workspace
 from kernels.triton.problems import Problem
@@ -156,11 +158,16 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Measure and write."""
+def main() -> int:
+    """Measure and write; 2 where there is no GPU to run on."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = _arguments()
-    device, workspace = torch.device("cuda"), Workspace.on("cuda")
+    try:
+        device = check_device("cuda")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    workspace = Workspace.on(device)
     processors = multiprocessors(device)
     path = arguments.output or file_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +193,8 @@ def main() -> None:
         text = json.dumps(table, indent=1, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")  # what is measured stays if the rest fails
         log.info("wrote %s of %s", family, path)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

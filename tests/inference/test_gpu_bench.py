@@ -20,7 +20,7 @@ FIGURES = Figures("a8w8c8", STEPS, 100.0, 8 * 10**9, 2 * 10**9, 11 * 10**9)
 
 
 def test_prompts_that_count_as_computed(tiny_llama):
-    config = EngineConfig(max_batch_size=2, max_model_len=192, kv_blocks=6)
+    config = EngineConfig(max_batch_size=2, max_batched_tokens=2, max_model_len=192, kv_blocks=6)
     engine = Engine.from_pretrained(tiny_llama, config=config)
     bench.fill(engine, 2, 100)
     assert engine.stats().used == 4
