@@ -1,9 +1,9 @@
-"""A request while it runs: its tokens, its text, and what ends it."""
+"""Requests while they run: their tokens, their text, and what ends them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from inference.detokenizer import Detokenizer
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.sampler import sample, top_logprobs
-from inference.scheduler import PENDING, Slice
+from inference.scheduler import PENDING, Scheduler, Slice
 from inference.scheduler import Sequence as TokenSequence
 
 
@@ -138,3 +138,65 @@ class ActiveRequest:
             token_times=list(output.token_times),
             logprobs=None if output.logprobs is None else list(output.logprobs),
         )
+
+
+class ActiveRequests(Mapping[str, ActiveRequest]):
+    """The requests of an engine, by name, from their arrival to their end.
+
+    Args:
+        scheduler: Has their sequences.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._by_name: dict[str, ActiveRequest] = {}
+
+    def __getitem__(self, name: str) -> ActiveRequest:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def add(self, request: ActiveRequest) -> None:
+        """Queue a request."""
+        self._by_name[request.sequence.name] = request
+        self._scheduler.add(request.sequence)
+
+    def take_logits(self, part: Slice, logits: Tensor) -> list[RequestOutput]:
+        """Give a request the logits of its slice: for those of its prompt, and its next token."""
+        request = self[part.sequence.name]
+        if not bool(torch.isfinite(logits).all()):
+            return [self._fail(request)]
+        if request.wants_prompt_logits:
+            request.note_prompt(part, logits)
+        if not part.samples:
+            return []
+        return [self._after(request, request.take(logits[-1]))]
+
+    def take_token(self, request: ActiveRequest, token: int) -> RequestOutput:
+        """Give a request its next token; a negative one says that its logits were not finite."""
+        if token < 0:
+            return self._fail(request)
+        return self._after(request, request.accept(token))
+
+    def finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
+        """End a request and take its blocks back."""
+        self._scheduler.remove(request.sequence)
+        del self._by_name[request.sequence.name]
+        return request.close(reason)
+
+    def drop(self) -> None:
+        """Forget all of them, and take their blocks back."""
+        for request in self._by_name.values():
+            self._scheduler.remove(request.sequence)
+        self._by_name.clear()
+
+    def _after(self, request: ActiveRequest, reason: FinishReason | None) -> RequestOutput:
+        return self.finish(request, reason) if reason else request.snapshot()
+
+    def _fail(self, request: ActiveRequest) -> RequestOutput:
+        request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
+        return self.finish(request, "error")

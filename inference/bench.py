@@ -41,6 +41,7 @@ from inference.bench_worker import EngineSource, Load, Run, Worker, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.kv_cache import blocks_for
+from inference.load import require_device
 from inference.peers.process import PeerWorker
 from inference.peers.specs import PEERS, read_peers
 from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
@@ -149,8 +150,9 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Model
     Raises:
         RequestError: a shape, scheme or peer is unknown.
         CheckpointError: a checkpoint is none.
-        EngineError: a peer lacks its package, or fails.
+        EngineError: the device is not one that is run on; a peer lacks its package, or fails.
     """
+    require_device(arguments.device)
     work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
     path, shape = _place(arguments, work)
     config = _engine_config(arguments)

@@ -13,25 +13,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from formats.checkpoint import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
-from inference.active import ActiveRequest
+from inference.active import ActiveRequest, ActiveRequests
 from inference.config import EngineConfig
 from inference.kv_cache import BlockManager, KVStats
 from inference.load import end_tokens, load_model, load_tokenizer, make_cache
+from inference.loop import make_loop
+from inference.memory import OF_STEPS, free_bytes, too_small
 from inference.models.llama import LlamaModel
-from inference.request import FinishReason, RequestOutput, SamplingParams
-from inference.runner import run_slices
+from inference.request import RequestOutput, SamplingParams, check_prompt
 from inference.scheduler import Scheduler, Slice
 from inference.scheduler import Sequence as TokenSequence
-
-if TYPE_CHECKING:
-    from inference.gpu.loop import DeviceLoop
 
 
 class Engine:
@@ -43,6 +41,8 @@ class Engine:
         tokenizer: A transformers tokenizer.
         config: Sizes, all resolved.
         quantized_kv: Whether K and V are quantized in the cache.
+        pools: The cache, layer by layer.
+        loop: Runs steps, on the host or on a GPU.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Engine:
         self._length = length
         kv_cache = checkpoint.scheme.kv_cache if quantized_kv else None
         self.quantized_kv = kv_cache is not None
-        self._pools = make_cache(checkpoint, model, self.config, kv_cache)
+        self.pools = make_cache(checkpoint, model, self.config, kv_cache)
         self._blocks = BlockManager(blocks)
         self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
-        self._requests: dict[str, ActiveRequest] = {}
+        self._requests = ActiveRequests(self._scheduler)
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
         self._ends = end_tokens(checkpoint, tokenizer)
-        self._device_loop = self._make_device_loop() if model.place.triton else None
+        self.loop = make_loop(model, self.pools, self._scheduler, self.config, self._requests)
 
     @classmethod
     def from_pretrained(
@@ -91,7 +91,7 @@ class Engine:
 
         Raises:
             CheckpointError: it is damaged, or of a kind that is not run here.
-            EngineError: the device is not one that is run on.
+            EngineError: the device is not one that is run on, or its memory is too small.
         """
         checkpoint = Checkpoint.open(path)
         tokenizer = load_tokenizer(checkpoint.path)
@@ -108,7 +108,7 @@ class Engine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers."""
-        return sum(pool.nbytes_per_token for pool in self._pools)
+        return sum(pool.nbytes_per_token for pool in self.pools)
 
     def stats(self) -> KVStats:
         """Blocks of the cache."""
@@ -152,16 +152,26 @@ class Engine:
         self._check_prompt(tokens)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
-        self._requests[name] = request
-        self._scheduler.add(request.sequence)
+        self._requests.add(request)
         return name
+
+    def assume_computed(self, request_id: str) -> None:
+        """Take the prompt of a waiting request as computed, but for its last token.
+
+        For measurements: its K and V are what the cache happens to hold.
+
+        Raises:
+            EngineError: the cache or the batch has no room for it now.
+        """
+        if not self._scheduler.assume_computed(self._requests[request_id].sequence):
+            raise EngineError(f"{request_id}: no place is free, or too few blocks: {self.stats()}")
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; gives its last state, or None where there is no such request."""
         request = self._requests.get(request_id)
         if request is None:
             return None
-        return self._finish(request, "abort")
+        return self._requests.finish(request, "abort")
 
     def step(self) -> list[RequestOutput]:
         """Compute one token of every running request, or a chunk of a prompt.
@@ -174,50 +184,24 @@ class Engine:
         """
         outputs, self._backlog = self._backlog, []
         try:
-            loop = self._device_loop
-            outputs += self._step() if loop is None else loop.step()
+            outputs += self.loop.step()
         except PTQError:
-            self._drop_all()
+            self._drop()
             raise
+        except torch.OutOfMemoryError as error:
+            self._drop()
+            place = self.model.place.device
+            raise too_small("a step", place, free_bytes(place), 0, OF_STEPS) from error
         except Exception as error:  # the engine's boundary: nothing of a broken step may stay
-            self._drop_all()
+            self._drop()
             raise EngineError(
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error
         return outputs
 
-    def _make_device_loop(self) -> DeviceLoop:
-        from inference.gpu.loop import make_loop
-
-        return make_loop(
-            self.model,
-            self._pools,
-            self._scheduler,
-            self.config,
-            self._requests,
-            self._postprocess,
-            self._accept,
-        )
-
     def warm_up(self) -> None:
         """On a GPU, compile and capture all decode steps now instead of when each is needed."""
-        if self._device_loop is not None:
-            self._device_loop.runner.warm_up(self.config.max_batch_size)
-
-    def _step(self) -> list[RequestOutput]:
-        slices = self._scheduler.schedule()
-        if not slices:
-            return []
-        names = [part.sequence.name for part in slices]
-        whole = {name for name in names if self._requests[name].wants_prompt_logits}
-        logits = run_slices(self.model, self._pools, slices, self._blocks, whole)
-        self._scheduler.advance(slices)
-        outputs = []
-        for part in slices:
-            rows = logits.get(part.sequence.name)
-            if rows is not None:
-                outputs += self._postprocess(part, rows)
-        return outputs
+        self.loop.warm_up()
 
     def generate(
         self,
@@ -279,19 +263,12 @@ class Engine:
         if not self._blocks.grow(sequence.name, len(tokens)):
             raise EngineError("running requests hold the cache; finish them before scoring")
         try:
-            parts = []
-            for start in range(0, len(tokens), self.config.max_batched_tokens):
-                size = min(self.config.max_batched_tokens, len(tokens) - start)
-                parts.append(self._score(Slice(sequence, start, size)))
+            size = self.config.max_batched_tokens
+            starts = range(0, len(tokens), size)
+            parts = [Slice(sequence, i, min(size, len(tokens) - i)) for i in starts]
+            return torch.cat([self.loop.score(part) for part in parts])
         finally:
             self._blocks.release(sequence.name)
-        return torch.cat(parts)
-
-    def _score(self, part: Slice) -> Tensor:
-        if self._device_loop is not None:
-            return self._device_loop.runner.score(part)
-        name = part.sequence.name
-        return run_slices(self.model, self._pools, [part], self._blocks, {name})[name]
 
     def _drive(self, names: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these requests are done; what others gain waits for the next `step`."""
@@ -309,54 +286,10 @@ class Engine:
             self._backlog = others + self._backlog
 
     def _check_prompt(self, tokens: Sequence[int], room: int = 1) -> None:
-        if not tokens:
-            raise RequestError("prompt: it is empty; give at least one token", "prompt")
-        if len(tokens) + room > self._length:
-            most = self.model.config.max_positions
-            or_raise = f", or raise max_model_len up to {most}" if self._length < most else ""
-            raise RequestError(
-                f"prompt: {len(tokens)} tokens leave no room in max_model_len {self._length}; "
-                f"shorten it{or_raise}",
-                "prompt",
-            )
-        vocabulary = self.model.config.vocab_size
-        bad = [t for t in tokens if not (isinstance(t, int) and 0 <= t < vocabulary)]
-        if bad:
-            raise RequestError(
-                f"prompt: token {bad[0]!r} is not in the vocabulary of {vocabulary}", "prompt"
-            )
+        shape = self.model.config
+        check_prompt(tokens, self._length, shape.max_positions, shape.vocab_size, room)
 
-    def _postprocess(self, part: Slice, logits: Tensor) -> list[RequestOutput]:
-        """Give a request its logits: for the prompt's log probabilities, and for its next token."""
-        request = self._requests[part.sequence.name]
-        if not bool(torch.isfinite(logits).all()):
-            return [self._fail(request)]
-        if request.wants_prompt_logits:
-            request.note_prompt(part, logits)
-        if not part.samples:
-            return []
-        reason = request.take(logits[-1])
-        return [self._finish(request, reason) if reason else request.snapshot()]
-
-    def _accept(self, request: ActiveRequest, token: int) -> RequestOutput:
-        """Give a request its next token; a negative one says that its logits were not finite."""
-        if token < 0:
-            return self._fail(request)
-        reason = request.accept(token)
-        return self._finish(request, reason) if reason else request.snapshot()
-
-    def _fail(self, request: ActiveRequest) -> RequestOutput:
-        request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
-        return self._finish(request, "error")
-
-    def _finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
-        self._scheduler.remove(request.sequence)
-        del self._requests[request.output.request_id]
-        return request.close(reason)
-
-    def _drop_all(self) -> None:
-        for request in list(self._requests.values()):
-            self._scheduler.remove(request.sequence)
-        self._requests.clear()
-        if self._device_loop is not None:
-            self._device_loop.drop()
+    def _drop(self) -> None:
+        """Forget all requests, and the step on its way."""
+        self._requests.drop()
+        self.loop.drop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.kv_cache import KVPool, make_pool
 from inference.layers import Placement
+from inference.memory import OF_CACHE, OF_WEIGHTS, memory_for
 from inference.models.llama import LlamaModel
 from kernels.devices import check_device
+from kernels.numerics import TYPES
 from kernels.ops import KV_BLOCK
 
 
@@ -37,14 +40,15 @@ def load_model(
 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not run here.
-        EngineError: the device is not one that is run on.
+        EngineError: the device is not one that is run on, or its memory is too small.
     """
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.open(checkpoint)
     place = require_device(device)
     triton = place.type == "cuda" if triton is None else triton
     dtype = dtype or (half_type(checkpoint) if triton else torch.float32)
-    return LlamaModel(checkpoint, Placement(place, dtype, triton))
+    with memory_for("loading the weights", place, checkpoint.nbytes, OF_WEIGHTS):
+        return LlamaModel(checkpoint, Placement(place, dtype, triton))
 
 
 def require_device(device: torch.device | str) -> torch.device:
@@ -77,7 +81,8 @@ def make_cache(
         spec: How K and V are quantized, or None.
 
     Raises:
-        EngineError: the type of an unquantized cache is not one that the model's kernels read.
+        EngineError: the type of an unquantized cache is not one that the model's kernels read, or
+            memory is too small.
     """
     place, shape = model.place, model.config
     chosen = place.dtype if config.kv_dtype is None else getattr(torch, config.kv_dtype)
@@ -89,7 +94,11 @@ def make_cache(
     assert config.kv_blocks is not None
     size = (config.kv_blocks, shape.kv_heads, KV_BLOCK, shape.head_dim)
     names = (f"model.layers.{i}.self_attn" for i in range(shape.layers))
-    return [make_pool(size, chosen, spec, checkpoint.kv_scales.get(n), place) for n in names]
+    width = (chosen if spec is None else TYPES[spec.dtype].storage).itemsize
+    nbytes = 2 * math.prod(size) * width * shape.layers
+    what = f"a cache of {config.kv_blocks} blocks of {KV_BLOCK} tokens"
+    with memory_for(what, place.device, nbytes, OF_CACHE):
+        return [make_pool(size, chosen, spec, checkpoint.kv_scales.get(n), place) for n in names]
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -106,3 +107,34 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether no more will come."""
         return self.finish_reason is not None
+
+
+def check_prompt(
+    tokens: Sequence[int], length: int, positions: int, vocabulary: int, room: int = 1
+) -> None:
+    """Check the token ids of a prompt.
+
+    Args:
+        tokens: The ids.
+        length: Most tokens of prompt and output.
+        positions: Most tokens that the model allows.
+        vocabulary: Tokens that it knows.
+        room: Tokens that must still fit behind the prompt.
+
+    Raises:
+        RequestError: it is empty, too long or holds unknown tokens.
+    """
+    if not tokens:
+        raise RequestError("prompt: it is empty; give at least one token", "prompt")
+    if len(tokens) + room > length:
+        or_raise = f", or raise max_model_len up to {positions}" if length < positions else ""
+        raise RequestError(
+            f"prompt: {len(tokens)} tokens leave no room in max_model_len {length}; "
+            f"shorten it{or_raise}",
+            "prompt",
+        )
+    bad = [t for t in tokens if not (isinstance(t, int) and 0 <= t < vocabulary)]
+    if bad:
+        raise RequestError(
+            f"prompt: token {bad[0]!r} is not in the vocabulary of {vocabulary}", "prompt"
+        )

@@ -67,6 +67,20 @@ class Scheduler:
         """Queue a sequence."""
         self.waiting.append(sequence)
 
+    def assume_computed(self, sequence: Sequence) -> bool:
+        """Run a waiting sequence as if all its tokens but the last were computed.
+
+        Their K and V are what its blocks hold. False, and nothing has changed, where there is no
+        place or not enough blocks.
+        """
+        full = len(self.running) >= self.max_batch_size
+        if full or not self.blocks.grow(sequence.name, len(sequence.tokens)):
+            return False
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.computed = len(sequence.tokens) - 1
+        return True
+
     def remove(self, sequence: Sequence) -> None:
         """Drop a sequence, wherever it is, and take its blocks back."""
         if sequence in self.running:

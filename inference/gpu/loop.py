@@ -12,11 +12,11 @@ way is waited for first.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from inference.active import ActiveRequest
+from inference.active import ActiveRequest, ActiveRequests
 from inference.config import EngineConfig
 from inference.gpu.runner import Draw, GpuRunner, Launched, Work
 from inference.kv_cache import KVPool, blocks_for
@@ -31,9 +31,7 @@ class DeviceLoop:
     Args:
         runner: Runs them.
         scheduler: Says what they are.
-        requests: Those that live, by name.
-        by_logits: Gives a request the logits of its slice.
-        by_token: Gives a request its next token, negative where its logits were not finite.
+        requests: Those that live.
         ahead: Launch steps before the tokens of the last are known.
 
     Attributes:
@@ -45,15 +43,12 @@ class DeviceLoop:
         self,
         runner: GpuRunner,
         scheduler: Scheduler,
-        requests: Mapping[str, ActiveRequest],
-        by_logits: Callable[[Slice, Tensor], list[RequestOutput]],
-        by_token: Callable[[ActiveRequest, int], RequestOutput],
+        requests: ActiveRequests,
         *,
         ahead: bool = True,
     ) -> None:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
-        self._by_logits, self._by_token, self._ahead = by_logits, by_token, ahead
-        self.waited = 0.0
+        self._ahead, self.waited = ahead, 0.0
         self._seats: dict[str, int] = {}
         self._flying: tuple[Launched, dict[str, ActiveRequest]] | None = None
 
@@ -84,10 +79,18 @@ class DeviceLoop:
                 continue  # it has ended since
             if not request.chosen_on_device:
                 if work.rows:
-                    outputs += self._by_logits(work.part, launched.logits_of(index))
+                    outputs += self._requests.take_logits(work.part, launched.logits_of(index))
             elif token is not None:
-                outputs.append(self._by_token(request, token))
+                outputs.append(self._requests.take_token(request, token))
         return outputs
+
+    def score(self, part: Slice) -> Tensor:
+        """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
+        return self.runner.score(part)
+
+    def warm_up(self) -> None:
+        """Compile and capture all decode steps."""
+        self.runner.warm_up(self._scheduler.max_batch_size)
 
     def drop(self) -> None:
         """Forget the step on its way."""
@@ -127,18 +130,16 @@ class DeviceLoop:
         self._seats = kept | {name: next(free) for name in running if name not in kept}
 
 
-def make_loop(
+def make_device_loop(
     model: LlamaModel,
     pools: Sequence[KVPool],
     scheduler: Scheduler,
     config: EngineConfig,
-    requests: Mapping[str, ActiveRequest],
-    by_logits: Callable[[Slice, Tensor], list[RequestOutput]],
-    by_token: Callable[[ActiveRequest, int], RequestOutput],
+    requests: ActiveRequests,
 ) -> DeviceLoop:
     """The loop of an engine of so many places; arguments as in `DeviceLoop` and `GpuRunner`."""
     assert config.max_model_len is not None
     width, graphs = blocks_for(config.max_model_len), not config.eager
     seats = config.max_batch_size
     runner = GpuRunner(model, pools, scheduler.blocks, width, seats, graphs=graphs)
-    return DeviceLoop(runner, scheduler, requests, by_logits, by_token, ahead=not config.eager)
+    return DeviceLoop(runner, scheduler, requests, ahead=not config.eager)

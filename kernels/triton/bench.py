@@ -1,109 +1,264 @@
-"""`python -m kernels.triton.bench [families]`: every GPU kernel beside the floor of its bytes.
+"""`python -m kernels.triton.bench [families]`: every GPU kernel beside its floor and its peers.
 
-The floor is bytes over the nominal bandwidth of the device, or that of a large copy, measured in
-the same run, where the device is not known; of prefill attention, its products at what a large
-bf16 GEMM reaches. Families: w4a16, w4a8, w8a16, w8a8, fp8, fp8_block, attention, prefill, fused,
-sampling; all by default. `_g64` behind one of the first three stands for groups of 64, `_zeros` for
+    python -m kernels.triton.bench --table --peers --markdown gpu.md
+    python -m kernels.triton.bench w4a16 w8a8 --shapes 4096x4096 --rows 1 64
+
+The floor is the larger of two times: bytes over the nominal bandwidth of the device, or that of a
+large copy where the device is not known, and products at what a large bf16 GEMM of torch reaches in
+the same run, those of 8 bits twice as fast. Inputs come quantized; what that adds to the op before
+(SwiGLU's product before 4096x14336, the norm before others) stands in a column of its own. Peers
+are what stock torch has (`kernels.triton.peers`); times of all are those of CUDA-graph replays with
+arguments rotated past the L2 cache. `_g64` behind a family stands for groups of 64, `_zeros` for
 zero points. Needs a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
-from kernels.triton import problems
-from kernels.triton.common import Workspace
-from kernels.triton.problems import Problem, timed
+from kernels.devices import check_device
+from kernels.triton.peer_times import Peers
+from kernels.triton.shapes import FAMILIES, TABLE, Gemm
+from kernels.triton.timing import timed
 
-SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
-DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
+if TYPE_CHECKING:  # the rest needs Triton, and its absence is told
+    from kernels.triton.problems import Problem
+
 NOMINAL = {"H100": 3.35e6, "H200": 4.8e6, "A100": 2.04e6}  # bytes a microsecond
-PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 32768))
-MIXED = (1,) * 16 + (1024,)
-REACHED = 6e8  # operations of 16 bits a microsecond
-GROUPED = [base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in problems.VARIANTS]
-FAMILIES = (*GROUPED, "w8a8", "fp8", "fp8_block", "attention", "prefill", "fused", "sampling")
 
 
-def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:
-    """Linear layers of a family, some rows to many."""
-    for outputs, inputs in SHAPES:
-        for rows in (1, 16, 64, 256) + ((4096,) if outputs * inputs > 2**25 else ()):
-            types = (torch.float16,) if "a16" in family and rows < 4096 else ()
-            for dtype in (torch.bfloat16, *types):
-                yield problems.gemm(family, rows, outputs, inputs, workspace, dtype)
+@dataclass(frozen=True)
+class Limits:
+    """What the device does at most.
+
+    Attributes:
+        device: Its name.
+        bandwidth: Bytes a microsecond, nominal where the device is known.
+        copied: Bytes read and written a microsecond by a large copy.
+        rate: Sums and products of 16 bits a microsecond in a large GEMM.
+    """
+
+    device: str
+    bandwidth: float
+    copied: float
+    rate: float
+
+    def floor(self, nbytes: float, operations: float) -> float:
+        """Microseconds that no kernel can beat."""
+        return max(nbytes / self.bandwidth, operations / self.rate)
 
 
-def of_attention(workspace: Workspace) -> Iterator[Problem]:
-    """Decode attention: int8 by head and by token, e4m3."""
-    for sequences, context in DECODE:
-        yield problems.attention(sequences, context, workspace)
-        yield problems.attention(sequences, context, workspace, per_token=True)
-        yield problems.attention(sequences, context, workspace, torch.float8_e4m3fn)
-        yield problems.attention(sequences, context, workspace, torch.bfloat16)
+@dataclass(frozen=True)
+class Row:
+    """One kernel on one shape; microseconds.
+
+    Attributes:
+        error: Distance from the twin, relative.
+        added: What quantization of the inputs adds to the op before, if they are quantized.
+        peers: Times by name.
+    """
+
+    family: str
+    name: str
+    us: float
+    floor: float
+    error: float
+    added: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+
+    def cells(self) -> list[str]:
+        """Its columns as text, see `HEADER`."""
+        best = min(self.peers, key=lambda name: self.peers[name], default=None)
+        against = ["-"] * 3
+        if best is not None:
+            us = self.peers[best]
+            against = [f"{us:.2f}", f"{us / self.us:.2f}", best]
+        added = "-" if self.added is None else f"{self.added:.2f}"
+        own = [f"{self.us:.2f}", f"{self.floor:.2f}", f"{self.floor / self.us:.0%}"]
+        return [self.name, *own, f"{self.error:.1e}", added, *against]
 
 
-def of_prefill(workspace: Workspace) -> Iterator[Problem]:
-    """Prefill attention: whole prompts, chunks, and one beside decodes."""
-    for new, context in (*PREFILL, (MIXED, 4096)):
-        for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
-            yield problems.prefill(new, context, workspace, dtype)
-        yield problems.prefill(new, context, workspace, per_token=True)
+HEADER = ["", "us", "floor", "of it", "error", "+ quant", "best peer", "ratio", "peer"]
+WIDTHS = [50, 8, 8, 6, 8, 8, 10, 6]
 
 
-def of_fused() -> Iterator[Problem]:
-    """Norm, SwiGLU and rotation, decode and prefill; with float rows, what quantization adds."""
-    for rows in (1, 64, 4096):
-        for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
-            yield problems.norm(rows, 4096, dtype)
-            yield problems.silu(rows, 14336, dtype)
-        for group in (None, 128):
-            yield problems.rows_of(rows, 4096, torch.float8_e4m3fn, group)
-        yield problems.norm(rows, 4096, torch.float8_e4m3fn, 128)
-        yield problems.silu(rows, 14336, torch.float8_e4m3fn, 128)
-        yield problems.rope(rows)
-    yield problems.rope(4096, start=37)
+def line(cells: Sequence[str]) -> str:
+    """A line of the printed table."""
+    first, *numbers, peer = cells
+    padded = (f"{cell:>{width}}" for cell, width in zip(numbers, WIDTHS[1:], strict=True))
+    return f"{first:{WIDTHS[0]}} {' '.join(padded)}  {peer}".rstrip()
 
 
-def of_sampling(workspace: Workspace) -> Iterator[Problem]:
-    """Tokens from the logits of a Llama-3 vocabulary."""
-    for rows in (1, 16, 64):
-        for kind in problems.SAMPLINGS:
-            yield problems.sampling(rows, 128256, kind, workspace)
+def markdown(limits: Limits, rows: Sequence[Row], missing: Sequence[str]) -> str:
+    """The table in Markdown."""
+    lines = [describe(limits), "", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
+    lines += [f"| {' | '.join(row.cells())} |" for row in rows]
+    return "\n".join([*lines, "", *(f"- {reason}" for reason in missing)]).rstrip() + "\n"
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written a microsecond by a copy of 1 GiB."""
+def to_json(limits: Limits, rows: Sequence[Row], peers: Peers | None) -> str:
+    """All figures; bytes and operations a microsecond."""
+    reasons = {} if peers is None else peers.reasons
+    missing = [{"peer": p, "reason": r, "rows": n} for (p, r), n in reasons.items()]
+    data = {"torch": torch.__version__, "limits": asdict(limits), "missing": missing}
+    return json.dumps(data | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+
+
+def describe(limits: Limits) -> str:
+    """One line on the device."""
+    return (
+        f"{limits.device}, torch {torch.__version__}: {limits.bandwidth / 1e6:.2f} TB/s, copy "
+        f"{limits.copied / 1e6:.2f} TB/s, bf16 GEMM {limits.rate / 1e6:.0f} TFLOP/s; microseconds"
+    )
+
+
+def reasons_of(peers: Peers) -> list[str]:
+    """Why a peer is missing, a line for each reason."""
+    return [f"{peer}: {reason} ({n} rows)" for (peer, reason), n in peers.reasons.items()]
+
+
+def measure_limits() -> Limits:
+    """Measure the device."""
     x = torch.randint(-(2**31), 2**31, (1 << 28,), dtype=torch.int32, device="cuda")
     y = torch.empty_like(x)
-    return 2 * x.nbytes / timed(lambda i: y.copy_(x), 1, repeats=5)
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], help="all by default")
-    families = parser.parse_args().families or FAMILIES
-    workspace = Workspace.on("cuda")
-    name, copied = torch.cuda.get_device_name(), copy_bandwidth()
+    copied = 2 * x.nbytes / timed(lambda i: y.copy_(x), 1, repeats=5)
+    rows, outputs, inputs = 4096, 28672, 4096
+    a, b = (torch.randn(n, inputs, dtype=torch.bfloat16, device="cuda") for n in (rows, outputs))
+    rate = 2 * rows * outputs * inputs / timed(lambda i: F.linear(a, b), 1)
+    name = torch.cuda.get_device_name()
     bandwidth = next((b for device, b in NOMINAL.items() if device in name), copied)
-    print(f"{name}: {bandwidth / 1e6:.2f} TB/s, copy {copied / 1e6:.2f} TB/s")
-    print(f"{'':55} {'us':>8} {'floor':>8} {'of it':>6} {'error':>8}")
-    for family in families:
-        of_kind = {"attention": of_attention, "prefill": of_prefill, "sampling": of_sampling}
-        if family in of_kind:
-            rows = of_kind[family](workspace)
-        else:
-            rows = of_fused() if family == "fused" else of_gemms(family, workspace)
-        for problem in rows:
-            error = problem.check()
-            us = problem.time()
-            floor = max(problem.nbytes / bandwidth, problem.operations / REACHED)
-            print(f"{problem.name:55} {us:8.2f} {floor:8.2f} {floor / us:6.0%} {error:8.1e}")
+    return Limits(name, bandwidth, copied, rate)
+
+
+@dataclass
+class Bench:
+    """A run of the benchmark.
+
+    Attributes:
+        limits: The device's.
+        peers: What else is measured, or None.
+        wrong: Problems whose results were wrong, as told.
+    """
+
+    limits: Limits
+    peers: Peers | None = None
+    wrong: list[str] = field(default_factory=list)
+    _before: dict[tuple[Any, ...], float] = field(default_factory=dict)
+
+    def rows(self, problems: Iterable[tuple[str, Problem]]) -> Iterator[Row]:
+        """Measure problems, given with their families; wrong ones are noted and left out."""
+        for family, problem in problems:
+            try:
+                yield self.row(family, problem)
+            except ValueError as error:
+                self.wrong.append(str(error))
+
+    def row(self, family: str, problem: Problem) -> Row:
+        """Measure one problem, and its peers.
+
+        Raises:
+            ValueError: its result is wrong.
+        """
+        error, us, shape = problem.check(), problem.time(), problem.shape
+        floor = self.limits.floor(problem.nbytes, problem.operations)
+        added = None
+        if self.peers is not None and isinstance(shape, Gemm) and "a16" not in family:
+            added = self.added(shape)
+        peers = {} if self.peers is None else self.peers.of(shape)
+        return Row(family, problem.name, us, floor, error, added, peers)
+
+    def added(self, shape: Gemm) -> float:
+        """What quantization of a layer's inputs adds to the op before."""
+        from kernels.triton.cases import before
+
+        kind = shape.family if shape.family.startswith("fp8") else "int8"
+        size = shape.rows, shape.inputs, shape.inputs > shape.outputs
+        for key, quantized in (((kind, *size), True), (("", *size), False)):
+            if key not in self._before:
+                self._before[key] = before(shape, quantized).time()
+        return self._before[kind, *size] - self._before["", *size]
+
+
+def _layer(text: str) -> tuple[int, int]:
+    outputs, _, inputs = text.partition("x")
+    if not (outputs.isdigit() and inputs.isdigit()):
+        raise argparse.ArgumentTypeError(f"found {text!r}; write outputs x inputs, as 4096x14336")
+    return int(outputs), int(inputs)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a whole number from 1 on is needed")
+    return int(text)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; families resolved."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.triton.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; default: all"
+    )
+    parser.add_argument("--table", action="store_true", help="only the rows that matter most")
+    parser.add_argument("--peers", action="store_true", help="measure what torch has, too")
+    parser.add_argument("--shapes", type=_layer, nargs="+", metavar="NxK", help="of linear layers")
+    parser.add_argument("--rows", type=_count, nargs="+", metavar="M", help="of linear layers")
+    parser.add_argument("--most", type=_count, metavar="N", help="problems of a family")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    arguments = parser.parse_args(argv)
+    allowed = tuple(TABLE) if arguments.table else FAMILIES
+    unknown = [name for name in arguments.families if name not in allowed]
+    if unknown:
+        parser.error(f"found family {unknown[0]!r}; allowed are {', '.join(allowed)}")
+    arguments.families = arguments.families or allowed
+    for path in (arguments.json, arguments.markdown):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}; make it first")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 1 where a result was wrong, 2 where there is no GPU to run on."""
+    arguments = parse(argv)
+    try:
+        check_device("cuda")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from kernels.triton.cases import Selection, of_families
+
+    shapes, counts = arguments.shapes, arguments.rows
+    selection = Selection(
+        arguments.table, shapes and tuple(shapes), counts and tuple(counts), arguments.most
+    )
+    peers = Peers(torch.device("cuda")) if arguments.peers else None
+    bench = Bench(measure_limits(), peers)
+    print(describe(bench.limits), line(HEADER), sep="\n", flush=True)
+    rows = []
+    for row in bench.rows(of_families(arguments.families, selection)):
+        print(line(row.cells()), flush=True)
+        rows.append(row)
+    missing = [] if peers is None else reasons_of(peers)
+    print(*(f"- {text}" for text in missing), *(f"WRONG {text}" for text in bench.wrong), sep="\n")
+    if arguments.json is not None:
+        arguments.json.write_text(to_json(bench.limits, rows, peers), encoding="utf-8")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(bench.limits, rows, missing), encoding="utf-8")
+    return 1 if bench.wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """`python -m kernels.triton.tune`: measure tiles on this GPU and write the device's table.
 
-Every candidate is checked against its twin, then timed as `kernels.triton.problems` says. What the
+Every candidate is checked against its twin, then timed as `kernels.triton.timing` says. What the
 table has for other families or shapes is kept. By default all families run over the shapes of a
 Llama-3-8B layer:
 
@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from kernels.triton import problems
-from kernels.triton.bench import DECODE, PREFILL, SHAPES
+from kernels.devices import check_device
+from kernels.triton import attention_problems, problems
 from kernels.triton.common import Workspace
 from kernels.triton.problems import Problem
+from kernels.triton.shapes import DECODE, PREFILL, SHAPES
 from kernels.triton.tuning import (
     Block,
     Cut,
@@ -156,11 +158,16 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Measure and write."""
+def main() -> int:
+    """Measure and write; 2 where there is no GPU to run on."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = _arguments()
-    device, workspace = torch.device("cuda"), Workspace.on("cuda")
+    try:
+        device = check_device("cuda")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    workspace = Workspace.on(device)
     processors = multiprocessors(device)
     path = arguments.output or file_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,12 +177,12 @@ def main() -> None:
         shapes = [] if family in (*ATTENTION, *PROMPTS) else arguments.shapes
         dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
         for new, context in PREFILL if family in PROMPTS else ():
-            problem = problems.prefill(new, context, workspace, dtype)
+            problem = attention_problems.prefill(new, context, workspace, dtype)
             block, _ = best(problem, blocks())
             own[f"128x{bucket(32 * sum(new))}"] = asdict(block)
         for sequences, context in DECODE if family in ATTENTION else ():
             per_token = family == "attention_per_token"
-            problem = problems.attention(sequences, context, workspace, dtype, per_token)
+            problem = attention_problems.attention(sequences, context, workspace, dtype, per_token)
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
         for shape, rows in itertools.product(shapes, arguments.rows):
@@ -186,7 +193,8 @@ def main() -> None:
         text = json.dumps(table, indent=1, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")  # what is measured stays if the rest fails
         log.info("wrote %s of %s", family, path)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

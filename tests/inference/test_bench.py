@@ -144,6 +144,13 @@ def test_a_wrong_path_is_told_before_anything_runs(tmp_path, capsys):
     assert "no such folder" in capsys.readouterr().err
 
 
+def test_a_device_that_is_none_is_told_before_anything_is_loaded(tiny_llama, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "Worker", None)
+    assert run_command(bench.main, [str(tiny_llama), "--device", "cuda:99"]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("error: device: found 'cuda:99', but torch sees")
+
+
 @pytest.mark.parametrize("arguments", [["--batch", "0"], ["--new", "1"], ["--prompt", "x"]])
 def test_useless_lengths_are_refused(arguments):
     with pytest.raises(SystemExit) as caught:
