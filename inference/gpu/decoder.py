@@ -81,7 +81,8 @@ def _norm(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(rows as a layer wants them, their scales, total + delta)."""
     x, residual = (total, None) if delta is None else (delta, total)
-    return add_rms_norm(x, residual, weight, eps, wanted.scale, wanted.dtype, wanted.group)
+    rest = (wanted.scale, wanted.dtype, wanted.group)
+    return add_rms_norm(x, residual, weight, eps, *rest, settled=True)
 
 
 def _inputs_of(layer: Layer) -> Rows:
