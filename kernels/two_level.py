@@ -15,8 +15,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BITS = 4  # of a chosen unit
 LARGEST = 16  # of the multiples: -8 * 16 is the smallest int8
 _ROWS = 4096  # looked at together, so that ordinary scales are told by the first of them
+
+
+def choose_unit(scale: Tensor) -> Tensor:
+    """The least unit whose multiples reach a row's largest scale.
+
+    Args:
+        scale: [N, G] fp32, finite and positive.
+
+    Returns:
+        fp32 [N, 1], of 4 significant bits.
+    """
+    return _rounded_up(scale.amax(dim=1, keepdim=True) / LARGEST)
+
+
+def larger_unit(unit: Tensor) -> Tensor:
+    """The next of 4 significant bits, by a fifteenth to an eighth larger."""
+    return _rounded_up(unit * 1.01)
+
+
+def raised_to_two_levels(scale: Tensor) -> Tensor:
+    """The least multiples of a row's chosen unit that are not below its scales [N, G], in fp32."""
+    unit = choose_unit(scale)
+    return torch.ceil(scale / unit) * unit
+
+
+def stored_unit(scale: Tensor) -> Tensor:
+    """The least unit of 4 significant bits that scales of two levels are multiples of.
+
+    Args:
+        scale: [N, G] fp32, made of such a unit.
+
+    Returns:
+        fp32 [N, 1].
+    """
+    high = scale.amax(dim=1, keepdim=True)
+    unit = high
+    for multiple in range(1, LARGEST + 1):
+        finer = high / multiple
+        exact = (torch.round(scale / finer) * finer == scale).all(dim=1, keepdim=True)
+        unit = torch.where(exact & (_rounded_up(finer) == finer), finer, unit)
+    return unit
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """The least number of 4 significant bits that is not below a positive one."""
+    mantissa, _ = torch.frexp(x)  # from 1/2 to 1
+    return torch.ceil(mantissa * 2**BITS) * (x / mantissa / 2**BITS)
 
 
 def two_level(scale: Tensor) -> tuple[Tensor, Tensor] | None:
