@@ -156,12 +156,13 @@ def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
         raise KeyError("dynamic or act-order weights")
     if strategy == "block" and list(args.get("block_structure") or ()) != [BLOCK, BLOCK]:
         raise KeyError("block structure")
+    extra = args.get("observer_kwargs")
     return WeightSpec(
         dtype=_dtype(args),
         granularity=strategy,
         group_size=args.get("group_size") if strategy == "group" else None,
         symmetric=bool(args.get("symmetric", True)),
-        two_level=(args.get("observer_kwargs") or {}).get(TWO_LEVEL, False),
+        two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
     )
 
 

@@ -36,7 +36,7 @@ from kernels.numerics import (
     pad_to_blocks,
     quantize,
 )
-from kernels.two_level import raised_to_two_levels
+from kernels.two_level import choose_unit, nearest_multiples
 
 SEED, DEVIATION = 0, 0.02
 ABSMAX = 4.0  # of inputs and of cached K and V, where their scale is static
@@ -246,7 +246,8 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
     if storage_format(scheme) == "pack-quantized":
         scale = scale.bfloat16().float()
     if spec.two_level:
-        scale = raised_to_two_levels(scale)
+        unit = choose_unit(scale)
+        scale = nearest_multiples(scale, unit) * unit
     q = quantize(weight, scale, kind, zero_point, spec.block)
     return StoredWeight(q, scale, zero_point)
 

@@ -37,10 +37,9 @@ def larger_unit(unit: Tensor) -> Tensor:
     return _rounded_up(unit * 1.01)
 
 
-def raised_to_two_levels(scale: Tensor) -> Tensor:
-    """The least multiples of a row's chosen unit that are not below its scales [N, G], in fp32."""
-    unit = choose_unit(scale)
-    return torch.ceil(scale / unit) * unit
+def nearest_multiples(scale: Tensor, unit: Tensor) -> Tensor:
+    """fp32 whole numbers from 1 to 16: scales [N, G] in units [N, 1], rounded."""
+    return torch.round(scale / unit).clamp(1, LARGEST)
 
 
 def stored_unit(scale: Tensor) -> Tensor:

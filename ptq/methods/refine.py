@@ -27,7 +27,7 @@ from torch import Tensor
 
 from formats.weights import StoredWeight
 from kernels.numerics import TYPES, expand_scale
-from kernels.two_level import LARGEST, stored_unit
+from kernels.two_level import nearest_multiples, stored_unit
 from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced
 from ptq.methods.specs import RefineSpec
 from ptq.result import Event
@@ -82,7 +82,7 @@ class Adjustable:
         wanted = self.layer.weight.scale * self.factor.clamp(1 - MOST_FACTOR, 1 + MOST_FACTOR)
         stored = wanted.to(self.dtype).float()
         if self.unit is not None:
-            stored = torch.round(wanted / self.unit).clamp(1, LARGEST) * self.unit
+            stored = nearest_multiples(wanted, self.unit) * self.unit
         return wanted + (stored - wanted).detach()
 
     def weight(self) -> Tensor:

@@ -12,9 +12,9 @@ Searches try a grid of factors of the first and keep, for each block, the one of
 all in fp32, with the earlier candidate of equals.
 
 Scales of two levels, s = unit m with an integer m from 1 to 16 for each group of a channel, are
-raised to the next multiple where nothing is searched. A search first finds scales without levels;
-of the units that reach the largest of a channel, and of the multiples about each scale, those of
-least error are taken.
+rounded to the nearest multiple of the least unit that reaches the largest of a channel. A search
+finds scales without levels first; of a few such units, and of the multiples about each scale, it
+takes those of least error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch import Tensor
 from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
 from kernels.numerics import (
-    TINY_SCALE,
     TYPES,
     block_absmax,
     block_view,
@@ -38,7 +37,7 @@ from kernels.numerics import (
     pad_to_blocks,
     quantize,
 )
-from kernels.two_level import LARGEST, choose_unit, larger_unit, raised_to_two_levels
+from kernels.two_level import LARGEST, choose_unit, larger_unit, nearest_multiples
 from ptq.methods.specs import ScaleSearch
 
 FACTORS = tuple(1.0 - 0.02 * i for i in range(30))  # of the scale that cuts nothing
@@ -118,14 +117,14 @@ def _two_levels(
     """Scales [out, groups] of two levels; arguments as of `round_weight`."""
     plain = spec.model_copy(update={"two_level": False})
     wanted, _ = choose_qparams(weight, plain, dtype, search, moments)
-    if search == "absmax":
-        return raised_to_two_levels(wanted)
-    smallest = storable(wanted.new_tensor(TINY_SCALE), dtype)
     unit = choose_unit(wanted)
-    best, least = wanted, torch.full_like(unit, torch.inf)
+    best = nearest_multiples(wanted, unit) * unit
+    if search == "absmax":
+        return best
+    least = torch.full_like(unit, torch.inf)
     for _ in range(UNITS):
         scale, errors = _best_multiples(
-            wanted, unit, smallest, lambda s: _errors(weight, s, None, spec, search, moments)
+            wanted, unit, lambda s: _errors(weight, s, None, spec, search, moments)
         )
         total = errors.sum(dim=1, keepdim=True)
         better = total < least
@@ -136,16 +135,13 @@ def _two_levels(
 
 
 def _best_multiples(
-    wanted: Tensor, unit: Tensor, smallest: Tensor, errors_of: Callable[[Tensor], Tensor]
+    wanted: Tensor, unit: Tensor, errors_of: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Of a unit's multiples about wanted scales [out, groups], those of least error, and theirs.
-
-    None is below `smallest`.
-    """
-    best, least = wanted, torch.full_like(wanted, torch.inf)
+    """Of a unit's multiples about wanted scales [out, groups], those of least error, and theirs."""
+    nearest = nearest_multiples(wanted, unit)
+    best, least = nearest * unit, torch.full_like(wanted, torch.inf)
     for offset in (0, -1, 1):
-        multiple = torch.round(wanted / unit) + offset
-        scale = torch.maximum(multiple, torch.ceil(smallest / unit)).clamp(max=LARGEST) * unit
+        scale = (nearest + offset).clamp(1, LARGEST) * unit
         errors = errors_of(scale)
         better = errors < least
         least = torch.where(better, errors, least)

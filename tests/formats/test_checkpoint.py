@@ -133,6 +133,7 @@ def test_golden_bytes(tmp_path):
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 OPENED = [(family, preset) for family in FAMILIES for preset in ("a8w8c8", "a8w8_dynamic", "w4")]
 OPENED += [("llama", p) for p in ("w8", "a8w4", "fp8_tensor", "fp8_channel", "fp8_block")]
+OPENED += [("llama", "a8w4_two_level")]
 
 
 @pytest.mark.parametrize(("family", "preset"), OPENED)

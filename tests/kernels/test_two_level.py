@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.two_level import LARGEST, two_level
+from kernels.two_level import (
+    LARGEST,
+    choose_unit,
+    larger_unit,
+    nearest_multiples,
+    stored_unit,
+    two_level,
+)
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -113,3 +120,52 @@ def test_no_rows_are_of_two_levels() -> None:
 def test_other_tensors_are_refused(scale: Tensor) -> None:
     with pytest.raises(ValueError, match=r"group scales \[rows, groups\]"):
         two_level(scale)
+
+
+def bits(x: Tensor) -> int:
+    """Most significant bits of any of some numbers."""
+    mantissa = (torch.frexp(x.double())[0] * 2**24).long()
+    return 24 - min(int(m & -m).bit_length() - 1 for m in mantissa.flatten())
+
+
+def test_a_chosen_unit_is_the_least_that_reaches_the_scales() -> None:
+    scale = torch.rand(500, 8, generator=torch.Generator().manual_seed(3)).add(1e-4)
+    scale = scale * 2.0 ** torch.arange(-12, 13)[torch.arange(500) % 25, None]
+    scale[:3] = torch.tensor([2.0**-60, 16.0, 15.5])[:, None]
+    unit, high = choose_unit(scale), scale.amax(dim=1, keepdim=True)
+    assert unit.shape == (500, 1)
+    assert unit[1].item() == 1.0
+    assert bits(unit) == bits(larger_unit(unit)) == 4
+    assert bool((unit * LARGEST >= high).all())
+    digits = torch.frexp(unit)[0] * 16  # from 8 to 15
+    below = torch.where(digits == 8, 7.5, digits - 1) * (unit / digits)
+    assert bits(below) == 4
+    assert bool((below * LARGEST < high).all())
+    steps = larger_unit(unit) / unit
+    assert steps.min().item() == pytest.approx(16 / 15)
+    assert steps.max().item() == pytest.approx(9 / 8)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_rounded_scales_have_two_levels_in_every_type(dtype: torch.dtype) -> None:
+    scale = torch.rand(200, 16, generator=torch.Generator().manual_seed(4)).add(0.01) / 40
+    scale[0, 3], scale[1] = 2.0**-60, 2.0**-14  # nothing but zeros; fp16's smallest normal
+    unit = choose_unit(scale)
+    rounded = nearest_multiples(scale, unit) * unit
+    assert torch.equal(rounded.to(dtype).float(), rounded)
+    assert two_level(rounded.to(dtype)) is not None
+    near = (rounded - scale).abs() <= unit / 2
+    assert bool((near | (scale < unit / 2)).all())
+    assert rounded[0, 3] == unit[0, 0]
+
+
+def test_the_unit_of_rounded_scales_is_found_again_or_a_finer_one() -> None:
+    unit, multiple = scales_of_two_levels(3000, 3)
+    scale = unit[:, None] * multiple
+    found = stored_unit(scale)
+    assert bits(found) <= 4
+    assert bool((found <= unit[:, None]).all())
+    assert bool((scale / found <= LARGEST).all())
+    assert torch.equal(torch.round(scale / found) * found, scale)
+    multiple[:, 0], multiple[:, 1] = 16, 15
+    assert torch.equal(stored_unit(unit[:, None] * multiple), unit[:, None])
