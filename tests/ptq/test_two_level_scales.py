@@ -18,7 +18,7 @@ from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme, WeightS
 from inference.engine import Engine
 from kernels.numerics import INT8, dequantize, fake_quantize_activations
 from kernels.ops import linear, quantize_per_token
-from kernels.two_level import two_level
+from kernels.two_level import choose_unit, larger_unit, two_level
 from kernels.weights import pack_quantized_weight
 from ptq import diff, explain
 from ptq.convert import convert
@@ -83,19 +83,30 @@ def test_they_cost_little(search) -> None:
     assert errors[1] < 1.02 * errors[0]
 
 
-def test_a_search_chooses_among_units_and_multiples() -> None:
-    """Each channel is at least as good as rounding the scales that a search finds without levels."""
-    weight, _ = problem()
-    plain, _ = choose_qparams(weight, PLAIN, torch.float32, "mse")
-    unit = plain.amax(1, keepdim=True) / 16
-    found, _ = choose_qparams(weight, GROUPS, torch.float32, "mse")
+@pytest.mark.parametrize("search", ["mse", "output_mse"])
+def test_a_search_is_the_best_of_its_units_and_multiples(search) -> None:
+    """For each channel, of the scales that a search finds without levels, each moved by one."""
+    weight, moments = problem()
+    groups = torch.block_diag(*[torch.ones(32, 32)] * 16)
+    measure = moments * groups if search == "output_mse" else torch.eye(512)
+    plain, _ = choose_qparams(weight, PLAIN, torch.float32, search, moments)
+    found, _ = choose_qparams(weight, GROUPS, torch.float32, search, moments)
 
     def errors(scale: torch.Tensor) -> torch.Tensor:
-        q = (weight / scale.repeat_interleave(32, 1)).round().clamp(-8, 7)
-        return (weight - q * scale.repeat_interleave(32, 1)).square().sum(1)
+        wide = scale.repeat_interleave(32, 1)
+        left = weight - (weight / wide).round().clamp(-8, 7) * wide
+        return ((left @ measure) * left).sum(1)
 
-    free = errors(torch.round(plain / unit) * unit)  # a unit of more than 4 bits
-    assert errors(found).sum() < 0.99 * free.sum()
+    unit, best = choose_unit(plain), errors(found)
+    gains = []
+    for _ in range(4):
+        for offset in (-1, 0, 1):
+            multiple = (torch.round(plain / unit) + offset).clamp(1, 16)
+            gains.append(errors(multiple * unit) - best)
+        unit = larger_unit(unit)
+    gain = torch.stack(gains) / best
+    assert gain.min() > -1e-5
+    assert gain.mean() > 1e-3
 
 
 @pytest.mark.parametrize("kind", METHODS)
