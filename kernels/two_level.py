@@ -7,7 +7,8 @@ the sum scaled once (progressive group quantization: Lin et al. 2024, QServe):
     y[t, n] = sx[t] unit[n] sum_k xq[t, k] (q[n, k] m[n, k / group]),
 
 and q in [-8, 7] makes q m in [-128, 112] an int8. Such scales are stored as ordinary ones; that
-they have two levels can be told from the scales alone.
+they have two levels can be told from the scales alone. A unit that is chosen here has 4 significant
+bits, so that a scale has at most 8 and is exact in bf16.
 """
 
 from __future__ import annotations
