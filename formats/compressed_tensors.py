@@ -1,8 +1,10 @@
 """Our scheme as compressed-tensors' `quantization_config`, and back.
 
 Source: the `quantization_config` that compressed-tensors 0.17 to 0.20 read, in config.json. Only
-keys that all of them have are written. Cache scales are not expressed here: no release serves
-static int8 scales a head, so they lie beside the served files and `kv_cache_scheme` stays null.
+keys that all of them have are written. That scales have two levels is told in `observer_kwargs`,
+whose keys are free and which no loader heeds. Cache scales are not expressed here: no release
+serves static int8 scales a head, so they lie beside the served files and `kv_cache_scheme` stays
+null.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from formats.targets import HEAD, layer_targets
 from formats.weights import storage_format
 
 CLASS = "Linear"  # the target that means every linear layer
+TWO_LEVEL = "two_level"
 SUPPORTED = (
     "int8, int4 (packed) and fp8 e4m3 weights per channel, int8 and int4 in groups of 32, 64 or "
     "128, fp8 per tensor or in blocks of 128 x 128; activations unquantized, int8 or fp8, static "
@@ -87,6 +90,8 @@ def _weight_args(spec: WeightSpec) -> dict[str, Any]:
     }
     if spec.granularity == "group":
         args["group_size"] = spec.group_size
+    if spec.two_level:
+        args["observer_kwargs"] = {TWO_LEVEL: True}
     if spec.granularity == "block":
         args["block_structure"] = [BLOCK, BLOCK]
     return args
@@ -151,11 +156,13 @@ def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
         raise KeyError("dynamic or act-order weights")
     if strategy == "block" and list(args.get("block_structure") or ()) != [BLOCK, BLOCK]:
         raise KeyError("block structure")
+    extra = args.get("observer_kwargs")
     return WeightSpec(
         dtype=_dtype(args),
         granularity=strategy,
         group_size=args.get("group_size") if strategy == "group" else None,
         symmetric=bool(args.get("symmetric", True)),
+        two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
     )
 
 

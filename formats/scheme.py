@@ -31,14 +31,19 @@ class WeightSpec(Strict):
 
     `per_channel` has a scale for each output channel, `group` one for every `group_size`
     neighbouring inputs of it, `block` one for 128 x 128 weights, `per_tensor` one for all.
+    `two_level` scales of int4 groups are multiples, 1 to 16, of a unit of their output channel, so
+    that a kernel can sum the products of a whole channel as integers; they are stored as others
+    are.
 
-    YAML: ``weights: {dtype: int4, granularity: group, group_size: 128, symmetric: true}``
+    YAML: ``weights: {dtype: int4, granularity: group, group_size: 128, symmetric: true,
+    two_level: false}``
     """
 
     dtype: WeightType = "int8"
     granularity: Literal["per_tensor", "per_channel", "group", "block"] = "per_channel"
     group_size: Literal[32, 64, 128] | None = None
     symmetric: bool = True
+    two_level: bool = False
 
     @model_validator(mode="after")
     def _is_run_somewhere(self) -> WeightSpec:
@@ -59,6 +64,12 @@ class WeightSpec(Strict):
                 f"found granularity {self.granularity} with group_size {self.group_size}; "
                 "granularity group needs a group_size of 32, 64 or 128, the others have none"
             )
+        plain = self.dtype == "int4" and self.granularity == "group" and self.symmetric
+        if self.two_level and not plain:
+            raise ValueError(
+                f"found two_level for {self.text}; scales have two levels where int4 weights are "
+                "symmetric and in groups of 32, 64 or 128: set these, or two_level: false"
+            )
         return self
 
     @property
@@ -77,7 +88,8 @@ class WeightSpec(Strict):
         """A few words for a person."""
         size = f" of {self.group_size}" if self.group_size else ""
         kind = "" if self.symmetric else ", asymmetric"
-        return f"{self.dtype} weights {self.granularity}{size}{kind}"
+        levels = ", two-level scales" if self.two_level else ""
+        return f"{self.dtype} weights {self.granularity}{size}{kind}{levels}"
 
 
 class ActivationSpec(Strict):
@@ -253,6 +265,7 @@ def _mismatch(weights: WeightSpec, activations: ActivationSpec | None) -> str | 
 _INT8, _FP8 = ActivationSpec(), ActivationSpec(dtype="fp8_e4m3")
 _PER_TOKEN = ActivationSpec(granularity="per_token")
 _W4 = WeightSpec(dtype="int4", granularity="group", group_size=128)
+_W4_TWO_LEVEL = _W4.model_copy(update={"two_level": True})
 _KV, _KV_FP8 = KVCacheSpec(), KVCacheSpec(dtype="fp8_e4m3")
 _W_FP8 = WeightSpec(dtype="fp8_e4m3")
 _A_FP8_TOKEN = ActivationSpec(dtype="fp8_e4m3", granularity="per_token")
@@ -265,6 +278,8 @@ PRESETS: dict[str, Scheme] = {
     "a8w8c8_dynamic": Scheme(weights=WeightSpec(), activations=_PER_TOKEN, kv_cache=_KV),
     "a8w4": Scheme(weights=_W4, activations=_PER_TOKEN),
     "a8w4c8": Scheme(weights=_W4, activations=_PER_TOKEN, kv_cache=_KV),
+    "a8w4_two_level": Scheme(weights=_W4_TWO_LEVEL, activations=_PER_TOKEN),
+    "a8w4c8_two_level": Scheme(weights=_W4_TWO_LEVEL, activations=_PER_TOKEN, kv_cache=_KV),
     "fp8_tensor": Scheme(
         weights=WeightSpec(dtype="fp8_e4m3", granularity="per_tensor"), activations=_FP8
     ),

@@ -36,6 +36,7 @@ from kernels.numerics import (
     pad_to_blocks,
     quantize,
 )
+from kernels.two_level import choose_unit, nearest_multiples
 
 SEED, DEVIATION = 0, 0.02
 ABSMAX = 4.0  # of inputs and of cached K and V, where their scale is static
@@ -244,6 +245,9 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
         scale, zero_point = choose_affine(blocks.amin((1, 3)), blocks.amax((1, 3)), kind)
     if storage_format(scheme) == "pack-quantized":
         scale = scale.bfloat16().float()
+    if spec.two_level:
+        unit = choose_unit(scale)
+        scale = nearest_multiples(scale, unit) * unit
     q = quantize(weight, scale, kind, zero_point, spec.block)
     return StoredWeight(q, scale, zero_point)
 

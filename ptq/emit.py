@@ -16,6 +16,7 @@ from formats.scheme import KVCacheSpec
 from formats.weights import weight_tensors
 from formats.writer import CheckpointWriter
 from kernels.numerics import TYPES, choose_scale, expand_scale
+from kernels.two_level import two_level
 from ptq.measure import CACHES, cache_ratios
 from ptq.methods.base import BlockWork, QuantizedLinear
 from ptq.result import ModuleRow
@@ -42,6 +43,7 @@ def block_tensors(checkpoint: Source, work: BlockWork) -> dict[str, Tensor]:
             tensors[name] = checkpoint.tensor(name) if folded is None else folded
         elif leaf == "weight":
             solved, bias = work.quantized[module], work.block.linears[module].bias
+            assert not solved.spec.two_level or two_level(solved.weight.scale) is not None
             stored = weight_tensors(work.scheme_of(module), solved.weight, checkpoint.dtype(name))
             if bias is not None:
                 stored["bias"] = bias.to(checkpoint.dtype(f"{module}.bias"))

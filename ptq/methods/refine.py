@@ -11,7 +11,8 @@ and the block is given what the quantized blocks before it hand over while it is
 float block would have, so that it also makes up for their error.
 
 Where the error over all samples is not lower in the end, the layers stay as they were: a reported
-event. Layers with fp8 weights have no integers: they stay as they were rounded.
+event. Scales of two levels keep the units of their channels; the multiples move. Layers with fp8
+weights have no integers: they stay as they were rounded.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from formats.weights import StoredWeight
 from kernels.numerics import TYPES, expand_scale
+from kernels.two_level import nearest_multiples, stored_unit
 from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced
 from ptq.methods.specs import RefineSpec
 from ptq.result import Event
@@ -44,6 +46,7 @@ class Adjustable:
         offset: v, fp32 [out, in].
         factor: g, fp32, one for each scale.
         dtype: Type in which the scales are stored.
+        unit: Of scales of two levels, fp32 [out, 1]; None of others.
     """
 
     layer: QuantizedLinear
@@ -51,6 +54,7 @@ class Adjustable:
     offset: Tensor
     factor: Tensor
     dtype: torch.dtype
+    unit: Tensor | None
 
     @classmethod
     def of(cls, layer: QuantizedLinear, weight: Tensor, dtype: torch.dtype) -> Adjustable:
@@ -62,7 +66,9 @@ class Adjustable:
         q = stored.q.float()
         start = q + (steps - q).clamp(-0.499, 0.499)
         offset = torch.zeros_like(start).requires_grad_()
-        return cls(layer, start, offset, torch.ones_like(stored.scale).requires_grad_(), dtype)
+        factor = torch.ones_like(stored.scale).requires_grad_()
+        unit = stored_unit(stored.scale) if layer.spec.two_level else None
+        return cls(layer, start, offset, factor, dtype, unit)
 
     def steps(self) -> Tensor:
         """The integers, through which gradients pass."""
@@ -74,7 +80,10 @@ class Adjustable:
     def scale(self) -> Tensor:
         """The scales as they would be stored, through which gradients pass."""
         wanted = self.layer.weight.scale * self.factor.clamp(1 - MOST_FACTOR, 1 + MOST_FACTOR)
-        return wanted + (wanted.to(self.dtype).float() - wanted).detach()
+        stored = wanted.to(self.dtype).float()
+        if self.unit is not None:
+            stored = nearest_multiples(wanted, self.unit) * self.unit
+        return wanted + (stored - wanted).detach()
 
     def weight(self) -> Tensor:
         """W' [out, in]."""

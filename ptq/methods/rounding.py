@@ -10,9 +10,16 @@ Searches try a grid of factors of the first and keep, for each block, the one of
                                                    2023, section 3.2), the error of its output
 
 all in fp32, with the earlier candidate of equals.
+
+Scales of two levels, s = unit m with an integer m from 1 to 16 for each group of a channel, are
+rounded to the nearest multiple of the least unit that reaches the largest of a channel. A search
+finds scales without levels first; of a few such units, and of the multiples about each scale, it
+takes those of least error.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,9 +37,11 @@ from kernels.numerics import (
     pad_to_blocks,
     quantize,
 )
+from kernels.two_level import LARGEST, choose_unit, larger_unit, nearest_multiples
 from ptq.methods.specs import ScaleSearch
 
 FACTORS = tuple(1.0 - 0.02 * i for i in range(30))  # of the scale that cuts nothing
+UNITS = 4  # tried for a channel, each about a tenth larger than the one before
 
 
 def round_weight(
@@ -65,6 +74,8 @@ def choose_qparams(
     moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block of a weight; arguments as of `round_weight`."""
+    if spec.two_level:
+        return _two_levels(weight, spec, dtype, search, moments), None
     best, zero_point = _qparams(weight, spec, dtype, 1.0)
     if search == "absmax":
         return best, zero_point
@@ -94,6 +105,48 @@ def _qparams(
     scale = storable(scale, dtype)
     zero_point = (kind.q_min - torch.round(low.clamp(max=0) / scale)).clamp(kind.q_min, kind.q_max)
     return scale, zero_point.to(kind.storage)
+
+
+def _two_levels(
+    weight: Tensor,
+    spec: WeightSpec,
+    dtype: torch.dtype,
+    search: ScaleSearch,
+    moments: Tensor | None,
+) -> Tensor:
+    """Scales [out, groups] of two levels; arguments as of `round_weight`."""
+    plain = spec.model_copy(update={"two_level": False})
+    wanted, _ = choose_qparams(weight, plain, dtype, search, moments)
+    unit = choose_unit(wanted)
+    best = nearest_multiples(wanted, unit) * unit
+    if search == "absmax":
+        return best
+    least = torch.full_like(unit, torch.inf)
+    for _ in range(UNITS):
+        scale, errors = _best_multiples(
+            wanted, unit, lambda s: _errors(weight, s, None, spec, search, moments)
+        )
+        total = errors.sum(dim=1, keepdim=True)
+        better = total < least
+        least = torch.where(better, total, least)
+        best = torch.where(better, scale, best)
+        unit = larger_unit(unit)
+    return best
+
+
+def _best_multiples(
+    wanted: Tensor, unit: Tensor, errors_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Of a unit's multiples about wanted scales [out, groups], those of least error, and theirs."""
+    nearest = nearest_multiples(wanted, unit)
+    best, least = nearest * unit, torch.full_like(wanted, torch.inf)
+    for offset in (0, -1, 1):
+        scale = (nearest + offset).clamp(1, LARGEST) * unit
+        errors = errors_of(scale)
+        better = errors < least
+        least = torch.where(better, errors, least)
+        best = torch.where(better, scale, best)
+    return best, least
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from inference.engine import Engine
 from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
 from inference.request import SamplingParams
 from kernels.numerics import dequantize
+from kernels.two_level import two_level
 
 TINY = SHAPES["llama-1.1b"] | {
     "hidden_size": 128,
@@ -65,7 +66,7 @@ def test_prompts_in_chunks_with_a_quantized_head(tmp_path):
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("scheme", ["a8w4", "a8w8_dynamic"])
+@pytest.mark.parametrize("scheme", ["a8w4", "a8w8_dynamic", "a8w4_two_level"])
 def test_weights_are_gaussian_and_rounded_to_nearest(tmp_path, scheme):
     shape = shape_folder(tmp_path / "s")
     plain = Checkpoint.open(random_checkpoint(tmp_path, shape, "float"))
@@ -77,6 +78,7 @@ def test_weights_are_gaussian_and_rounded_to_nearest(tmp_path, scheme):
         error = (dequantize(stored.q, stored.scale, block=block) - weight).abs()
         step = stored.scale.repeat_interleave(weight.shape[1] // stored.scale.shape[1], 1)
         assert bool((error <= step * 0.51 + 1e-6).float().mean() > 0.98)  # int4 cuts the largest
+        assert scheme != "a8w4_two_level" or two_level(stored.scale) is not None
         if scheme == "a8w4":
             assert torch.equal(stored.scale.bfloat16().float(), stored.scale)
     norm = quantized.tensor("model.norm.weight")

@@ -19,6 +19,7 @@ W4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (
     W4,
     W4.model_copy(update={"symmetric": False}),
+    W4.model_copy(update={"two_level": True}),
     WeightSpec(dtype="int4"),
     WeightSpec(),
     WeightSpec(dtype="fp8_e4m3"),

@@ -15,6 +15,7 @@ GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (
     GROUPS,
     GROUPS.model_copy(update={"symmetric": False}),
+    GROUPS.model_copy(update={"two_level": True}),
     WeightSpec(dtype="int4"),
     WeightSpec(),
     WeightSpec(dtype="int8", granularity="group", group_size=64),
@@ -46,7 +47,7 @@ def test_scales_have_a_place_for_every_block(spec):
         assert (stored.zero_point is None) == spec.symmetric
 
 
-@pytest.mark.parametrize("spec", SPECS[:5], ids=lambda spec: spec.text)
+@pytest.mark.parametrize("spec", SPECS[:6], ids=lambda spec: spec.text)
 def test_each_search_lowers_its_own_error(spec):
     weight, moments = problem()
     measures = {

@@ -48,6 +48,7 @@ def files(result) -> list[bytes]:
         ("c8", (), ObserversSpec(kv_cache=ObserverSpec(method="mse"))),
         ("w4", (GPTQSpec(),), None),
         ("w4", (RTNSpec(scale="weighted_mse"),), None),
+        ("a8w4_two_level", (GPTQSpec(),), None),
     ],
 )
 def test_it_equals_a_run_of_its_own(seen, tiny_llama, tmp_path, scheme, methods, observers):
