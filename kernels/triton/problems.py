@@ -31,6 +31,7 @@ from kernels.triton.w4a8 import pack_w4a8
 from kernels.triton.w4a16 import pack_w4a16
 from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import pack_w8a16, w8a16_linear
+from kernels.triton.w16a16 import w16a16_linear
 
 ROTATED = 300e6  # bytes that are read between two uses of a copy; L2 holds 50 to 60 MB
 FP8 = torch.float8_e4m3fn
@@ -112,17 +113,19 @@ def gemm(
     family: str, rows: int, outputs: int, inputs: int, workspace: Workspace,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:  # fmt: skip
-    """A linear layer of a family: w4a16, w4a8 or w8a16 and a variant, w8a8, fp8 or fp8_block.
+    """A linear layer of a family: w4a16, w4a8 or w8a16 and a variant, w8a8, fp8, fp8_block, w16a16.
 
     Results are in `dtype`. Of 4 bits groups are 128 inputs long, of 8 bits all, but in a variant.
     """
     group = 64 if family.endswith("_g64") else 128 if family.startswith("w4") else inputs
-    bits = (4 if family.startswith("w4") else 8) + 32 / group
+    bits = 16 if family == "w16a16" else (4 if family.startswith("w4") else 8) + 32 / group
     nbytes = int(outputs * inputs * bits / 8)
     copies = max(1, min(32, int(ROTATED / nbytes) + 1))
     shape = (rows, outputs, inputs)
     if family in ("w8a8", "fp8"):
         call, wanted = _w8a8(family, *shape, copies, workspace, dtype)
+    elif family == "w16a16":
+        call, wanted = _w16a16(*shape, copies, workspace, dtype)
     elif family == "fp8_block":
         call, wanted = _fp8_block(*shape, copies, workspace, dtype)
     else:
@@ -177,6 +180,13 @@ def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
     x, own = random(rows, inputs), torch.rand(rows, 1, device="cuda") * 0.01
     wanted = twins.scaled_linear(x, own, sets[0], scale)
     return lambda i, tile: w8a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
+
+
+def _w16a16(rows, outputs, inputs, copies, workspace, dtype):
+    weights = [torch.randn(outputs, inputs, device="cuda", dtype=dtype) for _ in range(copies)]
+    x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+    wanted = twins.float_linear(x, weights[0])
+    return lambda i, tile: w16a16_linear(x, weights[i], None, workspace, dtype, tile), wanted
 
 
 def _fp8_block(rows, outputs, inputs, copies, workspace, dtype):

@@ -15,6 +15,7 @@ if torch.cuda.is_available():
     from kernels.triton.common import Workspace
     from kernels.triton.prefill import prefill_attention
     from kernels.triton.rope_cache import rope_write
+    from kernels.triton.stream import stream
     from kernels.triton.tuning import Block, Cut, Tile
     from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
     from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
@@ -38,7 +39,7 @@ def integers(*shape: int, top: int = 127) -> torch.Tensor:
     return torch.randint(-top, top + 1, shape, dtype=torch.int8, device="cuda")
 
 
-@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "fp8"])
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "fp8", "w16a16"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_linear_layers_equal_their_fp64_twins(family, dtype, workspace):
     for rows in ROWS:
@@ -61,6 +62,31 @@ def test_w8a8_equals_its_twin_bit_for_bit(dtype, workspace):
                 weight = pack_w8a8(q, scale, bias)
                 got = w8a8_linear(x, own, weight, workspace, dtype, tile)
                 assert torch.equal(got.cpu(), wanted), (rows, tile)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_streamed_weights(persistent, workspace):
+    """Tiles of one program and of several: right, the same bits every time, in a graph as well."""
+    for outputs, inputs in ((6144, 4096), (4096, 14336), (192, 384), (128256, 512)):
+        w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16)
+        q, scale = integers(outputs, inputs), torch.rand(outputs, device="cuda") * 0.01
+        packed, own = pack_w8a8(q, scale), torch.tensor([0.03], device="cuda")
+        for rows, splits, tma in ((1, 1, True), (16, 2, True), (50, 3, True), (33, 1, False)):
+            tile = Tile(64, 16 if rows <= 16 else 64, splits, 3, 4, persistent)
+            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+            xq = integers(rows, inputs)
+            out, eight = (torch.full((rows, outputs), torch.nan, device="cuda") for _ in "ab")
+            wanted = twins.float_linear(x, w, bias)
+            exact = reference.int8_linear(*(t.cpu() for t in (xq, own, q, scale, bias)))
+            for turn in range(10):
+                stream(x, w, out, bias, workspace, tile, tma=tma)
+                stream(xq, packed.packed, eight, bias, workspace, tile, (own, packed.scale), tma)
+                first = first if turn else out.clone()
+                assert torch.equal(out, first)
+                assert torch.equal(eight.cpu(), exact), (outputs, rows)
+            assert problems.relative(out, wanted) < 1e-5
+            assert not workspace.arrivals.any()
 
 
 def test_w4a8_integers_are_exact(workspace):

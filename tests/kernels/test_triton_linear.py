@@ -111,6 +111,66 @@ def test_fp8():
         assert relative(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
 
 
+STREAMS = [  # programs in all, tile
+    (1, (64, 16, 1, 2, 4, True, 128)),
+    (3, (128, 16, 1, 2, 4, True, 128)),
+    (5, (64, 32, 1, 2, 4, True, 256)),
+    (7, (64, 16, 2, 2, 4, True, 128)),
+    (1, (64, 16, 1, 2, 4, False, 512)),
+    (1, (128, 64, 3, 2, 4, False, 128)),
+]
+
+
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize(("processors", "cut"), STREAMS)
+@interpreted
+def test_equal_shares_of_a_weight(processors, cut, tma):
+    """Shares of more than a tile, of parts of one, of parts of three; poisoned beforehand."""
+    import kernels.triton.reference as twins
+    from kernels.triton import stream
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w8a8 import pack_w8a8
+
+    workspace, before = make_workspace(), stream.multiprocessors
+    stream.multiprocessors = lambda device: processors
+    try:
+        for rows in (1, 17):
+            x, q, scale, bias = random(rows, 8, True)
+            half, out = x.half() / 50, torch.full((rows, OUTPUTS), torch.nan)
+            workspace.parts.fill_(torch.nan)
+            stream.stream(half, q.half(), out, bias, workspace, Tile(*cut), tma=tma)
+            assert relative(out, twins.float_linear(half, q, bias)) < 1e-6
+            own, packed, got = torch.rand(rows, 1), pack_w8a8(q, scale), torch.full_like(out, 0)
+            scales = own, packed.scale
+            stream.stream(x, packed.packed, got, bias, workspace, Tile(*cut), scales, tma)
+            assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
+            assert not workspace.arrivals.any()
+    finally:
+        stream.multiprocessors = before
+
+
+@interpreted
+def test_w16a16():
+    import kernels.triton.reference as twins
+    from kernels.triton.w16a16 import w16a16_linear
+
+    generator = torch.Generator().manual_seed(0)
+    for rows, (outputs, inputs) in ((3, (128, 512)), (20, (192, 128)), (40, (64, 384))):
+        x, w = (torch.randn(n, inputs, generator=generator).half() for n in (rows, outputs))
+        bias = torch.randn(outputs, generator=generator).half()
+        for own in (bias, None):
+            got = w16a16_linear(x, w, own, make_workspace(), torch.float32)
+            assert relative(got, twins.float_linear(x, w, own)) < 1e-6
+        assert w16a16_linear(x, w, None, make_workspace()).dtype == torch.float16
+    assert w16a16_linear(x[:0], w, None, make_workspace()).shape == (0, 64)
+    with pytest.raises(ValueError, match="N in 64s"):
+        w16a16_linear(x, w[:63], None, make_workspace())
+    with pytest.raises(ValueError, match="contiguous float16"):
+        w16a16_linear(x.float(), w, None, make_workspace())
+    with pytest.raises(ValueError, match="contiguous float16"):
+        w16a16_linear(x, w.T.contiguous().T, None, make_workspace())
+
+
 @interpreted
 def test_what_does_not_fit_is_refused():
     from kernels.triton.common import Workspace
