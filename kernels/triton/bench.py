@@ -2,9 +2,9 @@
 
 The floor is bytes over the nominal bandwidth of the device, or that of a large copy, measured in
 the same run, where the device is not known; of prefill attention, its products at what a large
-bf16 GEMM reaches. Families: w4a16, w4a8, w8a16, w8a8, fp8, fp8_block, attention, prefill, fused,
-sampling; all by default. `_g64` behind one of the first three stands for groups of 64, `_zeros` for
-zero points. Needs a CUDA device.
+bf16 GEMM reaches. Families: w4a16, w4a8, w8a16, w8a8, fp8, fp8_block, w16a16, attention, prefill,
+fused, sampling; all by default. `_g64` behind one of the first three stands for groups of 64,
+`_zeros` for zero points. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 3276
 MIXED = (1,) * 16 + (1024,)
 REACHED = 6e8  # operations of 16 bits a microsecond
 GROUPED = [base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in problems.VARIANTS]
-FAMILIES = (*GROUPED, "w8a8", "fp8", "fp8_block", "attention", "prefill", "fused", "sampling")
+LAYERS = (*GROUPED, "w8a8", "fp8", "fp8_block", "w16a16")
+FAMILIES = (*LAYERS, "attention", "prefill", "fused", "sampling")
 
 
 def of_gemms(family: str, workspace: Workspace) -> Iterator[Problem]:

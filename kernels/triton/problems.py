@@ -23,9 +23,11 @@ from kernels.triton.attention import decode_attention
 from kernels.triton.common import Workspace
 from kernels.triton.fp8_block import fp8_block_linear, pack_fp8_block
 from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+from kernels.triton.linear import DenseWeight, linear
 from kernels.triton.prefill import prefill_attention
 from kernels.triton.rope_cache import rope_write
 from kernels.triton.sampling import sample
+from kernels.triton.tuning import Tile
 from kernels.triton.w4_many import w4a8_linear, w4a16_linear
 from kernels.triton.w4a8 import pack_w4a8
 from kernels.triton.w4a16 import pack_w4a16
@@ -163,9 +165,9 @@ def _grouped(family, rows, outputs, inputs, group, copies, workspace, dtype):
         wanted = twins.grouped_linear(x, q, scale, None, own, zero)
         return lambda i, tile: w4a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
     x = torch.randn(rows, inputs, device="cuda").to(dtype)
-    linear = w4a16_linear if bits == 4 else w8a16_linear
+    call = w4a16_linear if bits == 4 else w8a16_linear
     wanted = twins.grouped_linear(x, q, scale, None, None, zero)
-    return lambda i, tile: linear(x, weights[i], workspace, tile), wanted
+    return lambda i, tile: call(x, weights[i], workspace, tile), wanted
 
 
 def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
@@ -186,7 +188,14 @@ def _w16a16(rows, outputs, inputs, copies, workspace, dtype):
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=dtype) for _ in range(copies)]
     x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
     wanted = twins.float_linear(x, weights[0])
-    return lambda i, tile: w16a16_linear(x, weights[i], None, workspace, dtype, tile), wanted
+    held = [DenseWeight(w, None) for w in weights]
+
+    def call(i: int, tile: Tile | None) -> Tensor:
+        if tile is None:  # what a model runs: cuBLAS, beyond few rows
+            return linear(x, None, held[i], workspace, dtype)
+        return w16a16_linear(x, weights[i], None, workspace, dtype, tile)
+
+    return call, wanted
 
 
 def _fp8_block(rows, outputs, inputs, copies, workspace, dtype):

@@ -48,6 +48,7 @@ FAMILIES = (
     "w8a8",
     "fp8",
     "fp8_block",
+    "w16a16",
     *ATTENTION,
     *PROMPTS,
 )
@@ -58,6 +59,9 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
     """Candidates: sizes that fit in registers, splits that give each SM about one to four."""
     if family.endswith("_many"):
         yield from _many_rows(family, rows, outputs, inputs)
+        return
+    if family == "w16a16":
+        yield from _streams(rows, outputs, inputs)
         return
     for size, tall, stages, warps in _sizes(family, rows):
         for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
@@ -75,6 +79,18 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
             (256, 64, 4),
         ):
             yield Tile(size, tall, 1, stages, 8, True)
+
+
+def _streams(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """Weights that stream: tiles of 8 to 32 KB, equal shares of one to three programs an SM."""
+    tall = min(bucket(rows), 64)
+    for size, step in ((64, 256), (64, 128), (128, 128), (128, 64), (256, 64)):
+        if outputs % size or inputs % step or (tall > 16 and size * step > 2**14):
+            continue
+        for programs, stages in ((1, 5), (1, 4), (2, 5), (2, 4), (2, 3), (3, 3)):
+            yield Tile(size, tall, programs, stages, 4, True, step)
+        for splits in (1, 2, 3, 4) if outputs <= 8192 else (1,):
+            yield from (Tile(size, tall, splits, stages, 4, False, step) for stages in (3, 5))
 
 
 def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
