@@ -11,15 +11,15 @@ import kernels.reference as reference
 OUTPUTS, INPUTS = 128, 512
 
 
-def random(rows: int, bits: int, with_bias: bool):
+def random(rows: int, bits: int, with_bias: bool, outputs: int = OUTPUTS):
     """x int8, weight, its scales (of groups if 4 bits), bias."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randint(-127, 128, (rows, INPUTS), generator=generator, dtype=torch.int8)
     low, high = (-8, 8) if bits == 4 else (-127, 128)
-    q = torch.randint(low, high, (OUTPUTS, INPUTS), generator=generator, dtype=torch.int8)
-    shape = (OUTPUTS, INPUTS // 128) if bits == 4 else (OUTPUTS,)
+    q = torch.randint(low, high, (outputs, INPUTS), generator=generator, dtype=torch.int8)
+    shape = (outputs, INPUTS // 128) if bits == 4 else (outputs,)
     scale = torch.rand(shape, generator=generator) * 0.01 + 0.005
-    bias = torch.randn(OUTPUTS, generator=generator) if with_bias else None
+    bias = torch.randn(outputs, generator=generator) if with_bias else None
     return x, q, scale, bias
 
 
@@ -111,13 +111,13 @@ def test_fp8():
         assert relative(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
 
 
-STREAMS = [  # programs in all, tile
-    (1, (64, 16, 1, 2, 4, True, 128)),
-    (3, (128, 16, 1, 2, 4, True, 128)),
-    (5, (64, 32, 1, 2, 4, True, 256)),
-    (7, (64, 16, 2, 2, 4, True, 128)),
+STREAMS = [  # SMs, tile; of 5 tiles of 64 outputs or fewer, 4 steps of 128 inputs each
+    (1, (64, 16, 1, 2, 4, True, 128)),  # one share of all
+    (3, (64, 16, 1, 2, 4, True, 128)),  # shares of 7 steps
+    (7, (64, 32, 1, 2, 4, True, 128)),  # of 3
+    (7, (64, 16, 2, 2, 4, True, 128)),  # of 2: parts of one tile
     (1, (64, 16, 1, 2, 4, False, 512)),
-    (1, (128, 64, 3, 2, 4, False, 128)),
+    (1, (64, 64, 3, 2, 4, False, 128)),
 ]
 
 
@@ -134,17 +134,17 @@ def test_equal_shares_of_a_weight(processors, cut, tma):
     workspace, before = make_workspace(), stream.multiprocessors
     stream.multiprocessors = lambda device: processors
     try:
-        for rows in (1, 17):
-            x, q, scale, bias = random(rows, 8, True)
-            half, out = x.half() / 50, torch.full((rows, OUTPUTS), torch.nan)
-            workspace.parts.fill_(torch.nan)
-            stream.stream(half, q.half(), out, bias, workspace, Tile(*cut), tma=tma)
-            assert relative(out, twins.float_linear(half, q, bias)) < 1e-6
-            own, packed, got = torch.rand(rows, 1), pack_w8a8(q, scale), torch.full_like(out, 0)
-            scales = own, packed.scale
-            stream.stream(x, packed.packed, got, bias, workspace, Tile(*cut), scales, tma)
-            assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
-            assert not workspace.arrivals.any()
+        rows = 17
+        x, q, scale, bias = random(rows, 8, True, 320)
+        half, out = x.half() / 50, torch.full((rows, 320), torch.nan)
+        workspace.parts.fill_(torch.nan)
+        stream.stream(half, q.half(), out, bias, workspace, Tile(*cut), tma=tma)
+        assert relative(out, twins.float_linear(half, q, bias)) < 1e-6
+        own, packed, got = torch.rand(rows, 1), pack_w8a8(q, scale), torch.full_like(out, 0)
+        scales = own, packed.scale
+        stream.stream(x, packed.packed, got, bias, workspace, Tile(*cut), scales, tma)
+        assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
+        assert not workspace.arrivals.any()
     finally:
         stream.multiprocessors = before
 
