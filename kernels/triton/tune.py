@@ -61,7 +61,7 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
         yield from _many_rows(family, rows, outputs, inputs)
         return
     if family == "w16a16":
-        yield from _streams(rows, outputs, inputs)
+        yield from _wide(rows, outputs, inputs)
         return
     for size, tall, stages, warps in _sizes(family, rows):
         for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
@@ -81,16 +81,20 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
             yield Tile(size, tall, 1, stages, 8, True)
 
 
-def _streams(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
-    """Weights that stream: tiles of 8 to 32 KB, equal shares of one to three programs an SM."""
+def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """16-bit weights: tiles of 8 to 32 KB, one to three programs an SM."""
     tall = min(bucket(rows), 64)
-    for size, step in ((64, 256), (64, 128), (128, 128), (128, 64), (256, 64)):
-        if outputs % size or inputs % step or (tall > 16 and size * step > 2**14):
-            continue
-        for programs, stages in ((1, 5), (1, 4), (2, 5), (2, 4), (2, 3), (3, 3)):
-            yield Tile(size, tall, programs, stages, 4, True, step)
-        for splits in (1, 2, 3, 4) if outputs <= 8192 else (1,):
-            yield from (Tile(size, tall, splits, stages, 4, False, step) for stages in (3, 5))
+    for size, step, stages in (
+        (64, 256, 5),
+        (64, 128, 5),
+        (64, 128, 3),
+        (128, 128, 3),
+        (128, 64, 5),
+    ):
+        for splits in (1, 2, 3, 4):
+            few = outputs // size * splits <= 264 or splits == 1
+            if outputs % size == 0 and inputs % step == 0 and few:
+                yield Tile(size, tall, splits, stages, 4, False, step)
 
 
 def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:

@@ -31,9 +31,8 @@ class Tile:
         stages: Depth of the load pipeline.
         warps: Warps of a program.
         persistent: Whether the kernel for many rows (TMA, one program an SM) runs: of W8A8, and of
-            4-bit weights on sm_90, where `warps` are those that multiply. Where weights stream
-            (`kernels.triton.stream`): whether there are `splits` programs an SM, not a tile.
-        inputs: Inputs of a step, where the weight lies [N, K].
+            4-bit weights on sm_90, where `warps` are those that multiply.
+        inputs: Inputs of a step, of 16-bit weights.
     """
 
     outputs: int
@@ -170,7 +169,9 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
     if family == "w8a16" and rows > 64:
         return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
     if family == "w16a16":
-        return _stream_rule(rows, outputs, inputs)
+        step = 256 if rows <= 16 and inputs % 256 == 0 else 128
+        splits = max(1, min(processors // (outputs // 64), inputs // 1024))
+        return Tile(64, min(bucket(rows), 64), splits, 5 if rows <= 16 else 4, 4, False, step)
     if rows > 64:
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
@@ -180,11 +181,3 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
     size = next((s for s in sizes if outputs // s >= 0.8 * processors), sizes[-1])
     splits = max(1, min(round(2 * processors / (outputs // size)), inputs // 1024, 8))
     return Tile(size, tall, splits if outputs // size < 0.8 * processors else 1)
-
-
-def _stream_rule(rows: int, outputs: int, inputs: int) -> Tile:
-    """Of 16-bit weights: tiles of 32 KB, and as many in flight as shared memory holds."""
-    tall = min(bucket(rows), 64)
-    if tall == 16:
-        return Tile(64, tall, 1, 5, 4, True, 256 if inputs % 256 == 0 else 128)
-    return Tile(128 if outputs % 128 == 0 else 64, tall, 1, 4, 4, True)

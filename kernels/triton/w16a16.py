@@ -3,34 +3,79 @@
     y[m, n] = sum_k x[m, k] w[n, k] + b[n],    sums in fp32
 
 The weight stays [N, K], where cuBLAS, which takes calls of many rows, reads it too. Its bytes are
-all that counts: `kernels.triton.stream`.
+all that counts: a program reads tiles of 64 outputs by 512 bytes, by TMA where there is one, as
+many at a time as shared memory holds. The weight is the left operand (wgmma wants 64 rows there,
+x has fewer), so that the tile of the sum is transposed.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.triton.common import Workspace, require
-from kernels.triton.stream import stream
+from kernels.triton.common import Workspace, capability, require, sum_splits
 from kernels.triton.tuning import Tile, gemm_tile
-from kernels.triton.weights import BLOCK, check_inputs
+from kernels.triton.weights import BLOCK, check_inputs, grid_of
 
-LIBRARY_ROWS = 64  # beyond these cuBLAS takes it
+MANY_OUTPUTS = 65536  # of as many, as a head has, cuBLAS is behind up to 64 rows; of fewer up to 16
 FLOATS = (torch.float16, torch.bfloat16)
 
 
+@triton.jit(do_not_specialize=["M"])
+def w16a16_kernel(
+    x, weight, bias, out, parts, arrivals, M, N, K,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of outputs, split, tile of rows); with `TMA` x and weight are descriptors."""
+    tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    share = tl.cdiv(K // BLOCK, SPLITS)
+    first = split * share
+    k = tl.arange(0, BLOCK)
+    n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    m = strip * ROWS + tl.arange(0, ROWS)
+    real = (m < M)[None, :]
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
+        if TMA:
+            w = weight.load([tile * OUTPUTS, g * BLOCK])
+            xt = x.load([strip * ROWS, g * BLOCK]).T
+        else:
+            places = weight + n.to(tl.int64)[:, None] * K + g * BLOCK + k[None, :]
+            w = tl.load(places, eviction_policy="evict_first")
+            xt = tl.load(x + m[None, :] * K + g * BLOCK + k[:, None], mask=real, other=0.0)
+        acc = tl.dot(w, xt, acc)
+    last = True
+    if SPLITS > 1:
+        own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        number = strip * tl.num_programs(0) + tile
+        acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
+    if last:
+        if BIAS:
+            acc += tl.load(bias + n)[:, None].to(tl.float32)
+        place = out + m.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=real)
+
+
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `w16a16_linear` is for a product: few rows on a GPU, sizes that tiles divide."""
+    """Whether `w16a16_linear` is for a product on a GPU: few rows, and sizes that tiles divide."""
+    outputs, inputs = weight.shape
     return (
         x.is_cuda
-        and 0 < x.shape[0] <= LIBRARY_ROWS
+        and 0 < x.shape[0] <= (64 if outputs >= MANY_OUTPUTS else 16)
         and weight.dtype in FLOATS
         and x.dtype == weight.dtype
         and x.is_contiguous()
         and weight.is_contiguous()
-        and weight.shape[0] % 64 == 0
-        and weight.shape[1] % BLOCK == 0
+        and outputs % 64 == 0
+        and inputs % BLOCK == 0
     )
 
 
@@ -70,7 +115,25 @@ def w16a16_linear(
     (rows, inputs), outputs = x.shape, weight.shape[0]
     check_inputs(x, (weight.dtype,), weight.shape[1])
     out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
-    if rows:
-        tile = tile or gemm_tile("w16a16", x.device, rows, outputs, inputs)
-        stream(x, weight, out, bias, workspace, tile)
+    if rows == 0:
+        return out
+    tma = capability() >= 90
+    if tile is None:
+        tile = gemm_tile("w16a16", x.device, rows, outputs, inputs)
+        if not tma:  # and less shared memory
+            tile = replace(tile, stages=min(tile.stages, 4), inputs=BLOCK)
+    require(inputs % tile.inputs == 0, f"{inputs} inputs are no multiple of {tile.inputs}")
+    operands = x, weight
+    if tma:
+        describe = TensorDescriptor.from_tensor
+        operands = (
+            describe(x, [tile.rows, tile.inputs]),
+            describe(weight, [tile.outputs, tile.inputs]),
+        )
+    w16a16_kernel[grid_of(tile, rows, outputs, workspace)](
+        *operands, bias, out, workspace.parts, workspace.arrivals, rows, outputs, inputs,
+        OUTPUTS=tile.outputs, ROWS=tile.rows, BLOCK=tile.inputs, SPLITS=tile.splits,
+        STAGES=tile.stages, TMA=tma, BIAS=bias is not None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return out

@@ -13,13 +13,14 @@ if torch.cuda.is_available():
     from kernels.triton import fused, problems
     from kernels.triton.attention import decode_attention
     from kernels.triton.common import Workspace
+    from kernels.triton.linear import DenseWeight, linear
     from kernels.triton.prefill import prefill_attention
     from kernels.triton.rope_cache import rope_write
-    from kernels.triton.stream import stream
     from kernels.triton.tuning import Block, Cut, Tile
     from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
     from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
     from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.w16a16 import w16a16_linear
 
 ROWS = (1, 33, 64, 300, 600)
 FP8 = "float8_e4m3fn"
@@ -64,30 +65,21 @@ def test_w8a8_equals_its_twin_bit_for_bit(dtype, workspace):
                 assert torch.equal(got.cpu(), wanted), (rows, tile)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_streamed_weights(persistent, workspace):
-    """Tiles of one program and of several: right, the same bits every time, in a graph as well."""
-    for outputs, inputs in ((6144, 1024), (1024, 4096), (192, 384), (16128, 512)):
+def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(workspace):
+    for outputs, inputs in ((6144, 1024), (1024, 4096), (192, 384), (128256, 512)):
         w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16)
-        q, scale = integers(outputs, inputs), torch.rand(outputs, device="cuda") * 0.01
-        packed, own = pack_w8a8(q, scale), torch.tensor([0.03], device="cuda")
-        for rows, splits, tma in ((1, 1, True), (16, 2, True), (50, 3, True), (33, 1, False)):
-            tile = Tile(64, 16 if rows <= 16 else 64, splits, 3, 4, persistent)
+        for rows, splits in ((1, 1), (16, 2), (50, 3)):
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-            xq = integers(rows, inputs)
-            out, eight = (torch.full((rows, outputs), torch.nan, device="cuda") for _ in "ab")
             wanted = twins.float_linear(x, w, bias)
-            exact = reference.int8_linear(*(t.cpu() for t in (xq, own, q, scale, bias)))
-            first = None
-            for _ in range(10):
-                stream(x, w, out, bias, workspace, tile, tma=tma)
-                stream(xq, packed.packed, eight, bias, workspace, tile, (own, packed.scale), tma)
-                first = out.clone() if first is None else first
-                assert torch.equal(out, first)
-                assert torch.equal(eight.cpu(), exact), (outputs, rows)
-            assert problems.relative(out, wanted) < 1e-5
-            assert not workspace.arrivals.any()
+            for tile in (None, Tile(64, 16, splits)):
+                args = x, w, bias, workspace, torch.float32, tile
+                first = w16a16_linear(*args)
+                assert problems.relative(first, wanted) < 1e-5
+                assert all(torch.equal(w16a16_linear(*args), first) for _ in range(10))
+                assert not workspace.arrivals.any()
+            got = linear(x, None, DenseWeight(w, bias), workspace, torch.float32)
+            assert problems.relative(got, wanted) < 1e-5
 
 
 def test_w4a8_integers_are_exact(workspace):

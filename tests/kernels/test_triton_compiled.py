@@ -69,41 +69,23 @@ def test_linear_layers(capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
-def test_streamed_weights(capability):
-    """Loads run ahead over the ends of tiles, by TMA where there is one; no copy by registers."""
-    from kernels.triton import stream
+def test_weights_of_16_bits(capability):
+    """Tiles of the rule, which fit; loads of several run ahead, by TMA where there is one."""
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Tile, rule
-    from kernels.triton.w8a8 import pack_w8a8
+    from kernels.triton.w16a16 import w16a16_linear
 
-    workspace, before = Workspace.on("cpu"), stream.multiprocessors
-    hopper, stages = capability == 90, 5 if capability == 90 else 2
-    weight = torch.zeros(28672, 4096).bfloat16()
-    q = pack_w8a8(torch.zeros(512, 1024, dtype=torch.int8), torch.ones(512))
-    calls = []
-    for rows in (16, 64):
+    hopper, workspace = capability == 90, Workspace.on("cpu", 1 << 20, 64)
+    weight = torch.zeros(512, 4096).bfloat16()
+    for rows in (1, 16, 64):
         x = torch.zeros(rows, 4096).bfloat16()
-        tile = rule("w16a16", 132, rows, 28672, 4096)
-        if not hopper:
-            tile = Tile(tile.outputs // (rows // 16), rows, 1, stages, 4, True, 128)
-        out = torch.empty(rows, 28672)
-        calls.append((r"bf16\.bf16", x, weight, out, tile, None))
-    eight, one = torch.zeros(16, 1024, dtype=torch.int8), torch.ones(1)
-    tile = Tile(128, 16, 1, stages, 4, True)
-    calls.append((r"s8\.s8", eight, q.packed, torch.empty(16, 512), tile, (one, q.scale)))
-    stream.multiprocessors = lambda device: 132
-    try:
-        for kind, x, w, out, tile, scales in calls:
-            with building_for(capability) as built:
-                stream.stream(x, w, out, None, workspace, tile, scales)
-            (binary,) = built
-            assert binary.stack == 0, tile
-            assert binary.shared <= (232448 if hopper else 101376), binary.shared
-            assert binary.count(expected(capability, kind)), (kind, capability)
-            ahead = binary.count(r"cp\.async\.bulk\.tensor" if hopper else r"cp\.async\.c[ag]")
-            assert ahead >= 2 * tile.stages, "no loads run ahead"
-    finally:
-        stream.multiprocessors = before
+        with building_for(capability) as built:
+            w16a16_linear(x, weight, weight[:, 0].contiguous(), workspace, torch.float32)
+        (binary,) = built
+        assert binary.stack == 0
+        assert binary.shared <= (232448 if hopper else 101376), binary.shared
+        assert binary.count(expected(capability, r"bf16\.bf16"))
+        ahead = binary.count(r"cp\.async\.bulk\.tensor" if hopper else r"cp\.async\.c[ag]")
+        assert ahead >= 8 if hopper else ahead > 32, "no loads run ahead"
 
 
 @compiled

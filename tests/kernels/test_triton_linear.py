@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from triton_lab import interpreted
@@ -111,64 +113,43 @@ def test_fp8():
         assert relative(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
 
 
-STREAMS = [  # SMs, tile; of 5 tiles of 64 outputs or fewer, 4 steps of 128 inputs each
-    (1, (64, 16, 1, 2, 4, True, 128)),  # one share of all
-    (3, (64, 16, 1, 2, 4, True, 128)),  # shares of 7 steps
-    (7, (64, 32, 1, 2, 4, True, 128)),  # of 3
-    (7, (64, 16, 2, 2, 4, True, 128)),  # of 2: parts of one tile
-    (1, (64, 16, 1, 2, 4, False, 512)),
-    (1, (64, 64, 3, 2, 4, False, 128)),
-]
-
-
-@pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize(("processors", "cut"), STREAMS)
+@pytest.mark.parametrize("generation", [80, 90])
 @interpreted
-def test_equal_shares_of_a_weight(processors, cut, tma):
-    """Shares of more than a tile, of parts of one, of parts of three; poisoned beforehand."""
+def test_w16a16(generation):
     import kernels.triton.reference as twins
-    from kernels.triton import stream
+    from kernels.triton import w16a16
     from kernels.triton.tuning import Tile
-    from kernels.triton.w8a8 import pack_w8a8
 
-    workspace, before = make_workspace(), stream.multiprocessors
-    stream.multiprocessors = lambda device: processors
+    before, w16a16.capability = w16a16.capability, lambda: generation  # by pointers, by TMA
+    workspace, generator = make_workspace(), torch.Generator().manual_seed(0)
+    tiles = (None, Tile(64, 16, 3, 2), Tile(64, 8, 1, 2, 4, False, 256))
     try:
-        rows = 17
-        x, q, scale, bias = random(rows, 8, True, 320)
-        half, out = x.half() / 50, torch.full((rows, 320), torch.nan)
-        workspace.parts.fill_(torch.nan)
-        stream.stream(half, q.half(), out, bias, workspace, Tile(*cut), tma=tma)
-        assert relative(out, twins.float_linear(half, q, bias)) < 1e-6
-        own, packed, got = torch.rand(rows, 1), pack_w8a8(q, scale), torch.full_like(out, 0)
-        scales = own, packed.scale
-        stream.stream(x, packed.packed, got, bias, workspace, Tile(*cut), scales, tma)
-        assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
-        assert not workspace.arrivals.any()
+        for rows, (outputs, inputs) in ((3, (128, 512)), (20, (192, 1280)), (40, (64, 256))):
+            x, w = (torch.randn(n, inputs, generator=generator).half() for n in (rows, outputs))
+            bias = torch.randn(outputs, generator=generator).half()
+            for own, tile in ((bias, tiles[0]), (None, tiles[1]), (bias, tiles[2])):
+                got = w16a16.w16a16_linear(x, w, own, workspace, torch.float32, tile)
+                assert relative(got, twins.float_linear(x, w, own)) < 1e-6
+                assert not workspace.arrivals.any()
     finally:
-        stream.multiprocessors = before
-
-
-@interpreted
-def test_w16a16():
-    import kernels.triton.reference as twins
-    from kernels.triton.w16a16 import w16a16_linear
-
-    generator = torch.Generator().manual_seed(0)
-    for rows, (outputs, inputs) in ((3, (128, 512)), (20, (192, 128)), (40, (64, 384))):
-        x, w = (torch.randn(n, inputs, generator=generator).half() for n in (rows, outputs))
-        bias = torch.randn(outputs, generator=generator).half()
-        for own in (bias, None):
-            got = w16a16_linear(x, w, own, make_workspace(), torch.float32)
-            assert relative(got, twins.float_linear(x, w, own)) < 1e-6
-        assert w16a16_linear(x, w, None, make_workspace()).dtype == torch.float16
-    assert w16a16_linear(x[:0], w, None, make_workspace()).shape == (0, 64)
-    with pytest.raises(ValueError, match="N in 64s"):
-        w16a16_linear(x, w[:63], None, make_workspace())
-    with pytest.raises(ValueError, match="contiguous float16"):
-        w16a16_linear(x.float(), w, None, make_workspace())
-    with pytest.raises(ValueError, match="contiguous float16"):
-        w16a16_linear(x, w.T.contiguous().T, None, make_workspace())
+        w16a16.capability = before
+    assert w16a16.w16a16_linear(x, w, None, workspace).dtype == torch.float16
+    assert w16a16.w16a16_linear(x[:0], w, None, workspace).shape == (0, 64)
+    assert not w16a16.takes(x, w), "no GPU"
+    refused = [
+        (x, w[:63], "N in 64s"),
+        (x.float(), w, "contiguous float16"),
+        (x, w.float(), "[N, K]"),
+    ]
+    refused += [
+        (x, w.T.contiguous().T, "contiguous float16"),
+        (x[:, :128].contiguous(), w, "128 inp"),
+    ]
+    for bad, weight, message in refused:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            w16a16.w16a16_linear(bad, weight, None, workspace)
+    with pytest.raises(ValueError, match="256 inputs are no multiple of 512"):
+        w16a16.w16a16_linear(x, w, None, workspace, tile=Tile(64, 16, inputs=512))
 
 
 @interpreted
