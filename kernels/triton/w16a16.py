@@ -30,11 +30,14 @@ FLOATS = (torch.float16, torch.bfloat16)
 
 @triton.jit(do_not_specialize=["M"])
 def w16a16_kernel(
-    x, weight, bias, out, parts, arrivals, M, N, K,
+    x, weight, columns, tiles, bias, out, parts, arrivals, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows); with `TMA` x and weight are descriptors."""
+    """Program (tile of outputs, split, tile of rows).
+
+    `columns` and `tiles` are TMA descriptors of x and weight, or None: then loads are by pointers.
+    """
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // BLOCK, SPLITS)
     first = split * share
@@ -44,9 +47,9 @@ def w16a16_kernel(
     real = (m < M)[None, :]
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
-        if TMA:
-            w = weight.load([tile * OUTPUTS, g * BLOCK])
-            xt = x.load([strip * ROWS, g * BLOCK]).T
+        if tiles is not None:
+            w = tiles.load([tile * OUTPUTS, g * BLOCK])
+            xt = columns.load([strip * ROWS, g * BLOCK]).T
         else:
             places = weight + n.to(tl.int64)[:, None] * K + g * BLOCK + k[None, :]
             w = tl.load(places, eviction_policy="evict_first")
@@ -123,17 +126,15 @@ def w16a16_linear(
         if not tma:  # and less shared memory
             tile = replace(tile, stages=min(tile.stages, 4), inputs=BLOCK)
     require(inputs % tile.inputs == 0, f"{inputs} inputs are no multiple of {tile.inputs}")
-    operands = x, weight
+    columns = tiles = None
     if tma:
-        describe = TensorDescriptor.from_tensor
-        operands = (
-            describe(x, [tile.rows, tile.inputs]),
-            describe(weight, [tile.outputs, tile.inputs]),
-        )
+        columns = TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs])
+        tiles = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
     w16a16_kernel[grid_of(tile, rows, outputs, workspace)](
-        *operands, bias, out, workspace.parts, workspace.arrivals, rows, outputs, inputs,
+        x, weight, columns, tiles, bias, out, workspace.parts, workspace.arrivals,
+        rows, outputs, inputs,
         OUTPUTS=tile.outputs, ROWS=tile.rows, BLOCK=tile.inputs, SPLITS=tile.splits,
-        STAGES=tile.stages, TMA=tma, BIAS=bias is not None,
+        STAGES=tile.stages, BIAS=bias is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
