@@ -87,14 +87,15 @@ def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
     for size, step, stages in (
         (64, 256, 5),
         (64, 128, 5),
-        (64, 128, 3),
+        (64, 128, 4),
+        (64, 64, 5),
         (128, 128, 3),
         (128, 64, 5),
     ):
         for splits in (1, 2, 3, 4):
             few = outputs // size * splits <= 264 or splits == 1
             if outputs % size == 0 and inputs % step == 0 and few:
-                yield Tile(size, tall, splits, stages, 4, False, step)
+                yield Tile(size, tall, splits, stages, inputs=step)
 
 
 def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
@@ -198,7 +199,8 @@ def main() -> None:
             problem = problems.attention(sequences, context, workspace, dtype, per_token)
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
-        for shape, rows in itertools.product(shapes, arguments.rows):
+        rows_of = [n for n in arguments.rows if n <= 64 or family != "w16a16"]  # else cuBLAS
+        for shape, rows in itertools.product(shapes, rows_of):
             outputs, inputs = map(int, shape.split("x"))
             problem = problems.gemm(family, rows, outputs, inputs, workspace)
             tile, _ = best(problem, tiles(family, rows, outputs, inputs, processors))

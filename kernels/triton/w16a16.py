@@ -20,11 +20,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.triton.common import Workspace, capability, require, sum_splits
+from kernels.triton.common import (
+    AHEAD,
+    Workspace,
+    announce,
+    capability,
+    overlap,
+    prefetch_lines,
+    require,
+    sum_splits,
+    wait,
+)
 from kernels.triton.tuning import Tile, gemm_tile
 from kernels.triton.weights import BLOCK, check_inputs, grid_of
 
-MANY_OUTPUTS = 65536  # of as many, as a head has, cuBLAS is behind up to 64 rows; of fewer up to 16
+MANY_OUTPUTS = 16384  # of as many, cuBLAS is behind up to 64 rows; of fewer up to 16
 FLOATS = (torch.float16, torch.bfloat16)
 
 
@@ -32,7 +42,7 @@ FLOATS = (torch.float16, torch.bfloat16)
 def w16a16_kernel(
     x, weight, columns, tiles, bias, out, parts, arrivals, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows).
 
@@ -45,14 +55,21 @@ def w16a16_kernel(
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     m = strip * ROWS + tl.arange(0, ROWS)
     real = (m < M)[None, :]
+    rows_of_weight = weight + n.to(tl.int64)[:, None] * K
+    if OVERLAP:
+        line = tl.arange(0, BLOCK // 64) * 64
+        for i in tl.static_range(AHEAD):
+            if first + i < K // BLOCK:
+                prefetch_lines(rows_of_weight + (first + i) * BLOCK + line[None, :])
+    wait(OVERLAP)
+    announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for g in tl.range(first, tl.minimum(first + share, K // BLOCK), num_stages=STAGES):
         if tiles is not None:
             w = tiles.load([tile * OUTPUTS, g * BLOCK])
             xt = columns.load([strip * ROWS, g * BLOCK]).T
         else:
-            places = weight + n.to(tl.int64)[:, None] * K + g * BLOCK + k[None, :]
-            w = tl.load(places, eviction_policy="evict_first")
+            w = tl.load(rows_of_weight + g * BLOCK + k[None, :], eviction_policy="evict_first")
             xt = tl.load(x + m[None, :] * K + g * BLOCK + k[:, None], mask=real, other=0.0)
         acc = tl.dot(w, xt, acc)
     last = True
@@ -135,6 +152,6 @@ def w16a16_linear(
         rows, outputs, inputs,
         OUTPUTS=tile.outputs, ROWS=tile.rows, BLOCK=tile.inputs, SPLITS=tile.splits,
         STAGES=tile.stages, BIAS=bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        AHEAD=AHEAD, num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip
     return out

@@ -50,6 +50,14 @@ def test_the_rule_gives_tiles_that_divide_the_outputs(family, rows, outputs, inp
         assert tile.rows >= min(bucket(rows), 64)
 
 
+def test_16_bit_weights_are_split_where_tiles_are_few():
+    assert rule("w16a16", 132, 1, 28672, 4096) == Tile(64, 16, 1, 5)
+    assert rule("w16a16", 132, 16, 4096, 14336) == Tile(64, 16, 1, 5, inputs=256)
+    assert rule("w16a16", 132, 1, 1024, 4096) == Tile(64, 16, 4, 5, inputs=256)
+    assert rule("w16a16", 132, 1, 1024, 4224).inputs == 128
+    assert rule("w16a16", 132, 33, 28672, 4096) == Tile(128, 64, 1, 3)
+
+
 def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     table = {
