@@ -3,8 +3,8 @@
     y[m, n] = sum_k x[m, k] w[n, k] + b[n],    sums in fp32
 
 The weight stays [N, K], where cuBLAS, which takes calls of many rows, reads it too. Its bytes are
-all that counts: a program reads tiles of 64 outputs by 512 bytes, by TMA where there is one, as
-many at a time as shared memory holds. The weight is the left operand (wgmma wants 64 rows there,
+all that counts: a program reads tiles of 64 outputs by 256 or 512 bytes, by TMA where there is one,
+as many at a time as shared memory holds. The weight is the left operand (wgmma wants 64 rows there,
 x has fewer), so that the tile of the sum is transposed.
 """
 
