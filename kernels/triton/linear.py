@@ -8,6 +8,7 @@
 | int8, a scale an output           | int8, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale an output or tensor | e4m3, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale a block of 128x128  | e4m3, a scale a run of 128     | `fp8_block`  |
+| float, few rows                   | float                          | `w16a16`     |
 | any other, and any other size     | the same, as floats            | cuBLAS       |
 
 What no kernel takes is dequantized when it is loaded, and its quantized input when it arrives: the
@@ -31,6 +32,7 @@ from kernels.triton.w4a8 import W4A8Weight, pack_w4a8
 from kernels.triton.w4a16 import W4A16Weight, pack_w4a16
 from kernels.triton.w8a8 import W8A8Weight, pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import W8A16Weight, pack_w8a16, w8a16_linear
+from kernels.triton.w16a16 import takes, w16a16_linear
 
 FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)  # the first with products of e4m3
@@ -157,7 +159,7 @@ def linear(
         [T, N] in `dtype`; sums in fp32 or exact int32.
     """
     if isinstance(weight, DenseWeight):
-        return _dense(x, x_scale, weight, dtype)
+        return _dense(x, x_scale, weight, workspace, dtype)
     if isinstance(weight, W4A16Weight):
         return w4a16_linear(x, weight, workspace, out_dtype=dtype)
     if isinstance(weight, W8A16Weight):
@@ -170,12 +172,20 @@ def linear(
     return fp8_block_linear(x, x_scale, weight, workspace, dtype)
 
 
-def _dense(x: Tensor, x_scale: Tensor | None, weight: DenseWeight, dtype: torch.dtype) -> Tensor:
+def _dense(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: DenseWeight,
+    workspace: Workspace,
+    dtype: torch.dtype,
+) -> Tensor:
     w = weight.weight
     if x_scale is not None:
         if x_scale.numel() > len(x):  # a scale for each run of 128 inputs
             x_scale = x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
         x = (x.float() * x_scale).to(w.dtype)
+    if takes(x, w):
+        return w16a16_linear(x, w, weight.bias, workspace, dtype)
     if dtype == w.dtype or not x.is_cuda:
         return F.linear(x, w, weight.bias).to(dtype)
     out = torch.mm(x, w.t(), out_dtype=dtype)  # logits: not rounded to the model's type

@@ -19,13 +19,16 @@ import kernels.triton.reference as twins
 from kernels.triton.common import Workspace
 from kernels.triton.fp8_block import fp8_block_linear, pack_fp8_block
 from kernels.triton.fused import quantize_rows
+from kernels.triton.linear import DenseWeight, linear
 from kernels.triton.shapes import Gemm, Shape
 from kernels.triton.timing import copies_of, relative, timed
+from kernels.triton.tuning import Tile
 from kernels.triton.w4_many import w4a8_linear, w4a16_linear
 from kernels.triton.w4a8 import pack_w4a8
 from kernels.triton.w4a16 import pack_w4a16
 from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import pack_w8a16, w8a16_linear
+from kernels.triton.w16a16 import w16a16_linear
 
 FP8 = torch.float8_e4m3fn
 
@@ -70,17 +73,19 @@ def gemm(
     family: str, rows: int, outputs: int, inputs: int, workspace: Workspace,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Problem:  # fmt: skip
-    """A linear layer of a family: w4a16, w4a8 or w8a16 and a variant, w8a8, fp8 or fp8_block.
+    """A linear layer of a family: w4a16, w4a8 or w8a16 and a variant, w8a8, fp8, fp8_block, w16a16.
 
     Results are in `dtype`. Of 4 bits groups are 128 inputs long, of 8 bits all, but in a variant.
     """
     group = 64 if family.endswith("_g64") else 128 if family.startswith("w4") else inputs
-    bits = (4 if family.startswith("w4") else 8) + 32 / group
+    bits = 16 if family == "w16a16" else (4 if family.startswith("w4") else 8) + 32 / group
     nbytes = int(outputs * inputs * bits / 8)
     copies = copies_of(nbytes)
     shape = (rows, outputs, inputs)
     if family in ("w8a8", "fp8"):
         call, wanted = _w8a8(family, *shape, copies, workspace, dtype)
+    elif family == "w16a16":
+        call, wanted = _w16a16(*shape, copies, workspace, dtype)
     elif family == "fp8_block":
         call, wanted = _fp8_block(*shape, copies, workspace, dtype)
     else:
@@ -120,9 +125,9 @@ def _grouped(family, rows, outputs, inputs, group, copies, workspace, dtype):
         wanted = twins.grouped_linear(x, q, scale, None, own, zero)
         return lambda i, tile: w4a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
     x = torch.randn(rows, inputs, device="cuda").to(dtype)
-    linear = w4a16_linear if bits == 4 else w8a16_linear
+    call = w4a16_linear if bits == 4 else w8a16_linear
     wanted = twins.grouped_linear(x, q, scale, None, None, zero)
-    return lambda i, tile: linear(x, weights[i], workspace, tile), wanted
+    return lambda i, tile: call(x, weights[i], workspace, tile), wanted
 
 
 def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
@@ -137,6 +142,20 @@ def _w8a8(family, rows, outputs, inputs, copies, workspace, dtype):
     x, own = random(rows, inputs), torch.rand(rows, 1, device="cuda") * 0.01
     wanted = twins.scaled_linear(x, own, sets[0], scale)
     return lambda i, tile: w8a8_linear(x, own, weights[i], workspace, dtype, tile), wanted
+
+
+def _w16a16(rows, outputs, inputs, copies, workspace, dtype):
+    weights = [torch.randn(outputs, inputs, device="cuda", dtype=dtype) for _ in range(copies)]
+    x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
+    wanted = twins.float_linear(x, weights[0])
+    held = [DenseWeight(w, None) for w in weights]
+
+    def call(i: int, tile: Tile | None) -> Tensor:
+        if tile is None:  # what a model runs: cuBLAS, beyond few rows
+            return linear(x, None, held[i], workspace, dtype)
+        return w16a16_linear(x, weights[i], None, workspace, dtype, tile)
+
+    return call, wanted
 
 
 def _fp8_block(rows, outputs, inputs, copies, workspace, dtype):

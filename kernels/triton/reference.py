@@ -37,6 +37,12 @@ def grouped_weight(q: Tensor, scale: Tensor, zero_point: Tensor | None = None) -
     return values * scale.double().repeat_interleave(group, dim=1)
 
 
+def float_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """W16A16: fp64 [M, N] of x [M, K] and a weight [N, K]."""
+    out = x.double() @ weight.double().T
+    return out if bias is None else out + bias.double()
+
+
 def scaled_linear(
     xq: Tensor, x_scale: Tensor, wq: Tensor, w_scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:

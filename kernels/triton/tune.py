@@ -50,6 +50,7 @@ FAMILIES = (
     "w8a8",
     "fp8",
     "fp8_block",
+    "w16a16",
     *ATTENTION,
     *PROMPTS,
 )
@@ -60,6 +61,9 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
     """Candidates: sizes that fit in registers, splits that give each SM about one to four."""
     if family.endswith("_many"):
         yield from _many_rows(family, rows, outputs, inputs)
+        return
+    if family == "w16a16":
+        yield from _wide(rows, outputs, inputs)
         return
     for size, tall, stages, warps in _sizes(family, rows):
         for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
@@ -77,6 +81,23 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
             (256, 64, 4),
         ):
             yield Tile(size, tall, 1, stages, 8, True)
+
+
+def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """16-bit weights: tiles of 8 to 32 KB, one to three programs an SM."""
+    tall = min(bucket(rows), 64)
+    for size, step, stages in (
+        (64, 256, 5),
+        (64, 128, 5),
+        (64, 128, 4),
+        (64, 64, 5),
+        (128, 128, 3),
+        (128, 64, 5),
+    ):
+        for splits in (1, 2, 3, 4):
+            few = outputs // size * splits <= 264 or splits == 1
+            if outputs % size == 0 and inputs % step == 0 and few:
+                yield Tile(size, tall, splits, stages, inputs=step)
 
 
 def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
@@ -185,7 +206,8 @@ def main() -> int:
             problem = attention_problems.attention(sequences, context, workspace, dtype, per_token)
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
-        for shape, rows in itertools.product(shapes, arguments.rows):
+        rows_of = [n for n in arguments.rows if n <= 64 or family != "w16a16"]  # else cuBLAS
+        for shape, rows in itertools.product(shapes, rows_of):
             outputs, inputs = map(int, shape.split("x"))
             problem = problems.gemm(family, rows, outputs, inputs, workspace)
             tile, _ = best(problem, tiles(family, rows, outputs, inputs, processors))

@@ -32,6 +32,7 @@ class Tile:
         warps: Warps of a program.
         persistent: Whether the kernel for many rows (TMA, one program an SM) runs: of W8A8, and of
             4-bit weights on sm_90, where `warps` are those that multiply.
+        inputs: Inputs of a step, of 16-bit weights.
     """
 
     outputs: int
@@ -40,6 +41,7 @@ class Tile:
     stages: int = 4
     warps: int = 4
     persistent: bool = False
+    inputs: int = 128
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
         return Tile(256, 128, stages=3, warps=8, persistent=True)
     if family == "w8a16" and rows > 64:
         return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
+    if family == "w16a16":
+        return _sixteen_bits(processors, rows, outputs, inputs)
     if rows > 64:
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
@@ -175,3 +179,12 @@ def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> 
     size = next((s for s in sizes if outputs // s >= 0.8 * processors), sizes[-1])
     splits = max(1, min(round(2 * processors / (outputs // size)), inputs // 1024, 8))
     return Tile(size, tall, splits if outputs // size < 0.8 * processors else 1)
+
+
+def _sixteen_bits(processors: int, rows: int, outputs: int, inputs: int) -> Tile:
+    """16-bit weights: steps of 512 bytes where few programs must read everything."""
+    if rows > 16:
+        return Tile(128 if outputs % 128 == 0 else 64, min(bucket(rows), 64), stages=3)
+    few = outputs // 64 <= 0.6 * processors
+    splits = max(1, min(processors * 64 // (2 * outputs), inputs // 1024))
+    return Tile(64, 16, splits, 5, inputs=256 if few and inputs % 256 == 0 else 128)

@@ -13,12 +13,14 @@ if torch.cuda.is_available():
     from kernels.triton import fused, problems
     from kernels.triton.attention import decode_attention
     from kernels.triton.common import Workspace
+    from kernels.triton.linear import DenseWeight, linear
     from kernels.triton.prefill import prefill_attention
     from kernels.triton.rope_cache import rope_write
     from kernels.triton.tuning import Block, Cut, Tile
     from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
     from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
     from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.w16a16 import w16a16_linear
 
 ROWS = (1, 33, 64, 300, 600)
 FP8 = "float8_e4m3fn"
@@ -38,7 +40,7 @@ def integers(*shape: int, top: int = 127) -> torch.Tensor:
     return torch.randint(-top, top + 1, shape, dtype=torch.int8, device="cuda")
 
 
-@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "fp8"])
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a8", "fp8", "w16a16"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_linear_layers_equal_their_fp64_twins(family, dtype, workspace):
     for rows in ROWS:
@@ -61,6 +63,23 @@ def test_w8a8_equals_its_twin_bit_for_bit(dtype, workspace):
                 weight = pack_w8a8(q, scale, bias)
                 got = w8a8_linear(x, own, weight, workspace, dtype, tile)
                 assert torch.equal(got.cpu(), wanted), (rows, tile)
+
+
+def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(workspace):
+    for outputs, inputs in ((6144, 1024), (1024, 4096), (192, 384), (128256, 512)):
+        w = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(outputs, device="cuda", dtype=torch.bfloat16)
+        for rows, splits in ((1, 1), (16, 2), (50, 3)):
+            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+            wanted = twins.float_linear(x, w, bias)
+            for tile in (None, Tile(64, 16, splits)):
+                args = x, w, bias, workspace, torch.float32, tile
+                first = w16a16_linear(*args)
+                assert problems.relative(first, wanted) < 1e-5
+                assert all(torch.equal(w16a16_linear(*args), first) for _ in range(10))
+                assert not workspace.arrivals.any()
+            got = linear(x, None, DenseWeight(w, bias), workspace, torch.float32)
+            assert problems.relative(got, wanted) < 1e-5
 
 
 def test_w4a8_integers_are_exact(workspace):

@@ -67,6 +67,28 @@ def test_linear_layers(capability):
         assert binary.count(r"cp\.async\.bulk\.tensor"), "the last kernel loads by TMA"
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_weights_of_16_bits(capability):
+    """Tiles of the rule, which fit; loads of several run ahead, by TMA where there is one."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.w16a16 import w16a16_linear
+
+    hopper, workspace = capability == 90, Workspace.on("cpu", 1 << 20, 64)
+    weight = torch.zeros(512, 4096).bfloat16()
+    for rows in (1, 16, 64):
+        x = torch.zeros(rows, 4096).bfloat16()
+        with building_for(capability) as built:
+            w16a16_linear(x, weight, weight[:, 0].contiguous(), workspace, torch.float32)
+        (binary,) = built
+        assert binary.stack == 0
+        assert binary.shared <= (232448 if hopper else 101376), binary.shared
+        assert binary.count(expected(capability, r"bf16\.bf16"))
+        ahead = binary.count(r"cp\.async\.bulk\.tensor" if hopper else r"cp\.async\.c[ag]")
+        assert ahead >= 6 if hopper else ahead > 32, "no loads run ahead"
+        assert binary.count(WAIT) == binary.count(ANNOUNCE) == hopper
+
+
 @compiled
 def test_weights_go_to_the_tensor_cores_through_registers():
     """No conversion of a 4-bit weight by shared memory: nothing is stored there but by loads."""

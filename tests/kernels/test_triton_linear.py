@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from triton_lab import interpreted
@@ -11,15 +13,15 @@ import kernels.reference as reference
 OUTPUTS, INPUTS = 128, 512
 
 
-def random(rows: int, bits: int, with_bias: bool):
+def random(rows: int, bits: int, with_bias: bool, outputs: int = OUTPUTS):
     """x int8, weight, its scales (of groups if 4 bits), bias."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randint(-127, 128, (rows, INPUTS), generator=generator, dtype=torch.int8)
     low, high = (-8, 8) if bits == 4 else (-127, 128)
-    q = torch.randint(low, high, (OUTPUTS, INPUTS), generator=generator, dtype=torch.int8)
-    shape = (OUTPUTS, INPUTS // 128) if bits == 4 else (OUTPUTS,)
+    q = torch.randint(low, high, (outputs, INPUTS), generator=generator, dtype=torch.int8)
+    shape = (outputs, INPUTS // 128) if bits == 4 else (outputs,)
     scale = torch.rand(shape, generator=generator) * 0.01 + 0.005
-    bias = torch.randn(OUTPUTS, generator=generator) if with_bias else None
+    bias = torch.randn(outputs, generator=generator) if with_bias else None
     return x, q, scale, bias
 
 
@@ -109,6 +111,45 @@ def test_fp8():
         weight = pack_w8a8(qs, scale, bias)
         got = w8a8_linear(xs, own, weight, make_workspace(), torch.float32, Tile(64, 16, 3))
         assert relative(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
+
+
+@pytest.mark.parametrize("generation", [80, 90])
+@interpreted
+def test_w16a16(generation):
+    import kernels.triton.reference as twins
+    from kernels.triton import w16a16
+    from kernels.triton.tuning import Tile
+
+    before, w16a16.capability = w16a16.capability, lambda: generation  # by pointers, by TMA
+    workspace, generator = make_workspace(), torch.Generator().manual_seed(0)
+    tiles = (None, Tile(64, 16, 3, 2), Tile(64, 8, 1, 2, 4, False, 256))
+    try:
+        for rows, (outputs, inputs) in ((3, (128, 512)), (20, (192, 1280)), (40, (64, 256))):
+            x, w = (torch.randn(n, inputs, generator=generator).half() for n in (rows, outputs))
+            bias = torch.randn(outputs, generator=generator).half()
+            for own, tile in ((bias, tiles[0]), (None, tiles[1]), (bias, tiles[2])):
+                got = w16a16.w16a16_linear(x, w, own, workspace, torch.float32, tile)
+                assert relative(got, twins.float_linear(x, w, own)) < 1e-6
+                assert not workspace.arrivals.any()
+    finally:
+        w16a16.capability = before
+    assert w16a16.w16a16_linear(x, w, None, workspace).dtype == torch.float16
+    assert w16a16.w16a16_linear(x[:0], w, None, workspace).shape == (0, 64)
+    assert not w16a16.takes(x, w), "no GPU"
+    refused = [
+        (x, w[:63], "N in 64s"),
+        (x.float(), w, "contiguous float16"),
+        (x, w.float(), "[N, K]"),
+    ]
+    refused += [
+        (x, w.T.contiguous().T, "contiguous float16"),
+        (x[:, :128].contiguous(), w, "128 inp"),
+    ]
+    for bad, weight, message in refused:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            w16a16.w16a16_linear(bad, weight, None, workspace)
+    with pytest.raises(ValueError, match="256 inputs are no multiple of 512"):
+        w16a16.w16a16_linear(x, w, None, workspace, tile=Tile(64, 16, inputs=512))
 
 
 @interpreted

@@ -37,7 +37,7 @@ def test_buckets_are_powers_of_two_from_16_on():
     assert [bucket(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
 
 
-@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block"])
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 256, 4096])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(28672, 4096), (64, 128), (192, 512), (4096, 14336)]
@@ -48,6 +48,14 @@ def test_the_rule_gives_tiles_that_divide_the_outputs(family, rows, outputs, inp
         assert tile.persistent or outputs % tile.outputs == 0
         assert 1 <= tile.splits <= max(1, inputs // 1024)
         assert tile.rows >= min(bucket(rows), 64)
+
+
+def test_16_bit_weights_are_split_where_tiles_are_few():
+    assert rule("w16a16", 132, 1, 28672, 4096) == Tile(64, 16, 1, 5)
+    assert rule("w16a16", 132, 16, 4096, 14336) == Tile(64, 16, 1, 5, inputs=256)
+    assert rule("w16a16", 132, 1, 1024, 4096) == Tile(64, 16, 4, 5, inputs=256)
+    assert rule("w16a16", 132, 1, 1024, 4224).inputs == 128
+    assert rule("w16a16", 132, 33, 28672, 4096) == Tile(128, 64, 1, 3)
 
 
 def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
