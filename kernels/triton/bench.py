@@ -9,7 +9,7 @@ the same run, those of 8 bits twice as fast. Inputs come quantized; what that ad
 (SwiGLU's product before 4096x14336, the norm before others) stands in a column of its own. Peers
 are what stock torch has (`kernels.triton.peers`); times of all are those of CUDA-graph replays with
 arguments rotated past the L2 cache. `_g64` behind a family stands for groups of 64, `_zeros` for
-zero points. Needs a CUDA device.
+zero points, `w4a8_two_level` for scales of two levels. Needs a CUDA device.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 |-----------------------------------|--------------------------------|--------------|
 | int4, groups, zero points         | float                          | `w4a16`      |
 | int4, groups, zero points         | int8, a scale a row or tensor  | `w4a8`       |
+| int4, scales of two levels        | int8, a scale a row or tensor  | `w4a8`       |
 | int8, groups, zero points         | float                          | `w8a16`      |
 | int8, a scale an output           | int8, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale an output or tensor | e4m3, a scale a row or tensor  | `w8a8`       |
@@ -11,6 +12,7 @@
 | float, few rows                   | float                          | `w16a16`     |
 | any other, and any other size     | the same, as floats            | cuBLAS       |
 
+Two levels (`kernels.two_level`) are seen in the scales; sums over whole rows are then exact.
 What no kernel takes is dequantized when it is loaded, and its quantized input when it arrives: the
 same numbers but for rounding to the float type, at the cost of a float model.
 """

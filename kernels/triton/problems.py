@@ -29,6 +29,7 @@ from kernels.triton.w4a16 import pack_w4a16
 from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import pack_w8a16, w8a16_linear
 from kernels.triton.w16a16 import w16a16_linear
+from kernels.two_level import LARGEST
 
 FP8 = torch.float8_e4m3fn
 
@@ -75,10 +76,13 @@ def gemm(
 ) -> Problem:  # fmt: skip
     """A linear layer of a family: w4a16, w4a8 or w8a16 and a variant, w8a8, fp8, fp8_block, w16a16.
 
-    Results are in `dtype`. Of 4 bits groups are 128 inputs long, of 8 bits all, but in a variant.
+    Results are in `dtype`. Of 4 bits groups are 128 inputs long, of 8 bits all, but in a variant;
+    w4a8_two_level has scales of two levels.
     """
     group = 64 if family.endswith("_g64") else 128 if family.startswith("w4") else inputs
-    bits = 16 if family == "w16a16" else (4 if family.startswith("w4") else 8) + 32 / group
+    bits = (4 if family.startswith("w4") else 8) + (8 if "two_level" in family else 32) / group
+    if family == "w16a16":
+        bits = 16
     nbytes = int(outputs * inputs * bits / 8)
     copies = copies_of(nbytes)
     shape = (rows, outputs, inputs)
@@ -113,9 +117,19 @@ def grouped_weight(
     return random(inputs), scale, random(inputs // group) if zeros else None
 
 
+def two_level_scale(outputs: int, groups: int) -> Tensor:
+    """Random scales [outputs, groups] of two levels; the first two multiples are coprime."""
+    multiple = torch.randint(1, LARGEST + 1, (outputs, groups), device="cuda").float()
+    multiple[:, :1], multiple[:, 1:2] = LARGEST - 1, LARGEST
+    unit = torch.randint(8, 16, (outputs, 1), device="cuda") * 2.0**-14
+    return unit * multiple
+
+
 def _grouped(family, rows, outputs, inputs, group, copies, workspace, dtype):
     bits, zeros = int(family[1]), family.endswith("_zeros")
     sets = [grouped_weight(bits, outputs, inputs, group, zeros) for _ in range(copies)]
+    if "two_level" in family:
+        sets = [(q, two_level_scale(*scale.shape), zero) for q, scale, zero in sets]
     pack = {"w4a16": pack_w4a16, "w4a8": pack_w4a8, "w8a16": pack_w8a16}[family.split("_")[0]]
     weights = [pack(q, scale, None, zero) for q, scale, zero in sets]
     q, scale, zero = sets[0]

@@ -76,12 +76,10 @@ def sum_parts(accs, parts, arrivals, tile, low, sizes, PART: gl.constexpr):
         for p in range(start, stop + 1):
             slot = p * 2 + (p == start).to(gl.int32)
             own = parts + slot.to(gl.int64) * (2 * TILES * SIZE) + cells
-            more = ()
-            for t in gl.static_range(TILES):
-                more = more + (gl.load(own + t * SIZE, cache_modifier=".cg"),)
             added = ()
             for t in gl.static_range(TILES):
-                added = added + (gl.where(p == start, 0.0, sums[t]) + more[t],)
+                more = gl.load(own + t * SIZE, cache_modifier=".cg")
+                added = added + (gl.where(p == start, 0, sums[t]) + more,)
             sums = added
         gl.store(place, 0)
         accs = ()

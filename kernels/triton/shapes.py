@@ -8,7 +8,8 @@ import torch
 
 VARIANTS = ("", "_g64", "_zeros")  # of weights with scales of groups
 GROUPED = tuple(base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in VARIANTS)
-LAYERS = (*GROUPED, "w8a8", "fp8", "fp8_block", "w16a16")
+INTEGERS = ("w4a8_two_level", "w8a8")  # whose sums over all inputs are exact
+LAYERS = (*GROUPED, *INTEGERS, "fp8", "fp8_block", "w16a16")
 FAMILIES = (*LAYERS, "attention", "prefill", "fused", "sampling")
 
 GATE_UP, DOWN, QKV, OUT = (28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)
@@ -21,6 +22,7 @@ MIXED = (1,) * 16 + (1024,)
 TABLE = {  # the rows of `--table`: families, and of linear layers the rows of each shape
     "w4a16": {GATE_UP: (*ROWS, 4096), DOWN: ROWS, QKV: (1, 16), OUT: (1, 16)},
     "w4a8": {GATE_UP: (1, 16, 64, 256, 4096), DOWN: (1, 16)},
+    "w4a8_two_level": {GATE_UP: (*ROWS, 4096), DOWN: (1, 16)},
     "w8a8": {GATE_UP: (*ROWS, 4096), DOWN: (1, 16, 64, 4096)},
     "fp8": {GATE_UP: (1, 64, 4096), DOWN: (16,)},
     "fp8_block": {GATE_UP: (1, 64, 4096), DOWN: (16,)},

@@ -44,8 +44,10 @@ PROMPTS = ("prefill", "prefill_16_bits")
 FAMILIES = (
     "w4a16",
     "w4a8",
+    "w4a8_two_level",
     "w4a16_many",
     "w4a8_many",
+    "w4a8_two_level_many",
     "w8a16",
     "w8a8",
     "fp8",
@@ -104,7 +106,9 @@ def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Ti
     """4-bit weights: what the kernel for few rows would take, and tiles of the one for many."""
     yield gemm_tile(family.removesuffix("_many"), torch.device("cuda"), rows, outputs, inputs)
     sizes = ((256, 128, 3), (128, 128, 4), (128, 256, 2), (256, 64, 6), (128, 64, 6))
-    if family == "w4a8_many":
+    if family == "w4a8_two_level_many":
+        sizes = ((256, 128, 5), (128, 256, 4), (128, 128, 6), (256, 64, 6), (128, 64, 6))
+    elif family == "w4a8_many":
         sizes = ((256, 128, 5), (128, 128, 6), (256, 64, 6), (128, 64, 6))
     for size, tall, stages in sizes:
         if outputs % size == 0 and rows > tall // 2 and (rows <= 512 or tall >= 128):
@@ -121,7 +125,7 @@ def _sizes(family: str, rows: int) -> tuple[tuple[int, int, int, int], ...]:
     if tall <= 64:
         return (128, tall, 4, 4), (128, tall, 3, 4), (64, tall, 4, 4)
     small = (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4)
-    if family in ("w4a16", "w8a8"):
+    if family in ("w4a16", "w4a8_two_level", "w8a8"):
         return *small, (128, 256, 3, 8), (256, 128, 3, 8), (64, 256, 3, 4)
     return *small, (256, 64, 3, 8), (64, 128, 3, 4)
 

@@ -1,8 +1,9 @@
 """Linear layers of 4-bit weights on a GPU, few rows or many: which kernel runs, and with what tile.
 
 On sm_90 more than some tens of rows go to `kernels.triton.w4_gluon`, if groups are 128 inputs long
-and there are no zero points; all else to `kernels.triton.w4a16` and `kernels.triton.w4a8`. The
-device's table says which is faster, under "w4a16_many" and "w4a8_many"; else a rule does.
+and there are no zero points, or scales have two levels; all else to `kernels.triton.w4a16` and
+`kernels.triton.w4a8`. The device's table says which is faster, under "w4a16_many", "w4a8_many" and
+"w4a8_two_level_many"; else a rule does.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
@@ -50,7 +51,7 @@ def w4a8_linear(
     tile: Tile | None = None,
 ) -> Tensor:
     """As `kernels.triton.w4a8.w4a8_linear`, bit for bit but for the order of groups in a sum."""
-    tile = tile or _tile("w4a8", xq, weight, out_dtype)
+    tile = tile or _tile(weight.family, xq, weight, out_dtype)
     if tile is None or not tile.persistent:
         return w4a8.w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile)
     check_inputs(xq, (torch.int8,), weight.inputs)
@@ -60,7 +61,20 @@ def w4a8_linear(
 
 def _takes(weight: GroupedWeight, dtype: torch.dtype) -> bool:
     """Whether the kernel for many rows can have this weight and give results of this type."""
-    return weight.group == BLOCK and not weight.zero_points and dtype in FLOATS
+    unit, _, _ = _levels(weight)
+    fits = weight.group == BLOCK or unit is not None
+    return fits and not weight.zero_points and dtype in FLOATS
+
+
+def _levels(weight: GroupedWeight) -> tuple[Tensor | None, Tensor, int]:
+    """(unit, what is loaded beside a tile, how many of that an output has).
+
+    Of whole rows, which have none, the second is not read.
+    """
+    if not isinstance(weight, w4a8.W4A8Weight) or weight.unit is None:
+        return None, weight.scale, 1
+    loaded = weight.scale if weight.multipliers else weight.unit
+    return weight.unit, loaded.view(torch.int8), weight.multipliers
 
 
 def _tile(family: str, x: Tensor, weight: GroupedWeight, dtype: torch.dtype) -> Tile | None:
@@ -87,12 +101,26 @@ def rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
     if rows <= (32 if floats else 64) or outputs % 128:
         return None
     large = outputs % 256 == 0
+    if family == "w4a8_two_level":
+        return _exact_rule(processors, rows, outputs)
     if rows <= 64:
         fills = large and outputs // 256 >= 0.8 * processors
         return Tile(256 if fills else 128, 64, 1 if fills else 4, 6, 8, True)
     if large and -(-rows // 128) * (outputs // 256) >= 0.8 * processors:
         return Tile(256, 128, 1, 3 if floats else 5, 8, True)
     return Tile(128, 128, 4, 4 if floats else 6, 8, True)
+
+
+def _exact_rule(processors: int, rows: int, outputs: int) -> Tile:
+    """Of two levels: many rows a tile, since its weights are unpacked once for all, if SMs fill."""
+    fills = 0.8 * processors
+    if rows > 128 and -(-rows // 256) * (outputs // 128) >= fills:
+        if rows > 1024 and outputs % 256 == 0:
+            return Tile(256, 128, 4, 5, 8, True)
+        return Tile(128, 256, 1, 4, 8, True)
+    tall = 128 if -(-rows // 128) * (outputs // 128) >= fills else 64
+    tiles = -(-rows // tall) * (outputs // 128)
+    return Tile(128, tall, 1 if tiles >= fills else 4, 6, 8, True)
 
 
 def division(tiles: int, groups: int, processors: int, splits: int) -> tuple[int, int, int]:
@@ -122,7 +150,8 @@ def _launch(
     require(
         _takes(weight, dtype),
         f"groups of {weight.group} inputs, zero points: {weight.zero_points}, results in {dtype}; "
-        f"{tile} is for groups of {BLOCK} without zero points and for results of 16 bits",
+        f"{tile} is for groups of {BLOCK} or scales of two levels, without zero points, and for "
+        "results of 16 bits",
     )
     require(
         tile.outputs % 128 == 0 and outputs % tile.outputs == 0,
@@ -137,13 +166,17 @@ def _launch(
     if cut:
         workspace.check(2 * programs * tile.outputs * tile.rows, 2 * tiles)
     words = weight.packed.view(-1, 128 if integers else 32)  # 32 rows are 64 outputs of a group
+    unit, scale, each = _levels(weight)
+    exact = unit is not None
+    parts = workspace.parts.view(torch.int32) if exact else workspace.parts
     w4_kernel[(programs,)](
         _describe(x, [tile.rows, 128 // x.itemsize]),
         _describe(words, [tile.outputs // 2, words.shape[1]]),
-        _describe(weight.scale.view(-1), [tile.outputs]),
+        _describe(scale.view(-1), [tile.outputs * max(1, each)]),
         _describe(out, [min(tile.rows, 64) if integers else tile.rows, 64]),
-        x_scale, weight.bias, workspace.parts, workspace.arrivals,
+        x_scale, unit, weight.bias, parts, workspace.arrivals,
         rows, outputs, tiles, groups, strips, cut, share, STAGES=tile.stages,
+        EXACT=exact, GROUPS=each, enable_fp_fusion=not exact,
         PER_ROW=int(x_scale is not None and x_scale.numel() > 1), BIAS=weight.bias is not None,
         num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
     )  # fmt: skip

@@ -11,11 +11,23 @@ borrow, and cleared after. This is less work than the sums of x that z could be 
 
 A packed tile is 64 outputs by the inputs of a group: byte b of word j of quad i holds input
 32 j + 4 i + b. Of groups of 32 and 64 a step of the loop takes four and two.
+
+Scales of two levels (`kernels.two_level`), s[g, n] = unit[n] m[g, n], need no scaling of groups:
+
+    y[m, n] = (sum_k xq[m, k] (q[n, k] m[g, n])) (sx[m] unit[n]) + b[n]
+
+is a sum of int8 products, exact in int32 over all inputs however it is cut, and equals
+`kernels.reference.int8_linear` of the weight q m bit for bit. The halves hold u = q + 8, and bytes
+become u m + (128 - 8 m), from 0 to 240, by one multiply-add of four, which lacks but the sign: 128
+less. Tiles are of 128 inputs whatever the group. The multipliers of four groups share a word, int32
+[groups / 4, N]. One scale for a whole row is unit alone: 16 q are summed, and 4 bits shifted out.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -41,6 +53,7 @@ from kernels.triton.weights import (
     lay_bias,
     lay_scales,
 )
+from kernels.two_level import two_level
 
 SIXTEENFOLD = tl.constexpr("""{ .reg .b32 t;
 shl.b32 t, $2, 4;
@@ -53,13 +66,49 @@ LESS_ZERO = tl.constexpr(
     "{ .reg .b32 t, u;\nshr.u32 u, $2, 4;\n"
     + f"{_LESS_ZERO.format('$2', '$0')}\n{_LESS_ZERO.format('u', '$1')} }}"
 )
+# Of bytes u + 16 v, and m four times: the bytes (u - 8) m, and (v - 8) m.
+_MULTIPLIED = (
+    "and.b32 t, {0}, 0x0F0F0F0F; mad.lo.u32 t, t, m, c; xor.b32 {1}, t, 0x80808080;"  # its sign
+)
+MULTIPLIED = tl.constexpr(
+    "{ .reg .b32 t, u, m, c;\nand.b32 m, $3, 31; mad.lo.u32 c, m, 0xF7F7F7F8, 0x80808080;\n"
+    f"{_MULTIPLIED.format('$2', '$0')}\nshr.u32 u, $2, 4;\n{_MULTIPLIED.format('u', '$1')} }}"
+)
+LONGEST = 1 << 16  # inputs whose products an int32 holds
 
 
+@dataclass(frozen=True)
 class W4A8Weight(GroupedWeight):
     """A weight packed for `w4a8_linear`, two a byte.
 
-    `packed` is int8 [K / 128, 128 / group, N / 64, 32 group].
+    `packed` is int8 [K / 128, 128 / group, N / 64, 32 group], of two levels [K / 128, 1, N / 64,
+    4096]; `scale` then int32 [groups / 4, N], and of whole rows (`group` 0) empty, [0, N].
+
+    Attributes:
+        unit: Of scales of two levels, fp32 [N]; None for others.
     """
+
+    unit: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return super().nbytes + (0 if self.unit is None else self.unit.nbytes)
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return super().outputs if self.unit is None else len(self.unit)
+
+    @property
+    def family(self) -> str:
+        """Under which tables of tiles know it."""
+        return "w4a8" if self.unit is None else "w4a8_two_level"
+
+    @property
+    def multipliers(self) -> int:
+        """Of two levels: groups in 128 inputs; 0 of whole rows."""
+        return BLOCK // self.group if self.group else 0
 
 
 def pack_w4a8(
@@ -73,19 +122,46 @@ def pack_w4a8(
         bias: Float [N] or None.
         zero_point: int8 [N, groups] in [-8, 7], or None for zeros.
 
+    Returns:
+        The weight; of two levels where the scales are, and there are no zero points.
+
     Raises:
         ValueError: a shape, type or value is another.
     """
     check_grouped(q, scale, zero_point, 4)
     outputs, inputs = q.shape
+    levels = two_level(scale.detach()) if zero_point is None and inputs <= LONGEST else None
+    if levels is not None:
+        return _pack_two_level(q, *levels, lay_bias(bias, outputs))
     scales, group, zeros = lay_scales(scale, zero_point, inputs, 4)
-    nibbles = (q + 8 if zeros else q & 15).view(torch.uint8)
+    packed = _lay(q + 8 if zeros else q & 15, group)
+    return W4A8Weight(packed, scales, lay_bias(bias, outputs), group, zeros)
+
+
+def _lay(nibbles: Tensor, group: int) -> Tensor:
+    """Nibbles, one a byte [N, K], in the order of `W4A8Weight.packed`."""
+    outputs, inputs = nibbles.shape
+    nibbles = nibbles.view(torch.uint8)
     parts = nibbles.reshape(outputs // 64, 4, 2, 8, inputs // group, group // 32, 2, 4, 4)
     low, high = parts.unbind(6)  # [tile, a, b, c, g, j, quad, byte], n = 16 a + 8 b + c
     packed = (low | (high << 4)).permute(4, 0, 2, 1, 3, 6, 5, 7)
     packed = packed.reshape(inputs // BLOCK, BLOCK // group, outputs // 64, 32 * group)
-    bias = lay_bias(bias, outputs)
-    return W4A8Weight(packed.view(torch.int8).contiguous(), scales, bias, group, zeros)
+    return packed.view(torch.int8).contiguous()
+
+
+def _pack_two_level(q: Tensor, unit: Tensor, m: Tensor, bias: Tensor | None) -> W4A8Weight:
+    """Of a unit [N] and multipliers int8 [N, groups] from 1 to 16; see the top of the file."""
+    (outputs, inputs), groups = q.shape, m.shape[1]
+    if bool((m == 1).all()):
+        none = torch.empty((0, 0), dtype=torch.int32, device=q.device)
+        return W4A8Weight(_lay(q & 15, BLOCK), none, bias, 0, False, unit)
+    group = inputs // groups
+    m = m.repeat_interleave(max(1, group // BLOCK), dim=1)
+    parts = m.reshape(outputs // 64, 4, 2, 4, 2, inputs // BLOCK, -1)  # tile, a, b, c / 2, c % 2
+    words = parts.permute(5, 0, 1, 3, 6, 2, 4).reshape(inputs // BLOCK, -1).contiguous()
+    return W4A8Weight(
+        _lay(q + 8, BLOCK), words.view(torch.int32), bias, min(group, BLOCK), False, unit
+    )
 
 
 @triton.jit
@@ -108,6 +184,32 @@ def operand(packed, z, ZERO: tl.constexpr):
         low, high = (packed & 15) - z, ((packed >> 4) & 15) - z
     else:
         low, high = packed << 4, packed & -16
+    return rows_of(low, high)
+
+
+@triton.jit
+def multiplied_operand(packed, words):
+    """Packed bytes [tiles, 4096] and words of multipliers [16 tiles, groups] -> int8 q m."""
+    tiles: tl.constexpr = packed.shape[0]
+    GROUPS: tl.constexpr = words.numel // (16 * tiles)
+    place = tl.arange(0, 2)[:, None, None] * 16 + tl.arange(0, 2)[None, None, :] * 8  # b, c / 2, c
+    m = words.reshape(tiles, 4, 1, 4, 1, GROUPS) >> place[None, None, :, :, :, None]
+    m = (m & 31).to(tl.int8).permute(0, 2, 1, 3, 4, 5).reshape(tiles, 64, 1, GROUPS, 1)
+    m = tl.broadcast_to(m, (tiles, 64, 4, GROUPS, 16 // GROUPS)).reshape(tiles, 4096)
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            MULTIPLIED, "=r,=r,r,r", [packed, m], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+    else:
+        low, high = ((packed & 15) - 8) * m, (((packed >> 4) & 15) - 8) * m
+    return rows_of(low, high)
+
+
+@triton.jit
+def rows_of(low, high):
+    """What the halves of packed bytes [tiles, 32 group] became, in order: [outputs, group]."""
+    tiles: tl.constexpr = low.shape[0]
+    words: tl.constexpr = low.shape[1] // 1024
     both = tl.join(low, high)  # b, a, c, quad, j, byte, half
     both = both.reshape(tiles, 2, 4, 8, 4, words, 4, 2)
     return both.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(tiles * 64, 32 * words)
@@ -115,12 +217,12 @@ def operand(packed, z, ZERO: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x, packed, x_scale, scale, bias, out, parts, arrivals, M, N, K,
-    GROUP: tl.constexpr, ZERO: tl.constexpr,
+    x, packed, x_scale, scale, unit, bias, out, parts, arrivals, M, N, K,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     PER_ROW: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows)."""
+    """Program (tile of outputs, split, tile of rows); EXACT is of two levels."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
@@ -130,22 +232,38 @@ def w4a8_kernel(
     tiles = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * (32 * GROUP)
     tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
     columns = x + m[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
+    if MULTIPLIERS:
+        words = tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)
+        words = scale + words * MULTIPLIERS
     wait(OVERLAP)
     announce(OVERLAP)
-    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if EXACT else tl.float32)
     for block in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
         for i in tl.static_range(128 // GROUP):
             g = block * (128 // GROUP) + i
             w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
-            s = tl.load(scale + g * N + n)
+            if MULTIPLIERS:
+                s = tl.load(words + g * (N * MULTIPLIERS // 4))
+                if MULTIPLIERS == 2:
+                    s = tl.join(s, tl.load(words + 1 + g * (N // 2)))
+                elif MULTIPLIERS == 4:
+                    odd = tl.join(tl.load(words + 1 + g * N), tl.load(words + 3 + g * N))
+                    s = tl.join(tl.join(s, tl.load(words + 2 + g * N)), odd)
+            elif not EXACT:
+                s = tl.load(scale + g * N + n)
             xt = tl.load(columns + g * GROUP, mask=real, other=0)
-            if ZERO:
+            if MULTIPLIERS:
+                w = multiplied_operand(w, s)
+            elif ZERO:
                 w = operand(w, s & 15, ZERO)
                 s = (s & -16).to(tl.float32, bitcast=True)
             else:
                 w = operand(w, 0, ZERO)
-            exact = tl.dot(w, xt, out_dtype=tl.int32)
-            acc += exact.to(tl.float32) * s.to(tl.float32)[:, None]
+            if EXACT:
+                acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
+            else:
+                exact = tl.dot(w, xt, out_dtype=tl.int32)
+                acc += exact.to(tl.float32) * s.to(tl.float32)[:, None]
     last = True
     if SPLITS > 1:
         own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -153,9 +271,14 @@ def w4a8_kernel(
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
         sx = tl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0)
-        if not ZERO:
-            sx *= 0.0625
-        y = acc * sx[None, :]
+        if EXACT:
+            if MULTIPLIERS == 0:
+                acc >>= 4
+            y = acc.to(tl.float32) * (sx[None, :] * tl.load(unit + n)[:, None])
+        else:
+            if not ZERO:
+                sx *= 0.0625
+            y = acc * sx[None, :]
         if BIAS:
             y += tl.load(bias + n)[:, None]
         place = out + m.to(tl.int64)[None, :] * N + n[:, None]
@@ -181,7 +304,8 @@ def w4a8_linear(
         tile: How to cut it; by default the device's table says.
 
     Returns:
-        [M, N] in `out_dtype`; sums of groups exact, sums over groups in fp32.
+        [M, N] in `out_dtype`; sums of groups exact, sums over groups in fp32 but of two levels,
+        where all is exact up to the scales.
 
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
@@ -192,12 +316,17 @@ def w4a8_linear(
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:
         return out
-    tile = tile or gemm_tile("w4a8", xq.device, rows, outputs, inputs)
+    tile = tile or gemm_tile(weight.family, xq.device, rows, outputs, inputs)
+    exact = weight.unit is not None
+    parts = workspace.parts.view(torch.int32) if exact else workspace.parts
     w4a8_kernel[grid_of(tile, rows, outputs, workspace)](
-        xq, weight.packed, x_scale, weight.scale, weight.bias, out, workspace.parts,
-        workspace.arrivals, rows, outputs, inputs, GROUP=weight.group, ZERO=weight.zero_points,
+        xq, weight.packed, x_scale, weight.scale, weight.unit, weight.bias, out, parts,
+        workspace.arrivals, rows, outputs, inputs,
+        GROUP=BLOCK if exact else weight.group, ZERO=weight.zero_points,
+        EXACT=exact, MULTIPLIERS=weight.multipliers if exact else 0,
         OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
         PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None,
         num_warps=tile.warps, num_stages=tile.stages, **overlap(),
+        enable_fp_fusion=not exact,  # a fused multiply-add would round once
     )  # fmt: skip
     return out

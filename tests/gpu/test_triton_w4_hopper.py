@@ -13,14 +13,20 @@ if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.triton import w4_many
     from kernels.triton.common import Workspace
-    from kernels.triton.problems import relative
+    from kernels.triton.problems import relative, two_level_scale
     from kernels.triton.tuning import Tile
     from kernels.triton.w4a8 import pack_w4a8
     from kernels.triton.w4a16 import pack_w4a16
+    from kernels.two_level import two_level
 
     TILES = {
         "w4a16": (Tile(256, 128, 1, 3, 8, True), Tile(128, 64, 4, 6, 8, True)),
         "w4a8": (Tile(256, 128, 1, 5, 8, True), Tile(128, 64, 4, 6, 8, True)),
+        "w4a8_two_level": (
+            Tile(256, 128, 4, 5, 8, True), Tile(128, 256, 1, 4, 8, True),
+            Tile(128, 256, 4, 4, 8, True), Tile(128, 64, 4, 6, 8, True),
+            Tile(64, 16, 2, 4), Tile(128, 64, 1, 4), Tile(64, 128, 1, 3, 4),
+        ),
     }  # fmt: skip
 
 
@@ -74,6 +80,28 @@ def test_w4a8_equals_its_fp64_twin(workspace):
                 got = w4_many.w4a8_linear(x, own, weight, workspace, torch.bfloat16, tile)
                 assert relative(got, wanted) < 4e-3, (rows, tile)
                 assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 0])
+def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, workspace):
+    for rows, outputs, inputs in ((1, 512, 1408), *SHAPES):
+        q, _, bias = layer(outputs, inputs)
+        scale = two_level_scale(outputs, inputs // (group or inputs))
+        unit, m = two_level(scale)
+        weight = pack_w4a8(q, scale.bfloat16(), bias)
+        assert weight.multipliers == (128 // group if group else 0)
+        product = (q * m.repeat_interleave(inputs // m.shape[1], 1)).double()
+        x = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8, device="cuda")
+        own = torch.rand(rows, 1, device="cuda") if group else torch.full((1,), 0.3).cuda()
+        exact = (x.double() @ product.T).float()
+        wanted = (exact * (own * unit) + bias).bfloat16()
+        tiles = TILES["w4a8_two_level"]
+        for tile in tiles if group == 128 else tiles[:5:2]:  # both kernels
+            if outputs % tile.outputs == 0:
+                got = w4_many.w4a8_linear(x, own, weight, workspace, torch.bfloat16, tile)
+                assert torch.equal(got, wanted), (rows, tile)
+                assert not workspace.arrivals.any()
+        assert torch.equal(w4_many.w4a8_linear(x, own, weight, workspace), wanted)
 
 
 def test_a_graph_replays_what_was_captured(workspace):

@@ -60,6 +60,7 @@ def step(name: str, values: list[np.ndarray]) -> np.ndarray:
         "and.b32": lambda: a & b,
         "xor.b32": lambda: a ^ b,
         "sub.u32": lambda: a - b,
+        "mad.lo.u32": lambda: a * b + c,
     }
     return plain[name]() & MASK
 
@@ -119,15 +120,18 @@ def test_weights_become_floats(bits, dtype, zeros):
 def test_weights_become_bytes():
     words = torch.randint(0, 1 << 32, (4096,)).numpy()
     z = torch.randint(0, 16, (4096,)).numpy()
-    plain, less = (
+    m = torch.arange(4096).numpy() % 16 + 1
+    plain, less, times = (
         run(w4a8.SIXTEENFOLD.value, [words]),
         run(w4a8.LESS_ZERO.value, [words, z * 0x01010101]),
+        run(w4a8.MULTIPLIED.value, [words, m * 0x01010101]),
     )
     for half in range(2):
         for byte in range(4):
             n = words >> (8 * byte + 4 * half) & 15
             assert np.array_equal(plain[half] >> 8 * byte & 255, n << 4)
             assert np.array_equal(less[half] >> 8 * byte & 255, (n - z) & 255)
+            assert np.array_equal(times[half] >> 8 * byte & 255, (n - 8) * m & 255)
 
 
 @triton.jit

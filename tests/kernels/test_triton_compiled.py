@@ -30,7 +30,8 @@ def test_linear_layers(capability):
     workspace = Workspace.on("cpu", 1 << 20, 64)
     q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
     x, one = torch.zeros(16, 1024, dtype=torch.int8), torch.ones(1)
-    w4, w8 = pack_w4a8(q, scale.half()), pack_w8a8(q, scale[:, 0])
+    ordinary = 1 + torch.arange(2048).reshape(256, 8) / 8192
+    w4, w8 = pack_w4a8(q, ordinary), pack_w8a8(q, scale[:, 0])
     hopper = capability == 90
     calls = []
     for dtype, kind, tile in (

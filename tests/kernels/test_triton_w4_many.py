@@ -27,6 +27,11 @@ def assembler_says(ptx: str) -> str:
         return subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
 
 
+def ordinary(outputs: int, groups: int) -> torch.Tensor:
+    """Scales that do not have two levels."""
+    return 1 + torch.arange(outputs * groups).reshape(outputs, groups) / 8192
+
+
 @pytest.mark.parametrize("family", ["w4a16", "w4a8"])
 @compiled
 def test_weights_go_through_registers_and_products_do_not_wait(family):
@@ -37,7 +42,7 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
     from kernels.triton.w4a16 import pack_w4a16
 
     workspace = Workspace.on("cpu", 1 << 16, 64)
-    q, scale = torch.zeros(512, 1024, dtype=torch.int8), torch.ones(512, 8)
+    q, scale = torch.zeros(512, 1024, dtype=torch.int8), ordinary(512, 8)
     bias, x = torch.zeros(512), torch.zeros(200, 1024, dtype=torch.int8)
     with building_for(90) as built:
         if family == "w4a16":
@@ -61,6 +66,31 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
         assert binary.count(r"cp\.async\.bulk\.tensor\S*shared::cta") >= 2, "stored by TMA"
     if built:
         assert "serialized" not in assembler_says(built[0].ptx)
+
+
+@pytest.mark.parametrize(
+    ("tile", "groups"),
+    [((256, 128, 4, 5), 8), ((128, 256, 1, 4), 32), ((128, 64, 1, 6), 1)],
+)
+@compiled
+def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups):
+    from kernels.triton import w4_many
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a8 import pack_w4a8
+
+    workspace = Workspace.on("cpu", 1 << 16, 64)
+    q, x = torch.zeros(512, 1024, dtype=torch.int8), torch.zeros(200, 1024, dtype=torch.int8)
+    weight = pack_w4a8(q, torch.arange(groups).expand(512, groups) % 16 + 1.0, torch.zeros(512))
+    with building_for(90) as built:
+        w4_many.w4a8_linear(x, torch.ones(1), weight, workspace, tile=Tile(*tile, 8, True))
+    (binary,) = built
+    assert binary.stack <= 8, "predicates kept from tile to tile, no part of a sum"
+    assert binary.shared <= SHARED
+    assert binary.count(r"wgmma\.mma_async\S*s8\.s8 +\{[^}]*\}, *\{"), "left in registers"
+    assert binary.count("prmt") <= 128, "of multipliers alone"
+    assert not binary.count(r"fma\.rn"), "rounded twice, as the twin is"
+    assert "serialized" not in assembler_says(binary.ptx)
 
 
 class Program:
@@ -109,7 +139,7 @@ def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, spl
             assert begin < cut
 
 
-@pytest.mark.parametrize("family", ["w4a16", "w4a8"])
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w4a8_two_level"])
 @pytest.mark.parametrize("rows", [1, 33, 64, 65, 128, 4096])
 @pytest.mark.parametrize("outputs", [64, 128, 4096, 6144, 28672])
 @compiled
@@ -122,7 +152,7 @@ def test_the_rule_gives_tiles_that_fit(family, rows, outputs):
     elif tile is not None:
         assert tile.persistent
         assert outputs % tile.outputs == 0
-        elements = 1 if family == "w4a8" else 2
+        elements = 2 if family == "w4a16" else 1
         stage = 128 * tile.rows * elements + tile.outputs * (64 + 4)
         results = 2 * 64 * 2 * (tile.rows if elements == 2 else 64)
         assert tile.stages * (stage + 16) + results + 1024 <= SHARED
@@ -142,9 +172,10 @@ def test_other_devices_and_weights_get_the_other_kernels():
     weight = w4a16.pack_w4a16(q, scale)
     got = w4_many.w4a16_linear(x.half(), weight, workspace)
     assert torch.equal(got, w4a16.w4a16_linear(x.half(), weight, workspace))
-    weight8 = w4a8.pack_w4a8(q, scale)
-    got = w4_many.w4a8_linear(x, one, weight8, workspace)
-    assert torch.equal(got, w4a8.w4a8_linear(x, one, weight8, workspace))
+    for scales in (scale, scale[:, :1]):
+        weight8 = w4a8.pack_w4a8(q, scales)
+        got = w4_many.w4a8_linear(x, one, weight8, workspace)
+        assert torch.equal(got, w4a8.w4a8_linear(x, one, weight8, workspace))
     many = Tile(128, 64, 1, 6, 8, True)
     with pytest.raises(ValueError, match="64 outputs; needed are 128 or 256"):
         w4_many.w4a16_linear(x.half(), weight, workspace, many)

@@ -91,6 +91,63 @@ def test_w4a8(group, zeros):
         assert torch.equal(got, exact), tile
 
 
+def two_levels(group: int, outputs: int = OUTPUTS, inputs: int = INPUTS):
+    """Integers and scales, and what the scales are: units and multiples, both ends among them."""
+    q, scale, _ = random(4, group, False, outputs, inputs)
+    m = (scale * 1e4).to(torch.int32) % 16 + 1
+    m[:, :1], m[:, 1:2], q[:, ::3] = 15, 16, -8  # coprime: the unit is the largest that there is
+    if group == inputs:
+        m[:] = 1
+    unit = 2.0 ** (torch.arange(outputs) % 7 - 9) * (8 + torch.arange(outputs) % 8)
+    return q, unit[:, None] * m, unit, m
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [(32, torch.bfloat16), (64, torch.float16), (128, torch.float32), (256, torch.bfloat16)],
+)
+@interpreted
+def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, dtype):
+    import kernels.reference as reference
+    from kernels.triton.tuning import Tile
+    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
+
+    for inputs in (INPUTS, 5 * 128, group):
+        if inputs % max(group, 128):
+            continue
+        q, scale, unit, m = two_levels(group, OUTPUTS, inputs)
+        bias, own = torch.randn(OUTPUTS), torch.rand(19, 1)
+        x = torch.randint(-127, 128, (19, inputs), dtype=torch.int8)
+        weight, workspace = pack_w4a8(q, scale.to(dtype), bias), make_workspace()
+        whole = group == inputs
+        assert weight.nbytes == q.numel() // 2 + 8 * OUTPUTS + (
+            0 if whole else inputs // min(group, 128) * OUTPUTS
+        )
+        assert (weight.inputs, weight.outputs) == (inputs, OUTPUTS)
+        product = (q * m.repeat_interleave(group, 1)).to(torch.int8)
+        wanted = reference.int8_linear(x, own, product, unit, bias)
+        for tile in (Tile(128, 16, 2), Tile(64, 64, 1), Tile(64, 16, 3)):
+            got = w4a8_linear(x, own, weight, workspace, torch.float32, tile)
+            assert torch.equal(got, wanted), tile
+    assert not workspace.arrivals.any()
+
+
+@interpreted
+def test_other_scales_are_not_of_two_levels():
+    from kernels.triton.w4a8 import pack_w4a8
+
+    q, scale, _, m = two_levels(64)
+    assert pack_w4a8(q, scale).unit is not None
+    zero = torch.zeros_like(m, dtype=torch.int8)
+    assert pack_w4a8(q, scale, None, zero).unit is None
+    scale[5, 1] *= 1.01
+    weight = pack_w4a8(q, scale)
+    assert weight.unit is None
+    assert (weight.family, weight.group) == ("w4a8", 64)
+    long = torch.zeros(64, 1 << 17, dtype=torch.int8)  # inputs whose sum could leave an int32
+    assert pack_w4a8(long, torch.ones(64, 1)).unit is None
+
+
 @interpreted
 def test_what_does_not_fit_is_refused():
     from kernels.triton.w4a8 import pack_w4a8
@@ -143,6 +200,8 @@ def test_compiled(capability):
         ("f16", lambda w: w8a16_linear(half, w, workspace, many), weight(pack_w8a16, 1024, False)),
         ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
          weight(pack_w4a8, 64, True)),
+        ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
+         pack_w4a8(*two_levels(128, 256, 1024)[:2])),
     ]  # fmt: skip
     if hopper:
         calls += [
