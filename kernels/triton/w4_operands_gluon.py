@@ -12,9 +12,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.triton.w4a8 import MULTIPLIED as _MULTIPLIED
+from kernels.triton.w4a8_operands import MULTIPLIED as _MULTIPLIED
+from kernels.triton.w4a8_operands import SIXTEENFOLD as _SIXTEENFOLD
 
 MULTIPLIED = gl.constexpr(_MULTIPLIED.value)
+SIXTEENFOLD = gl.constexpr(_SIXTEENFOLD.value)
 
 # Bits 0 to 7 of both halves of a word, less 8 and times the scale, in fp16 and in bf16.
 FP16 = gl.constexpr("""{ .reg .b32 a, bias, part, high;
@@ -30,10 +32,6 @@ sub.rn.bf16x2 a, a, bias; mul.rn.bf16x2 a, a, $5; mov.b32 {$0, $1}, a;
 shr.u32 t, $4, 4;
 lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA;
 sub.rn.bf16x2 a, a, bias; mul.rn.bf16x2 a, a, $5; mov.b32 {$2, $3}, a; }""")
-SIXTEENFOLD = gl.constexpr("""{ .reg .b32 t;
-shl.b32 t, $2, 4;
-and.b32 $0, t, 0xF0F0F0F0;
-and.b32 $1, $2, 0xF0F0F0F0; }""")  # as in kernels.triton.w4a8
 _LANES = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0]], _LANES, [[4, 0], [8, 0]], [], [32, 32])

@@ -19,8 +19,10 @@ Scales of two levels (`kernels.two_level`), s[g, n] = unit[n] m[g, n], need no s
 is a sum of int8 products, exact in int32 over all inputs however it is cut, and equals
 `kernels.reference.int8_linear` of the weight q m bit for bit. The halves hold u = q + 8, and bytes
 become u m + (128 - 8 m), from 0 to 240, by one multiply-add of four, which lacks but the sign: 128
-less. Tiles are of 128 inputs whatever the group. The multipliers of four groups share a word, int32
-[groups / 4, N]. One scale for a whole row is unit alone: 16 q are summed, and 4 bits shifted out.
+less. Tiles are of 128 inputs whatever the group. The multipliers of four outputs share a word, the
+least that can be loaded asynchronously: int32 [K / 128, N / 64, a, c / 2, 128 / group], where byte
+2 b + c % 2 is that of output 16 a + 8 b + c of 64, as a thread has them. One scale for a whole row
+is unit alone: 16 q are summed, and 4 bits shifted out.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -34,15 +36,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import (
-    ASM,
-    Workspace,
-    announce,
-    overlap,
-    sum_splits,
-    wait,
-)
+from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
 from kernels.triton.tuning import Tile, gemm_tile
+from kernels.triton.w4a8_operands import multiplied_operand, operand
 from kernels.triton.weights import (
     BLOCK,
     GroupedWeight,
@@ -55,25 +51,6 @@ from kernels.triton.weights import (
 )
 from kernels.two_level import two_level
 
-SIXTEENFOLD = tl.constexpr("""{ .reg .b32 t;
-shl.b32 t, $2, 4;
-and.b32 $0, t, 0xF0F0F0F0;
-and.b32 $1, $2, 0xF0F0F0F0; }""")
-_LESS_ZERO = (
-    "lop3.b32 t, {0}, 0x0F0F0F0F, 0x80808080, 0xEA; sub.u32 t, t, $3; xor.b32 {1}, t, 0x80808080;"
-)
-LESS_ZERO = tl.constexpr(
-    "{ .reg .b32 t, u;\nshr.u32 u, $2, 4;\n"
-    + f"{_LESS_ZERO.format('$2', '$0')}\n{_LESS_ZERO.format('u', '$1')} }}"
-)
-# Of bytes u + 16 v, and m four times: the bytes (u - 8) m, and (v - 8) m.
-_MULTIPLIED = (
-    "and.b32 t, {0}, 0x0F0F0F0F; mad.lo.u32 t, t, m, c; xor.b32 {1}, t, 0x80808080;"  # its sign
-)
-MULTIPLIED = tl.constexpr(
-    "{ .reg .b32 t, u, m, c;\nand.b32 m, $3, 31; mad.lo.u32 c, m, 0xF7F7F7F8, 0x80808080;\n"
-    f"{_MULTIPLIED.format('$2', '$0')}\nshr.u32 u, $2, 4;\n{_MULTIPLIED.format('u', '$1')} }}"
-)
 LONGEST = 1 << 16  # inputs whose products an int32 holds
 
 
@@ -82,7 +59,7 @@ class W4A8Weight(GroupedWeight):
     """A weight packed for `w4a8_linear`, two a byte.
 
     `packed` is int8 [K / 128, 128 / group, N / 64, 32 group], of two levels [K / 128, 1, N / 64,
-    4096]; `scale` then int32 [groups / 4, N], and of whole rows (`group` 0) empty, [0, N].
+    4096]; `scale` then int32 [K / 128, N / 4 * 128 / group], and of whole rows (`group` 0) empty.
 
     Attributes:
         unit: Of scales of two levels, fp32 [N]; None for others.
@@ -164,57 +141,6 @@ def _pack_two_level(q: Tensor, unit: Tensor, m: Tensor, bias: Tensor | None) -> 
     )
 
 
-@triton.jit
-def operand(packed, z, ZERO: tl.constexpr):
-    """Packed bytes [tiles, 32 group] -> int8 [outputs, group]: 16 q, or q - z if `ZERO`."""
-    tiles: tl.constexpr = packed.shape[0]
-    words: tl.constexpr = packed.shape[1] // 1024
-    if ZERO:
-        z = z.to(tl.int8).reshape(tiles, 4, 2, 8).permute(0, 2, 1, 3).reshape(tiles, 64, 1)
-        z = tl.broadcast_to(z, (tiles, 64, 16 * words)).reshape(tiles, 1024 * words)
-    if ASM and ZERO:
-        low, high = tl.inline_asm_elementwise(
-            LESS_ZERO, "=r,=r,r,r", [packed, z], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
-        )
-    elif ASM:
-        low, high = tl.inline_asm_elementwise(
-            SIXTEENFOLD, "=r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
-        )
-    elif ZERO:
-        low, high = (packed & 15) - z, ((packed >> 4) & 15) - z
-    else:
-        low, high = packed << 4, packed & -16
-    return rows_of(low, high)
-
-
-@triton.jit
-def multiplied_operand(packed, words):
-    """Packed bytes [tiles, 4096] and words of multipliers [16 tiles, groups] -> int8 q m."""
-    tiles: tl.constexpr = packed.shape[0]
-    GROUPS: tl.constexpr = words.numel // (16 * tiles)
-    place = tl.arange(0, 2)[:, None, None] * 16 + tl.arange(0, 2)[None, None, :] * 8  # b, c / 2, c
-    m = words.reshape(tiles, 4, 1, 4, 1, GROUPS) >> place[None, None, :, :, :, None]
-    m = (m & 31).to(tl.int8).permute(0, 2, 1, 3, 4, 5).reshape(tiles, 64, 1, GROUPS, 1)
-    m = tl.broadcast_to(m, (tiles, 64, 4, GROUPS, 16 // GROUPS)).reshape(tiles, 4096)
-    if ASM:
-        low, high = tl.inline_asm_elementwise(
-            MULTIPLIED, "=r,=r,r,r", [packed, m], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
-        )
-    else:
-        low, high = ((packed & 15) - 8) * m, (((packed >> 4) & 15) - 8) * m
-    return rows_of(low, high)
-
-
-@triton.jit
-def rows_of(low, high):
-    """What the halves of packed bytes [tiles, 32 group] became, in order: [outputs, group]."""
-    tiles: tl.constexpr = low.shape[0]
-    words: tl.constexpr = low.shape[1] // 1024
-    both = tl.join(low, high)  # b, a, c, quad, j, byte, half
-    both = both.reshape(tiles, 2, 4, 8, 4, words, 4, 2)
-    return both.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(tiles * 64, 32 * words)
-
-
 @triton.jit(do_not_specialize=["M"])
 def w4a8_kernel(
     x, packed, x_scale, scale, unit, bias, out, parts, arrivals, M, N, K,
@@ -242,7 +168,7 @@ def w4a8_kernel(
         for i in tl.static_range(128 // GROUP):
             g = block * (128 // GROUP) + i
             w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
-            if MULTIPLIERS:
+            if MULTIPLIERS:  # as many words as threads would send the weight by shared memory
                 s = tl.load(words + g * (N * MULTIPLIERS // 4))
                 if MULTIPLIERS == 2:
                     s = tl.join(s, tl.load(words + 1 + g * (N // 2)))

@@ -15,7 +15,7 @@ from triton_lab import compiled, interpreted
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 operands = pytest.importorskip("kernels.triton.operands")
-w4a8 = pytest.importorskip("kernels.triton.w4a8")
+w4a8 = pytest.importorskip("kernels.triton.w4a8_operands")
 
 MASK = 0xFFFFFFFF
 HALF = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}

@@ -37,7 +37,9 @@ def test_buckets_are_powers_of_two_from_16_on():
     assert [bucket(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
 
 
-@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"])
+@pytest.mark.parametrize(
+    "family", ["w4a16", "w4a8_two_level", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"]
+)
 @pytest.mark.parametrize("rows", [1, 16, 64, 256, 4096])
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(28672, 4096), (64, 128), (192, 512), (4096, 14336)]

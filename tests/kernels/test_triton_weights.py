@@ -112,7 +112,7 @@ def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, dtype):
     from kernels.triton.tuning import Tile
     from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
 
-    for inputs in (INPUTS, 5 * 128, group):
+    for inputs in (INPUTS, 512, 640, group):
         if inputs % max(group, 128):
             continue
         q, scale, unit, m = two_levels(group, OUTPUTS, inputs)
@@ -205,6 +205,8 @@ def test_compiled(capability):
     ]  # fmt: skip
     if hopper:
         calls += [
+            ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
+             pack_w4a8(*two_levels(32, 256, 1024)[:2])),
             ("f16", lambda w: w4a16_linear(half, w, workspace, few), weight(pack_w4a16, 64, True)),
             ("f16", lambda w: w4a16_linear(half, w, workspace, many), weight(pack_w4a16, 64, False)),
             ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
