@@ -94,6 +94,11 @@ def block_absmax(x: Tensor, block: Sequence[int]) -> Tensor:
     return block_view(pad_to_blocks(x.float().abs(), block), block).amax(dim=inner)
 
 
+def divide(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once on every device: by a number, a GPU multiplies by its reciprocal."""
+    return x / torch.full((), by, dtype=x.dtype, device=x.device)
+
+
 def choose_scale(absmax: Tensor, dtype: QuantizedType = INT8) -> Tensor:
     """Symmetric scale absmax / top in fp32, `TINY_SCALE` where absmax is (nearly) zero.
 
@@ -102,7 +107,7 @@ def choose_scale(absmax: Tensor, dtype: QuantizedType = INT8) -> Tensor:
     """
     if not bool((torch.isfinite(absmax) & (absmax >= 0)).all()):
         raise ValueError("absmax must be finite and not negative; the data hold NaN or infinity")
-    return (absmax.float() / dtype.top).clamp(min=TINY_SCALE)
+    return divide(absmax.float(), dtype.top).clamp(min=TINY_SCALE)
 
 
 def choose_affine(low: Tensor, high: Tensor, dtype: QuantizedType) -> tuple[Tensor, Tensor]:
@@ -120,7 +125,7 @@ def choose_affine(low: Tensor, high: Tensor, dtype: QuantizedType) -> tuple[Tens
     low, high = low.float().clamp(max=0), high.float().clamp(min=0)
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
         raise ValueError("range must be finite; the data hold NaN or infinity")
-    scale = ((high - low) / (dtype.q_max - dtype.q_min)).clamp(min=TINY_SCALE)
+    scale = divide(high - low, dtype.q_max - dtype.q_min).clamp(min=TINY_SCALE)
     zero_point = (dtype.q_min - torch.round(low / scale)).clamp(dtype.q_min, dtype.q_max)
     return scale, zero_point.to(dtype.storage)
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.numerics import divide
+
 BITS = 4  # of a chosen unit
 LARGEST = 16  # of the multiples: -8 * 16 is the smallest int8
 _ROWS = 4096  # looked at together, so that ordinary scales are told by the first of them
@@ -55,7 +57,7 @@ def stored_unit(scale: Tensor) -> Tensor:
     high = scale.amax(dim=1, keepdim=True)
     unit = high
     for multiple in range(1, LARGEST + 1):
-        finer = high / multiple
+        finer = divide(high, multiple)
         exact = (torch.round(scale / finer) * finer == scale).all(dim=1, keepdim=True)
         unit = torch.where(exact & (_rounded_up(finer) == finer), finer, unit)
     return unit

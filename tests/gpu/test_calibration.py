@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "ptq"))
 from quantizing import make_plan, random_tokens
 
 from formats.checkpoint import Checkpoint
+from kernels.numerics import TYPES, choose_affine, choose_scale
 from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
 from ptq.pipeline import quantize_tokens
 
@@ -56,3 +57,17 @@ def test_two_runs_on_a_gpu_have_the_same_bytes(tiny_llama, tmp_path):
         for name in "ab"
     )
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_scales_of_a_gpu_are_those_of_the_cpu():
+    generator = torch.Generator().manual_seed(0)
+    low, high = -torch.rand(9999, generator=generator), torch.rand(9999, generator=generator)
+    for dtype in TYPES.values():
+        assert torch.equal(choose_scale(high.cuda(), dtype).cpu(), choose_scale(high, dtype))
+        if dtype.q_max > 0 and dtype.storage == torch.int8:
+            pairs = zip(
+                choose_affine(low.cuda(), high.cuda(), dtype),
+                choose_affine(low, high, dtype),
+                strict=True,
+            )
+            assert all(torch.equal(gpu.cpu(), cpu) for gpu, cpu in pairs)
