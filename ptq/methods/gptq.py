@@ -33,6 +33,7 @@ from ptq.methods.specs import GPTQSpec
 from ptq.result import Event
 
 MOST_DAMP = 10.0
+STRIP = 2048  # columns of a Hessian that are held in fp64 at once to weight errors
 
 
 def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor, float] | None:
@@ -89,17 +90,19 @@ def gptq(
     columns = weight.T[order].float().contiguous()  # [K, N]: a column is contiguous
     scales = expanded(scale, weight, spec).T[order].contiguous()
     zeros = None if zero_point is None else expanded(zero_point, weight, spec).T[order].float()
+    pivots = factor.diagonal().tolist()
     q = torch.empty_like(columns, dtype=kind.storage)
     for start in range(0, len(order), block_size):
         stop = min(start + block_size, len(order))
         errors = torch.empty_like(columns[start:stop])
         for j in range(start, stop):
-            offset = None if zeros is None else zeros[j]
-            q[j] = _round(columns[j], scales[j], kind, offset)
-            known = q[j].float() if offset is None else q[j].float() - offset
-            error = (columns[j] - known * scales[j]) / factor[j, j]
+            column, scale = columns[j], scales[j]
+            rounded = _round(column, scale, kind, None if zeros is None else zeros[j])
+            q[j] = rounded
+            known = rounded if zeros is None else rounded - zeros[j]
+            error = torch.addcmul(column, known, scale, value=-1.0, out=errors[j - start])
+            error.div_(pivots[j])
             columns[j + 1 : stop].addr_(factor[j, j + 1 : stop], error, alpha=-1.0)
-            errors[j - start] = error
         columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)
     restored = torch.empty_like(q)
     restored[order] = q
@@ -107,15 +110,21 @@ def gptq(
 
 
 def _round(column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None) -> Tensor:
+    """Values of the type, in fp32."""
     q = column / scale
-    q = q if kind.storage.is_floating_point else torch.round(q)
-    q = q if zeros is None else q + zeros
-    return q.clamp_(kind.q_min, kind.q_max).to(kind.storage)
+    if kind.storage.is_floating_point:
+        return q.clamp_(kind.q_min, kind.q_max).to(kind.storage).float()
+    q = q.round_() if zeros is None else q.round_().add_(zeros)
+    return q.clamp_(kind.q_min, kind.q_max)
 
 
 def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
     """e H e^T of each row of a weight's error [N, K]: fp64 [N]."""
-    return ((error.double() @ hessian.double()) * error.double()).sum(dim=1)
+    wide, found = error.double(), torch.zeros(len(error), dtype=torch.float64, device=error.device)
+    for start in range(0, wide.shape[1], STRIP):
+        columns = slice(start, start + STRIP)
+        found += (wide @ hessian[:, columns].double()).mul_(wide[:, columns]).sum(dim=1)
+    return found
 
 
 class GPTQ(Method):
