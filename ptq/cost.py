@@ -254,7 +254,8 @@ class _Counting:
                 passes = 14 + spec.block_size / 2  # a column, and those of its block behind it
                 columns = Work(products=rows * k * k, elements=passes * rows * k, calls=16 * k)
                 errors = Work(products64=4 * rows * k * k, elements=20 * rows * k + 4 * k * k)
-                parts.append(columns + errors)
+                sweep = Work(products=2 * rows * k * k) + columns  # G before it, too
+                parts.append(columns + errors + sweep * spec.sweeps)
         return total(parts)
 
     def _refine(self, spec: RefineSpec) -> Work:

@@ -10,7 +10,8 @@ Columns go in blocks; the columns beyond a block are updated once, when it is do
 `act_order` columns go by falling diagonal of H; scales and zero points are chosen before, for
 groups of neighbouring columns as they stand in the checkpoint ("static groups"), so that nothing of
 the order remains on disk. Layers that share an input share H and its factor; those of one module,
-such as q, k and v, are solved as one.
+such as q, k and v, are solved as one. `sweeps` of coordinate descent over the integers may follow
+(`ptq.methods.descent`).
 
 lambda is `damp` times the mean of H's diagonal. If H does not factor, lambda is raised tenfold
 until it does; if it never does, or if a layer's error tr(E H E^T) comes out larger than that of
@@ -26,9 +27,10 @@ from torch import Tensor
 
 from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
-from kernels.numerics import TYPES, QuantizedType, dequantize, quantize
+from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.base import BlockWork, Method, QuantizedLinear
-from ptq.methods.rounding import choose_qparams, expanded
+from ptq.methods.descent import damped, descend
+from ptq.methods.rounding import choose_qparams, expanded, round_column
 from ptq.methods.specs import GPTQSpec
 from ptq.result import Event
 
@@ -97,7 +99,7 @@ def gptq(
         errors = torch.empty_like(columns[start:stop])
         for j in range(start, stop):
             column, scale = columns[j], scales[j]
-            rounded = _round(column, scale, kind, None if zeros is None else zeros[j])
+            rounded = round_column(column, scale, kind, None if zeros is None else zeros[j])
             q[j] = rounded
             known = rounded if zeros is None else rounded - zeros[j]
             error = torch.addcmul(column, known, scale, value=-1.0, out=errors[j - start])
@@ -107,15 +109,6 @@ def gptq(
     restored = torch.empty_like(q)
     restored[order] = q
     return restored.T.contiguous()
-
-
-def _round(column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None) -> Tensor:
-    """Values of the type, in fp32."""
-    q = column / scale
-    if kind.storage.is_floating_point:
-        return q.clamp_(kind.q_min, kind.q_max).to(kind.storage).float()
-    q = q.round_() if zeros is None else q.round_().add_(zeros)
-    return q.clamp_(kind.q_min, kind.q_max)
 
 
 def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
@@ -171,7 +164,7 @@ class GPTQ(Method):
             quantize(w, scale, TYPES[spec.dtype], zeros, spec.block)
             for w, (scale, zeros) in zip(weights, params, strict=True)
         ]
-        solved = rounded if factor is None else self._gptq(spec, weights, params, *factor)
+        solved = rounded if factor is None else self._gptq(spec, weights, params, hessian, *factor)
         for name, w, (scale, zeros), q, plain in zip(
             names, weights, params, solved, rounded, strict=True
         ):
@@ -213,18 +206,24 @@ class GPTQ(Method):
         spec: WeightSpec,
         weights: list[Tensor],
         params: list[tuple[Tensor, Tensor | None]],
+        hessian: Tensor,
         factor: Tensor,
         order: Tensor,
     ) -> list[Tensor]:
         """The integers of each layer."""
+        size, sweeps = self.spec.block_size, self.spec.sweeps
+        smooth = damped(hessian, self.spec.damp) if sweeps else hessian
+
+        def one(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
+            q = gptq(weight, scale, zeros, spec, factor, order, size)
+            for _ in range(sweeps):
+                q = descend(q, weight, scale, zeros, spec, smooth, order, size)
+            return q
+
         joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row
         if not joined:
-            return [
-                gptq(w, s, z, spec, factor, order, self.spec.block_size)
-                for w, (s, z) in zip(weights, params, strict=True)
-            ]
+            return [one(w, s, z) for w, (s, z) in zip(weights, params, strict=True)]
         scale = torch.cat([s for s, _ in params])
         zeros = [z for _, z in params if z is not None]
         zero_point = torch.cat(zeros) if zeros else None
-        q = gptq(torch.cat(weights), scale, zero_point, spec, factor, order, self.spec.block_size)
-        return list(q.split([len(w) for w in weights]))
+        return list(one(torch.cat(weights), scale, zero_point).split([len(w) for w in weights]))

@@ -21,6 +21,7 @@ from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
 from kernels.numerics import (
     TYPES,
+    QuantizedType,
     block_absmax,
     block_view,
     choose_affine,
@@ -161,3 +162,14 @@ def _output_errors(error: Tensor, block: tuple[int, int], moments: Tensor) -> Te
 def expanded(scale: Tensor, weight: Tensor, spec: WeightSpec) -> Tensor:
     """One scale for each element of a weight [out, in]."""
     return expand_scale(scale, weight.shape, spec.block).expand(weight.shape)
+
+
+def round_column(
+    column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None
+) -> Tensor:
+    """Values of the type, in fp32, next to those of a column [N] with a scale for each."""
+    q = column / scale
+    if kind.storage.is_floating_point:
+        return q.clamp_(kind.q_min, kind.q_max).to(kind.storage).float()
+    q = q.round_() if zeros is None else q.round_().add_(zeros)
+    return q.clamp_(kind.q_min, kind.q_max)
