@@ -10,6 +10,7 @@ from quantizing import edit_model, make_plan, observed_work
 
 from formats.scheme import PRESETS, ActivationSpec, Scheme, WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
+from ptq.explain import explain
 from ptq.methods.descent import damped, descend
 from ptq.methods.gptq import GPTQ, gptq, inverse_factor, output_errors
 from ptq.methods.rounding import choose_qparams
@@ -117,6 +118,8 @@ def test_sweeps_after_gptq_lower_the_error_further(tiny_llama, tmp_path):
             }
         )
     assert all(found[1][name] < error for name, error in found[0].items())
+    plan = make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(sweeps=2),))
+    assert "2 sweeps of descent after it" in "\n".join(explain(plan))
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 32, 100])
