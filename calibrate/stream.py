@@ -20,40 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from calibrate.attention import ATTENTION, Cache, OnKV, watched
 from calibrate.experts import Experts, OnRoute, split_experts
 from formats.errors import CheckpointError, RecipeError
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-_ATTENTION = "ptq_observed"
-_CALLBACK = "ptq_on_kv"
-_CACHE = "ptq_cache"
 
 OnInput = Callable[[str, Tensor], None]
-OnKV = Callable[[Tensor, Tensor], None]
-Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def _observed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> Any:
-    """transformers' sdpa; shows K (after RoPE) and V to a callback left on the attention module.
-
-    A cache that is left there, too, says what is read in their place.
-    """
-    callback, cache = getattr(module, _CALLBACK, None), getattr(module, _CACHE, None)
-    if callback is not None:
-        callback(key[0].transpose(0, 1), value[0].transpose(0, 1))  # [tokens, kv heads, head_dim]
-    if cache is not None:
-        cached = cache(key[0].transpose(0, 1), value[0].transpose(0, 1))
-        key, value = (x.transpose(0, 1)[None] for x in cached)
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
-
-
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _observed_attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def to_host(x: Tensor) -> Tensor:
@@ -154,7 +128,7 @@ class Block:
             RecipeError: they hold NaN or infinity.
         """
         out = self.run(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
-        if not bool(torch.isfinite(out).all()):
+        if not (bool(out.sum().isfinite()) or bool(out.isfinite().all())):  # the sum is quicker
             raise RecipeError(
                 f"{self.name}: its output holds NaN or infinity. Check the model's weights"
             )
@@ -195,10 +169,7 @@ class Block:
                 if isinstance(experts, Experts):
                     name = f"{self.name}.{path}"
                     stack.enter_context(experts.watched(name, on_input is not None, on_route))
-            for name, callback in ((_CALLBACK, on_kv), (_CACHE, cache)):
-                if callback is not None:
-                    setattr(attention, name, callback)
-                    stack.callback(delattr, attention, name)
+            stack.enter_context(watched(attention, on_kv, cache))
             yield
 
 
@@ -239,7 +210,7 @@ class BlockStream:
         self._device, self._dtype = torch.device(device), dtype
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=_ATTENTION
+                copy.deepcopy(config), attn_implementation=ATTENTION
             )
         split_experts(model, config.model_type)
         self._decoder = model.model.eval()

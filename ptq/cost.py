@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from calibrate.attention import QUERIES
 from ptq.measure import SAMPLES
 from ptq.methods.base import Method
+from ptq.methods.moments import strips
 from ptq.methods.registry import block_specs, build_methods
 from ptq.methods.rounding import FACTORS
 from ptq.methods.specs import (
@@ -36,6 +38,7 @@ from ptq.shapes import BlockShape
 from ptq.speed import Work, total
 
 POWERS = 16  # passes over an output that is compared: two in fp32, seven in fp64
+MEASURED = 8  # passes over one that `ptq.measure` compares, all in fp32
 ROUNDING = 12  # over a weight that gets scales and is rounded to nearest
 FAKE = 8  # over an input that is quantized and back
 
@@ -64,6 +67,12 @@ def count_work(
         elements=4 * sum(block.elements for block in blocks), calls=20 * len(blocks)
     )
     return phases
+
+
+def _attended(tokens: int) -> int:
+    """Pairs of a query and a key that are multiplied (`calibrate.attention`)."""
+    starts = range(0, tokens, QUERIES)
+    return sum((min(s + QUERIES, tokens) - s) * min(s + QUERIES, tokens) for s in starts)
 
 
 def _write(recipe: Recipe, blocks: Sequence[BlockShape], checkpoint_bytes: int) -> Work:
@@ -118,7 +127,7 @@ class _Counting:
             products += share * 2 * rows * columns
             outputs += share * rows
         return Work(
-            products=tokens * (products + 4 * tokens * block.query),
+            products=tokens * products + 4 * _attended(tokens) * block.query,
             elements=tokens * (12 * block.hidden + 4 * outputs),
             calls=60 + 6 * len(block.layers),
         )
@@ -143,9 +152,12 @@ class _Counting:
             Work(elements=4 * seen, counted=seen) if counts else Work(),
         ]
         if full:
-            parts.append(
-                Work(products=sum(2 * tokens * k * k for k in wanted), calls=3 * len(wanted))
+            products = sum(
+                2 * tokens * rows.stop * (rows.stop - rows.start)
+                for k in wanted
+                for rows in strips(k)
             )
+            parts.append(Work(products=products, calls=20 * len(wanted)))
             parts.append(Work(elements=sum(k * k for k in wanted)))
         elif "diagonal" in kinds:
             parts.append(Work(elements=3 * tokens * sum(wanted), calls=3 * len(wanted)))
@@ -242,7 +254,8 @@ class _Counting:
                 passes = 14 + spec.block_size / 2  # a column, and those of its block behind it
                 columns = Work(products=rows * k * k, elements=passes * rows * k, calls=16 * k)
                 errors = Work(products64=4 * rows * k * k, elements=20 * rows * k + 4 * k * k)
-                parts.append(columns + errors)
+                sweep = Work(products=2 * rows * k * k) + columns  # G before it, too
+                parts.append(columns + errors + sweep * spec.sweeps)
         return total(parts)
 
     def _refine(self, spec: RefineSpec) -> Work:
@@ -256,24 +269,33 @@ class _Counting:
     def _measure(self) -> Work:
         """Each quantized layer beside the float one (`ptq.measure.measure`), and rounding."""
         block, tokens = self.block, self._tokens
+        weights = sum(rows * columns for rows, columns in block.quantized)
+        once = Work(elements=(ROUNDING + 4 + MEASURED) * weights, calls=30 * len(block.targets))
+        if self._told_by_moments:
+            products = sum(2 * rows * columns * columns for rows, columns in block.quantized)
+            return once + Work(products=products, products64=products, elements=8 * weights)
         passes = FAKE if self.recipe.scheme.activations is not None else 0
         products = sum(4 * tokens * rows * columns for rows, columns in block.quantized)
         compared = sum(
-            POWERS * (rows + columns) + passes * columns for rows, columns in block.quantized
+            MEASURED * (rows + columns) + passes * columns for rows, columns in block.quantized
         )
         each = Work(products=products, elements=tokens * compared, calls=40 * len(block.targets))
-        weights = sum(rows * columns for rows, columns in block.quantized)
-        once = Work(elements=(ROUNDING + 4 + POWERS) * weights, calls=30 * len(block.targets))
         if not block.targets:
             return Work()
         return once + (self._run(observed=True) + each) * self._samples(SAMPLES)
+
+    @property
+    def _told_by_moments(self) -> bool:
+        """Whether second moments are at hand that tell what weights alone lose."""
+        full = any(method.moments == "full" for method in build_methods(self.recipe.methods))
+        return self.recipe.scheme.activations is None and (full or self.recipe.statistics.hessians)
 
     def _cache(self) -> Work:
         """Static scales of K and V, and what they lose (`ptq.measure.cache_ratios`)."""
         spec = self.recipe.scheme.kv_cache
         if spec is None or spec.dynamic:
             return Work()
-        passes = Work(elements=2 * (FAKE + POWERS) * self._tokens * self.block.cached, calls=100)
+        passes = Work(elements=2 * (FAKE + MEASURED) * self._tokens * self.block.cached, calls=100)
         return (self._run() + passes) * self._samples(SAMPLES)
 
 

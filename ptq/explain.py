@@ -93,7 +93,8 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
             yield f"rtn: rounded to the nearest, scales by {method.scale}"
         elif isinstance(method, GPTQSpec):
             order = "important columns first" if method.act_order else "columns in order"
-            yield f"gptq: solved column by column, {order}, scales by {method.scale}"
+            sweeps = f", {method.sweeps} sweeps of descent after it" if method.sweeps else ""
+            yield f"gptq: solved column by column, {order}, scales by {method.scale}{sweeps}"
         elif isinstance(method, RefineSpec) and not _fp8(scheme):
             yield f"refine: roundings and scales moved by {method.iterations} steps of its block"
     if scheme.static_input:

@@ -139,7 +139,7 @@ class Footprint:
         return self._tokens * (FLOAT * (feed_forward + self._tokens) + watched)
 
     def _sums(self, block: BlockShape) -> int:
-        """Second moments that are accumulated, and the product that is added to the widest."""
+        """Second moments that are accumulated, and the widest's mean where no step counts it."""
         moments = {method.moments for method in self._schedule.methods}
         if "full" not in moments and not self.recipe.statistics.hessians:
             return 0

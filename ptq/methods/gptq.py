@@ -10,7 +10,8 @@ Columns go in blocks; the columns beyond a block are updated once, when it is do
 `act_order` columns go by falling diagonal of H; scales and zero points are chosen before, for
 groups of neighbouring columns as they stand in the checkpoint ("static groups"), so that nothing of
 the order remains on disk. Layers that share an input share H and its factor; those of one module,
-such as q, k and v, are solved as one.
+such as q, k and v, are solved as one. `sweeps` of coordinate descent over the integers may follow
+(`ptq.methods.descent`).
 
 lambda is `damp` times the mean of H's diagonal. If H does not factor, lambda is raised tenfold
 until it does; if it never does, or if a layer's error tr(E H E^T) comes out larger than that of
@@ -26,13 +27,15 @@ from torch import Tensor
 
 from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
-from kernels.numerics import TYPES, QuantizedType, dequantize, quantize
+from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.base import BlockWork, Method, QuantizedLinear
-from ptq.methods.rounding import choose_qparams, expanded
+from ptq.methods.descent import damped, descend
+from ptq.methods.rounding import choose_qparams, expanded, round_column
 from ptq.methods.specs import GPTQSpec
 from ptq.result import Event
 
 MOST_DAMP = 10.0
+STRIP = 2048  # columns of a Hessian that are held in fp64 at once to weight errors
 
 
 def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor, float] | None:
@@ -89,33 +92,32 @@ def gptq(
     columns = weight.T[order].float().contiguous()  # [K, N]: a column is contiguous
     scales = expanded(scale, weight, spec).T[order].contiguous()
     zeros = None if zero_point is None else expanded(zero_point, weight, spec).T[order].float()
+    pivots = factor.diagonal().tolist()
     q = torch.empty_like(columns, dtype=kind.storage)
     for start in range(0, len(order), block_size):
         stop = min(start + block_size, len(order))
         errors = torch.empty_like(columns[start:stop])
         for j in range(start, stop):
-            offset = None if zeros is None else zeros[j]
-            q[j] = _round(columns[j], scales[j], kind, offset)
-            known = q[j].float() if offset is None else q[j].float() - offset
-            error = (columns[j] - known * scales[j]) / factor[j, j]
+            column, scale = columns[j], scales[j]
+            rounded = round_column(column, scale, kind, None if zeros is None else zeros[j])
+            q[j] = rounded
+            known = rounded if zeros is None else rounded - zeros[j]
+            error = torch.addcmul(column, known, scale, value=-1.0, out=errors[j - start])
+            error.div_(pivots[j])
             columns[j + 1 : stop].addr_(factor[j, j + 1 : stop], error, alpha=-1.0)
-            errors[j - start] = error
         columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)
     restored = torch.empty_like(q)
     restored[order] = q
     return restored.T.contiguous()
 
 
-def _round(column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None) -> Tensor:
-    q = column / scale
-    q = q if kind.storage.is_floating_point else torch.round(q)
-    q = q if zeros is None else q + zeros
-    return q.clamp_(kind.q_min, kind.q_max).to(kind.storage)
-
-
 def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
     """e H e^T of each row of a weight's error [N, K]: fp64 [N]."""
-    return ((error.double() @ hessian.double()) * error.double()).sum(dim=1)
+    wide, found = error.double(), torch.zeros(len(error), dtype=torch.float64, device=error.device)
+    for start in range(0, wide.shape[1], STRIP):
+        columns = slice(start, start + STRIP)
+        found += (wide @ hessian[:, columns].double()).mul_(wide[:, columns]).sum(dim=1)
+    return found
 
 
 class GPTQ(Method):
@@ -162,7 +164,7 @@ class GPTQ(Method):
             quantize(w, scale, TYPES[spec.dtype], zeros, spec.block)
             for w, (scale, zeros) in zip(weights, params, strict=True)
         ]
-        solved = rounded if factor is None else self._gptq(spec, weights, params, *factor)
+        solved = rounded if factor is None else self._gptq(spec, weights, params, hessian, *factor)
         for name, w, (scale, zeros), q, plain in zip(
             names, weights, params, solved, rounded, strict=True
         ):
@@ -204,18 +206,24 @@ class GPTQ(Method):
         spec: WeightSpec,
         weights: list[Tensor],
         params: list[tuple[Tensor, Tensor | None]],
+        hessian: Tensor,
         factor: Tensor,
         order: Tensor,
     ) -> list[Tensor]:
         """The integers of each layer."""
+        size, sweeps = self.spec.block_size, self.spec.sweeps
+        smooth = damped(hessian, self.spec.damp) if sweeps else hessian
+
+        def one(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
+            q = gptq(weight, scale, zeros, spec, factor, order, size)
+            for _ in range(sweeps):
+                q = descend(q, weight, scale, zeros, spec, smooth, order, size)
+            return q
+
         joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row
         if not joined:
-            return [
-                gptq(w, s, z, spec, factor, order, self.spec.block_size)
-                for w, (s, z) in zip(weights, params, strict=True)
-            ]
+            return [one(w, s, z) for w, (s, z) in zip(weights, params, strict=True)]
         scale = torch.cat([s for s, _ in params])
         zeros = [z for _, z in params if z is not None]
         zero_point = torch.cat(zeros) if zeros else None
-        q = gptq(torch.cat(weights), scale, zero_point, spec, factor, order, self.spec.block_size)
-        return list(q.split([len(w) for w in weights]))
+        return list(one(torch.cat(weights), scale, zero_point).split([len(w) for w in weights]))

@@ -2,7 +2,8 @@
 
 H = E[x x^T] over the tokens of all samples, fp32 [in, in]. The driver runs one sample at a time, in
 an order set by their content, so the sum does not depend on how the data set is shuffled or padded.
-Layers that share an input share one H.
+Layers that share an input share one H. As it is symmetric, only the strips of rows below its
+diagonal, each with its block of the diagonal, are multiplied: little more than half of it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+
+
+def strips(width: int) -> list[slice]:
+    """Rows of a [width, width] matrix in strips: eight, or fewer of 128 rows at least."""
+    size = max(128, -(-width // 8))
+    return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 class Moments:
@@ -28,23 +35,42 @@ class Moments:
         self._wanted = {stand_in[name] for name in layers}
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
+        self._halves: set[str] = set()  # of sums whose blocks above the diagonal are not filled in
 
     def observe(self, name: str, x: Tensor) -> None:
         """Add the input [tokens, in] of a layer; of layers that share it, the first counts."""
         if name not in self._wanted:
             return
         x = x.float()
-        total = x.T @ x if self.full else x.square().sum(dim=0)
-        self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+        if name not in self._sums:
+            width = x.shape[1]
+            self._sums[name] = x.new_zeros((width, width) if self.full else (width,))
+        if self.full:
+            self._halves.add(name)
+            for rows in strips(x.shape[1]):
+                self._sums[name][rows, : rows.stop].addmm_(x[:, rows].T, x[:, : rows.stop])
+        else:
+            self._sums[name].add_(x.square().sum(dim=0))
         self._tokens[name] = self._tokens.get(name, 0) + len(x)
 
     def of(self, name: str) -> Tensor:
         """E[x x^T] of a layer's input [in, in], or its diagonal [in]."""
         stand_in = self._stand_in[name]
+        self._complete(stand_in)
         return self._sums[stand_in] / self._tokens[stand_in]
+
+    def _complete(self, name: str) -> None:
+        """Fill in what lies above the diagonal."""
+        if name in self._halves:
+            self._halves.remove(name)
+            total = self._sums[name]
+            for rows in strips(len(total)):
+                total[: rows.start, rows] = total[rows, : rows.start].T
 
     def state(self) -> dict[str, Tensor]:
         """Tensors to save: `<layer>/sum` and `<layer>/tokens`."""
+        for name in self._sums:
+            self._complete(name)
         return {f"{name}/sum": total for name, total in self._sums.items()} | {
             f"{name}/tokens": torch.tensor([tokens]) for name, tokens in self._tokens.items()
         }

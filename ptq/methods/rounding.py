@@ -28,6 +28,7 @@ from formats.scheme import WeightSpec
 from formats.weights import StoredWeight
 from kernels.numerics import (
     TYPES,
+    QuantizedType,
     block_absmax,
     block_view,
     choose_affine,
@@ -76,12 +77,13 @@ def choose_qparams(
     """Scale and zero point of each block of a weight; arguments as of `round_weight`."""
     if spec.two_level:
         return _two_levels(weight, spec, dtype, search, moments), None
-    best, zero_point = _qparams(weight, spec, dtype, 1.0)
+    low, high = _ranges(weight, spec)
+    best, zero_point = _qparams(low, high, spec, dtype, 1.0)
     if search == "absmax":
         return best, zero_point
     least = _errors(weight, best, zero_point, spec, search, moments)
     for factor in FACTORS[1:]:
-        scale, zeros = _qparams(weight, spec, dtype, factor)
+        scale, zeros = _qparams(low, high, spec, dtype, factor)
         errors = _errors(weight, scale, zeros, spec, search, moments)
         better = errors < least
         least = torch.where(better, errors, least)
@@ -91,16 +93,23 @@ def choose_qparams(
     return best, zero_point
 
 
+def _ranges(weight: Tensor, spec: WeightSpec) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value of each block; both the largest magnitude if it is symmetric."""
+    if spec.symmetric:
+        absmax = block_absmax(weight, spec.block)
+        return absmax, absmax
+    blocks = block_view(weight.float(), spec.block)
+    return blocks.amin(dim=(1, 3)), blocks.amax(dim=(1, 3))
+
+
 def _qparams(
-    weight: Tensor, spec: WeightSpec, dtype: torch.dtype, factor: float
+    low: Tensor, high: Tensor, spec: WeightSpec, dtype: torch.dtype, factor: float
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point for the range of each block times `factor`."""
     kind = TYPES[spec.dtype]
     if spec.symmetric:
-        scale = choose_scale(block_absmax(weight, spec.block) * factor, kind)
-        return storable(scale, dtype), None
-    blocks = block_view(weight.float(), spec.block)
-    low, high = blocks.amin(dim=(1, 3)) * factor, blocks.amax(dim=(1, 3)) * factor
+        return storable(choose_scale(high * factor, kind), dtype), None
+    low, high = low * factor, high * factor
     scale, _ = choose_affine(low, high, kind)
     scale = storable(scale, dtype)
     zero_point = (kind.q_min - torch.round(low.clamp(max=0) / scale)).clamp(kind.q_min, kind.q_max)
@@ -165,8 +174,7 @@ def _errors(
     moments: Tensor | None,
 ) -> Tensor:
     """Error of each block, of the shape of the scales."""
-    q = quantize(weight, scale, TYPES[spec.dtype], zero_point, spec.block)
-    error = weight - dequantize(q, scale, zero_point, spec.block)
+    error = _rounding_error(weight, scale, zero_point, spec)
     if search == "output_mse":
         assert moments is not None
         return _output_errors(error, spec.block, moments)
@@ -177,6 +185,19 @@ def _errors(
     return block_view(pad_to_blocks(squared, spec.block), spec.block).sum(dim=(1, 3))
 
 
+def _rounding_error(
+    weight: Tensor, scale: Tensor, zero_point: Tensor | None, spec: WeightSpec
+) -> Tensor:
+    """W - Q(W) [out, in]; integers as `quantize` finds them, without a turn through their type."""
+    kind = TYPES[spec.dtype]
+    if kind.storage.is_floating_point or zero_point is not None:
+        q = quantize(weight, scale, kind, zero_point, spec.block)
+        return weight - dequantize(q, scale, zero_point, spec.block)
+    scales = expanded(scale, weight, spec)
+    q = (weight.float() / scales).round_().clamp_(kind.q_min, kind.q_max)
+    return q.mul_(scales).sub_(weight).neg_()
+
+
 def _output_errors(error: Tensor, block: tuple[int, int], moments: Tensor) -> Tensor:
     """e H e^T within each block's inputs, summed over its outputs: of the shape of the scales."""
     columns = error.shape[1]
@@ -185,7 +206,7 @@ def _output_errors(error: Tensor, block: tuple[int, int], moments: Tensor) -> Te
     for start in range(0, columns, size):
         span = slice(start, start + size)
         part = error[:, span]
-        parts.append(((part @ moments[span, span]) * part).sum(dim=1))
+        parts.append((part @ moments[span, span]).mul_(part).sum(dim=1))
     rows = (block[0], 1)
     by_row = torch.stack(parts, dim=1)  # [out, blocks]
     return block_view(pad_to_blocks(by_row, rows), rows).sum(dim=(1, 3))
@@ -194,3 +215,14 @@ def _output_errors(error: Tensor, block: tuple[int, int], moments: Tensor) -> Te
 def expanded(scale: Tensor, weight: Tensor, spec: WeightSpec) -> Tensor:
     """One scale for each element of a weight [out, in]."""
     return expand_scale(scale, weight.shape, spec.block).expand(weight.shape)
+
+
+def round_column(
+    column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None
+) -> Tensor:
+    """Values of the type, in fp32, next to those of a column [N] with a scale for each."""
+    q = column / scale
+    if kind.storage.is_floating_point:
+        return q.clamp_(kind.q_min, kind.q_max).to(kind.storage).float()
+    q = q.round_() if zeros is None else q.round_().add_(zeros)
+    return q.clamp_(kind.q_min, kind.q_max)

@@ -184,6 +184,7 @@ class GPTQSpec(Strict):
           act_order: true         # important columns first; leaves no trace on disk
           damp: 0.01              # share of the Hessian's mean diagonal that is added to it
           block_size: 128         # columns between two updates of the rest
+          sweeps: 0               # of coordinate descent over the integers afterwards
     """
 
     name: Literal["gptq"] = "gptq"
@@ -191,6 +192,7 @@ class GPTQSpec(Strict):
     act_order: bool = True
     damp: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.01
     block_size: Annotated[int, Field(ge=1)] = 128
+    sweeps: Annotated[int, Field(ge=0)] = 0
 
 
 class RefineSpec(Strict):

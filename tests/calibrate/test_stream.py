@@ -7,8 +7,10 @@ import weakref
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from calibrate.attention import causal_attention
 from calibrate.data import TokenSet
 from calibrate.observers import ObserverSpec, choose_absmax
 from calibrate.statistics import Statistics
@@ -187,6 +189,14 @@ def test_one_block_is_in_memory_at_a_time(make_model):
     gc.collect()
     assert not [name for name, ref in alive if ref() is not None]  # though the blocks are held
     assert len(alive) == len({name for name, _ in alive}) == 1 + 5 * 9  # each is read once
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 128, 300])
+def test_attention_by_pieces_is_attention(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    q, k, v = (torch.randn(1, heads, tokens, 16, generator=generator) for heads in (4, 2, 2))
+    want = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    assert torch.allclose(causal_attention(q, k, v, 0.3), want, atol=1e-5)
 
 
 def test_hooks_leave_nothing_behind(make_model):

@@ -72,7 +72,7 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
         for rows, splits in ((1, 1), (16, 2), (50, 3)):
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             wanted = twins.float_linear(x, w, bias)
-            for tile in (None, Tile(64, 16, splits)):
+            for tile in (None, Tile(64, 16, splits if outputs < 2**16 else 1)):
                 args = x, w, bias, workspace, torch.float32, tile
                 first = w16a16_linear(*args)
                 assert problems.relative(first, wanted) < 1e-4, (rows, outputs, tile)

@@ -40,7 +40,11 @@ def poison(monkeypatch):
     """Results start as NaN."""
     torch.manual_seed(0)
     empty = torch.empty
-    fill = lambda *sizes, **kind: empty(*sizes, **kind).fill_(float("nan"))  # noqa: E731
+
+    def fill(*sizes, **kind):
+        made = empty(*sizes, **kind)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
     monkeypatch.setattr(torch, "empty", fill)
 
 
@@ -97,7 +101,7 @@ def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, workspace):
         wanted = (exact * (own * unit) + bias).bfloat16()
         tiles = TILES["w4a8_two_level"]
         for tile in tiles if group == 128 else tiles[:5:2]:  # both kernels
-            if outputs % tile.outputs == 0:
+            if outputs % tile.outputs == 0 and (tile.splits == 1 or outputs * rows < 4e6):
                 got = w4_many.w4a8_linear(x, own, weight, workspace, torch.bfloat16, tile)
                 assert torch.equal(got, wanted), (rows, tile)
                 assert not workspace.arrivals.any()

@@ -71,13 +71,13 @@ def test_a_quantized_checkpoint_computes_what_its_numbers_say(
     make_model, make_quantized, family, preset
 ):
     """Against transformers with dequantized weights and fake-quantized inputs, K and V."""
-    from calibrate.stream import _CALLBACK, BlockStream  # noqa: F401  (registers the attention)
+    from calibrate.attention import _CALLBACK, ATTENTION
 
     source = make_model(family)
     out = make_quantized(source, preset)
     checkpoint = Checkpoint.open(out)
     model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, attn_implementation="ptq_observed"
+        source, dtype=torch.float32, attn_implementation=ATTENTION
     )
     for name in checkpoint.quantized_modules:
         linear = model.get_submodule(name)

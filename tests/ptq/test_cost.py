@@ -103,12 +103,15 @@ def test_what_a_stopped_run_goes_on_with_is_written_too(tiny_llama, tmp_path):
 def test_gptq_counts_moments_factors_and_columns(tiny_llama, tmp_path):
     work = predict(tmp_path, tiny_llama, "w4", "gptq: {scale: absmax}", samples=3).work
     squares = 3 * 128**2 + 256**2  # attention's input and o's, the feed-forward's and down's
+    squares -= 128**2  # the quarter of down's that follows from the one across the diagonal
     assert work["observe"].products == 2 * 3 * (run_products(32) + 2 * 32 * squares)
     rows = {128: 128 + 2 * 64 + 128 + 2 * 256, 256: 128}  # by inputs
     columns = sum(n * k * k for k, n in rows.items())
     assert work["gptq"].products == 2 * columns
     cubes = 4 / 3 * (3 * 128**3 + 256**3)
     assert work["gptq"].products64 == pytest.approx(2 * (cubes + 4 * columns))
+    assert work["measure"].products == 2 * 2 * 2 * columns  # no sample runs: moments tell it
+    assert work["measure"].products64 == 2 * 2 * 2 * columns
 
 
 def test_a_search_runs_the_block_for_every_candidate_of_every_group(tiny_llama, tmp_path):

@@ -10,6 +10,8 @@ from quantizing import edit_model, make_plan, observed_work
 
 from formats.scheme import PRESETS, ActivationSpec, Scheme, WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
+from ptq.explain import explain
+from ptq.methods.descent import damped, descend
 from ptq.methods.gptq import GPTQ, gptq, inverse_factor, output_errors
 from ptq.methods.rounding import choose_qparams
 from ptq.methods.specs import GPTQSpec
@@ -73,6 +75,52 @@ def test_it_solves_as_the_paper_says(spec, act_order):
         for x in (q, plain)
     ]
     assert errors[0] < 0.7 * errors[1]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
+def test_descent_ends_where_no_single_column_can_be_better(spec):
+    weight, hessian = problem()
+    hessian = damped(hessian, 0.01)
+    scale, zeros = choose_qparams(weight, spec, torch.float32)
+
+    def errors(q):
+        return output_errors(weight - dequantize(q, scale, zeros, spec.block), hessian)
+
+    q = quantize(weight, scale, TYPES[spec.dtype], zeros, spec.block)
+    order = hessian.diagonal().argsort(descending=True)
+    seen = [errors(q)]
+    for _ in range(60):
+        q = descend(q, weight, scale, zeros, spec, hessian, order, 48)
+        seen.append(errors(q))
+    assert all(bool((b <= a * (1 + 1e-5)).all()) for a, b in itertools.pairwise(seen))
+    assert seen[-1].sum() < 0.7 * seen[0].sum()
+    best = seen[-1] * (1 - 1e-5)
+    kind = TYPES[spec.dtype]
+    for column, step in itertools.product(range(0, 128, 9), (-1, 1)):
+        other = q.float()
+        other[:, column] += step * (kind.storage == torch.int8 or other[:, column].abs() / 8)
+        other = other.clamp(kind.q_min, kind.q_max).to(kind.storage)
+        assert bool((errors(other) >= best).all())
+
+
+def test_sweeps_after_gptq_lower_the_error_further(tiny_llama, tmp_path):
+    plan = make_plan(tiny_llama, tmp_path, PRESETS["fp8_block"], methods=(GPTQSpec(),))
+    work, found = observed_work(plan), []
+    for sweeps in (0, 2):
+        method = GPTQ(GPTQSpec(sweeps=sweeps))
+        observe(work, [method])
+        method.solve(work)
+        found.append(
+            {
+                name: output_errors(
+                    work.block.linears[name].weight - layer.dequantized(), work.second_moments(name)
+                ).sum()
+                for name, layer in method.solved.items()
+            }
+        )
+    assert all(found[1][name] < error for name, error in found[0].items())
+    plan = make_plan(tiny_llama, tmp_path, PRESETS["w4"], methods=(GPTQSpec(sweeps=2),))
+    assert "2 sweeps of descent after it" in "\n".join(explain(plan))
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 32, 100])

@@ -1,0 +1,74 @@
+"""Coordinate descent on the integers that GPTQ found: each column once more, given all the others.
+
+Behdin et al., "QuantEase: Optimization-based Quantization for Language Models" (arXiv 2309.01885).
+With E = W - Q and G = E H, the error tr(E H E^T) as a function of column j alone is least at
+
+    t_j = q_j + G_j / H_jj,        q_j <- the value of the grid next to t_j,   G -= (q_j' - q_j) H_j
+
+A step never raises the error. GPTQ rounds each column before it knows the columns after it; here
+all are known, and one sweep over the columns takes as long as GPTQ itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from formats.scheme import WeightSpec
+from kernels.numerics import TYPES
+from ptq.methods.rounding import expanded, round_column
+
+
+def damped(hessian: Tensor, damp: float) -> Tensor:
+    """H + lambda I, lambda a share of the mean diagonal; dead inputs get 1, and decide nothing."""
+    diagonal = hessian.diagonal()
+    return hessian + torch.diag(damp * diagonal.mean() + (diagonal == 0).float())
+
+
+def descend(
+    q: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    spec: WeightSpec,
+    hessian: Tensor,
+    order: Tensor,
+    block_size: int,
+) -> Tensor:
+    """One sweep over the columns.
+
+    Args:
+        q: [N, K] in the type's storage, what is improved.
+        weight: [N, K] float.
+        scale: Of the spec's blocks.
+        zero_point: Likewise, or None.
+        spec: How it is stored.
+        hessian: [K, K], damped.
+        order: int64 [K], columns in the order in which they are taken.
+        block_size: Columns between two updates of the rest of G.
+
+    Returns:
+        q [N, K] in the type's storage.
+    """
+    kind = TYPES[spec.dtype]
+    scales = expanded(scale, weight, spec).T[order].contiguous()  # [K, N]: a column is contiguous
+    zeros = None if zero_point is None else expanded(zero_point, weight, spec).T[order].float()
+    columns, h = q.T[order].float(), hessian[order][:, order]
+    values = (columns if zeros is None else columns - zeros) * scales
+    gradient = h @ (weight.T[order].float() - values)  # G^T
+    curvature = h.diagonal().tolist()
+    for start in range(0, len(order), block_size):
+        stop = min(start + block_size, len(order))
+        moves = torch.empty_like(values[start:stop])
+        for j in range(start, stop):
+            offset = None if zeros is None else zeros[j]
+            target = torch.add(values[j], gradient[j], alpha=1.0 / curvature[j])
+            rounded = round_column(target, scales[j], kind, offset)
+            columns[j] = rounded
+            known = rounded if offset is None else rounded - offset
+            move = torch.sub(known * scales[j], values[j], out=moves[j - start])
+            gradient[j + 1 : stop].addr_(h[j + 1 : stop, j], move, alpha=-1.0)
+        gradient[stop:].addmm_(h[stop:, start:stop], moves, alpha=-1.0)
+    restored = torch.empty_like(columns, dtype=q.dtype)
+    restored[order] = columns.to(q.dtype)
+    return restored.T.contiguous()
