@@ -10,6 +10,7 @@ if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.triton import problems
     from kernels.triton.common import Workspace
+    from kernels.triton.shapes import VARIANTS
     from kernels.triton.tuning import Tile
     from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
     from kernels.triton.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
@@ -33,7 +34,7 @@ def seed():
 @pytest.mark.parametrize("base", ["w4a16", "w4a8", "w8a16"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_families_equal_their_fp64_twins(base, dtype, workspace):
-    for variant in problems.VARIANTS:
+    for variant in VARIANTS:
         for rows in ROWS:
             for outputs, inputs in ((6144, 4096), (192, 1408)):
                 problems.gemm(base + variant, rows, outputs, inputs, workspace, dtype).check()
