@@ -13,6 +13,7 @@ from formats.scheme import PRESETS, Scheme, WeightSpec
 from ptq.convert import convert
 from tests.conftest import write_quantized
 
+MODEL = Path(__file__).resolve().parents[2] / "recipes" / "tiny-python"
 IDS = torch.arange(40)[None] % 384
 INT4 = {"dtype": "int4", "granularity": "group"}
 SCHEMES = {
@@ -69,6 +70,27 @@ def test_compressed_tensors_runs_what_we_wrote(name, quantized, tmp_path):
     dtype = "bfloat16" if asymmetric else "float32"
     convert(source, tmp_path / "float", "float", dtype=dtype)
     require_same_function(theirs, load(tmp_path / "float"), 1e-5)
+
+
+@pytest.mark.parametrize(("preset", "most"), [(None, 1e-3), ("a8w8_dynamic", 0.3)])
+def test_vllm_gives_the_same_probabilities(preset, most, make_quantized, monkeypatch):
+    """Of the tokens of a text; int8 products of processors without VNNI may saturate there."""
+    vllm = pytest.importorskip("vllm")
+    from inference.engine import Engine
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    folder = make_quantized(MODEL, preset) if preset else MODEL
+    engine = Engine.from_pretrained(folder)
+    ids = engine.tokenizer((MODEL / "README.md").read_text(), verbose=False)["input_ids"][:300]
+    ours = torch.log_softmax(engine.score(ids), dim=1)[range(len(ids) - 1), ids[1:]]
+    theirs = vllm.LLM(str(folder), enforce_eager=True, max_model_len=512, dtype="float32")
+    once = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (output,) = theirs.generate([{"prompt_token_ids": ids}], once)
+    given = [
+        row[token].logprob for row, token in zip(output.prompt_logprobs, ids, strict=True) if row
+    ]
+    assert (ours - torch.tensor(given)).square().mean().sqrt() < most
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
