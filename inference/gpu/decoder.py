@@ -1,11 +1,12 @@
 """A step of a Llama-like decoder as a row of GPU kernels, from token ids to logits.
 
-A block is ten launches: RMSNorm with the sum of the residual before it, q/k/v, rotation and the
+A block is nine launches: RMSNorm with the sum of the residual before it, q/k/v, rotation and the
 write to the cache, attention, o, RMSNorm, gate and up, SiLU's product, down; where inputs are
-quantized, the kernel before a linear layer ends in that. Nothing is allocated but outputs and
-nothing waits for the device, so that a step can be captured as a CUDA graph. On Hopper a kernel's
-programs start before the kernel ahead has ended (`kernels.triton.common.overlap`): what says where
-tokens stand (`settled`) is read, and weights are asked for, in that time.
+quantized, the kernel before a linear layer ends in that (but o's, if scaled by its data: a tenth).
+Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
+a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
+(`kernels.triton.common.overlap`): what says where tokens stand (`settled`) is read, and weights are
+asked for, in that time.
 """
 
 from __future__ import annotations
