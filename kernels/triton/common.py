@@ -24,7 +24,7 @@ from torch import Tensor
 _alone = ContextVar("alone", default=False)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 EARLY_ROWS = 16  # of more, what follows a short kernel would find the device unevenly filled
-AHEAD = 2  # steps whose weights a program asks for before its input is there
+AHEAD = tl.constexpr(2)  # steps whose weights a program asks for before its input is there
 TINY_SCALE = tl.constexpr(2.0**-60)  # as in kernels.numerics
 ROUND = tl.constexpr(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded half to even, |x| < 2^22
 

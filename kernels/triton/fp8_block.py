@@ -128,7 +128,7 @@ def fp8_block_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, width, row_step, run_step,
     blocks, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     RUNS: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr, RAGGED: tl.constexpr,
-    BIAS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); RUNS runs a step, RAGGED: K is not whole."""
     strip, tile = tl.swizzle2d(
@@ -242,7 +242,7 @@ def _launch(xq, x_scale, weight, workspace, out, tile) -> None:
         SPLITS=tile.splits, STAGES=tile.stages, RUNS=2 if small and width % (2 * RUN) == 0 else 1,
         STRIP=STRIP, NATIVE=capability() >= 89, RAGGED=inputs != width,
         BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
-        AHEAD=AHEAD, **overlap(),
+        **overlap(),
     )  # fmt: skip
 
 

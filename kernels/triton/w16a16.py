@@ -42,7 +42,7 @@ FLOATS = (torch.float16, torch.bfloat16)
 def w16a16_kernel(
     x, weight, columns, tiles, bias, out, parts, arrivals, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, BIAS: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows).
 
@@ -152,6 +152,6 @@ def w16a16_linear(
         rows, outputs, inputs,
         OUTPUTS=tile.outputs, ROWS=tile.rows, BLOCK=tile.inputs, SPLITS=tile.splits,
         STAGES=tile.stages, BIAS=bias is not None,
-        AHEAD=AHEAD, num_warps=tile.warps, num_stages=tile.stages, **overlap(),
+        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip
     return out

@@ -85,7 +85,7 @@ def w8a8_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
-    AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); the tile is transposed, [OUTPUTS, ROWS]."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -222,8 +222,7 @@ def _launch_swapped(xq, x_scale, weight, workspace, out, tile) -> None:
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
         rows, outputs, inputs, step, pitch, SPLITS=tile.splits, BLOCK=weight.packed.shape[2],
-        AHEAD=AHEAD, **overlap(),
-        **_common(x_scale, weight, tile, tile.stages),
+        **overlap(), **_common(x_scale, weight, tile, tile.stages),
     )  # fmt: skip
 
 
