@@ -8,6 +8,7 @@ died between moving the old directory away and moving the new one in, puts the o
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import shutil
@@ -38,9 +39,13 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that its path holds either the old content or the whole new one."""
+    """Write a file so that its path holds either the old content or the whole new one.
+
+    A killed writer leaves at most a hidden file; the next writer of the same path removes it.
+    """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        recover(path)
         temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         try:
             write_bytes(temporary, data)
@@ -139,13 +144,15 @@ def building_directory(target: Path, *, replace: bool) -> Iterator[Path]:
 def recover(target: Path) -> None:
     """Remove what dead writers of `target` left, and put back what one had moved away."""
     for kind in ("old", "tmp"):
-        for left in target.parent.glob(f".{target.name}.{kind}-*"):
+        for left in target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"):
             if _is_alive(left.name.rpartition("-")[2]):
                 continue
             if kind == "old" and not target.exists():
                 left.rename(target)
-            else:
+            elif left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def _is_alive(pid: str) -> bool:

@@ -1,0 +1,60 @@
+"""Writers that were killed leave nothing behind once the same path is written again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from formats.files import building_directory, replace_file
+
+
+class Stop(BaseException):
+    """Ends a writer before its directory is whole."""
+
+
+@pytest.fixture(scope="module")
+def dead() -> int:
+    """Number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("name", ["table.json", "table[1].json"])
+def test_a_file_of_a_dead_writer_goes_with_the_next_one(tmp_path, dead, name):
+    (tmp_path / f".{name}.tmp-{dead}").write_text("hal")
+    (tmp_path / f".{name}.tmp-{os.getppid()}").write_text("of one that writes now")
+    (tmp_path / f".other{name}.tmp-{dead}").write_text("of another file")
+    replace_file(tmp_path / name, b"whole")
+    assert (tmp_path / name).read_bytes() == b"whole"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        name,
+        f".{name}.tmp-{os.getppid()}",
+        f".other{name}.tmp-{dead}",
+    }
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    replace_file(path, b"old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(path, b"new")
+    assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("moved_in", [False, True])
+def test_a_directory_of_a_dead_writer_is_put_back_or_removed(tmp_path, dead, moved_in):
+    """It was killed after it had moved the old directory away, or after the new one was there."""
+    target, old = tmp_path / "checkpoint", tmp_path / f".checkpoint.old-{dead}"
+    for folder in (old, tmp_path / f".checkpoint.tmp-{dead}", *[target] * moved_in):
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name)
+    with pytest.raises(Stop), building_directory(target, replace=True):
+        raise Stop
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert (target / "config.json").read_text() == (target if moved_in else old).name
