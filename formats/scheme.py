@@ -9,6 +9,7 @@ channel of a weight `[out, in]`; `per_token` one for each row of an activation `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -204,9 +205,9 @@ class Scheme(LayerScheme):
 
     @property
     def wac(self) -> str:
-        """Short name in the field's notation, such as `a8w8c8` or `c8`; `float` for none.
+        """Short name: the field's notation, then what bits leave open: `a8w4c8`, `a8w8_dynamic`.
 
-        Parts in fp8 are marked: `af8wf8`.
+        `float` for none; parts in fp8 are marked: `af8wf8`. Two schemes have two names.
         """
         parts = (("a", self.activations), ("w", self.weights), ("c", self.kv_cache))
         names = [
@@ -214,7 +215,27 @@ class Scheme(LayerScheme):
             for letter, spec in parts
             if spec
         ]
-        return "".join(names) or "float"
+        return "_".join(("".join(names) or "float", *self._marks))
+
+    @property
+    def _marks(self) -> Iterator[str]:
+        """What bits leave open.
+
+        Unsaid go int4 weights in groups of 128, others per channel, static int8 inputs of int8
+        weights, a cache with scales per head, and what follows from these.
+        """
+        weights, inputs, cache = self.weights, self.activations, self.kv_cache
+        if weights is not None:
+            if weights.block != ((1, BLOCK) if weights.dtype == "int4" else (1, -1)):
+                yield f"g{weights.group_size}" if weights.group_size else weights.granularity
+            if not weights.symmetric:
+                yield "asymmetric"
+            if weights.two_level:
+                yield "two_level"
+            if weights.dtype == "int8" and inputs is not None and inputs.dynamic:
+                yield "dynamic"
+        if cache is not None and cache.granularity != "per_head":
+            yield f"cache_{cache.granularity}"
 
     @property
     def static(self) -> bool:

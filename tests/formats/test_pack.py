@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
 import pytest
 import torch
 
 from formats.pack import pack_words, unpack_words
-from formats.scheme import PRESETS, Scheme, WeightSpec
+from formats.scheme import PRESETS, ActivationSpec, KVCacheSpec, Scheme, Strict, WeightSpec
 from formats.weights import StoredWeight, read_weight, weight_tensors
 
 
@@ -68,8 +71,43 @@ def test_asymmetric_groups_keep_their_zero_points():
 
 def test_short_names_follow_the_types():
     names = {name: scheme.wac for name, scheme in PRESETS.items()}
-    assert names["a8w8c8"] == "a8w8c8"
-    assert names["w4"] == "w4"
-    assert names["a8w4c8"] == "a8w4c8"
+    integers = [name for name in names if "fp8" not in name]
+    assert [names[name] for name in integers] == integers
     assert names["fp8_c8"] == "af8wf8cf8"
+    assert names["fp8_block"] == "af8wf8_block"
     assert names["c8_fp8"] == "cf8"
+    assert Scheme().wac == "float"
+
+
+def test_no_two_schemes_have_one_short_name():
+    kinds = (every(WeightSpec), every(ActivationSpec), every(KVCacheSpec))
+    parts = [dict(zip(Scheme.model_fields, specs, strict=True)) for specs in product(*kinds)]
+    names = [scheme.wac for own in parts for scheme in allowed(Scheme, own)]
+    assert len(names) > 200
+    assert sorted(set(names)) == sorted(names)
+
+
+def every(kind: type[Strict]) -> list[Any]:
+    """All specs of a kind, and none."""
+    types = [get_type_hints(kind)[name] for name in kind.model_fields]
+    fields = (
+        dict(zip(kind.model_fields, own, strict=True)) for own in product(*map(values, types))
+    )
+    return [None, *(spec for own in fields for spec in allowed(kind, own))]
+
+
+def values(kind: Any) -> list[Any]:
+    """What a field of literals, None or a truth value may be."""
+    if kind is bool:
+        return [True, False]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [None] if kind is type(None) else [v for own in get_args(kind) for v in values(own)]
+
+
+def allowed(kind: type[Strict], fields: dict[str, Any]) -> list[Any]:
+    """What the fields make, if they go together."""
+    try:
+        return [kind(**fields)]
+    except ValueError:
+        return []

@@ -81,7 +81,7 @@ def test_finer_scales_of_k_lose_less(make_model, tmp_path):
 def test_weights_alone_take_a_cache_with_them(tiny_llama, tmp_path):
     spec = WeightSpec(dtype="int4", granularity="group", group_size=64, symmetric=False)
     scheme = Scheme(weights=spec, kv_cache=KVCacheSpec(dtype="fp8_e4m3"))
-    assert scheme.wac == "w4cf8"
+    assert scheme.wac == "w4cf8_g64_asymmetric"
     plan = make_plan(tiny_llama, tmp_path / "out", scheme, methods=(RTNSpec(scale="mse"),))
     result = quantize_tokens(plan, random_tokens(), progress=False)
     assert Checkpoint.open(result.checkpoint).scheme == scheme

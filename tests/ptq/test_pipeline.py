@@ -89,7 +89,7 @@ def test_every_family_from_model_to_checkpoint(make_model, tmp_path, family, ove
     model = make_model(family, **overrides)
     result = run(model, tmp_path / "out", scheme)
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
-    assert checkpoint.scheme.wac == scheme.removesuffix("_dynamic")
+    assert checkpoint.scheme.wac == scheme
     assert len(checkpoint.quantized_modules) == 14
     assert len(result.modules) == 14
     assert len(result.smoothing) == 8

@@ -20,7 +20,7 @@ from kernels.numerics import INT8, dequantize, fake_quantize_activations
 from kernels.ops import linear, quantize_per_token
 from kernels.two_level import choose_unit, larger_unit, two_level
 from kernels.weights import pack_quantized_weight
-from ptq import diff, explain
+from ptq import diff, explain, inspect
 from ptq.convert import convert
 from ptq.methods.refine import Adjustable
 from ptq.methods.rounding import choose_qparams, round_weight
@@ -196,8 +196,10 @@ def test_it_runs_as_the_dequantized_model_does(made, tiny_llama) -> None:
     assert torch.stack(differences).median() < 1e-4  # an input on a rounding edge may go either way
 
 
-def test_tools_name_them(capsys, tmp_path, tiny_llama) -> None:
+def test_tools_name_them(made, capsys, tmp_path, tiny_llama) -> None:
     assert GROUPS.text == "int4 weights group of 32, two-level scales"
+    assert inspect.main([str(made.path)]) == 0
+    assert "llama, scheme a8w4_g32_two_level, " in capsys.readouterr().out
     two, one = tmp_path / "two.yaml", tmp_path / "one.yaml"
     text = f"model: {{path: {tiny_llama}}}\nscheme: NAME\nmethods: [gptq]\noutput: {{path: out}}\n"
     two.write_text(text.replace("NAME", "a8w4_two_level"))
