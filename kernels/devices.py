@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -26,8 +28,8 @@ def check_device(device: torch.device | str) -> torch.device:
         return place
     if (place.index or 0) >= torch.cuda.device_count():
         raise ValueError(
-            f"found {device!r}, but torch sees {torch.cuda.device_count()} GPUs here; use "
-            "cpu, or install a torch with CUDA and a driver for it"
+            f"found {device!r}, but torch sees {torch.cuda.device_count()} GPUs here; a GPU needs "
+            "its driver and a torch with CUDA, only cpu runs without"
         )
     if find_spec("triton") is None:
         raise ValueError("a GPU needs Triton, which is not installed: pip install triton")
@@ -39,3 +41,20 @@ def check_device(device: torch.device | str) -> torch.device:
             "later; use cpu"
         )
     return torch.device("cuda", place.index or 0)
+
+
+def run_on_gpu(measure: Callable[[torch.device], int]) -> int:
+    """Run a command that measures the GPU, and return its exit code.
+
+    Where nothing can run on one that is 2, and a line says why; an interrupt gives 130.
+    """
+    try:
+        device = check_device("cuda")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        return measure(device)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -24,6 +24,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 
+SHARED = 232448  # bytes that a program has on sm_90
+
 
 @functools.cache
 def _process(interpret: bool) -> ProcessPoolExecutor:
@@ -50,7 +52,9 @@ def _elsewhere(interpret: bool, test: Callable) -> Callable:
         process.submit(_call, test.__module__, test.__name__, args, kwargs).result()
 
     outer.inner = test
-    return pytest.mark.xdist_group("triton")(outer)
+    kind = "interpreted" if interpret else "compiled"
+    group = f"{kind} engines" if "gpu" in test.__module__ else kind  # a process each, side by side
+    return pytest.mark.xdist_group(group)(outer)
 
 
 interpreted = functools.partial(_elsewhere, True)
@@ -132,3 +136,15 @@ def _binary(kernel: Any) -> Binary:
         ).stdout
     registers, stack = (int(re.search(rf"{key}:(\d+)", usage).group(1)) for key in ("REG", "STACK"))
     return Binary(kernel.asm["ptx"], registers, stack, kernel.metadata.shared)
+
+
+def assembler_says(ptx: str) -> str:
+    """What ptxas has to say of PTX for sm_90a."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        arguments = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        return subprocess.run(arguments, capture_output=True, text=True, check=True).stderr

@@ -21,6 +21,8 @@ rounding of fp32 sums.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -286,6 +288,7 @@ def combine(
     gl.store(out + cells, finish(y, out, out_scale), mask=real)
 
 
+@cache
 def _layouts(warps: int):
     """How int32 words of K [warps, 64 rows, 32] and V [warps, 128, 16] are held: 16 bytes each."""
     by_warp = [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)]

@@ -1,7 +1,7 @@
-"""`python -m kernels.triton.bench [families]`: every GPU kernel beside its floor and its peers.
+"""`ptq kernels [families]`: every GPU kernel beside its floor and its peers.
 
-    python -m kernels.triton.bench --table --peers --markdown gpu.md
-    python -m kernels.triton.bench w4a16 w8a8 --shapes 4096x4096 --rows 1 64
+    ptq kernels --table --peers --markdown gpu.md
+    ptq kernels w4a16 w8a8 --shapes 4096x4096 --rows 1 64
 
 The floor is the larger of two times: bytes over the nominal bandwidth of the device, or that of a
 large copy where the device is not known, and products at what a large bf16 GEMM of torch reaches in
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,15 +24,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kernels.devices import check_device
+from kernels.devices import run_on_gpu
 from kernels.triton.peer_times import Peers
-from kernels.triton.shapes import FAMILIES, TABLE, Gemm
+from kernels.triton.shapes import FAMILIES, TABLE, Gemm, count, layer
 from kernels.triton.timing import timed
 
 if TYPE_CHECKING:  # the rest needs Triton, and its absence is told
     from kernels.triton.problems import Problem
 
-NOMINAL = {"H100": 3.35e6, "H200": 4.8e6, "A100": 2.04e6}  # bytes a microsecond
+NOMINAL = {  # bytes a microsecond; others of these generations have other memory
+    "NVIDIA A100-SXM4-80GB": 2.04e6,
+    "NVIDIA H100 80GB HBM3": 3.35e6,
+    "NVIDIA H200": 4.8e6,
+}
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,7 @@ def measure_limits() -> Limits:
     a, b = (torch.randn(n, inputs, dtype=torch.bfloat16, device="cuda") for n in (rows, outputs))
     rate = 2 * rows * outputs * inputs / timed(lambda i: F.linear(a, b), 1)
     name = torch.cuda.get_device_name()
-    bandwidth = next((b for device, b in NOMINAL.items() if device in name), copied)
-    return Limits(name, bandwidth, copied, rate)
+    return Limits(name, NOMINAL.get(name, copied), copied, rate)
 
 
 @dataclass
@@ -188,23 +190,10 @@ class Bench:
         return self._before[kind, *size] - self._before["", *size]
 
 
-def _layer(text: str) -> tuple[int, int]:
-    outputs, _, inputs = text.partition("x")
-    if not (outputs.isdigit() and inputs.isdigit()):
-        raise argparse.ArgumentTypeError(f"found {text!r}; write outputs x inputs, as 4096x14336")
-    return int(outputs), int(inputs)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; a whole number from 1 on is needed")
-    return int(text)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; families resolved."""
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.triton.bench",
+        prog="ptq kernels",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -213,9 +202,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--table", action="store_true", help="only the rows that matter most")
     parser.add_argument("--peers", action="store_true", help="measure what torch has, too")
-    parser.add_argument("--shapes", type=_layer, nargs="+", metavar="NxK", help="of linear layers")
-    parser.add_argument("--rows", type=_count, nargs="+", metavar="M", help="of linear layers")
-    parser.add_argument("--most", type=_count, metavar="N", help="problems of a family")
+    parser.add_argument("--shapes", type=layer, nargs="+", metavar="NxK", help="of linear layers")
+    parser.add_argument("--rows", type=count, nargs="+", metavar="M", help="of linear layers")
+    parser.add_argument("--most", type=count, metavar="N", help="problems of a family")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     arguments = parser.parse_args(argv)
@@ -233,30 +222,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 where a result was wrong, 2 where there is no GPU to run on."""
     arguments = parse(argv)
-    try:
-        check_device("cuda")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_on_gpu(lambda device: measure(arguments, device))
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Measure, print and write what is asked for; 1 where a result was wrong."""
     from kernels.triton.cases import Selection, of_families
 
     shapes, counts = arguments.shapes, arguments.rows
     selection = Selection(
         arguments.table, shapes and tuple(shapes), counts and tuple(counts), arguments.most
     )
-    peers = Peers(torch.device("cuda")) if arguments.peers else None
+    peers = Peers(device) if arguments.peers else None
     bench = Bench(measure_limits(), peers)
     print(describe(bench.limits), line(HEADER), sep="\n", flush=True)
     rows = []
-    for row in bench.rows(of_families(arguments.families, selection)):
-        print(line(row.cells()), flush=True)
-        rows.append(row)
-    missing = [] if peers is None else reasons_of(peers)
+    try:
+        for row in bench.rows(of_families(arguments.families, selection)):
+            print(line(row.cells()), flush=True)
+            rows.append(row)
+    finally:  # what was measured stays if the rest fails
+        missing = [] if peers is None else reasons_of(peers)
+        if arguments.json is not None:
+            arguments.json.write_text(to_json(bench.limits, rows, peers), encoding="utf-8")
+        if arguments.markdown is not None:
+            arguments.markdown.write_text(markdown(bench.limits, rows, missing), encoding="utf-8")
     print(*(f"- {text}" for text in missing), *(f"WRONG {text}" for text in bench.wrong), sep="\n")
-    if arguments.json is not None:
-        arguments.json.write_text(to_json(bench.limits, rows, peers), encoding="utf-8")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(bench.limits, rows, missing), encoding="utf-8")
     return 1 if bench.wrong else 0
 
 

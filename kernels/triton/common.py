@@ -21,8 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.tuning import shared_memory
+
 _alone = ContextVar("alone", default=False)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
+WIDE_STEPS = 163840  # bytes of shared memory
 EARLY_ROWS = 16  # of more, what follows a short kernel would find the device unevenly filled
 AHEAD = tl.constexpr(2)  # steps whose weights a program asks for before its input is there
 TINY_SCALE = tl.constexpr(2.0**-60)  # as in kernels.numerics
@@ -123,6 +126,12 @@ def alone() -> Iterator[None]:
 @cache
 def _capability(driver: Any, device: int) -> int:
     return driver.get_current_target().arch
+
+
+def takes_wide_steps(device: torch.device) -> bool:
+    """Whether tiles of 256 inputs fit: from Hopper on, but where shared memory is as small as
+    Ada's."""
+    return capability() >= 90 and shared_memory(device) >= WIDE_STEPS
 
 
 def storage(t: Tensor) -> Tensor:

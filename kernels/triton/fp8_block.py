@@ -38,7 +38,9 @@ from kernels.triton.common import (
     sum_splits,
     wait,
 )
-from kernels.triton.tuning import Tile, gemm_tile
+from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.tuning import Tile
+from kernels.triton.weights import grid_of
 
 RUN = 128
 LIBRARY_ROWS = 64  # beyond these cuBLASLt is ahead
@@ -125,10 +127,11 @@ def operand(x, NATIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "run_step"])
 def fp8_block_kernel(
-    x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, width, row_step, run_step,
-    blocks, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
+    width, row_step, run_step, blocks,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     RUNS: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr, RAGGED: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); RUNS runs a step, RAGGED: K is not whole."""
     strip, tile = tl.swizzle2d(
@@ -141,13 +144,23 @@ def fp8_block_kernel(
     k = tl.arange(0, 128)
     output, row = tile * OUTPUTS, strip * ROWS
     i, j = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)  # offsets within a tile fit in 32 bits
-    n, m = output + i, row + j
-    real = (m < M)[None, :]
+    n = output + i
+    expert, m, token, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    if experts is not None:
+        if expert < 0:
+            return
+        packed += expert.to(tl.int64) * (tl.num_programs(0) * OUTPUTS * width)
+        w_scale += expert * (tl.cdiv(N, 128) * blocks)
+        if BIAS:
+            bias += expert * N
+    real = there[None, :]
     weights = packed + output.to(tl.int64) * width + (i[:, None] * width + k[None, :])
     columns = x + row.to(tl.int64) * K + (j[None, :] * K + k[:, None])  # [128, ROWS], x transposed
+    if experts is not None:
+        columns = x + token.to(tl.int64)[None, :] * K + k[:, None]
     one: tl.constexpr = OUTPUTS <= 128  # block of the weight: its scale is put to those of rows
     of_outputs = w_scale + (output if one else n) // 128 * blocks
-    of_rows = x_scale + m * row_step
+    of_rows = x_scale + token * row_step
     if OVERLAP:
         for ahead in tl.static_range(AHEAD * RUNS):
             if first * RUNS + ahead < width // 128:
@@ -165,7 +178,7 @@ def fp8_block_kernel(
             else:
                 xt = tl.load(columns + g * 128, mask=real, other=0.0)
             sw = tl.load(of_outputs + g)
-            sx = tl.load(of_rows + g * run_step, mask=m < M, other=0.0)
+            sx = tl.load(of_rows + g * run_step, mask=there, other=0.0)
             part = tl.dot(operand(w, NATIVE), operand(xt, NATIVE), out_dtype=tl.float32)
             acc += part * ((sw * sx)[None, :] if one else sw[:, None] * sx[None, :])
     last = True
@@ -178,6 +191,8 @@ def fp8_block_kernel(
         if BIAS:
             y += tl.load(bias + n, mask=n < N, other=0.0)[:, None]
         place = out + row.to(tl.int64) * N + output + (j[None, :] * N + i[:, None])
+        if experts is not None:
+            place = out + m.to(tl.int64)[None, :] * N + n[:, None]
         tl.store(place, y.to(out.dtype.element_ty), mask=real & (n < N)[:, None])
 
 
@@ -188,6 +203,7 @@ def fp8_block_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    strips: Strips | None = None,
 ) -> Tensor:
     """x W^T + bias of e4m3 rows.
 
@@ -198,6 +214,7 @@ def fp8_block_linear(
         workspace: Of the stream that this runs in.
         out_dtype: Element type of the result.
         tile: How to cut it; by default the device's table says, or cuBLASLt runs.
+        strips: As in `kernels.triton.w4a16.w4a16_linear`.
 
     Returns:
         [M, N] in `out_dtype`.
@@ -217,28 +234,30 @@ def fp8_block_linear(
         f"scales of x are {x_scale.dtype} {tuple(x_scale.shape)}; needed is one for each run of "
         f"128, fp32 {(rows, runs)}",
     )
-    if tile is None and rows > LIBRARY_ROWS and _library_takes(weight, out_dtype):
+    if (
+        tile is None
+        and strips is None
+        and rows > LIBRARY_ROWS
+        and _library_takes(weight, out_dtype)
+    ):
         return library_linear(xq, x_scale, weight, out_dtype)
+    rows, places = rows_of(xq, strips)
     out = torch.empty((rows, weight.outputs), dtype=out_dtype, device=xq.device)
     if rows:
-        padded, width = weight.packed.shape
-        tile = tile or gemm_tile("fp8_block", xq.device, rows, padded, width)
-        _launch(xq, x_scale, weight, workspace, out, tile)
+        tile = tile or tile_of("fp8_block", xq, *weight.packed.shape, strips)
+        grid = grid_of(tile, rows, len(weight.packed), workspace, strips)
+        _launch(xq, x_scale, weight, workspace, out, tile, grid, places)
     return out
 
 
-def _launch(xq, x_scale, weight, workspace, out, tile) -> None:
-    (rows, inputs), (padded, width) = xq.shape, weight.packed.shape
-    require(padded % tile.outputs == 0, f"{padded} outputs are no multiple of {tile.outputs}")
-    grid = (padded // tile.outputs, tile.splits, triton.cdiv(rows, tile.rows))
-    if tile.splits > 1:
-        tiles = grid[0] * grid[2]
-        workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)
+def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
+    inputs, width = xq.shape[1], weight.packed.shape[1]
     small = tile.outputs <= 128 and tile.outputs * tile.rows <= 64 * 64 and capability() >= 90
     fp8_block_kernel[grid](
         storage(xq), storage(weight.packed), x_scale, weight.scale, weight.bias, out,
-        workspace.parts, workspace.arrivals, rows, weight.outputs, inputs, width,
-        *x_scale.stride(), weight.scale.shape[1], OUTPUTS=tile.outputs, ROWS=tile.rows,
+        workspace.parts, workspace.arrivals, M=len(out), N=weight.outputs, K=inputs, width=width,
+        row_step=x_scale.stride(0), run_step=x_scale.stride(1), blocks=weight.scale.shape[1],
+        **places, OUTPUTS=tile.outputs, ROWS=tile.rows,
         SPLITS=tile.splits, STAGES=tile.stages, RUNS=2 if small and width % (2 * RUN) == 0 else 1,
         STRIP=STRIP, NATIVE=capability() >= 89, RAGGED=inputs != width,
         BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,

@@ -7,9 +7,10 @@
 A program holds a row in registers, so that memory is read and written once: these are bound by the
 bytes of their arguments. In between nothing is rounded: y is fp32. Rows are quantized as
 `kernels.numerics` does, with a true division: by absmax / 127 (int8) or / 448 (e4m3) of the row, of
-each run of 128 of it (`group`), or by one calibrated scale. Asked for a float type they give y,
-rounded to it. Scales of runs lie by run, as GEMMs of many rows read them: a view with strides
-(1, rows). Devices before Ada have no e4m3; its bits are made there by integer arithmetic.
+each run of 128 of it (`group`), by one calibrated scale, or by that of the row's expert. Asked for
+a float type they give y, rounded to it. Scales of runs lie by run, as GEMMs of many rows read them:
+a view with strides (1, rows). Devices before Ada have no e4m3; its bits are made there by integer
+arithmetic.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -42,18 +43,21 @@ TYPES = (*QUANTIZED, torch.float16, torch.bfloat16, torch.float32)
 
 @triton.jit
 def store_row(
-    y, row, first, i, real, out, scales, scale, pitch, SIZE,
+    y, row, first, i, real, out, scales, scale, experts, pitch, SIZE,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Store y, a row or the part of one from `first` on, quantized if `out` is, and its scales
-    unless there is one for all."""
+    unless there is one for all. With `experts` there is a `scale` for each."""
     STORED: tl.constexpr = out.dtype.element_ty
     TYPE: tl.constexpr = tl.float8e4nv if BITS else STORED
     place = out + row * SIZE + i
     if STORED.primitive_bitwidth > 8:
         tl.store(place, y.to(STORED), mask=real)
     elif STATIC:
-        tl.store(place, quantize(y, tl.load(scale), TYPE, BITS), mask=real)
+        own = tl.load(scale if experts is None else scale + tl.load(experts + row))
+        if experts is not None:
+            tl.store(scales + row, own)
+        tl.store(place, quantize(y, own, TYPE, BITS), mask=real)
     elif GROUP:
         runs: tl.constexpr = y.numel // GROUP
         run = first // GROUP + tl.arange(0, runs)
@@ -93,12 +97,12 @@ def add_rms_norm_kernel(
         h = rounded.to(tl.float32)
     norm = tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
     y = h * (1.0 / norm) * w
-    store_row(y, row, 0, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
+    store_row(y, row, 0, i, real, out, scales, scale, None, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 @triton.jit(do_not_specialize=["pitch"])
 def silu_mul_kernel(
-    gate_up, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
+    gate_up, out, scales, scale, experts, pitch, SIZE, WIDTH: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of WIDTH elements)."""
@@ -110,12 +114,12 @@ def silu_mul_kernel(
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    store_row(y, row, first, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
+    store_row(y, row, first, i, real, out, scales, scale, experts, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 @triton.jit(do_not_specialize=["pitch"])
 def quantize_rows_kernel(
-    x, out, scales, scale, pitch, SIZE, WIDTH: tl.constexpr,
+    x, out, scales, scale, experts, pitch, SIZE, WIDTH: tl.constexpr, SHARE: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of WIDTH elements)."""
@@ -124,26 +128,35 @@ def quantize_rows_kernel(
     real = i < SIZE
     wait(OVERLAP)
     announce(OVERLAP)
-    y = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
-    store_row(y, row, first, i, real, out, scales, scale, pitch, SIZE, STATIC, GROUP, BITS)
+    y = tl.load(x + row // SHARE * SIZE + i, mask=real, other=0.0).to(tl.float32)
+    store_row(y, row, first, i, real, out, scales, scale, experts, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 def _outputs(
-    x: Tensor, size: int, scale: Tensor | None, dtype: torch.dtype, group: int | None
+    x: Tensor,
+    size: int,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    group: int | None,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Empty (rows, scales); one scale for all is given back as it is, none for float rows."""
     require(x.dim() == 2 and x.is_contiguous(), f"x is {tuple(x.shape)}; needed is contiguous 2-D")
     require(dtype in TYPES, f"rows are asked for in {dtype}; supported are {TYPES}")
     require(scale is None or dtype in QUANTIZED, f"{dtype} rows take no scale")
     require(0 < size <= LARGEST_ROW, f"rows of {size}; the longest that a program holds is 32768")
-    require(scale is None or scale.numel() == 1, "a static scale is one element")
+    require(
+        scale is None or (experts is not None or scale.numel() == 1),
+        "a static scale is one element",
+    )
+    require(experts is None or scale is not None, "experts are named for their scales")
     grouped = dtype in QUANTIZED and scale is None
     require(
         group is None or (group == GROUP and grouped),
         f"group is {group}; rows of {QUANTIZED} without a given scale may have groups of {GROUP}",
     )
-    rows, runs = x.shape[0], triton.cdiv(size, group or size)
-    if grouped:
+    rows, runs = x.shape[0] if experts is None else len(experts), triton.cdiv(size, group or size)
+    if grouped or experts is not None:
         scale = torch.empty((runs, rows), dtype=torch.float32, device=x.device).t()
     return torch.empty((rows, size), dtype=dtype, device=x.device), scale
 
@@ -218,6 +231,7 @@ def silu_mul(
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """SwiGLU's product.
 
@@ -226,6 +240,7 @@ def silu_mul(
         scale: fp32, one element, or None for a scale a row (or none, in a float type).
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
         group: 128 for a scale each run of so many, None for a scale a row.
+        experts: int32 [T], whose element of `scale` is a row's; None where it has one.
 
     Returns:
         (rows [T, I] in `dtype`, scales fp32 [T, 1] or [T, ceil(I / 128)], `scale` or None).
@@ -235,12 +250,12 @@ def silu_mul(
     """
     require(gate_up.shape[-1] % 2 == 0, f"gate_up has {gate_up.shape[-1]} columns, an odd number")
     size = gate_up.shape[-1] // 2
-    out, scales = _outputs(gate_up, size, scale, dtype, group)
+    out, scales = _outputs(gate_up, size, scale, dtype, group, experts)
     rows, static = gate_up.shape[0], scale is not None
     if rows:
         part = _part(rows, static, group, out)
         silu_mul_kernel[(rows, triton.cdiv(size, part or size))](
-            gate_up, storage(out), scales, scale, rows, size,
+            gate_up, storage(out), scales, scale, experts, rows, size,
             **_shape(size, static, group, out, part),
         )  # fmt: skip
     return out, scales
@@ -251,6 +266,7 @@ def quantize_rows(
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows as a quantized linear layer takes them.
 
@@ -259,20 +275,24 @@ def quantize_rows(
         scale: fp32, one element, or None for a scale a row (or none, in a float type).
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
         group: 128 for a scale each run of so many, None for a scale a row.
+        experts: int32 [P], whose element of `scale` is a row's, where each of T rows is wanted
+            P / T times, by one after the other; None where `scale` has one.
 
     Returns:
-        (rows [T, K] in `dtype`, scales fp32 [T, 1] or [T, ceil(K / 128)], `scale` or None).
+        (rows [T, K] in `dtype`, scales fp32 [T, 1] or [T, ceil(K / 128)], `scale` or None); P for
+        T where there are experts.
 
     Raises:
         ValueError: a shape or type does not fit.
     """
-    rows, size = x.shape
-    out, scales = _outputs(x, size, scale, dtype, group)
+    size = x.shape[1]
+    out, scales = _outputs(x, size, scale, dtype, group, experts)
+    rows = len(out)
     if rows:
         static = scale is not None
         part = _part(rows, static, group, out)
         quantize_rows_kernel[(rows, triton.cdiv(size, part or size))](
-            x, storage(out), scales, scale, rows, size,
+            x, storage(out), scales, scale, experts, rows, size, SHARE=rows // len(x),
             **_shape(size, static, group, out, part),
         )  # fmt: skip
     return out, scales

@@ -12,7 +12,10 @@
 | float, few rows                   | float                          | `w16a16`     |
 | any other, and any other size     | the same, as floats            | cuBLAS       |
 
+Rows of experts go to the same kernels, all experts' at once (`kernels.triton.strips`).
 Two levels (`kernels.two_level`) are seen in the scales; sums over whole rows are then exact.
+Behind `w4a16`, `w4a8` and `w8a8` is a second kernel each, for many rows on Hopper (`w4_gluon`,
+`w8_gluon`); behind `fp8_block` and `w16a16` cuBLASLt and cuBLAS.
 What no kernel takes is dequantized when it is loaded, and its quantized input when it arrives: the
 same numbers but for rounding to the float type, at the cost of a float model.
 """
@@ -29,12 +32,13 @@ from torch import Tensor
 from kernels.numerics import dequantize
 from kernels.triton.common import Workspace
 from kernels.triton.fp8_block import Fp8BlockWeight, fp8_block_linear, pack_fp8_block
+from kernels.triton.strips import Strips
 from kernels.triton.w4_many import w4a8_linear, w4a16_linear
 from kernels.triton.w4a8 import W4A8Weight, pack_w4a8
 from kernels.triton.w4a16 import W4A16Weight, pack_w4a16
 from kernels.triton.w8a8 import W8A8Weight, pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import W8A16Weight, pack_w8a16, w8a16_linear
-from kernels.triton.w16a16 import takes, w16a16_linear
+from kernels.triton.w16a16 import fits, takes, w16a16_linear
 
 FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)  # the first with products of e4m3
@@ -141,12 +145,24 @@ def _multiplies_fp8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
+def takes_strips(weight: GpuWeight) -> bool:
+    """Whether there is a kernel of few rows for a weight, which can take those of each expert."""
+    return not isinstance(weight, DenseWeight) or fits(weight.weight)
+
+
+def tallest_strip(weight: GpuWeight) -> int:
+    """The most rows of a strip whose sums a weight's kernel holds in registers."""
+    integers = isinstance(weight, W8A8Weight) and weight.packed.dtype == torch.int8
+    return 128 if integers or isinstance(weight, W4A16Weight) else 64
+
+
 def linear(
     x: Tensor,
     x_scale: Tensor | None,
     weight: GpuWeight,
     workspace: Workspace,
     dtype: torch.dtype,
+    strips: Strips | None = None,
 ) -> Tensor:
     """x W^T + bias.
 
@@ -156,22 +172,25 @@ def linear(
         weight: From `pack`.
         workspace: Of the stream that this runs in.
         dtype: Of the result.
+        strips: Of a mixture of experts, which rows are whose: the rows of x are tokens or pairs,
+            those of the result pairs, and `weight` is the first of the experts', which lie one
+            behind the other.
 
     Returns:
         [T, N] in `dtype`; sums in fp32 or exact int32.
     """
     if isinstance(weight, DenseWeight):
-        return _dense(x, x_scale, weight, workspace, dtype)
+        return _dense(x, x_scale, weight, workspace, dtype, strips)
     if isinstance(weight, W4A16Weight):
-        return w4a16_linear(x, weight, workspace, out_dtype=dtype)
+        return w4a16_linear(x, weight, workspace, out_dtype=dtype, strips=strips)
     if isinstance(weight, W8A16Weight):
-        return w8a16_linear(x, weight, workspace, out_dtype=dtype)
+        return w8a16_linear(x, weight, workspace, out_dtype=dtype, strips=strips)
     assert x_scale is not None
     if isinstance(weight, W4A8Weight):
-        return w4a8_linear(x, x_scale, weight, workspace, dtype)
+        return w4a8_linear(x, x_scale, weight, workspace, dtype, strips=strips)
     if isinstance(weight, W8A8Weight):
-        return w8a8_linear(x, x_scale, weight, workspace, dtype)
-    return fp8_block_linear(x, x_scale, weight, workspace, dtype)
+        return w8a8_linear(x, x_scale, weight, workspace, dtype, strips=strips)
+    return fp8_block_linear(x, x_scale, weight, workspace, dtype, strips=strips)
 
 
 def _dense(
@@ -180,14 +199,15 @@ def _dense(
     weight: DenseWeight,
     workspace: Workspace,
     dtype: torch.dtype,
+    strips: Strips | None,
 ) -> Tensor:
     w = weight.weight
     if x_scale is not None:
         if x_scale.numel() > len(x):  # a scale for each run of 128 inputs
             x_scale = x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
         x = (x.float() * x_scale).to(w.dtype)
-    if takes(x, w):
-        return w16a16_linear(x, w, weight.bias, workspace, dtype)
+    if strips is not None or takes(x, w):
+        return w16a16_linear(x, w, weight.bias, workspace, dtype, strips=strips)
     if dtype == w.dtype or not x.is_cuda:
         return F.linear(x, w, weight.bias).to(dtype)
     out = torch.mm(x, w.t(), out_dtype=dtype)  # logits: not rounded to the model's type

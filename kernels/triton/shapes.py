@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import torch
@@ -75,3 +76,23 @@ class Traffic:
 
 
 Shape = Gemm | Attention | Traffic
+
+
+def layer(text: str) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer, on a command line."""
+    outputs, _, inputs = text.partition("x")
+    if not (outputs.isdigit() and inputs.isdigit()):
+        raise argparse.ArgumentTypeError(f"found {text!r}; write outputs x inputs, as 4096x14336")
+    size = int(outputs), int(inputs)
+    if not all(size) or size[0] % 64 or size[1] % 128:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; kernels take multiples of 64 outputs and 128 inputs"
+        )
+    return size
+
+
+def count(text: str) -> int:
+    """A number of rows or problems, on a command line."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a whole number from 1 on is needed")
+    return int(text)

@@ -1,10 +1,10 @@
-"""`python -m kernels.triton.tune`: measure tiles on this GPU and write the device's table.
+"""`ptq tune`: measure tiles on this GPU and write the device's table.
 
 Every candidate is checked against its twin, then timed as `kernels.triton.timing` says. What the
 table has for other families or shapes is kept. By default all families run over the shapes of a
 Llama-3-8B layer:
 
-    python -m kernels.triton.tune --families w4a16 w8a8 --shapes 28672x4096 --rows 16 64
+    ptq tune --families w4a16 w8a8 --shapes 28672x4096 --rows 16 64
 """
 
 # pyright: reportMissingImports=false
@@ -14,20 +14,15 @@ import argparse
 import itertools
 import json
 import logging
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from triton.runtime.errors import OutOfResources
 
-from kernels.devices import check_device
-from kernels.triton import attention_problems, problems
-from kernels.triton.common import Workspace
-from kernels.triton.problems import Problem
-from kernels.triton.shapes import DECODE, PREFILL, SHAPES
+from kernels.devices import run_on_gpu
+from kernels.triton.shapes import DECODE, PREFILL, SHAPES, count, layer
 from kernels.triton.tuning import (
     Block,
     Cut,
@@ -37,6 +32,9 @@ from kernels.triton.tuning import (
     gemm_tile,
     multiprocessors,
 )
+
+if TYPE_CHECKING:  # the rest needs Triton, and its absence is told
+    from kernels.triton.problems import Problem
 
 log = logging.getLogger("ptq.kernels")
 ATTENTION = ("attention", "attention_per_token", "attention_16_bits")
@@ -71,18 +69,22 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
         for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
             programs = outputs // size * -(-rows // tall) * splits
             fills = 0.75 * processors <= programs <= 4.2 * processors
-            divides = outputs % size == 0 and inputs // splits >= 512
-            if divides and (splits == 1 or (fills and rows <= 1024)):
-                yield Tile(size, tall, splits, stages, warps)
-    if family == "w8a8" and rows >= 128:
-        for size, tall, stages in (
-            (256, 128, 3),
-            (256, 128, 4),
-            (128, 256, 3),
-            (128, 256, 4),
-            (256, 64, 4),
-        ):
-            yield Tile(size, tall, 1, stages, 8, True)
+            worth = splits == 1 or (fills and rows <= 1024 and inputs // splits >= 512)
+            if outputs % size == 0 and worth:
+                steps = (256, 128) if family == "fp8" and inputs % 256 == 0 else (128,)
+                yield from (Tile(size, tall, splits, stages, warps, inputs=k) for k in steps)
+    if family in ("w8a8", "fp8") and rows > 64:
+        yield from _whole(family, rows, outputs, inputs)
+
+
+def _whole(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """Candidates of the kernel that takes whole tiles of 8-bit weights."""
+    from kernels.triton.common import capability
+    from kernels.triton.w8a8 import FAST_INPUTS, many_rows_tiles
+
+    if capability() == 90:
+        long = family == "fp8" and inputs > FAST_INPUTS
+        yield from (t for t in many_rows_tiles(outputs, long) if rows > t.rows // 2)
 
 
 def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
@@ -105,7 +107,7 @@ def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
 def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
     """4-bit weights: what the kernel for few rows would take, and tiles of the one for many."""
     yield gemm_tile(family.removesuffix("_many"), torch.device("cuda"), rows, outputs, inputs)
-    sizes = ((256, 128, 3), (128, 128, 4), (128, 256, 2), (256, 64, 6), (128, 64, 6))
+    sizes = ((256, 128, 4), (128, 128, 4), (128, 256, 6), (256, 64, 6), (128, 64, 6))
     if family == "w4a8_two_level_many":
         sizes = ((256, 128, 5), (128, 256, 4), (128, 128, 6), (256, 64, 6), (128, 64, 6))
     elif family == "w4a8_many":
@@ -156,6 +158,8 @@ def blocks() -> Iterator[Block]:
 
 def best(problem: Problem, candidates: Iterator[Any]) -> tuple[Any, float]:
     """The fastest candidate and its microseconds."""
+    from triton.runtime.errors import OutOfResources
+
     found = []
     for candidate in candidates:
         try:
@@ -171,27 +175,36 @@ def best(problem: Problem, candidates: Iterator[Any]) -> tuple[Any, float]:
     return ranked[0]
 
 
-def _arguments() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="ptq tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    names = [f"{outputs}x{inputs}" for outputs, inputs in SHAPES]
-    parser.add_argument("--shapes", nargs="+", default=names, help="outputs x inputs of layers")
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="buckets of rows")
+    parser.add_argument(
+        "--shapes", nargs="+", type=layer, default=SHAPES, metavar="NxK", help="of linear layers"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=count, default=ROWS, metavar="M", help="buckets of rows"
+    )
     parser.add_argument("--output", type=Path, help="by default the device's table")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write; 2 where there is no GPU to run on."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    arguments = _arguments()
-    try:
-        device = check_device("cuda")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments = parse(argv)
+    return run_on_gpu(lambda device: tune(arguments, device))
+
+
+def tune(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Measure all families that are asked for, and write each into the table."""
+    from kernels.triton import attention_problems, problems
+    from kernels.triton.common import Workspace
+
     workspace = Workspace.on(device)
     processors = multiprocessors(device)
     path = arguments.output or file_of(device)
@@ -211,11 +224,10 @@ def main() -> int:
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
         rows_of = [n for n in arguments.rows if n <= 64 or family != "w16a16"]  # else cuBLAS
-        for shape, rows in itertools.product(shapes, rows_of):
-            outputs, inputs = map(int, shape.split("x"))
+        for (outputs, inputs), rows in itertools.product(shapes, rows_of):
             problem = problems.gemm(family, rows, outputs, inputs, workspace)
             tile, _ = best(problem, tiles(family, rows, outputs, inputs, processors))
-            own.setdefault(shape, {})[str(bucket(rows))] = asdict(tile)
+            own.setdefault(f"{outputs}x{inputs}", {})[str(bucket(rows))] = asdict(tile)
         text = json.dumps(table, indent=1, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")  # what is measured stays if the rest fails
         log.info("wrote %s of %s", family, path)

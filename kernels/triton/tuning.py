@@ -1,7 +1,8 @@
 """Which tile a kernel runs with: a table of the device, measured offline, or a rule.
 
-`kernels/triton/tuning/<device>.json` is written by `python -m kernels.triton.tune` and read once.
-Nothing is measured while a model runs. A table maps family, "N x K" and a bucket of rows to a tile:
+`kernels/triton/tuning/<device>.json` is written by `ptq tune` and read once.
+Nothing is measured while a model runs. What a table lacks is looked up in that of a device of the
+same chip (`LIKE`). A table maps family, "N x K" and a bucket of rows to a tile:
 
     {"w4a16": {"28672x4096": {"16": {"outputs": 256, "rows": 16, "splits": 1, ...}}}}
 
@@ -18,6 +19,11 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("tuning")
+LIKE = {  # as many SMs of the same kind, with faster memory
+    "NVIDIA_H200": "NVIDIA_H100_80GB_HBM3",
+    "NVIDIA_GH200_480GB": "NVIDIA_H100_80GB_HBM3",
+    "NVIDIA_GH200_144G_HBM3e": "NVIDIA_H100_80GB_HBM3",
+}
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,12 @@ class Tile:
         outputs: Output channels of a tile, a multiple of 64.
         rows: Rows of x of a tile.
         splits: Programs that share the inputs of a tile; their sums are added afterwards.
-        stages: Depth of the load pipeline.
+        stages: Depth of the load pipeline; in steps of 64 inputs for W4A16 with `persistent` and
+            more than 128 rows, else of 128 or `inputs`.
         warps: Warps of a program.
-        persistent: Whether the kernel for many rows (TMA, one program an SM) runs: of W8A8, and of
-            4-bit weights on sm_90, where `warps` are those that multiply.
-        inputs: Inputs of a step, of 16-bit weights.
+        persistent: Whether the kernel for many rows (one program an SM) runs, of W8A8 and of 4-bit
+            weights on sm_90; `warps` are those that multiply.
+        inputs: Inputs of a step, of 16-bit and fp8 weights.
     """
 
     outputs: int
@@ -94,6 +101,26 @@ def _table(path: Path) -> dict:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program can have; Hopper's for the interpreter."""
+    if device.type != "cuda":
+        return 232448
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _entry(device: torch.device, family: str, *keys: str) -> dict | None:
+    """What the device's table, or else that of one like it, says of a family's problem."""
+    path = file_of(device)
+    for name in (path.stem, LIKE.get(path.stem)):
+        found = _table(path.with_name(f"{name}.json")).get(family, {})
+        for key in keys:
+            found = found.get(key, {})
+        if found:
+            return found
+    return None
+
+
+@cache
 def multiprocessors(device: torch.device) -> int:
     """SMs of a GPU; 1 for the interpreter."""
     if device.type != "cuda":
@@ -102,18 +129,19 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def gemm_tile(family: str, device: torch.device, rows: int, outputs: int, inputs: int) -> Tile:
-    """The tile of a GEMM of a family: measured, else by `rule`."""
-    found = measured_tile(family, device, rows, outputs, inputs)
-    return found or rule(family, multiprocessors(device), rows, outputs, inputs)
+def gemm_tile(
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int, weights: int = 1
+) -> Tile:
+    """The tile of a GEMM of a family: measured, else by `rule`, as that of many weights is."""
+    found = measured_tile(family, device, rows, outputs, inputs) if weights == 1 else None
+    return found or rule(family, multiprocessors(device), rows, outputs, inputs, weights)
 
 
 def measured_tile(
     family: str, device: torch.device, rows: int, outputs: int, inputs: int
 ) -> Tile | None:
     """What the device's table says, if anything."""
-    own = _table(file_of(device)).get(family, {}).get(f"{outputs}x{inputs}", {})
-    found = own.get(str(bucket(rows)))
+    found = _entry(device, family, f"{outputs}x{inputs}", str(bucket(rows)))
     return Tile(**found) if found else None
 
 
@@ -128,7 +156,7 @@ def attention_cut(
     """
     key = f"{bucket(sequences * heads)}x{bucket(pages)}"
     family = {0: "attention_16_bits", 3: "attention_per_token"}.get(scales, "attention")
-    found = _table(file_of(device)).get(family, {}).get(key)
+    found = _entry(device, family, key)
     if found:
         return Cut(**found)
     wanted = 5 * multiprocessors(device)  # programs that an SM holds at once
@@ -144,7 +172,7 @@ def prefill_block(device: torch.device, rows: int, dim: int, scales: int) -> Blo
     gives every SM a program.
     """
     family = "prefill" if scales else "prefill_16_bits"
-    found = _table(file_of(device)).get(family, {}).get(f"{dim}x{bucket(rows)}")
+    found = _entry(device, family, f"{dim}x{bucket(rows)}")
     if found:
         return Block(**found)
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
@@ -159,32 +187,35 @@ def prefill_rule(many: bool, dim: int, hopper: bool) -> Block:
     return Block(128, tokens, 8, 3) if many else Block(64, tokens, 4, 3)
 
 
-def rule(family: str, processors: int, rows: int, outputs: int, inputs: int) -> Tile:
+def rule(
+    family: str, processors: int, rows: int, outputs: int, inputs: int, weights: int = 1
+) -> Tile:
     """The largest tile that still gives every SM one; a split of the inputs where none does.
 
-    A split keeps at least 8 runs of 128 inputs, since every split costs a pass over the parts.
+    A split keeps at least 8 runs of 128 inputs, since every split costs a pass over the parts. Of
+    some weights at once, `rows` and `outputs` are those of each.
     """
-    if family in ("w8a8",) and rows > 512:
-        return Tile(256, 128, stages=3, warps=8, persistent=True)
     if family == "w8a16" and rows > 64:
         return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
     if family == "w16a16":
-        return _sixteen_bits(processors, rows, outputs, inputs)
+        return _sixteen_bits(processors, rows, outputs, inputs, weights)
     if rows > 64:
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
     tall = bucket(rows)
     sizes = (256, 128, 64) if tall == 16 and family.startswith("w4") else (128, 64)
     sizes = [size for size in sizes if outputs % size == 0]
-    size = next((s for s in sizes if outputs // s >= 0.8 * processors), sizes[-1])
-    splits = max(1, min(round(2 * processors / (outputs // size)), inputs // 1024, 8))
-    return Tile(size, tall, splits if outputs // size < 0.8 * processors else 1)
+    size = next((s for s in sizes if weights * outputs // s >= 0.8 * processors), sizes[-1])
+    tiles = weights * (outputs // size)
+    splits = max(1, min(round(2 * processors / tiles), inputs // 1024, 8))
+    return Tile(size, tall, splits if tiles < 0.8 * processors else 1)
 
 
-def _sixteen_bits(processors: int, rows: int, outputs: int, inputs: int) -> Tile:
+def _sixteen_bits(processors: int, rows: int, outputs: int, inputs: int, weights: int) -> Tile:
     """16-bit weights: steps of 512 bytes where few programs must read everything."""
     if rows > 16:
         return Tile(128 if outputs % 128 == 0 else 64, min(bucket(rows), 64), stages=3)
-    few = outputs // 64 <= 0.6 * processors
-    splits = max(1, min(processors * 64 // (2 * outputs), inputs // 1024))
+    tiles = weights * (outputs // 64)
+    few = tiles <= 0.6 * processors
+    splits = max(1, min(processors // (2 * tiles), inputs // 1024))
     return Tile(64, 16, splits, 5, inputs=256 if few and inputs % 256 == 0 else 128)

@@ -8,9 +8,9 @@ unpack and multiply in turn; here the three go on at once:
 - Two warpgroups take half of a tile's outputs each. Packed words go from the ring to registers and
   become the left operand there; the tensor cores read the right one, x^T, from the ring.
 - Products are asynchronous. W4A16 and W4A8 of two levels unpack the next operand while the last is
-  multiplied. Other W4A8 scales the exact sum of half of the rows while the other half is
-  multiplied, and lets the other warpgroup start just then, so that the two do not both wait or
-  both work.
+  multiplied; of W4A16 one is on its way all the time but for the first and last of a tile. Other
+  W4A8 scales the exact sum of half of the rows while the other half is multiplied, and lets the
+  other warpgroup start just then, so that the two do not both wait or both work.
 
 There is at most one program an SM. It takes whole tiles in turn; the tiles that are left after full
 rounds may be cut into equal runs of `share` (tile, group) pairs. Of a cut tile the programs leave
@@ -37,33 +37,43 @@ from kernels.triton.w4_sums_gluon import multiply_exact, multiply_floats, multip
 
 @gluon.jit
 def load_tiles(x, packed, scale, rings, bars, sizes, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr):
-    """The warp of copies: fills the ring's stages as they are left. Whole rows have no scales."""
+    """The warp of copies: fills the ring's stages as they are left. Whole rows have no scales.
+
+    Where a stage is half a group, the weights and scales of both come with the first.
+    """
     xs, ws, ss = rings
     ready, empty, turns = bars
     strips, N, tiles, groups, cut, share = sizes
-    STAGES: gl.constexpr = ws.shape[0]
-    SCALES: gl.constexpr = scale.block_type.nbytes if GROUPS > 0 else 0
+    STAGES: gl.constexpr = ready.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     CHUNKS: gl.constexpr = xs.shape[0] // STAGES
+    PARTS: gl.constexpr = 128 // (xs.shape[2] * CHUNKS)  # stages that a group takes
     i = gl.to_tensor(0)
     parts, whole = pieces(sizes)
     for item in range(parts + whole):
         tile, low, high = piece(item, sizes)
         column, row = tile // strips * OUTPUTS, tile % strips * ROWS
         for g in range(low, high):
-            stage, bar = i % STAGES, ready.index(i % STAGES)
-            mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
-            loaded: gl.constexpr = SCALES + CHUNKS * x.block_type.nbytes
-            mbarrier.expect(bar, packed.block_type.nbytes + loaded)
-            place = (g * (N // 64) + column // 64) * 32
-            tma.async_copy_global_to_shared(packed, [place, 0], bar, ws.index(stage))
-            if GROUPS > 0:
-                place = (g * N + column) * GROUPS
-                tma.async_copy_global_to_shared(scale, [place], bar, ss.index(stage))
-            for c in gl.static_range(CHUNKS):
-                inputs = g * 128 + c * 64
-                tma.async_copy_global_to_shared(x, [row, inputs], bar, xs.index(stage * CHUNKS + c))
-            i += 1
+            for part in gl.static_range(PARTS):
+                stage, bar = i % STAGES, ready.index(i % STAGES)
+                mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
+                if part == 0:
+                    SCALES: gl.constexpr = scale.block_type.nbytes if GROUPS > 0 else 0
+                    own: gl.constexpr = packed.block_type.nbytes + SCALES
+                    mbarrier.expect(bar, own + CHUNKS * x.block_type.nbytes)
+                    held = i // PARTS % ws.shape[0]
+                    place = (g * (N // 64) + column // 64) * 32
+                    tma.async_copy_global_to_shared(packed, [place, 0], bar, ws.index(held))
+                    if GROUPS > 0:
+                        place = (g * N + column) * GROUPS
+                        tma.async_copy_global_to_shared(scale, [place], bar, ss.index(held))
+                else:
+                    mbarrier.expect(bar, CHUNKS * x.block_type.nbytes)
+                for c in gl.static_range(CHUNKS):
+                    inputs = g * 128 + (part * CHUNKS + c) * 64
+                    to = xs.index(stage * CHUNKS + c)
+                    tma.async_copy_global_to_shared(x, [row, inputs], bar, to)
+                i += 1
 
 
 @gluon.jit
@@ -77,7 +87,7 @@ def zeros(TILES: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr, MMA: gl.
 
 @gluon.jit
 def cut(acc, PIECE: gl.constexpr):
-    """Sums [64, ROWS], ROWS one, two or four times PIECE -> tuple of [64, PIECE]."""
+    """Sums [64, ROWS], ROWS a power of two times PIECE -> tuple of [64, PIECE]."""
     ROWS: gl.constexpr = acc.shape[1]
     if ROWS == PIECE:
         parts = (acc,)
@@ -99,7 +109,8 @@ def compute(
     xs, ws, ss = rings
     INT8: gl.constexpr = xs.dtype == gl.int8
     TILES: gl.constexpr = OUTPUTS // 128
-    ROWS: gl.constexpr = min(xs.shape[1], 128) if EXACT else ys.shape[1]
+    WHOLE: gl.constexpr = xs.shape[1]
+    ROWS: gl.constexpr = min(WHOLE, 128) if EXACT else ys.shape[1] if INT8 else WHOLE
     HALVES: gl.constexpr = xs.shape[1] // ROWS
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32 if INT8 else 16]
@@ -135,7 +146,7 @@ def compute(
                     if BIAS:
                         n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
                         y += gl.expand_dims(gl.load(bias + n), 1)
-                    store(y, place, out, ys.index(PART))
+                    store_pieces(y, place, out, ys, PART)
     tma.store_wait(0)
 
 
@@ -154,10 +165,22 @@ def store_exact(
 
 
 @gluon.jit
-def store(y, place, out, staged):
-    """Results [64 outputs, rows] to memory, once those before have left where they are staged."""
+def store_pieces(y, place, out, ys, PART: gl.constexpr):
+    """Results of 64 outputs to memory, in turn through the places where they are staged."""
     row, column = place
-    tma.store_wait(0)
+    PIECE: gl.constexpr = ys.shape[1]
+    PLACES: gl.constexpr = ys.shape[0] // 2
+    some = cut(y, PIECE)
+    for k in gl.static_range(len(some)):
+        staged = ys.index(PART * PLACES + k % PLACES)
+        store(some[k], (row + k * PIECE, column), out, staged, PLACES - 1)
+
+
+@gluon.jit
+def store(y, place, out, staged, LEFT: gl.constexpr = 0):
+    """Results [64 outputs, rows] to memory, once all but LEFT before have left their places."""
+    row, column = place
+    tma.store_wait(LEFT)
     staged.store(y.to(out.dtype).permute([1, 0]))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, column], staged)
@@ -183,17 +206,21 @@ def w4_kernel(
     x, packed, scale, out, x_scale, unit, bias, parts, arrivals,
     M, N, tiles, groups, strips, cut, share,
     STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
-    EXACT: gl.constexpr, GROUPS: gl.constexpr,
+    EXACT: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """x, packed (as [K / 128 * N / 2, 128 bytes]), scale (flat) and out are TMA descriptors.
 
     EXACT is of two levels; GROUPS are those of 128 inputs, 0 if a row has one scale alone.
+    A stage has 128 inputs; of floats times more than 128 rows it has 64, so that there are enough.
+    PLACES are those where a warpgroup stages results.
     """
-    CHUNKS: gl.constexpr = 128 // x.block_type.shape[1]
+    HALVED: gl.constexpr = x.block_type.shape[1] == 64 and x.block_type.shape[0] > 128
+    CHUNKS: gl.constexpr = 1 if HALVED else 128 // x.block_type.shape[1]
+    HELD: gl.constexpr = (STAGES + 1) // 2 if HALVED else STAGES
     xs = gl.allocate_shared_memory(x.dtype, [STAGES * CHUNKS] + x.block_type.shape, x.layout)
-    ws = gl.allocate_shared_memory(packed.dtype, [STAGES] + packed.block_type.shape, packed.layout)
-    ss = gl.allocate_shared_memory(scale.dtype, [STAGES] + scale.block_type.shape, scale.layout)
-    ys = gl.allocate_shared_memory(out.dtype, [2] + out.block_type.shape, out.layout)
+    ws = gl.allocate_shared_memory(packed.dtype, [HELD] + packed.block_type.shape, packed.layout)
+    ss = gl.allocate_shared_memory(scale.dtype, [HELD] + scale.block_type.shape, scale.layout)
+    ys = gl.allocate_shared_memory(out.dtype, [2 * PLACES] + out.block_type.shape, out.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

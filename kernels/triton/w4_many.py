@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.triton import w4a8, w4a16
 from kernels.triton.common import Workspace, require
+from kernels.triton.strips import Strips
 from kernels.triton.tuning import Tile, measured_tile, multiprocessors
 from kernels.triton.w4_gluon import w4_kernel
 from kernels.triton.weights import BLOCK, GroupedWeight, check_input_scale, check_inputs
@@ -32,12 +33,13 @@ def w4a16_linear(
     workspace: Workspace,
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
+    strips: Strips | None = None,
 ) -> Tensor:
     """As `kernels.triton.w4a16.w4a16_linear`; the two differ by the rounding of fp32 sums."""
     dtype = out_dtype or x.dtype
-    tile = tile or _tile("w4a16", x, weight, dtype)
+    tile = tile or _tile("w4a16", x, weight, dtype, strips)
     if tile is None or not tile.persistent:
-        return w4a16.w4a16_linear(x, weight, workspace, tile, out_dtype)
+        return w4a16.w4a16_linear(x, weight, workspace, tile, out_dtype, strips)
     check_inputs(x, FLOATS, weight.inputs)
     return _launch(x, None, weight, workspace, dtype, tile)
 
@@ -49,11 +51,12 @@ def w4a8_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    strips: Strips | None = None,
 ) -> Tensor:
     """As `kernels.triton.w4a8.w4a8_linear`, bit for bit but for the order of groups in a sum."""
-    tile = tile or _tile(weight.family, xq, weight, out_dtype)
+    tile = tile or _tile(weight.family, xq, weight, out_dtype, strips)
     if tile is None or not tile.persistent:
-        return w4a8.w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile)
+        return w4a8.w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile, strips)
     check_inputs(xq, (torch.int8,), weight.inputs)
     check_input_scale(x_scale, len(xq))
     return _launch(xq, x_scale, weight, workspace, out_dtype, tile)
@@ -77,9 +80,11 @@ def _levels(weight: GroupedWeight) -> tuple[Tensor | None, Tensor, int]:
     return weight.unit, loaded.view(torch.int8), weight.multipliers
 
 
-def _tile(family: str, x: Tensor, weight: GroupedWeight, dtype: torch.dtype) -> Tile | None:
+def _tile(
+    family: str, x: Tensor, weight: GroupedWeight, dtype: torch.dtype, strips: Strips | None
+) -> Tile | None:
     """The tile of the kernel for many rows; None where the other is to choose for itself."""
-    if not _takes(weight, dtype):
+    if strips is not None or not _takes(weight, dtype):
         return None
     return many_rows_tile(family, x.device, len(x), weight.outputs, weight.inputs)
 
@@ -106,8 +111,10 @@ def rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
     if rows <= 64:
         fills = large and outputs // 256 >= 0.8 * processors
         return Tile(256 if fills else 128, 64, 1 if fills else 4, 6, 8, True)
+    if floats and rows > 1024:  # stages of 64 inputs
+        return Tile(128, 256, 1, 6, 8, True)
     if large and -(-rows // 128) * (outputs // 256) >= 0.8 * processors:
-        return Tile(256, 128, 1, 3 if floats else 5, 8, True)
+        return Tile(256, 128, 1, 4 if floats else 5, 8, True)
     return Tile(128, 128, 4, 4 if floats else 6, 8, True)
 
 
@@ -170,20 +177,21 @@ def _launch(
     exact = unit is not None
     parts = workspace.parts.view(torch.int32) if exact else workspace.parts
     w4_kernel[(programs,)](
-        _describe(x, [tile.rows, 128 // x.itemsize]),
-        _describe(words, [tile.outputs // 2, words.shape[1]]),
-        _describe(scale.view(-1), [tile.outputs * max(1, each)]),
-        _describe(out, [min(tile.rows, 64) if integers else tile.rows, 64]),
+        describe(x, [tile.rows, 128 // x.itemsize]),
+        describe(words, [tile.outputs // 2, words.shape[1]]),
+        describe(scale.view(-1), [tile.outputs * max(1, each)]),
+        describe(out, [min(tile.rows, 64) if integers else 32, 64]),
         x_scale, unit, weight.bias, parts, workspace.arrivals,
         rows, outputs, tiles, groups, strips, cut, share, STAGES=tile.stages,
-        EXACT=exact, GROUPS=each, enable_fp_fusion=not exact,
+        EXACT=exact, GROUPS=each, PLACES=1 if integers or tile.rows > 128 else 2,
+        enable_fp_fusion=not exact,
         PER_ROW=int(x_scale is not None and x_scale.numel() > 1), BIAS=weight.bias is not None,
         num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
     )  # fmt: skip
     return out
 
 
-def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """A tensor for the TMA unit, in blocks; rows of 128 bytes are swizzled."""
     layout = gl.NVMMASharedLayout(128 if len(block) > 1 else 0, 8 * tensor.itemsize, len(block))
     return TensorDescriptor.from_tensor(tensor, block, layout)

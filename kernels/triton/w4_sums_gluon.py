@@ -1,10 +1,11 @@
 """The sums of 4-bit weights times many rows on Hopper, of one warpgroup (Gluon).
 
-A ring's stage holds 128 inputs of a tile, x as [rows, inputs]. Its weights become the left operand
-in registers; a sum of 64 outputs by the rows of an accumulator goes on over stages.
+A ring's stage holds 128 inputs of a tile, or 64, x as [rows, inputs]. Its weights become the left
+operand in registers; a sum of 64 outputs by the rows of an accumulator goes on over stages.
 
 Asynchronous products keep their registers. A product that is on its way from one round of a loop to
-the next, or 8-bit operands that go round, make the assembler wait for every product or copy bytes.
+the next but not when the loop is entered, or 8-bit operands that go round, make the assembler wait
+for every product or copy bytes.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -80,41 +81,74 @@ def fetch_exact(rings, stage, TILE: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.jit
 def multiply_floats(accs, rings, bars, done, count, PART: gl.constexpr, MMA: gl.constexpr):
-    """W4A16: add `count` groups, the ring's stages from `done` on; the scale multiplies the weight.
+    """W4A16: add `count` groups, after `done` others; the scale multiplies the weight.
 
-    A step is a product of 64 outputs and half a group; the last makes the next group's operand.
+    The first group is not in the loop, so that a product is on its way whenever a round starts:
+    the assembler serializes products if that holds of some rounds only. The second warpgroup starts
+    a group later, so that the two do not both store results while no product is on its way.
     """
     xs, ws, ss = rings
     ready, empty, turns = bars
-    DT: gl.constexpr = xs.dtype
-    TILES: gl.constexpr = len(accs)
-    STEPS: gl.constexpr = 2 * TILES
-    STAGES: gl.constexpr = ws.shape[0]
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    i, stage = done, done % STAGES
-    mbarrier.wait(ready.index(stage), done // STAGES & 1)
-    words, scale = fetch(rings, stage, PART * TILES, MMA)
-    w = gl.convert_layout(float_operand(words, scale, 0, DT), LEFT, assert_trivial=True)
-    for _ in range(count):
-        following = (i + 1) % STAGES
-        for step in gl.static_range(STEPS):
-            xt = xs.index(stage * 2 + step % 2).permute([1, 0])
-            accs = put(accs, step // 2, warpgroup_mma(w, xt, accs[step // 2], is_async=True))
-            if step > 0:
-                accs = wait(accs, 1)
-            if step == STEPS - 1:
-                more = i + 1 < done + count
-                mbarrier.wait(ready.index(following), (i + 1) // STAGES & 1, pred=more)
-                words, scale = fetch(rings, following, PART * TILES, MMA)
-            elif step % 2 == 1:
-                words, scale = fetch(rings, stage, PART * TILES + (step + 1) // 2, MMA)
-            w = float_operand(words, scale, (step + 1) % 2, DT)
-            w = gl.convert_layout(w, LEFT, assert_trivial=True)
-        accs = wait(accs, 0)
-        mbarrier.arrive(empty.index(stage))
-        stage = following
+    LATE: gl.constexpr = xs.shape[1] > 64
+    PARTS: gl.constexpr = 2 * ready.shape[0] // xs.shape[0]  # stages of the ring that a group takes
+    i, end = done, done + count
+    wait_for(ready, i * PARTS, True)
+    words, scale = fetch(rings, i % ws.shape[0], PART * len(accs), MMA)
+    if LATE and PART == 1:
+        mbarrier.wait(turns.index(0), 0)
+    accs, words, scale = add_group(accs, words, scale, rings, bars, i, end, PART, True, MMA)
+    if LATE and PART == 0:
+        mbarrier.arrive(turns.index(0), pred=done == 0)
+    i += 1
+    for _ in range(count - 1):
+        accs, words, scale = add_group(accs, words, scale, rings, bars, i, end, PART, False, MMA)
         i += 1
+    accs = wait(accs, 0)
+    mbarrier.arrive(empty.index((i * PARTS - 1) % empty.shape[0]))
     return accs
+
+
+@gluon.jit
+def wait_for(ready, i, pred):
+    """Wait until the i-th filling of the ring's stages is there."""
+    STAGES: gl.constexpr = ready.shape[0]
+    mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1, pred=pred)
+
+
+@gluon.jit
+def add_group(
+    accs, words, scale, rings, bars, i, end,
+    PART: gl.constexpr, FIRST: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """The i-th group, whose first words are at hand; ends with its last product on its way.
+
+    A step is a product of 64 outputs and half a group, upon which the one ahead of it is done.
+    """
+    xs, ws, ss = rings
+    ready, empty, turns = bars
+    TILES: gl.constexpr = len(accs)
+    LAST: gl.constexpr = 2 * TILES - 1
+    STAGES: gl.constexpr = empty.shape[0]
+    PARTS: gl.constexpr = 2 * STAGES // xs.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    for step in gl.static_range(LAST + 1):
+        w = float_operand(words, scale, step % 2, xs.dtype)
+        w = gl.convert_layout(w, LEFT, assert_trivial=True)
+        if PARTS == 2 and step == 1:
+            wait_for(ready, 2 * i + 1, True)
+        xt = xs.index((2 * i + step % 2) % xs.shape[0]).permute([1, 0])
+        accs = put(accs, step // 2, warpgroup_mma(w, xt, accs[step // 2], is_async=True))
+        accs = wait(accs, 1)
+        if step == 0 and not FIRST:
+            mbarrier.arrive(empty.index((i * PARTS - 1) % STAGES))
+        if PARTS == 2 and step == LAST:
+            mbarrier.arrive(empty.index(2 * i % STAGES))
+        if step == LAST:
+            wait_for(ready, (i + 1) * PARTS, i + 1 < end)
+            words, scale = fetch(rings, (i + 1) % ws.shape[0], PART * TILES, MMA)
+        elif step % 2 == 1:
+            words, scale = fetch(rings, i % ws.shape[0], PART * TILES + (step + 1) // 2, MMA)
+    return accs, words, scale
 
 
 @gluon.jit

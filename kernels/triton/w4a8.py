@@ -37,7 +37,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
-from kernels.triton.tuning import Tile, gemm_tile
+from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.tuning import Tile
 from kernels.triton.w4a8_operands import multiplied_operand, operand
 from kernels.triton.weights import (
     BLOCK,
@@ -143,21 +144,34 @@ def _pack_two_level(q: Tensor, unit: Tensor, m: Tensor, bias: Tensor | None) -> 
 
 @triton.jit(do_not_specialize=["M"])
 def w4a8_kernel(
-    x, packed, x_scale, scale, unit, bias, out, parts, arrivals, M, N, K,
+    x, packed, x_scale, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
     GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    PER_ROW: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARE: tl.constexpr, SETTLED: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows); EXACT is of two levels."""
+    """Program (tile of outputs, split, tile of rows or strip); EXACT is of two levels."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    m = strip * ROWS + tl.arange(0, ROWS)
-    real = (m < M)[None, :]
+    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    if experts is not None:
+        if expert < 0:
+            return
+        packed += expert.to(tl.int64) * (K // 2 * N)
+        if MULTIPLIERS:
+            scale += expert * (K // 128 * (N // 4) * MULTIPLIERS)
+        elif not EXACT:
+            scale += expert * (K // GROUP * N)
+        if EXACT:
+            unit += expert * N
+        if BIAS:
+            bias += expert * N
+    real = there[None, :]
     tiles = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * (32 * GROUP)
     tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
-    columns = x + m[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
+    columns = x + row[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
     if MULTIPLIERS:
         words = tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)
         words = scale + words * MULTIPLIERS
@@ -196,7 +210,7 @@ def w4a8_kernel(
         number = strip * tl.num_programs(0) + tile
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
-        sx = tl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0)
+        sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
         if EXACT:
             if MULTIPLIERS == 0:
                 acc >>= 4
@@ -218,6 +232,7 @@ def w4a8_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    strips: Strips | None = None,
 ) -> Tensor:
     """x W^T + bias of int8 x.
 
@@ -228,6 +243,7 @@ def w4a8_linear(
         workspace: Of the stream that this runs in.
         out_dtype: Element type of the result.
         tile: How to cut it; by default the device's table says.
+        strips: As in `kernels.triton.w4a16.w4a16_linear`.
 
     Returns:
         [M, N] in `out_dtype`; sums of groups exact, sums over groups in fp32 but of two levels,
@@ -236,18 +252,18 @@ def w4a8_linear(
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    rows, outputs, inputs = len(xq), weight.outputs, weight.inputs
+    (rows, places), outputs, inputs = rows_of(xq, strips), weight.outputs, weight.inputs
     check_inputs(xq, (torch.int8,), inputs)
-    check_input_scale(x_scale, rows)
+    check_input_scale(x_scale, len(xq))
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:
         return out
-    tile = tile or gemm_tile(weight.family, xq.device, rows, outputs, inputs)
+    tile = tile or tile_of(weight.family, xq, outputs, inputs, strips)
     exact = weight.unit is not None
     parts = workspace.parts.view(torch.int32) if exact else workspace.parts
-    w4a8_kernel[grid_of(tile, rows, outputs, workspace)](
+    w4a8_kernel[grid_of(tile, rows, outputs, workspace, strips)](
         xq, weight.packed, x_scale, weight.scale, weight.unit, weight.bias, out, parts,
-        workspace.arrivals, rows, outputs, inputs,
+        workspace.arrivals, M=rows, N=outputs, K=inputs, **places,
         GROUP=BLOCK if exact else weight.group, ZERO=weight.zero_points,
         EXACT=exact, MULTIPLIERS=weight.multipliers if exact else 0,
         OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,

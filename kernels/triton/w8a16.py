@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.triton.common import Workspace
 from kernels.triton.operands import pack_tiles
+from kernels.triton.strips import Strips
 from kernels.triton.tuning import Tile
 from kernels.triton.weight_only import dequantize, weight_only_linear
 from kernels.triton.weights import GroupedWeight, check_grouped, lay_bias, lay_scales
@@ -50,6 +51,7 @@ def w8a16_linear(
     workspace: Workspace,
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
+    strips: Strips | None = None,
 ) -> Tensor:
     """As `kernels.triton.w4a16.w4a16_linear`, of a weight from `pack_w8a16`."""
-    return weight_only_linear(x, weight, 8, workspace, tile, out_dtype)
+    return weight_only_linear(x, weight, 8, workspace, tile, out_dtype, strips)

@@ -4,53 +4,67 @@
 
 int8 sums are exact in int32 and the epilogue is unfused fp32, so that a result equals
 `kernels.reference.int8_linear` bit for bit, however it is cut. fp8 (e4m3) sums leave the tensor
-cores, which keep about 14 bits, for fp32 every 128 inputs.
+cores, which keep about 14 bits, for fp32 every 128 inputs; many rows' every `SEGMENT` runs of 128,
+where there are more than `FAST_INPUTS`.
 
-Weights lie [K / 128, N, 128]: at one step of the sum all programs read one contiguous stretch, and
-the same array is a matrix of K / 128 * N rows for the TMA unit. fp8 weights stay [N, K], of which
-that is a view, since cuBLASLt, which takes calls of many rows, wants them so. Its sums of more than
-`FAST_INPUTS` inputs leave the tensor cores as often.
+int8 weights lie [K / 128, N, 128]: at one step of the sum all programs read one contiguous stretch,
+and the same array is a matrix of K / 128 * N rows for the TMA unit. fp8 weights stay [N, K], of
+which that is a view, since cuBLASLt, which takes calls of most rows, wants them so.
 
-Two kernels. Up to some hundred rows the weight is the left operand (wgmma wants 64 rows there, x
-has fewer), the sum is split where outputs are few. Beyond, a persistent one: a program an SM,
-tiles by TMA, in strips of `STRIP` row tiles so that both operands stay in L2.
+Two kernels. Up to some tens of rows, and on other devices than sm_90 always, the weight is the left
+operand (wgmma wants 64 rows there, x has fewer), the sum is split where outputs are few. Beyond,
+that of `kernels.triton.w8_gluon`, one program an SM. Of fp8 more than `LIBRARY_ROWS` rows go to
+cuBLASLt: 4096 took it 720 us on an H100 for 28672x4096, and the kernel 790.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.triton.common import (
     AHEAD,
     Workspace,
     announce,
+    capability,
     overlap,
     prefetch,
     prefetch_lines,
     require,
     sum_splits,
+    takes_wide_steps,
     wait,
 )
-from kernels.triton.tuning import Tile, gemm_tile, multiprocessors
+from kernels.triton.strips import Strips, rows_of, strip_rows
+from kernels.triton.tuning import Tile, measured_tile, multiprocessors, rule
+from kernels.triton.w4_many import THREADS, describe
+from kernels.triton.w8_gluon import w8a8_many_kernel
 from kernels.triton.weights import PackedWeight, check_input_scale, check_inputs, grid_of, lay_bias
 
-BLOCK = 128  # inputs of a step; 256 where rows of a weight are far apart
-STRIP = 16  # row tiles
+BLOCK = 128  # inputs of a run
 FAMILY = {torch.int8: "w8a8", torch.float8_e4m3fn: "fp8"}
-FP8_LIBRARY_ROWS = 64  # beyond these cuBLASLt is at the limit of the machine
+LIBRARY_ROWS = 256  # of fp8: beyond these cuBLASLt is ahead on sm_90
 FAST_INPUTS = 8192  # the tensor cores' own sums of more are off by a good part of e4m3's rounding
+SEGMENT = 16  # runs of 128 inputs
+LONG = 128 * 128  # results of a tile for which registers hold two sums
+STRIP_ROWS = 4096  # whose tiles follow each other, so that weights and x stay in L2
+MANY = tuple(
+    Tile(*sizes, 8, True)
+    for sizes in ((256, 128, 1, 4), (128, 256, 1, 4), (128, 128, 1, 6), (128, 64, 1, 8))
+)  # tiles of many rows: as deep a ring as fits in shared memory
 
 
 class W8A8Weight(PackedWeight):
     """A weight packed for `w8a8_linear`, `scale` fp32 [N].
 
-    `packed` is int8 [K / 128, N, 128], or e4m3 [K / 256, N, 256], a view of [N, K].
+    `packed` is int8 or e4m3 [K / 128, N, 128], the latter a view of [N, K].
     """
 
 
@@ -71,8 +85,7 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
         f"and K in {BLOCK}s",
     )
     require(scale.numel() == q.shape[0], f"{scale.numel()} scales for {q.shape[0]} outputs")
-    block = 2 * BLOCK if q.dtype != torch.int8 and q.shape[1] % (2 * BLOCK) == 0 else BLOCK
-    packed = q.contiguous().view(q.shape[0], -1, block).transpose(0, 1)
+    packed = q.contiguous().view(len(q), -1, BLOCK).transpose(0, 1)
     if q.dtype == torch.int8:
         require(not bool((q == -128).any()), "weight holds -128; the range is [-127, 127]")
         packed = packed.contiguous()
@@ -82,21 +95,28 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
 
 @triton.jit(do_not_specialize=["M"])
 def w8a8_kernel(
-    x, packed, x_scale, w_scale, bias, out, parts, arrivals, M, N, K, step, pitch,
+    x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr,
+    PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows); the tile is transposed, [OUTPUTS, ROWS]."""
+    """Program (tile of outputs, split, tile of rows or strip); the tile is transposed."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // BLOCK, SPLITS)
     first = split * share
     k = tl.arange(0, BLOCK)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    m = strip * ROWS + tl.arange(0, ROWS)
-    real = (m < M)[None, :]
+    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    if experts is not None:
+        if expert < 0:
+            return
+        packed += expert.to(tl.int64) * (K * N)
+        w_scale += expert * N
+        if BIAS:
+            bias += expert * N
+    real = there[None, :]
     weights = packed + n[:, None] * pitch + k[None, :]
-    columns = x + m[None, :] * K + k[:, None]
+    columns = x + row[None, :] * K + k[:, None]
     if OVERLAP:
         for i in tl.static_range(AHEAD):
             if first + i < K // BLOCK:
@@ -119,44 +139,12 @@ def w8a8_kernel(
         number = strip * tl.num_programs(0) + tile
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
-        sx = tl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0)
+        sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
         y = acc.to(tl.float32) * (sx[None, :] * tl.load(w_scale + n)[:, None])
         if BIAS:
             y += tl.load(bias + n)[:, None]
         place = out + m.to(tl.int64)[None, :] * N + n[:, None]
         tl.store(place, y.to(out.dtype.element_ty), mask=real)
-
-
-@triton.jit(do_not_specialize=["M"])
-def w8a8_persistent_kernel(
-    x, packed, out, x_scale, w_scale, bias, M, N, K,
-    STRIP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STAGES: tl.constexpr,
-    PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr,
-):  # fmt: skip
-    """x, packed (as [K / 128 * N, 128]) and out are TMA descriptors; any number of programs.
-
-    A tile is stored in halves, which leaves shared memory for another stage of loads.
-    """
-    row_tiles, output_tiles = tl.cdiv(M, ROWS), tl.cdiv(N, OUTPUTS)
-    for t in tl.range(tl.program_id(0), row_tiles * output_tiles, tl.num_programs(0)):
-        first = t // (STRIP * output_tiles) * STRIP
-        height = tl.minimum(row_tiles - first, STRIP)
-        row = (first + t % (STRIP * output_tiles) % height) * ROWS
-        output = t % (STRIP * output_tiles) // height * OUTPUTS
-        acc = tl.zeros([ROWS, OUTPUTS], SUM)
-        for g in tl.range(0, K // 128, num_stages=STAGES):
-            xs, w = x.load([row, g * 128]), packed.load([g * N + output, 0]).T
-            acc = tl.dot(xs, w, acc, out_dtype=SUM, max_num_imprecise_acc=128)
-        m = row + tl.arange(0, ROWS)
-        sx = tl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0)[:, None]
-        low, high = acc.reshape(ROWS, 2, OUTPUTS // 2).permute(0, 2, 1).split()
-        for half in tl.static_range(2):
-            n = output + half * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-            y = (high if half else low).to(tl.float32)
-            y *= sx * tl.load(w_scale + n, mask=n < N, other=0.0)[None, :]
-            if BIAS:
-                y += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
-            out.store([row, output + half * (OUTPUTS // 2)], y.to(out.dtype))
 
 
 def w8a8_linear(
@@ -166,6 +154,7 @@ def w8a8_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
+    strips: Strips | None = None,
 ) -> Tensor:
     """acc * (x_scale * w_scale) + bias.
 
@@ -176,6 +165,7 @@ def w8a8_linear(
         workspace: Of the stream that this runs in.
         out_dtype: Element type of the result.
         tile: How to cut it; by default the device's table says.
+        strips: As in `kernels.triton.w4a16.w4a16_linear`.
 
     Returns:
         [M, N] in `out_dtype`.
@@ -183,71 +173,127 @@ def w8a8_linear(
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    (rows, inputs), (blocks, outputs, block) = xq.shape, weight.packed.shape
-    check_inputs(xq, (weight.packed.dtype,), blocks * block)
-    check_input_scale(x_scale, rows)
-    if tile is None and xq.is_cuda and xq.dtype != torch.int8 and rows > FP8_LIBRARY_ROWS:
+    (rows, places), (blocks, outputs, _) = rows_of(xq, strips), weight.packed.shape
+    inputs = blocks * BLOCK
+    check_inputs(xq, (weight.packed.dtype,), inputs)
+    check_input_scale(x_scale, len(xq))
+    family, weights = FAMILY[xq.dtype], strips.most if strips else 0
+    height = strips.rows if strips else rows
+    tile = tile or tile_of(family, xq.device, height, outputs, inputs, weights)
+    if tile is None:
         return _library_linear(xq, x_scale, weight, out_dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:
         return out
-    tile = tile or gemm_tile(FAMILY[xq.dtype], xq.device, rows, outputs, inputs)
-    launch = _launch_persistent if tile.persistent else _launch_swapped
-    launch(xq, x_scale, weight, workspace, out, tile)
+    if tile.persistent:
+        _launch_many(xq, x_scale, weight, workspace, out, tile)
+    else:
+        grid = grid_of(tile, rows, outputs, workspace, strips)
+        _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places)
     return out
 
 
-def _common(x_scale: Tensor, weight: W8A8Weight, tile: Tile, stages: int) -> dict:
-    """Arguments by name that both kernels take; no fused multiply-add, which would round once."""
-    return {
-        "OUTPUTS": tile.outputs,
-        "ROWS": tile.rows,
-        "STAGES": stages,
-        "PER_ROW": int(x_scale.numel() > 1),
-        "BIAS": weight.bias is not None,
-        "SUM": tl.int32 if weight.packed.dtype == torch.int8 else tl.float32,
-        "num_warps": tile.warps,
-        "num_stages": stages,
-        "enable_fp_fusion": False,
-    }
+@cache
+def tile_of(
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int, weights: int = 0
+) -> Tile | None:
+    """Measured, else by rule: that of many rows on sm_90, where outputs fit. None: cuBLASLt's.
+
+    Of rows of some `weights` at once always that of few rows, by rule.
+    """
+    wide = family == "fp8" and inputs % 256 == 0 and takes_wide_steps(device)
+    step = 2 * BLOCK if wide else BLOCK
+    if weights:
+        own = rule(family, multiprocessors(device), rows, outputs, inputs, weights)
+        return replace(own, inputs=step)
+    library = family == "fp8" and device.type == "cuda"
+    if library and rows > LIBRARY_ROWS:
+        return None
+    found = measured_tile(family, device, rows, outputs, inputs)
+    processors = multiprocessors(device)
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if found is None and hopper:
+        found = many_rows_rule(processors, rows, outputs, family == "fp8" and inputs > FAST_INPUTS)
+    if found or (library and rows > 64):
+        return found
+    return replace(rule(family, processors, rows, outputs, inputs), inputs=step)
 
 
-def _launch_swapped(xq, x_scale, weight, workspace, out, tile) -> None:
-    rows, inputs = xq.shape
-    outputs = out.shape[1]
-    grid, parts = grid_of(tile, rows, outputs, workspace), workspace.parts
-    if tile.splits > 1 and xq.dtype == torch.int8:
+def many_rows_rule(processors: int, rows: int, outputs: int, long: bool = False) -> Tile | None:
+    """The tile of the shortest time, if a round of tiles takes as long as a tile has results.
+
+    What a tile costs beyond that is worth some 4096 results, as measured on an H100. `long` sums of
+    fp8 need registers of their own. None for few rows.
+    """
+
+    def rounds(tile: Tile) -> int:
+        tiles = -(-rows // tile.rows) * (outputs // tile.outputs)
+        return -(-tiles // processors) * (tile.rows * tile.outputs + 4096)
+
+    fitting = many_rows_tiles(outputs, long)
+    return min(fitting, key=rounds) if rows > 64 and fitting else None
+
+
+def many_rows_tiles(outputs: int, long: bool) -> list[Tile]:
+    """The tiles of many rows that fit; see `many_rows_rule`."""
+    most = LONG if long else 2 * LONG
+    return [t for t in MANY if outputs % t.outputs == 0 and t.rows * t.outputs <= most]
+
+
+def _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
+    (rows, outputs), inputs = out.shape, xq.shape[1]
+    integers, parts = xq.dtype == torch.int8, workspace.parts
+    if tile.splits > 1 and integers:
         parts = parts.view(torch.int32)
     step, pitch, _ = weight.packed.stride()
+    block = BLOCK if integers or inputs % tile.inputs else tile.inputs
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
-        rows, outputs, inputs, step, pitch, SPLITS=tile.splits, BLOCK=weight.packed.shape[2],
-        **overlap(), **_common(x_scale, weight, tile, tile.stages),
+        M=rows, N=outputs, K=inputs, step=step * (block // BLOCK), pitch=pitch, **places,
+        OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages, BLOCK=block,
+        PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None,
+        SUM=tl.int32 if integers else tl.float32, **overlap(),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _launch_persistent(xq, x_scale, weight, _, out, tile) -> None:
-    rows, inputs = xq.shape
-    outputs = out.shape[1]
-    require(weight.packed.is_contiguous(), "the kernel for many rows takes int8 weights alone")
-    stages = min(tile.stages, 3) if out.dtype == torch.float32 else tile.stages  # memory for a tile
-    describe = TensorDescriptor.from_tensor
-    tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(outputs, tile.outputs)
-    w8a8_persistent_kernel[(min(multiprocessors(xq.device), tiles),)](
+def _launch_many(xq, x_scale, weight, workspace, out, tile) -> None:
+    (rows, inputs), outputs = xq.shape, out.shape[1]
+    require(capability() == 90, f"{tile} is for sm_90; this is sm_{capability()}")
+    require(
+        outputs % tile.outputs == 0 and tile.outputs % 128 == 0 and tile.splits == 1,
+        f"{tile} for {outputs} outputs; needed are 128 or 256 outputs, a divisor, and no splits",
+    )
+    groups, strips = inputs // BLOCK, -(-rows // tile.rows)
+    tiles = strips * (outputs // tile.outputs)
+    programs = min(multiprocessors(xq.device), tiles)
+    long = xq.dtype != torch.int8 and inputs > FAST_INPUTS
+    require(
+        not long or tile.rows * tile.outputs <= LONG,
+        f"{tile} for {inputs} inputs; of more than {FAST_INPUTS} a tile has {LONG} results at most",
+    )
+    packed = weight.packed.view(-1, BLOCK) if xq.dtype == torch.int8 else matrix_of(weight)
+    w8a8_many_kernel[(programs,)](
         describe(xq, [tile.rows, BLOCK]),
-        describe(weight.packed.view(-1, BLOCK), [tile.outputs, BLOCK]),
-        describe(out, [tile.rows, tile.outputs // 2]),
-        x_scale, weight.scale, weight.bias, rows, outputs, inputs, STRIP=STRIP,
-        **_common(x_scale, weight, tile, stages),
+        describe(packed, [tile.outputs, BLOCK]),
+        describe(out, [min(128 // out.itemsize, tile.rows), 64]),
+        x_scale, weight.scale, weight.bias, rows, outputs, tiles, groups, strips,
+        STRIP=STRIP_ROWS // tile.rows, STAGES=tile.stages, SEGMENT=SEGMENT if long else 0,
+        PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None, enable_fp_fusion=False,
+        num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
     )  # fmt: skip
+
+
+def matrix_of(weight: W8A8Weight) -> Tensor:
+    """fp8 weights as they were, [N, K]: a view."""
+    return weight.packed.transpose(0, 1).reshape(weight.packed.shape[1], -1)
 
 
 def _library_linear(xq, x_scale, weight, out_dtype) -> Tensor:
     """fp8 by cuBLASLt; the scale of a tensor is spread over the rows."""
-    w = weight.packed.transpose(0, 1).reshape(weight.packed.shape[1], -1)  # a view of [N, K]
     out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         xq,
-        w.t(),
+        matrix_of(weight).t(),
         scale_a=x_scale.reshape(-1, 1).expand(xq.shape[0], 1).contiguous(),
         scale_b=weight.scale.reshape(1, -1),
         out_dtype=out_dtype,

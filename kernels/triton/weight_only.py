@@ -25,7 +25,8 @@ from torch import Tensor
 
 from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
 from kernels.triton.operands import beside, quarters
-from kernels.triton.tuning import Tile, gemm_tile
+from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.tuning import Tile
 from kernels.triton.weights import BLOCK, GroupedWeight, check_inputs, grid_of
 
 LIBRARY_ROWS = 512
@@ -71,12 +72,16 @@ def product(w, s, x, real):
 
 @triton.jit(do_not_specialize=["M"])
 def weight_only_kernel(
-    x, packed, scale, bias, out, parts, arrivals, M, N, K,
+    x, packed, scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SCALE_WEIGHT: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARE: tl.constexpr, SETTLED: tl.constexpr, SCALE_WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output."""
+    """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output.
+
+    With `experts` a tile of rows is a strip, and weights lie one behind the other.
+    """
     DT: tl.constexpr = x.dtype.element_ty
     WORDS: tl.constexpr = 256 * BITS
     STEP: tl.constexpr = GROUP if GROUP > 0 and not SCALE_WEIGHT else 128
@@ -84,11 +89,18 @@ def weight_only_kernel(
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    m = strip * ROWS + tl.arange(0, ROWS)
-    real = (m < M)[None, :]
+    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    if experts is not None:
+        if expert < 0:
+            return
+        packed += expert.to(tl.int64) * (K // 128 * (N // 64) * WORDS)
+        scale += expert * (N * (K // GROUP if GROUP > 0 else 1))
+        if BIAS:
+            bias += expert * N
+    real = there[None, :]
     words = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * WORDS
     words = packed + words + tl.arange(0, WORDS)[None, :]
-    columns = x + m[None, :] * K + tl.arange(0, STEP)[:, None]  # x transposed
+    columns = x + row[None, :] * K + tl.arange(0, STEP)[:, None]  # x transposed
     wait(OVERLAP)
     announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -173,23 +185,24 @@ def weight_only_linear(
     workspace: Workspace,
     tile: Tile | None,
     out_dtype: torch.dtype | None = None,
+    strips: Strips | None = None,
 ) -> Tensor:
     """x W^T + bias, of weights of 4 or 8 bits; see `kernels.triton.w4a16.w4a16_linear`."""
-    rows, outputs, inputs = len(x), weight.outputs, weight.inputs
+    (rows, places), outputs, inputs = rows_of(x, strips), weight.outputs, weight.inputs
     check_inputs(x, FLOATS, inputs)
-    if tile is None and rows > LIBRARY_ROWS:
+    if tile is None and strips is None and rows > LIBRARY_ROWS:
         bias = None if weight.bias is None else weight.bias.to(x.dtype)
         return F.linear(x, dequantize(weight, bits, x.dtype), bias).to(out_dtype or x.dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if rows == 0:
         return out
-    tile = tile or gemm_tile(f"w{bits}a16", x.device, rows, outputs, inputs)
+    tile = tile or tile_of(f"w{bits}a16", x, outputs, inputs, strips)
     sums = tile.rows * (BLOCK // weight.group if weight.group else 0)
-    weight_only_kernel[grid_of(tile, rows, outputs, workspace)](
+    weight_only_kernel[grid_of(tile, rows, outputs, workspace, strips)](
         x, weight.packed, weight.scale, weight.bias, out, workspace.parts, workspace.arrivals,
-        rows, outputs, inputs, BITS=bits, GROUP=weight.group, ZERO=weight.zero_points,
-        OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
-        SCALE_WEIGHT=bits == 4 and sums > 64, BIAS=weight.bias is not None,
+        M=rows, N=outputs, K=inputs, **places, BITS=bits, GROUP=weight.group,
+        ZERO=weight.zero_points, OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits,
+        STAGES=tile.stages, SCALE_WEIGHT=bits == 4 and sums > 64, BIAS=weight.bias is not None,
         num_warps=tile.warps, num_stages=tile.stages, **overlap(),
     )  # fmt: skip
     return out

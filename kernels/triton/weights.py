@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.triton.common import Workspace, require
+from kernels.triton.strips import Strips
 from kernels.triton.tuning import Tile
 
 BLOCK = 128  # inputs of a tile
@@ -149,10 +150,17 @@ def check_input_scale(x_scale: Tensor, rows: int) -> None:
     require(x_scale.numel() in (1, rows), f"{x_scale.numel()} scales for {rows} rows of x")
 
 
-def grid_of(tile: Tile, rows: int, outputs: int, workspace: Workspace) -> tuple[int, int, int]:
+def grid_of(
+    tile: Tile, rows: int, outputs: int, workspace: Workspace, strips: Strips | None = None
+) -> tuple[int, int, int]:
     """(tiles of outputs, splits, tiles of rows) of a kernel; ValueError where they do not fit."""
+    require(
+        strips is None or strips.rows == tile.rows,
+        f"strips have {strips.rows if strips else 0} rows, tiles {tile.rows}",
+    )
     require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
-    across, down = outputs // tile.outputs, -(-rows // tile.rows)
+    across = outputs // tile.outputs
+    down = -(-rows // tile.rows) if strips is None else len(strips.experts)
     if tile.splits > 1:
         tiles = across * down
         workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.triton import fused, problems
-    from kernels.triton.common import Workspace, capability
+    from kernels.triton.common import capability
     from kernels.triton.fp8_block import (
         LIBRARY_ROWS,
         fp8_block_linear,
@@ -20,11 +20,6 @@ if torch.cuda.is_available():
     from kernels.triton.tuning import Tile
 
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(scope="module")
-def workspace():
-    return Workspace.on("cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 
 import kernels.triton.bench as bench
 import kernels.triton.peers as peers
+import kernels.triton.tune as tune
+from kernels.devices import run_on_gpu
 from kernels.triton.bench import HEADER, Bench, Limits, Row
 from kernels.triton.peer_times import TOLERANCE, Peers
 from kernels.triton.peers import UnavailableError
@@ -182,6 +186,8 @@ def test_lines_are_aligned():
         (["w4"], "found family 'w4'; allowed are w4a16"),
         (["--table", "sampling"], "found family 'sampling'; allowed are w4a16, w4a8"),
         (["--shapes", "4096"], "write outputs x inputs"),
+        (["--shapes", "4096x100"], "multiples of 64 outputs and 128 inputs"),
+        (["--shapes", "0x128"], "multiples of 64 outputs and 128 inputs"),
         (["--rows", "0"], "a whole number from 1 on"),
         (["--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
     ],
@@ -193,6 +199,13 @@ def test_arguments_that_mean_nothing_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["--shapes", "4096"], ["--rows", "0"], ["--families", "w4"]])
+def test_tuning_refuses_them_too(arguments):
+    with pytest.raises(SystemExit) as caught:
+        tune.main(arguments)
+    assert caught.value.code == 2
+
+
 def test_arguments_are_resolved():
     assert bench.parse([]).families == FAMILIES
     found = bench.parse(["--table", "--shapes", "64x128", "--rows", "2"])
@@ -200,13 +213,48 @@ def test_arguments_are_resolved():
     assert (found.shapes, found.rows) == ([(64, 128)], [2])
 
 
-def test_without_a_gpu_one_line_says_so(monkeypatch, capsys):
-    def refuse(device):
-        raise ValueError("torch sees 0 GPUs here")
+@pytest.mark.parametrize("command", [bench, tune])
+@pytest.mark.parametrize(("gpus", "reason"), [(0, "found 'cuda', but torch"), (1, "a GPU needs T")])
+def test_without_a_gpu_or_triton_one_line_says_so(command, gpus, reason, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("kernels.devices.find_spec", lambda name: None)
+    assert command.main([]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {reason}")
+    assert err.count("\n") == 1
 
-    monkeypatch.setattr(bench, "check_device", refuse)
-    assert bench.main(["w8a8"]) == 2
-    assert capsys.readouterr().err == "error: torch sees 0 GPUs here\n"
+
+def test_the_commands_are_imported_without_triton():
+    own = "ptq, kernels.triton.bench, kernels.triton.tune"
+    code = f"import sys; sys.modules['triton'] = None; import {own}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def test_an_interrupt_has_no_trace(monkeypatch, capsys):
+    def interrupt(device):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kernels.devices.check_device", torch.device)
+    assert run_on_gpu(interrupt) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_was_measured_stays(monkeypatch, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+
+    def rows(self, problems):
+        yield Row("w8a8", "first", 10.0, 5.0, 0.0)
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(bench, "measure_limits", lambda: LIMITS)
+    monkeypatch.setattr(bench.Bench, "rows", rows)
+    files = [tmp_path / "k.json", tmp_path / "k.md"]
+    arguments = bench.parse(["--json", str(files[0]), "--markdown", str(files[1])])
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.measure(arguments, CPU)
+    assert json.loads(files[0].read_text())["rows"][0]["name"] == "first"
+    assert "| first |" in files[1].read_text()
 
 
 def test_the_selection_of_layers():

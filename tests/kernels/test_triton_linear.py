@@ -80,7 +80,7 @@ def test_w4a8(cut, per_row):
         assert relative(got, twins.grouped_linear(x, q, scale, bias, own)) < 1e-6
 
 
-@pytest.mark.parametrize("cut", [(64, 16, 1), (128, 16, 3), (64, 64, 1, 2, 4, True)])
+@pytest.mark.parametrize("cut", [(64, 16, 1), (128, 16, 3), (64, 64, 1, 2)])
 @pytest.mark.parametrize(("per_row", "with_bias"), [(False, True), (True, False)])
 @interpreted
 def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
@@ -106,7 +106,7 @@ def test_fp8():
     x, q, scale, bias = random(9, 8, True)
     x, q = (t.float().div(40).to(torch.float8_e4m3fn) for t in (x, q))
     own = torch.rand(9, 1)
-    for inputs in (512, 384):  # steps of 256 and of 128
+    for inputs in (512, 384):
         xs, qs = x[:, :inputs].contiguous(), q[:, :inputs].contiguous()
         weight = pack_w8a8(qs, scale, bias)
         got = w8a8_linear(xs, own, weight, make_workspace(), torch.float32, Tile(64, 16, 3))

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+import kernels.triton.tune as tune
 import kernels.triton.tuning as tuning
 from kernels.triton.tuning import (
     Block,
@@ -47,9 +48,19 @@ def test_buckets_are_powers_of_two_from_16_on():
 def test_the_rule_gives_tiles_that_divide_the_outputs(family, rows, outputs, inputs):
     for processors in (1, 108, 132):
         tile = rule(family, processors, rows, outputs, inputs)
-        assert tile.persistent or outputs % tile.outputs == 0
+        assert outputs % tile.outputs == 0
+        assert not tile.persistent
         assert 1 <= tile.splits <= max(1, inputs // 1024)
         assert tile.rows >= min(bucket(rows), 64)
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (192, 512), (4096, 14336)])
+def test_tuning_has_candidates_that_divide_the_outputs(family, outputs, inputs):
+    for rows in (1, 64):
+        found = list(tune.tiles(family, rows, outputs, inputs, 132))
+        assert found
+        assert all(outputs % tile.outputs == 0 for tile in found)
 
 
 def test_16_bit_weights_are_split_where_tiles_are_few():
@@ -75,6 +86,22 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
     assert attention_cut(CPU, 2, 8, 64, 3).splits != 7
     assert prefill_block(CPU, 130, 128, 1) == Block(64, 32, 4, 9)
     assert prefill_block(CPU, 130, 128, 0).stages != 9
+
+
+def test_a_device_without_an_entry_takes_that_of_its_chip(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(tuning, "LIKE", {"cpu": "twin"})
+    tables = {"cpu": {"1x1": {"16": {"outputs": 64, "rows": 16}}}, "twin": {}}
+    tables["twin"] = {"1x1": {"16": {"outputs": 128, "rows": 16}}, "2x2": tables["cpu"]["1x1"]}
+    for name, own in tables.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"w8a8": own}))
+    assert gemm_tile("w8a8", CPU, 1, 1, 1) == Tile(64, 16)
+    assert gemm_tile("w8a8", CPU, 1, 2, 2) == Tile(64, 16)
+    assert gemm_tile("w8a8", CPU, 1, 128, 3) == rule("w8a8", 1, 1, 128, 3)
+
+
+def test_devices_that_are_alike_have_a_table():
+    assert all((tuning.FOLDER / f"{name}.json").exists() for name in tuning.LIKE.values())
 
 
 def test_tables_in_the_package_can_be_read():

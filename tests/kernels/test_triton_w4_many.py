@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import tempfile
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from triton_lab import building_for, compiled, interpreted
-
-SHARED = 232448  # bytes that a program has on sm_90
-
-
-def assembler_says(ptx: str) -> str:
-    """What ptxas has to say of PTX for sm_90a."""
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        arguments = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        return subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
+from triton_lab import SHARED, assembler_says, building_for, compiled, interpreted
 
 
 def ordinary(outputs: int, groups: int) -> torch.Tensor:
@@ -46,17 +29,18 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
     bias, x = torch.zeros(512), torch.zeros(200, 1024, dtype=torch.int8)
     with building_for(90) as built:
         if family == "w4a16":
-            large, small = Tile(256, 128, 1, 3, 8, True), Tile(128, 64, 4, 6, 8, True)
+            large, small = Tile(256, 128, 1, 4, 8, True), Tile(128, 64, 4, 6, 8, True)
             w4_many.w4a16_linear(x.bfloat16(), pack_w4a16(q, scale), workspace, large)
             weight = pack_w4a16(q, scale.half(), bias)
             w4_many.w4a16_linear(x.half(), weight, workspace, small)
+            w4_many.w4a16_linear(x.half(), weight, workspace, Tile(128, 256, 4, 6, 8, True))
         else:
             tile = Tile(256, 128, 4, 5, 8, True)
             weight = pack_w4a8(q, scale, bias)
             w4_many.w4a8_linear(x, torch.ones(1), weight, workspace, tile=tile)
-    kinds = [r"bf16\.bf16", r"f16\.f16"] if family == "w4a16" else [r"s8\.s8"]
+    kinds = [r"bf16\.bf16", r"f16\.f16", r"f16\.f16"] if family == "w4a16" else [r"s8\.s8"]
     for kind, binary in zip(kinds, built, strict=True):
-        assert binary.stack == 0
+        assert binary.stack <= (8 if "n256k16" in binary.ptx else 0), "predicates, no part of a sum"
         assert binary.shared <= SHARED
         assert binary.count(rf"wgmma\.mma_async\S*{kind} +\{{[^}}]*\}}, *\{{"), "left in registers"
         assert not binary.count(r"mma\.sync")
@@ -64,8 +48,7 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
             4 if family == "w4a16" else 3
         ), "loaded by one warp"
         assert binary.count(r"cp\.async\.bulk\.tensor\S*shared::cta") >= 2, "stored by TMA"
-    if built:
-        assert "serialized" not in assembler_says(built[0].ptx)
+        assert "serialized" not in assembler_says(binary.ptx)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +136,10 @@ def test_the_rule_gives_tiles_that_fit(family, rows, outputs):
         assert tile.persistent
         assert outputs % tile.outputs == 0
         elements = 2 if family == "w4a16" else 1
-        stage = 128 * tile.rows * elements + tile.outputs * (64 + 4)
-        results = 2 * 64 * 2 * (tile.rows if elements == 2 else 64)
-        assert tile.stages * (stage + 16) + results + 1024 <= SHARED
+        halves = tile.stages if elements == 2 and tile.rows > 128 else 2 * tile.stages
+        stages = halves * 64 * tile.rows * elements + -(-halves // 2) * tile.outputs * (64 + 4)
+        results = 2 * 64 * 2 * (32 if tile.rows > 128 and elements == 2 else 64)
+        assert stages + 16 * tile.stages + results + 512 <= SHARED
 
 
 @interpreted
