@@ -143,6 +143,23 @@ def per_expert(
     return found
 
 
+def shapes_per_expert(
+    shapes: Mapping[str, tuple[int, ...]], model_type: str | None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's parameters as transformers has them, experts taken apart."""
+    files = {name: _Shapes({name: (torch.bfloat16, shape)}) for name, shape in shapes.items()}
+    found = per_expert(files, model_type)  # pyright: ignore[reportArgumentType]
+    return {name: file.tensors[name][1] for name, file in found.items()}
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """A file of no data."""
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    path: Path = Path()
+
+
 def _apart(
     file: SafetensorsFile, name: str, moe: str, names: ExpertNames
 ) -> Iterator[tuple[str, RowsOf]]:

@@ -47,7 +47,7 @@ class Speed(Strict):
         peak_memory_bytes: Most memory so far, loading included: resident of the process, or
             allocated on the GPU.
         kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
-        weight_bytes: Bytes of the checkpoint's weight files.
+        weight_bytes: Bytes of the checkpoint's weight files, or in memory if it has none.
     """
 
     batch: int

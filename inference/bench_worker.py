@@ -49,7 +49,7 @@ class Run:
         peak_memory_bytes: Most memory so far, loading included: resident of the process, or
             allocated on the GPU.
         kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
-        weight_bytes: Bytes of the checkpoint's weight files.
+        weight_bytes: Bytes of the checkpoint's weight files, or in memory if it has none.
     """
 
     prefill_s: float
@@ -93,7 +93,7 @@ def run_once(engine: Engine, load: Load) -> Run:
         per_token_s=[b - a for row in times for a, b in pairwise(row)],
         peak_memory_bytes=peak_memory_bytes(engine),
         kv_bytes_per_token=engine.kv_bytes_per_token,
-        weight_bytes=engine.checkpoint.nbytes,
+        weight_bytes=engine.checkpoint.nbytes or engine.model.weight_bytes,
     )
 
 

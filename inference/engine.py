@@ -200,7 +200,7 @@ class Engine:
         return outputs
 
     def warm_up(self) -> None:
-        """On a GPU, compile and capture all decode steps now instead of when each is needed."""
+        """On a GPU, compile and capture the usual steps now instead of when each is needed."""
         self.loop.warm_up()
 
     def generate(

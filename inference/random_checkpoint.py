@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from formats.checkpoint import read_config
 from formats.errors import RequestError
-from formats.experts import EXPERT_NAMES, is_projection
+from formats.experts import is_projection, shapes_per_expert
 from formats.scale_table import Role, ScaleEntry, ScaleTable
 from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme
 from formats.targets import HEAD
@@ -80,6 +80,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 0,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
 }
 
 
@@ -104,11 +126,10 @@ def read_shape(text: str) -> tuple[str, dict[str, Any]]:
             "shape",
         )
     config, _ = read_config(folder)
-    dense = [kind for kind in SUPPORTED_MODEL_TYPES if kind not in EXPERT_NAMES]
-    if config.get("model_type") not in dense:
+    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
         raise RequestError(
             f"shape: {text} is of model_type {config.get('model_type')!r}; random checkpoints are "
-            f"made of {', '.join(dense)}",
+            f"made of {', '.join(SUPPORTED_MODEL_TYPES)}",
             "shape",
         )
     return folder.resolve().name, config
@@ -197,7 +218,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(config["model_type"], **values)
         )
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return shapes_per_expert(shapes, config["model_type"])
 
 
 def random_values(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:

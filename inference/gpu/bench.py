@@ -1,12 +1,13 @@
-"""`python -m inference.gpu.bench`: steps of a model of random weights on a GPU, one by one.
+"""`ptq gpu`: steps of a model of random weights on a GPU, one by one.
 
-    python -m inference.gpu.bench --schemes a8w8c8 fp8_c8 w4c8 float --batch 1 16 64 --json gpu.json
+    ptq gpu --schemes a8w8c8 w4c8 float --batch 1 16 64 --json gpu.json
 
 For every scheme and batch: the median step with a cache that holds `--context` tokens of each
 sequence, without computing them first, so that a table takes a minute; the same step's CUDA graph
 alone; what the host does in a step that is not waiting; then a prefill of 8 prompts of 1024 tokens,
-and the peak of the GPU's memory beside weights and cache. A scheme that does not fit is told, and
-the others are measured. `ptq bench --device cuda` measures whole requests.
+the first token of one prompt of 128, and the peak of the GPU's memory beside weights and cache. A
+scheme that does not fit is told, and the others are measured. `ptq bench --device cuda` measures
+whole requests.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from inference.random_checkpoint import SHAPES, read_scheme, read_shape
 from inference.random_model import RandomCheckpoint, random_tokenizer
 from inference.request import SamplingParams
 
-WARM_UP, STEPS, PROMPTS, PROMPT = 8, 32, 8, 1024
+SCHEMES = ("a8w8c8", "fp8_c8", "w4c8", "a8w4c8_two_level", "float")
+WARM_UP, STEPS, PROMPTS, PROMPT, SHORT = 8, 32, 8, 1024, 128
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,14 @@ class Figures:
     Attributes:
         steps: Of each batch.
         prefill_ms: From the arrival of the prompts to the first token of each.
+        short_ms: From the arrival of one short prompt to its first token.
         peak_bytes: Most memory of the GPU, weights and cache included.
     """
 
     scheme: str
     steps: list[Step]
     prefill_ms: float
+    short_ms: float
     weight_bytes: int
     cache_bytes: int
     peak_bytes: int
@@ -150,6 +154,16 @@ def measure_prefill(engine: Engine) -> float:
     return 1e3 * min(_seconds(lambda: engine.generate(prompts, params)) for _ in range(3))
 
 
+def measure_short(engine: Engine) -> float:
+    """Milliseconds from a short prompt's arrival to its first token, the median of many."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    prompts = [[(13 * i + j) % 1000 + 1 for j in range(SHORT)] for i in range(WARM_UP + STEPS)]
+    times = [
+        _seconds(lambda prompt=prompt: engine.generate([prompt], params)) for prompt in prompts
+    ]
+    return 1e3 * statistics.median(times[WARM_UP:])
+
+
 def measure(shape: str, scheme: str, batches: Sequence[int], context: int) -> Figures:
     """Measure a scheme.
 
@@ -161,10 +175,10 @@ def measure(shape: str, scheme: str, batches: Sequence[int], context: int) -> Fi
     torch.cuda.reset_peak_memory_stats()
     engine = make_engine(shape, scheme, batches, context)
     steps = [measure_step(engine, batch, context) for batch in batches]
-    prefill = measure_prefill(engine)
+    prefill, short = measure_prefill(engine), measure_short(engine)
     cache = sum(pool.k.nbytes + pool.v.nbytes for pool in engine.pools)
     peak = torch.cuda.max_memory_allocated()
-    return Figures(scheme, steps, prefill, engine.model.weight_bytes, cache, peak)
+    return Figures(scheme, steps, prefill, short, engine.model.weight_bytes, cache, peak)
 
 
 def describe(own: Figures) -> list[str]:
@@ -178,7 +192,8 @@ def describe(own: Figures) -> list[str]:
     return [
         *lines,
         f"{own.scheme:12} prefill {PROMPTS} x {PROMPT}: {own.prefill_ms:.1f} ms, "
-        f"{own.prefill_tokens_s:.0f} tokens/s; peak memory {own.peak_bytes / 1e9:.2f} GB of "
+        f"{own.prefill_tokens_s:.0f} tokens/s; 1 x {SHORT}: {own.short_ms:.1f} ms; "
+        f"peak memory {own.peak_bytes / 1e9:.2f} GB of "
         f"{own.weight_bytes / 1e9:.2f} weights and {own.cache_bytes / 1e9:.2f} cache",
     ]
 
@@ -187,12 +202,18 @@ def table(found: Sequence[Figures], context: int) -> str:
     """All schemes in Markdown: tokens per second of all requests."""
     batches = [step.batch for step in found[0].steps] if found else []
     heads = [f"batch {batch}" for batch in batches]
-    heads += [f"prefill {PROMPTS} x {PROMPT}", "beyond the graph", "peak memory / weights + cache"]
+    heads += [
+        f"prefill {PROMPTS} x {PROMPT}",
+        f"first token of {SHORT}",
+        "beyond the graph",
+        "peak memory / weights + cache",
+    ]
     rows = [[f"context {context}, tokens/s", *heads], ["---"] * (len(heads) + 1)]
     for own in found:
         beyond = [1 - step.graph / step.whole for step in own.steps]
         held = own.weight_bytes + own.cache_bytes
         cells = [f"{step.tokens_s:,.0f}" for step in own.steps] + [f"{own.prefill_tokens_s:,.0f}"]
+        cells += [f"{own.short_ms:.1f} ms"]
         cells += [f"{min(beyond):.1%} to {max(beyond):.1%}"]
         rows.append([own.scheme, *cells, f"{own.peak_bytes / 1e9:.1f} / {held / 1e9:.1f} GB"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -238,14 +259,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m inference.gpu.bench",
+        prog="ptq gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--shape", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or the path of a config.json"
     )
-    parser.add_argument("--schemes", nargs="+", default=["a8w8c8", "fp8_c8", "w4c8", "float"])
+    parser.add_argument(
+        "--schemes", nargs="+", default=SCHEMES, help="presets of recipes, or float for bf16"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], metavar="N")
     parser.add_argument("--context", type=int, default=4048, metavar="TOKENS")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")

@@ -3,6 +3,7 @@
 A block is nine launches: RMSNorm with the sum of the residual before it, q/k/v, rotation and the
 write to the cache, attention, o, RMSNorm, gate and up, SiLU's product, down; where inputs are
 quantized, the kernel before a linear layer ends in that (but o's, if scaled by its data: a tenth).
+A mixture of experts has routing and a sum beside (`inference.gpu.feed_forward`).
 Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
 a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
 (`kernels.triton.common.overlap`): what says where tokens stand (`settled`) is read, and weights are
@@ -17,13 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.gpu.layers import GpuLinear, workspace_on
+from inference.gpu.feed_forward import feed_forward, inputs_of, on_gpu
+from inference.gpu.layers import workspace_on
 from inference.kv_cache import KVPool
-from inference.layers import Linear
-from inference.models.feed_forward import FeedForward, SwiGLU
 from inference.models.llama import Layer, LlamaModel
 from kernels.triton.attention import decode_attention
-from kernels.triton.fused import add_rms_norm, silu_mul
+from kernels.triton.fused import add_rms_norm
 from kernels.triton.linear import Rows
 from kernels.triton.prefill import prefill_attention
 from kernels.triton.rope_cache import rope_write
@@ -42,6 +42,7 @@ class GpuBatch:
         rows: int64 [R], the tokens whose logits are wanted; None for all.
         query_start: int32 [S + 1], where a sequence's tokens begin; None where each has one.
         decodes: Sequences that have one token, first in the batch, where others have more.
+        padded: Whether the step may be captured, and nothing asked of the host.
     """
 
     ids: Tensor
@@ -52,6 +53,7 @@ class GpuBatch:
     rows: Tensor | None = None
     query_start: Tensor | None = None
     decodes: int = 0
+    padded: bool = False
 
 
 @torch.no_grad()
@@ -63,16 +65,19 @@ def forward(model: LlamaModel, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     """
     eps, total, delta = model.config.eps, model.embedding[batch.ids].to(model.dtype), None
     for layer, pool, window in zip(model.layers, pools, model.config.windows, strict=True):
-        project = _on_gpu(layer.qkv)
+        project = on_gpu(layer.qkv)
         rows, scales, total = _norm(total, delta, layer.input_norm, eps, project.rows)
         qkv = project.run(rows, scales, model.dtype)
         attended = _attend(model, layer, qkv, batch, pool, window)
-        rows, scales, total = _norm(total, attended, layer.post_norm, eps, _inputs_of(layer))
-        delta = _feed_forward(layer.feed_forward, rows, scales, model.dtype)
+        own = layer.feed_forward
+        rows, scales, total = _norm(
+            total, attended, layer.post_norm, eps, inputs_of(own, model.dtype)
+        )
+        delta = feed_forward(own, rows, scales, model.dtype, batch.padded)
     if batch.rows is not None:
         total = total[batch.rows]
         delta = None if delta is None else delta[batch.rows]
-    head = _on_gpu(model.head)
+    head = on_gpu(model.head)
     rows, scales, _ = _norm(total, delta, model.norm, eps, head.rows)
     return head.run(rows, scales, torch.float32)
 
@@ -84,24 +89,6 @@ def _norm(
     x, residual = (total, None) if delta is None else (delta, total)
     rest = (wanted.scale, wanted.dtype, wanted.group)
     return add_rms_norm(x, residual, weight, eps, *rest, settled=True)
-
-
-def _inputs_of(layer: Layer) -> Rows:
-    """How a block's feed-forward layer wants its input; experts quantize their rows themselves."""
-    own = layer.feed_forward
-    if isinstance(own, SwiGLU):
-        return _on_gpu(own.gate_up).rows
-    return Rows(layer.post_norm.dtype)
-
-
-def _feed_forward(
-    own: FeedForward, rows: Tensor, scales: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    if not isinstance(own, SwiGLU):
-        return own(rows)
-    gate_up, down = _on_gpu(own.gate_up), _on_gpu(own.down)
-    y = gate_up.run(rows, scales, dtype)
-    return down.run(*silu_mul(y, down.rows.scale, down.rows.dtype, down.rows.group), dtype)
 
 
 def _attend(
@@ -116,7 +103,7 @@ def _attend(
         positions=batch.positions, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=c.eps,
         settled=True,
     )  # fmt: skip
-    output, dtype = _on_gpu(layer.o), model.dtype
+    output, dtype = on_gpu(layer.o), model.dtype
     wanted = output.rows
     fused = {} if wanted.scale is None else {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     cache, starts = (pool.k, pool.v, batch.tables), batch.query_start
@@ -127,8 +114,3 @@ def _attend(
         y = prefill_attention(q, *cache, starts, batch.lengths, *rest, batch.decodes, **fused)
     y = y.flatten(1)
     return output.run(y, wanted.scale, dtype) if fused else output(y)
-
-
-def _on_gpu(linear: Linear | GpuLinear) -> GpuLinear:
-    assert isinstance(linear, GpuLinear)
-    return linear

@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Shape = tuple[torch.dtype, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 
 
 class Fields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -12,15 +13,19 @@ from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
 from kernels.triton.linear import FP8, GpuWeight, Rows, linear
 
-_workspaces: dict[tuple[torch.device, int], Workspace] = {}
+_workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
 
 
 def workspace_on(device: torch.device) -> Workspace:
-    """The workspace of split sums of the current stream of a device."""
+    """The workspace of split sums of the current stream of a device.
+
+    It lives as long as somebody holds it: who runs many layers does, so that they share it.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    if (device, stream) not in _workspaces:
-        _workspaces[device, stream] = Workspace.on(device)
-    return _workspaces[device, stream]
+    found = _workspaces.get((device, stream))
+    if found is None:
+        found = _workspaces[device, stream] = Workspace.on(device)
+    return found
 
 
 def rows_of(
@@ -45,12 +50,12 @@ class GpuLinear:
     weight: GpuWeight
     rows: Rows
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] float -> [T, N] in the type of `x`."""
-        if self.rows.dtype == x.dtype:
-            return self.run(x.contiguous(), None, x.dtype)
-        own = self.rows
-        return self.run(*quantize_rows(x.contiguous(), own.scale, own.dtype, own.group), x.dtype)
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, K] float -> [T, N] in `dtype`, by default the type of `x`."""
+        own, dtype = self.rows, dtype or x.dtype
+        if own.dtype == x.dtype:
+            return self.run(x.contiguous(), None, dtype)
+        return self.run(*quantize_rows(x.contiguous(), own.scale, own.dtype, own.group), dtype)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The layer on rows that are quantized already: [T, N] in `dtype`."""

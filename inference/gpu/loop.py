@@ -18,7 +18,8 @@ from torch import Tensor
 
 from inference.active import ActiveRequest, ActiveRequests
 from inference.config import EngineConfig
-from inference.gpu.runner import Draw, GpuRunner, Launched, Work
+from inference.gpu.runner import GpuRunner, Launched
+from inference.gpu.steps import Draw, Work
 from inference.kv_cache import KVPool, blocks_for
 from inference.models.llama import LlamaModel
 from inference.request import RequestOutput
@@ -89,8 +90,9 @@ class DeviceLoop:
         return self.runner.score(part)
 
     def warm_up(self) -> None:
-        """Compile and capture all decode steps."""
-        self.runner.warm_up(self._scheduler.max_batch_size)
+        """Compile and capture the steps of decodes alone and of prompts alone."""
+        scheduler = self._scheduler
+        self.runner.warm_up(scheduler.max_batch_size, scheduler.max_batched_tokens)
 
     def drop(self) -> None:
         """Forget the step on its way."""
@@ -112,8 +114,9 @@ class DeviceLoop:
         for part in slices:
             name = part.sequence.name
             request = requests[name] = self._requests[name]
-            draw, whole = Draw(*request.draw), request.wants_prompt_logits
-            work.append(Work(part, part.samples, self._seats[name], draw, whole))
+            draw, logits = Draw(*request.draw), not request.chosen_on_device
+            whole = request.wants_prompt_logits
+            work.append(Work(part, part.samples, self._seats[name], draw, logits, whole))
         launched = self.runner.launch(work)
         self._scheduler.advance(slices)
         for own in work:

@@ -4,13 +4,14 @@ Tokens are chosen on the device and kept there by seat, so that the next step ca
 the host knows them: a token that it does not know yet stands as `PENDING` in a sequence, and its id
 is taken from the sequence's seat.
 
-A step in which every sequence has one new token is padded to the next power of two and, with
-`graphs`, replayed as the CUDA graph of that size, captured when it is first needed. Without, the
-same tensors go through the same kernels one by one: the tokens are equal.
+Steps are padded (`inference.gpu.steps`) and, with `graphs`, replayed as the CUDA graph of their
+size: one of decodes alone is captured when it is first needed, any other when it is needed again.
+Without, the same tensors go through the same kernels one by one: the tokens are equal.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,51 +20,28 @@ import torch
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch, forward
-from inference.gpu.fields import Fields, Shapes
+from inference.gpu.feed_forward import as_one
+from inference.gpu.fields import Fields
 from inference.gpu.layers import workspace_on
+from inference.gpu.steps import (
+    Size,
+    Work,
+    decodes_of,
+    padded_shapes,
+    padded_values,
+    places,
+    prompt_sizes,
+    singles,
+    size_of,
+    whole_values,
+)
 from inference.kv_cache import BlockManager, KVPool
-from inference.models.feed_forward import SwiGLU
 from inference.models.llama import LlamaModel
-from inference.runner import lay_out
 from inference.scheduler import PENDING, Slice
+from kernels.triton.common import Workspace
 from kernels.triton.sampling import sample
 
-OF_TOKENS = ("ids", "positions", "slots", "seats")  # int64
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How the next token of a sequence is chosen: see `kernels.triton.sampling.sample`."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    step: int = 0
-
-
-@dataclass(frozen=True)
-class Work:
-    """A slice of a sequence, and what is wanted of it.
-
-    Attributes:
-        part: The slice.
-        samples: Whether a token follows it; asked now, since the sequence grows meanwhile.
-        seat: Where the sequence's last token is kept on the device.
-        draw: How its next token is chosen.
-        whole: Whether the logits of all its tokens are wanted.
-    """
-
-    part: Slice
-    samples: bool
-    seat: int
-    draw: Draw = Draw()
-    whole: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of logits that it needs."""
-        return self.part.count if self.whole else int(self.samples)
+log = logging.getLogger("ptq.inference")
 
 
 @dataclass
@@ -72,12 +50,14 @@ class Launched:
 
     Attributes:
         work: What runs, in an order of its own.
-        logits: fp32 [rows, vocabulary] on the device, in the order of `work`; until the next step.
+        logits: fp32 [rows, vocabulary] on the device, in the order of `work`, until the next step;
+            None where nobody wants them.
     """
 
     work: Sequence[Work]
-    logits: Tensor
+    logits: Tensor | None
     _tokens: Tensor
+    _places: Sequence[int]
     _done: torch.cuda.Event | None
 
     def tokens(self) -> list[int | None]:
@@ -85,23 +65,29 @@ class Launched:
         finite; None where the slice is not its last."""
         if self._done is not None:
             self._done.synchronize()
-        chosen = iter(self._tokens.tolist())
-        return [next(chosen) if work.samples else None for work in self.work]
+        chosen, rows = self._tokens.tolist(), zip(self.work, self._places, strict=True)
+        return [chosen[place] if work.samples else None for work, place in rows]
 
     def logits_of(self, index: int) -> Tensor:
         """Logits of one slice, fp32 [rows, vocabulary], on the host."""
+        assert self.logits is not None
         start = sum(work.rows for work in self.work[:index])
         return self.logits[start : start + self.work[index].rows].cpu()
 
 
 @dataclass
 class Captured:
-    """A decode step of a fixed number of sequences: its arguments and results, and its graph."""
+    """A step of a size: its arguments and results, its graph, and the workspace that it writes to.
+
+    Logits are kept of decodes alone: those of prompts nobody reads, and the next graph has their
+    memory.
+    """
 
     fields: Fields
-    logits: Tensor
+    logits: Tensor | None
     tokens: Tensor
     graph: torch.cuda.CUDAGraph
+    workspace: Workspace
 
 
 class GpuRunner:
@@ -128,132 +114,136 @@ class GpuRunner:
     ) -> None:
         self.model, self._pools, self._blocks, self._width = model, pools, blocks, width
         self._device = model.place.device
-        dense = all(isinstance(layer.feed_forward, SwiGLU) for layer in model.layers)
-        self._graphs = graphs and dense and self._device.type == "cuda"  # routing asks the host
+        captures = graphs and self._device.type == "cuda"
+        self._graphs = captures and self._asks_nothing(decodes_of(seats))
         self._nobody = seats  # the seat of rows that stand for no sequence
         self._tokens = torch.zeros(seats + 1, dtype=torch.int64, device=self._device)
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[Size, Captured] = {}
+        self._seen: set[Size] = set()  # steps of prompts that ran
+        self._short: set[Size] = set()  # those for whose graph there was no memory
         if self._graphs:
             self._stream = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
 
     def launch(self, work: Sequence[Work]) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for."""
+        self._workspace = workspace_on(self._device)  # held, so that all kernels share it
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
-        each = all(w.part.count == 1 and w.samples and not w.whole for w in work)
-        logits, chosen = self._decode(work) if each else self._mixed(work)
+        size = size_of(work)
+        if size is None or (size.prompts and not self._asks_nothing(size)):
+            logits, chosen, rows = self._whole(work)
+        else:
+            logits, chosen = self._padded(work, size)
+            rows = places(work, size)
         if self._device.type == "cpu":
-            return Launched(work, logits, chosen, None)
+            return Launched(work, logits, chosen, rows, None)
         tokens = torch.empty(len(chosen), dtype=torch.int64, pin_memory=True)
         tokens.copy_(chosen, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
-        return Launched(work, logits, tokens, done)
+        return Launched(work, logits, tokens, rows, done)
 
     def score(self, part: Slice) -> Tensor:
         """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
         return self.launch([Work(part, part.samples, self._nobody, whole=True)]).logits_of(0)
 
-    def warm_up(self, sequences: int) -> None:
-        """Compile and capture the decode steps of up to so many sequences."""
-        for size in sorted({_padded(n) for n in range(1, sequences + 1)} if self._graphs else ()):
+    def warm_up(self, sequences: int, tokens: int) -> None:
+        """Compile and capture the steps of up to so many decodes, and of prompts' tokens alone."""
+        decodes = dict.fromkeys(decodes_of(n) for n in range(1, sequences + 1))
+        prompts = filter(self._asks_nothing, prompt_sizes(tokens))
+        for size in (*decodes, *prompts) if self._graphs else ():
             self._graph_of(size)
 
     def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
         """The graph of a decode step of so many sequences."""
-        return self._graph_of(_padded(sequences)).graph
+        return self._graph_of(decodes_of(sequences)).graph
 
-    def _decode(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
-        size = _padded(len(work))
-        values = self._of_slices(work) | _draws(work)
-        missing = size - len(work)
-        values["slots"] = [*values["slots"], *[-1] * missing]
-        values["seats"] = [*values["seats"], *[self._nobody] * missing]
-        if self._graphs:
-            captured = self._graph_of(size)
+    def _asks_nothing(self, size: Size) -> bool:
+        """Whether a step of a size asks nothing of the host, and so can be captured."""
+        tokens = size.tokens if size.prompts else None
+        return all(as_one(layer.feed_forward, tokens) for layer in self.model.layers)
+
+    def _padded(self, work: Sequence[Work], size: Size) -> tuple[Tensor | None, Tensor]:
+        """A padded step: logits, if they are kept, and a next token for each of its rows."""
+        values = padded_values(work, size, self._blocks, self._nobody)
+        captured = self._graph_for(size)
+        if captured is not None:
             captured.fields.upload(values)
             captured.graph.replay()
-            return captured.logits, captured.tokens[: len(work)]
-        fields = Fields(self._decode_shapes(size), self._device)
+            return captured.logits, captured.tokens
+        fields = Fields(padded_shapes(size, self._width), self._device)
         fields.upload(values)
-        logits, chosen = self._one_each(fields.on_device)
-        return logits, chosen[: len(work)]
+        return self._run(fields.on_device, size)
 
-    def _decode_shapes(self, size: int) -> Shapes:
-        return _shapes(size, size, size, self._width)
+    def _run(self, x: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
+        """Logits and next tokens of the rows of a padded step."""
+        logits = forward(self.model, self._pools, self._batch(x, size.decodes, padded=True))
+        return logits, self._choose(logits, x)
 
-    def _one_each(self, x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """A step of one token a sequence, and their next ones."""
-        ids = self._known(x)
-        batch = GpuBatch(ids, x["positions"], x["slots"], x["tables"], x["lengths"])
-        logits = forward(self.model, self._pools, batch)
-        return logits, self._choose(logits, x, x["seats"])
+    def _graph_for(self, size: Size) -> Captured | None:
+        """The graph that a step is replayed as; None if it runs kernel by kernel."""
+        if not self._graphs or size in self._short:
+            return None
+        if size.prompts and size not in self._seen:
+            self._seen.add(size)
+            return None
+        try:
+            return self._graph_of(size)
+        except torch.OutOfMemoryError:
+            if not size.prompts:
+                raise
+            torch.cuda.empty_cache()  # of the attempt
+            self._short.add(size)
+            log.warning(
+                "%s: no memory for the CUDA graph of a step of %d tokens of prompts; such steps "
+                "run kernel by kernel. A smaller cache (kv_blocks) leaves room",
+                self._device,
+                size.tokens,
+            )
+            return None
 
-    def _graph_of(self, size: int) -> Captured:
+    def _graph_of(self, size: Size) -> Captured:
         if size not in self._captured:
             self._captured[size] = self._capture(size)
         return self._captured[size]
 
-    def _capture(self, size: int) -> Captured:
-        fields = Fields(self._decode_shapes(size), self._device)
-        nobody = {"slots": [-1] * size, "seats": [self._nobody] * size}
+    def _capture(self, size: Size) -> Captured:
+        fields = Fields(padded_shapes(size, self._width), self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            fields.upload(nobody)
-            self._one_each(fields.on_device)  # kernels are compiled before the capture
+            workspace = workspace_on(self._device)
+            fields.upload(padded_values((), size, self._blocks, self._nobody))
+            self._run(fields.on_device, size)  # kernels are compiled before the capture
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            logits, tokens = self._one_each(fields.on_device)
-        return Captured(fields, logits, tokens, graph)
+            logits, tokens = self._run(fields.on_device, size)
+        return Captured(fields, None if size.prompts else logits, tokens, graph, workspace)
 
-    def _mixed(self, work: Sequence[Work]) -> tuple[Tensor, Tensor]:
-        """A step of any slices."""
-        counts = [w.part.count for w in work]
-        starts = [0, *accumulate(counts)]
-        rows, samples, seats = [], [], []
-        for w, start in zip(work, starts[:-1], strict=True):
-            if w.samples:
-                samples.append(len(rows) + w.rows - 1)
-                seats.append(w.seat)
-            rows += range(start + w.part.count - w.rows, start + w.part.count)
-        sampled = [w for w in work if w.samples]
-        shapes = {
-            **_shapes(starts[-1], len(work), len(sampled), self._width),
-            "rows": (torch.int64, (len(rows),)),
-            "samples": (torch.int64, (len(samples),)),
-            "sample_seats": (torch.int64, (len(samples),)),
-            "query_start": (torch.int32, (len(starts),)),
-        }
+    def _whole(self, work: Sequence[Work]) -> tuple[Tensor, Tensor, list[int]]:
+        """A step as it is: logits, next tokens of those that sample, and whose they are."""
+        shapes, values = whole_values(work, self._blocks, self._width)
         fields = Fields(shapes, self._device)
-        values = {"rows": rows, "samples": samples, "sample_seats": seats, "query_start": starts}
-        fields.upload(self._of_slices(work) | _draws(sampled) | values)
+        fields.upload(values)
         x = fields.on_device
-        batch = GpuBatch(
-            self._known(x), x["positions"], x["slots"], x["tables"], x["lengths"],
-            rows=x["rows"], query_start=x["query_start"], decodes=counts.count(1),
-        )  # fmt: skip
+        batch = self._batch(x, singles(work), padded=False)
         logits = forward(self.model, self._pools, batch)
-        return logits, self._choose(logits[x["samples"]], x, x["sample_seats"])
+        rows = [*accumulate((int(w.samples) for w in work), initial=0)][:-1]
+        return logits, self._choose(logits[x["samples"]], x), rows
 
-    def _of_slices(self, work: Sequence[Work]) -> dict[str, Sequence]:
-        """Where tokens stand, and the tables of their sequences."""
-        own = lay_out([w.part for w in work], self._blocks)
-        return {
-            "ids": own.ids,
-            "positions": own.positions,
-            "slots": own.slots,
-            "seats": [w.seat for w in work for _ in range(w.part.count)],
-            "tables": own.tables,
-            "lengths": own.contexts,
-        }
+    def _batch(self, x: Mapping[str, Tensor], decodes: int, *, padded: bool) -> GpuBatch:
+        return GpuBatch(
+            self._known(x), x["positions"], x["slots"], x["tables"], x["lengths"],
+            rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,
+            padded=padded,
+        )  # fmt: skip
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:
         """Ids of tokens; of those that the host did not know, what their seats hold."""
         ids = torch.where(x["ids"] == PENDING, self._tokens[x["seats"]], x["ids"])
         return ids.clamp_(min=0)  # a sequence whose logits were not finite runs on until it is told
 
-    def _choose(self, logits: Tensor, x: Mapping[str, Tensor], seats: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor, x: Mapping[str, Tensor]) -> Tensor:
         chosen = sample(
             logits,
             x["temperature"],
@@ -263,34 +253,5 @@ class GpuRunner:
             x["steps"],
             workspace_on(logits.device),
         )
-        self._tokens.index_copy_(0, seats, chosen)
+        self._tokens.index_copy_(0, x["sample_seats"], chosen)
         return chosen
-
-
-def _padded(sequences: int) -> int:
-    """The number of rows of a decode step: the next power of two."""
-    return 1 << (sequences - 1).bit_length()
-
-
-def _shapes(tokens: int, sequences: int, samples: int, width: int) -> Shapes:
-    return {
-        **dict.fromkeys(OF_TOKENS, (torch.int64, (tokens,))),
-        "tables": (torch.int32, (sequences, width)),
-        "lengths": (torch.int32, (sequences,)),
-        "temperature": (torch.float32, (samples,)),
-        "top_p": (torch.float32, (samples,)),
-        "top_k": (torch.int32, (samples,)),
-        "seeds": (torch.int64, (samples,)),
-        "steps": (torch.int64, (samples,)),
-    }
-
-
-def _draws(work: Sequence[Work]) -> dict[str, Sequence]:
-    draws = [w.draw for w in work]
-    return {
-        "temperature": [draw.temperature for draw in draws],
-        "top_p": [draw.top_p for draw in draws],
-        "top_k": [draw.top_k for draw in draws],
-        "seeds": [draw.seed for draw in draws],
-        "steps": [draw.step for draw in draws],
-    }

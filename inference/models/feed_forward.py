@@ -14,9 +14,9 @@ is added in the order of its own probabilities, so that its bits do not depend o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from inference.layers import Linear, Placement, load_linear
 from kernels.ops import silu_mul
 
 if TYPE_CHECKING:
+    from inference.gpu.experts import GpuExperts
     from inference.gpu.layers import GpuLinear
 
 
@@ -74,6 +75,8 @@ class MixtureOfExperts:
         experts: In the router's order.
         shared: Sees every token, or None.
         shared_gate: Gives its logit.
+        gate_up: On a GPU all experts' as one, or None.
+        down: Likewise.
     """
 
     routing: Routing
@@ -81,11 +84,13 @@ class MixtureOfExperts:
     experts: Sequence[SwiGLU]
     shared: SwiGLU | None
     shared_gate: Linear | GpuLinear | None
+    gate_up: GpuExperts | None = None
+    down: GpuExperts | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] to the same."""
         weights, chosen = self.route(x)
-        outputs = self._by_expert(x, chosen)  # [T, k, H]
+        outputs = self.by_expert(x, chosen, SwiGLU.__call__)  # [T, k, H]
         y = outputs[:, 0] * weights[:, :1]
         for i in range(1, self.routing.chosen):  # in order: a sum of torch's may take any
             y = y + outputs[:, i] * weights[:, i : i + 1]
@@ -102,15 +107,17 @@ class MixtureOfExperts:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen
 
-    def _by_expert(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Output of each of the tokens' experts [T, k, H]; every expert runs at most once."""
+    def by_expert(
+        self, x: Tensor, chosen: Tensor, run: Callable[[SwiGLU, Tensor], Tensor]
+    ) -> Tensor:
+        """Output of each of the tokens' experts [T, k, H]; every expert is `run` at most once."""
         each = chosen.flatten()
         order = torch.argsort(each, stable=True)  # rows of [T k], expert by expert
         counts = torch.bincount(each, minlength=len(self.experts)).tolist()
         outputs = x.new_empty(len(each), x.shape[-1])
         for expert, rows in zip(self.experts, order.split(counts), strict=True):
             if len(rows):
-                outputs[rows] = expert(x[rows // self.routing.chosen])
+                outputs[rows] = run(expert, x[rows // self.routing.chosen])
         return outputs.unflatten(0, chosen.shape)
 
     @property
@@ -158,12 +165,31 @@ def load_feed_forward(
             f"{moe}.gate chooses among {found} experts, config.json says {routing.experts}. The "
             "checkpoint and its config.json do not belong together"
         )
-    leaves = (names.gate, names.up, names.down)
+    experts = [f"{moe}.experts.{i}" for i in range(found)]
+    (gate_ups, gate_up), (downs, down) = (
+        _load_alike(checkpoint, [[f"{e}.{leaf}" for leaf in leaves] for e in experts], place)
+        for leaves in ((names.gate, names.up), (names.down,))
+    )
     shared = f"{moe}.shared_expert_gate.weight" in checkpoint
     return MixtureOfExperts(
         routing=routing,
         router=linear(f"{moe}.gate"),
-        experts=[swiglu(f"{moe}.experts.{i}", *leaves) for i in range(found)],
+        experts=[SwiGLU(*pair) for pair in zip(gate_ups, downs, strict=True)],
         shared=swiglu(f"{moe}.shared_expert", *dense) if shared else None,
         shared_gate=linear(f"{moe}.shared_expert_gate") if shared else None,
+        gate_up=gate_up,
+        down=down,
     )
+
+
+def _load_alike(
+    checkpoint: Checkpoint, layers: Sequence[Sequence[str]], place: Placement
+) -> tuple[Sequence[Linear | GpuLinear], GpuExperts | None]:
+    """The same layer of all experts: each, and on a GPU all as one, where that can be."""
+    loaded = (load_linear(checkpoint, modules, place) for modules in layers)
+    if not place.triton:
+        return list(loaded), None
+    from inference.gpu.experts import side_by_side
+
+    name = f"{layers[0][0]} and {len(layers) - 1} more"
+    return side_by_side(cast("Iterator[GpuLinear]", loaded), len(layers), name)

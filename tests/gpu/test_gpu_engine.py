@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from pathlib import Path
 
 import pytest
@@ -58,20 +59,37 @@ def test_recipes_end_to_end(name, tmp_path, monkeypatch):
     assert abs(gpu.perplexity_ratio - cpu.perplexity_ratio) < 0.01
 
 
-def random_engine(scheme: str, **config) -> Engine:
+CASES = [(shape, scheme) for shape in ("small", "mixture") for scheme in SCHEMES]
+OF_SHAPE = pytest.mark.parametrize(("shape", "scheme"), CASES)
+MIXTURE = {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 384,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def random_engine(shape: str, scheme: str, **config) -> Engine:
     from inference.load import load_model
     from inference.random_checkpoint import SHAPES
     from inference.random_model import RandomCheckpoint, random_tokenizer
 
     SHAPES["small"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
-    checkpoint = RandomCheckpoint("small", scheme, "cuda", quantize_head=scheme != "float")
+    SHAPES["mixture"] = {k: v for k, v in SHAPES["small"].items() if k != "head_dim"} | MIXTURE
+    checkpoint = RandomCheckpoint(shape, scheme, "cuda", quantize_head=scheme != "float")
     model = load_model(checkpoint, device="cuda")
     sizes = EngineConfig(**({"max_model_len": 1024, "max_batch_size": 16} | config))
     return Engine(checkpoint, model, random_tokenizer(4096), sizes)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_graphs_give_the_tokens_of_steps_one_by_one(scheme):
+@OF_SHAPE
+def test_graphs_give_the_tokens_of_steps_one_by_one(shape, scheme):
     """As long as none waits for a place: then both run the same batches."""
     generator = torch.Generator().manual_seed(0)
     prompts = [
@@ -84,7 +102,7 @@ def test_graphs_give_the_tokens_of_steps_one_by_one(scheme):
     ]
     tokens = []
     for eager in (True, False):
-        engine = random_engine(scheme, eager=eager, max_batched_tokens=512)
+        engine = random_engine(shape, scheme, eager=eager, max_batched_tokens=512)
         tokens.append([out.token_ids for out in engine.generate(prompts, params)])
         engine.check_integrity()
         del engine
@@ -93,24 +111,47 @@ def test_graphs_give_the_tokens_of_steps_one_by_one(scheme):
     assert [len(own) for own in tokens[0]] == [8 + i for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_kernels_that_start_early_give_the_same_tokens(scheme):
+@OF_SHAPE
+def test_prompts_beside_decodes_run_in_graphs(shape, scheme):
+    """The same requests again and again: at first steps run one by one, then they are replayed."""
+    engine = random_engine(shape, scheme, max_batched_tokens=512)
+    turns = []
+    for _ in range(3):
+        tokens: dict[str, list[int]] = {}
+        for i in range(6):
+            params = SamplingParams(max_tokens=9 + i, ignore_eos=True, temperature=i % 2, seed=i)
+            name = engine.add_request([(7 + i * j) % 4000 for j in range(60 * i + 2)], params)
+            tokens[name] = []
+            tokens |= {out.request_id: out.token_ids for out in engine.step()}
+        while engine.has_unfinished:
+            tokens |= {out.request_id: out.token_ids for out in engine.step()}
+        turns.append(list(tokens.values()))
+        engine.check_integrity()
+    assert turns[0] == turns[1] == turns[2]
+    assert [len(own) for own in turns[0]] == [9 + i for i in range(6)]
+    assert sum(size.prompts > 0 for size in engine.loop.runner._captured) >= 3
+
+
+@OF_SHAPE
+def test_kernels_that_start_early_give_the_same_tokens(shape, scheme):
     """What a kernel reads is there, though it started before the kernel ahead had ended."""
     from kernels.triton.common import alone
 
     prompts = [[7 * i + j for j in range(40 * i + 1)] for i in range(8)]
     tokens = []
     for context in (contextlib.nullcontext, alone):
-        engine = random_engine(scheme)
+        engine = random_engine(shape, scheme)
         greedy = SamplingParams(max_tokens=100, ignore_eos=True)
         with context():
             tokens.append([out.token_ids for out in engine.generate(prompts, greedy)])
     assert tokens[0] == tokens[1]
 
 
-def test_steps_do_not_wait_for_the_host(monkeypatch):
+@pytest.mark.parametrize("shape", ["small", "mixture"])
+def test_steps_do_not_wait_for_the_host(shape, monkeypatch):
     """A decode step launches without one synchronization."""
-    engine = random_engine("a8w8c8")
+    engine = random_engine(shape, "a8w8c8")
+    assert engine.loop.runner._graphs
     for i in range(4):
         engine.add_request([5 + i] * 30, SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in range(6):
@@ -133,6 +174,48 @@ def test_steps_do_not_wait_for_the_host(monkeypatch):
             assert len(engine.step()) == 4
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_as_one_and_one_by_one(scheme, monkeypatch):
+    """A prompt through all at once, and through each in turn, as large ones go."""
+    from inference.gpu import feed_forward
+
+    engine = random_engine("mixture", scheme, max_batched_tokens=512)
+    for length in (3, 40, 400):
+        tokens = [(11 * i) % 4000 for i in range(length)]
+        found = engine.score(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(feed_forward, "as_one", lambda own, tokens: False)
+            wanted = engine.score(tokens)
+        errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+        bound = 4e-2 if scheme.startswith("fp8") else 2e-2  # a sum's last bit moves a step of e4m3
+        assert errors.median() < bound, "a token may be near two experts, most are not"
+        assert errors.mean() < 5e-2
+
+
+def test_logits_of_a_router_that_are_none_name_experts():
+    """Else weights would be read outside of memory."""
+    from kernels.triton.experts import route
+
+    for experts in (5, 60, 200):
+        logits = torch.full((9, experts), float("nan"), device="cuda")
+        logits[3:6, ::2] = 1.0
+        logits[6:] = -float("inf")
+        _, chosen = route(logits, 3, True)
+        assert bool(((chosen >= 0) & (chosen < experts)).all())
+
+
+def test_an_engine_leaves_no_memory_behind():
+    """Neither weights nor cache, graphs or their workspace; the first one may fill tables."""
+    held = []
+    for _ in range(3):
+        engine = random_engine("small", "a8w8c8")
+        engine.generate([[5] * 30], SamplingParams(max_tokens=4, ignore_eos=True))
+        del engine
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[2] - held[0] < 1 << 20
 
 
 def test_a_checkpoint_on_disk_loads(tiny_llama, make_quantized):

@@ -9,7 +9,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.triton import problems
-    from kernels.triton.common import Workspace
     from kernels.triton.shapes import VARIANTS
     from kernels.triton.tuning import Tile
     from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
@@ -19,11 +18,6 @@ if torch.cuda.is_available():
 ROWS = (1, 16, 33, 64, 128, 300, 600)
 KINDS = [(group, zeros) for group in (32, 64, 128, 256, 1024) for zeros in (False, True)]
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 4e-3}
-
-
-@pytest.fixture(scope="module")
-def workspace():
-    return Workspace.on("cuda")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from triton_lab import interpreted
 
 from formats.errors import EngineError
 from inference.random_checkpoint import SHAPES, random_checkpoint
-from tests.experts import MOE
 
 SCHEMES = [
     "float",
@@ -73,10 +72,6 @@ def test_logits_are_those_of_the_cpu(tmp_path, scheme):
 def test_families(make_model, family):
     window = {"sliding_window": 16} if family == "mistral" else {}
     compare(str(make_model(family, layers=1, tie_word_embeddings=False, **window)), 0.03)
-
-
-def test_mixtures_of_experts(make_model):
-    compare(str(make_model("qwen2_moe", **MOE["qwen2_moe"])), 0.03)
 
 
 @interpreted
@@ -175,6 +170,57 @@ def not_finite(path: str):
     assert output.finish_reason == "error"
     assert "NaN or infinity" in output.error
     engine.check_integrity()
+
+
+def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
+    no_memory_for_graphs(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def no_memory_for_graphs(path: str):
+    import logging
+    from unittest.mock import patch
+
+    from inference.gpu.runner import GpuRunner
+    from inference.request import SamplingParams
+
+    engine, params = engine_of(path), SamplingParams(max_tokens=1)
+    wanted = engine.generate([prompt(20)], params)[0].token_ids
+    engine.loop.runner._graphs = True
+    refuse = patch.object(GpuRunner, "_capture", side_effect=torch.OutOfMemoryError("full"))
+    with refuse as capture, patch.object(logging.Logger, "warning") as warning:
+        for _ in range(4):
+            assert engine.generate([prompt(20)], params)[0].token_ids == wanted
+    assert capture.call_count == warning.call_count == 1
+    assert "no memory for the CUDA graph" in warning.call_args.args[0]
+    engine.check_integrity()
+
+
+def test_a_workspace_lives_as_long_as_the_engines_that_use_it(tmp_path):
+    owns_its_workspace(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def owns_its_workspace(path: str):
+    import gc
+    from unittest.mock import patch
+
+    from inference.gpu import layers
+    from inference.request import SamplingParams
+    from kernels.triton.common import Workspace
+
+    gc.collect()  # engines of tests before
+    with patch.object(Workspace, "on", wraps=Workspace.on) as make:
+        first, second = engine_of(path), engine_of(path)
+        for engine in (first, second, first):
+            engine.generate([prompt(2)], SamplingParams(max_tokens=1))
+    assert make.call_count == 1
+    del first, engine
+    gc.collect()
+    assert len(layers._workspaces) == 1
+    del second
+    gc.collect()
+    assert not layers._workspaces
 
 
 def test_odd_sizes_run_dequantized(tmp_path):

@@ -16,7 +16,7 @@ from inference.gpu.bench import Figures, Step, describe, table, to_json
 from inference.request import SamplingParams
 
 STEPS = [Step(1, 2.0, 1.9, 0.1), Step(16, 4.0, 3.0, 0.2)]
-FIGURES = Figures("a8w8c8", STEPS, 100.0, 8 * 10**9, 2 * 10**9, 11 * 10**9)
+FIGURES = Figures("a8w8c8", STEPS, 100.0, 6.25, 8 * 10**9, 2 * 10**9, 11 * 10**9)
 
 
 def test_prompts_that_count_as_computed(tiny_llama):
@@ -59,15 +59,20 @@ def test_the_lines_of_a_scheme():
     assert "batch   1:   2.000 ms a step,    500 tokens/s; graph   1.900 ms" in first
     assert "4000 tokens/s" in second
     assert "beyond the graph 25.0%" in second
-    assert "81920 tokens/s; peak memory 11.00 GB of 8.00 weights and 2.00 cache" in last
+    assert (
+        "81920 tokens/s; 1 x 128: 6.2 ms; peak memory 11.00 GB of 8.00 weights and 2.00 cache"
+        in last
+    )
 
 
 def test_the_table_holds_all_schemes():
     head, rule, *rows = table([FIGURES, FIGURES], 4048).splitlines()
-    assert head.startswith("| context 4048, tokens/s | batch 1 | batch 16 | prefill 8 x 1024 |")
-    assert rule.count("---") == 6
+    assert head.startswith(
+        "| context 4048, tokens/s | batch 1 | batch 16 | prefill 8 x 1024 | first token of 128 |"
+    )
+    assert rule.count("---") == 7
     assert rows == [
-        "| a8w8c8 | 500 | 4,000 | 81,920 | 5.0% to 25.0% | 11.0 / 10.0 GB |",
+        "| a8w8c8 | 500 | 4,000 | 81,920 | 6.2 ms | 5.0% to 25.0% | 11.0 / 10.0 GB |",
     ] * 2  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from inference.random_checkpoint import SHAPES, random_checkpoint, read_shape
 from inference.request import SamplingParams
 from kernels.numerics import dequantize
 from kernels.two_level import two_level
+from tests.experts import MOE
 
 TINY = SHAPES["llama-1.1b"] | {
     "hidden_size": 128,
@@ -44,15 +45,26 @@ def test_it_runs(tmp_path, scheme):
     run = run_once(engine, Load(batch=2, prompt_tokens=9, new_tokens=3))
     assert run.decode_tokens == 4
     checkpoint = engine.checkpoint
-    assert checkpoint.scheme.wac == {"a8w4c8": "a8w4c8", "fp8_channel": "af8wf8"}.get(
-        scheme, scheme
-    )
+    assert checkpoint.scheme.wac == {"fp8_channel": "af8wf8"}.get(scheme, scheme)
     assert len(checkpoint.quantized_modules) == (15 if head else 0)
     assert ("lm_head" in checkpoint.quantized_modules) is head
     if head:
         assert checkpoint.scheme_of("lm_head").text == (
             "int8 weights per_channel, dynamic int8 inputs per_token"
         )
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_mixtures_run(tmp_path, family):
+    sizes = MOE[family] | {"model_type": family}
+    shape = shape_folder(tmp_path / "s", **sizes)
+    engine = Engine.from_pretrained(
+        random_checkpoint(tmp_path, shape, "a8w8c8"), config=EngineConfig(max_model_len=64)
+    )
+    assert run_once(engine, Load(batch=2, prompt_tokens=9, new_tokens=3)).decode_tokens == 4
+    experts = [name for name in engine.checkpoint.quantized_modules if ".experts." in name]
+    number = sizes.get("num_experts", sizes.get("num_local_experts"))
+    assert len(experts) == 3 * number * (1 if "mlp_only_layers" in sizes else 2)
 
 
 def test_prompts_in_chunks_with_a_quantized_head(tmp_path):
@@ -123,7 +135,7 @@ def test_the_named_shape_is_the_one_that_peers_were_measured_on():
         ("float", True, {}, r"quantize_head: found scheme float"),
         ("c8", True, {}, r"quantize_head: found scheme c8"),
         ("a8w8", True, {"tie_word_embeddings": True}, r"tie_word_embeddings True"),
-        ("a8w8", False, {"model_type": "mixtral"}, r"model_type 'mixtral'; random checkpoints"),
+        ("a8w8", False, {"model_type": "gpt2"}, r"model_type 'gpt2'; random checkpoints"),
     ],
 )
 def test_what_cannot_be_made_is_refused(tmp_path, scheme, head, overrides, message):
@@ -135,7 +147,8 @@ def test_what_cannot_be_made_is_refused(tmp_path, scheme, head, overrides, messa
 
 def test_a_shape_that_is_none_is_refused(tmp_path):
     with pytest.raises(
-        RequestError, match=r"found 'lama'; allowed are llama-1.1b, llama-3-8b, or the path"
+        RequestError,
+        match=r"found 'lama'; allowed are llama-1.1b, llama-3-8b, qwen3-30b-a3b, or the",
     ):
         read_shape("lama")
     (tmp_path / "config.json").write_text("{")
@@ -149,5 +162,5 @@ def test_a_random_model_is_made_where_it_runs(monkeypatch):
     assert source.checkpoint().scheme.wac == "a8w8c8"
     engine = source.load()
     run = run_once(engine, Load(batch=2, prompt_tokens=9, new_tokens=3))
-    assert (run.decode_tokens, run.weight_bytes) == (4, 0)
+    assert (run.decode_tokens, run.weight_bytes) == (4, engine.model.weight_bytes)
     assert engine.checkpoint.scheme_of("lm_head").text.startswith("int8 weights per_channel")

@@ -1,0 +1,114 @@
+"""Feed-forward layers of a step on a GPU: SwiGLU, or a mixture of them.
+
+The experts of a mixture run as one, on rows that are sorted on the device
+(`kernels.triton.strips`): nothing is asked of the host, and a step can be captured. Only many
+tokens of prompts go through large experts one by one, in steps that are not captured: there the
+kernels for many rows are ahead by more than launches cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from inference.gpu.experts import GpuExperts
+from inference.gpu.layers import GpuLinear
+from inference.layers import Linear
+from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU
+from kernels.triton.experts import combine, route
+from kernels.triton.fused import silu_mul
+from kernels.triton.linear import Rows, tallest_strip
+from kernels.triton.strips import cut
+from kernels.triton.tuning import bucket
+
+MANY_ROWS = 64  # an expert, on average
+LARGE = 16 << 20  # bytes of an expert's gate and up
+
+
+def on_gpu(linear: Linear | GpuLinear) -> GpuLinear:
+    """A layer of a model that runs on a GPU."""
+    assert isinstance(linear, GpuLinear)
+    return linear
+
+
+def as_one(own: FeedForward, tokens: int | None) -> bool:
+    """Whether experts run as one, without the host, in a step of so many tokens of prompts.
+
+    In one without prompts, `tokens` None, they do wherever they can; dense layers always.
+    """
+    if isinstance(own, SwiGLU):
+        return True
+    if own.gate_up is None or own.down is None:
+        return False
+    few = tokens is None or tokens * own.routing.chosen <= MANY_ROWS * own.routing.experts
+    return few or own.gate_up.weight.nbytes < LARGE
+
+
+def inputs_of(own: FeedForward, dtype: torch.dtype) -> Rows:
+    """How the layer wants its input; mixtures quantize their rows themselves."""
+    return on_gpu(own.gate_up).rows if isinstance(own, SwiGLU) else Rows(dtype)
+
+
+def feed_forward(
+    own: FeedForward, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, padded: bool
+) -> Tensor:
+    """The layer on rows that are as it wants them: [T, H] in `dtype`.
+
+    Args:
+        own: The layer.
+        rows: [T, H].
+        scales: Theirs.
+        dtype: The model's float type.
+        padded: Whether the step may be captured.
+    """
+    if isinstance(own, SwiGLU):
+        return _down(own, on_gpu(own.gate_up).run(rows, scales, dtype))
+    return _mixture(own, rows, padded)
+
+
+def _on_floats(own: SwiGLU, x: Tensor) -> Tensor:
+    return _down(own, on_gpu(own.gate_up)(x))
+
+
+def _down(own: SwiGLU, y: Tensor) -> Tensor:
+    """The layer from what gate and up say on."""
+    down = on_gpu(own.down)
+    return down.run(*silu_mul(y, down.rows.scale, down.rows.dtype, down.rows.group), y.dtype)
+
+
+def _mixture(own: MixtureOfExperts, x: Tensor, padded: bool) -> Tensor:
+    routing = own.routing
+    logits = on_gpu(own.router)(x, torch.float32)
+    weights, chosen = route(logits, routing.chosen, routing.normalized)
+    if own.gate_up is None or own.down is None or not (padded or as_one(own, len(x))):
+        y = own.by_expert(x, chosen, _on_floats).flatten(0, 1)
+    else:
+        y = _all_at_once(own.gate_up, own.down, x, chosen, routing.experts)
+    if own.shared is None or own.shared_gate is None:
+        return combine(y, weights)
+    return combine(y, weights, _on_floats(own.shared, x), on_gpu(own.shared_gate)(x))
+
+
+def _all_at_once(
+    gate_up: GpuExperts, down: GpuExperts, x: Tensor, chosen: Tensor, experts: int
+) -> Tensor:
+    """What the experts of each pair say: [T k, H]."""
+    height = strip_height(chosen.numel(), experts, tallest_strip(gate_up.weight))
+    strips, numbers = cut(chosen, experts, height), chosen.view(-1)
+    settled = replace(strips, settled=True)
+    rows, scales = gate_up.quantized(x, numbers)
+    y = gate_up.run(rows, scales, strips if rows is x else settled, x.dtype)
+    wanted, by = down.rows, down.scaled_by(numbers)
+    rows, scales = silu_mul(y, wanted.scale, wanted.dtype, wanted.group, by)
+    return down.run(rows, scales, settled, x.dtype)
+
+
+def strip_height(pairs: int, experts: int, tallest: int) -> int:
+    """Rows of a strip: twice as many as an expert has on average, so that few have two strips.
+
+    Of more than 64 products of a row cost more than weights: no more are wasted than there.
+    """
+    mean = pairs // experts
+    return min(bucket(2 * mean + 1), 64 if mean < 128 else 128, tallest)
