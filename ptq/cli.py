@@ -24,6 +24,9 @@ COMMANDS = {
     "peers": ("ptq.peers.command", "measure what other tools make of a recipe's model"),
     "report": ("ptq.report", "measure a finished run again and write its report"),
     "bench": ("inference.bench", "measure tokens per second, latencies and memory"),
+    "gpu": ("inference.gpu.bench", "measure the steps of a model of random weights on a GPU"),
+    "kernels": ("kernels.triton.bench", "measure every GPU kernel beside its floor and its peers"),
+    "tune": ("kernels.triton.tune", "measure tiles of GPU kernels and write the device's table"),
     "inspect": ("ptq.inspect", "show a checkpoint's scales, outlier channels and sizes"),
     "convert": (
         "ptq.convert",
