@@ -18,7 +18,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from kernels.cpu.linear import pad_rows
+from kernels.cpu.linear import product
 from kernels.numerics import FP8, INT8, block_absmax, choose_scale, quantize
 
 KV_BLOCK = 64
@@ -137,13 +137,12 @@ def _attend(
     Returns:
         fp32 [S, Hkv, R, D], before a static scale of V.
     """
-    rows, blocks = q.shape[2], k.shape[1]
-    q = pad_rows(q).unsqueeze(1)  # [S, 1, Hkv, R, D]
-    scores = torch.matmul(q, k.float().transpose(-1, -2))  # [S, B, Hkv, R, 64]
+    blocks = k.shape[1]
+    scores = product(q.unsqueeze(1), k.float().transpose(-1, -2))  # [S, B, Hkv, R, 64]
     if scales is not None:
         scores = scores * scales[0].unsqueeze(3)
     key = torch.arange(blocks * KV_BLOCK).view(1, blocks, 1, 1, KV_BLOCK)
-    own = torch.nn.functional.pad(position, (0, q.shape[3] - rows))[:, None, None, :, None]
+    own = position[:, None, None, :, None]
     hidden = key > own
     if sliding_window is not None:
         hidden = hidden | (key <= own - sliding_window)
@@ -153,9 +152,9 @@ def _attend(
     sums = weights.sum(dim=-1, keepdim=True)  # [S, B, Hkv, R, 1]
     if scales is not None:
         weights = weights * scales[1].unsqueeze(3)
-    products = torch.matmul(weights, v.float())  # [S, B, Hkv, R, D]
+    products = product(weights, v.float())  # [S, B, Hkv, R, D]
     numerator, denominator = products[:, 0], sums[:, 0]
     for block in range(1, blocks):
         numerator = numerator + products[:, block]
         denominator = denominator + sums[:, block]
-    return (numerator / denominator.clamp(min=1e-30))[:, :, :rows]
+    return numerator / denominator.clamp(min=1e-30)

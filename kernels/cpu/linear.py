@@ -6,9 +6,9 @@ sums, exact integers each, are added in int32. That is exact on every processor;
 products are not (without VNNI, oneDNN multiplies with an instruction that saturates) or are ten
 times slower than fp32 (`torch._int_mm`, without VNNI).
 
-Rows: the fp32 product is cut into rows by threads, and 1 to 3 rows run through other code than
-more, with other rounding. Calls are padded to a multiple of 4 rows, which no cut leaves with a
-remainder, so that a row's bits do not depend on how many share the call.
+Rows: how MKL cuts a product, and with it the order of its sums, depends on how many rows there are
+(with AVX-512 at any number of them, with AVX2 at 1 to 3). Rows therefore go through products of 16
+at a time, the last of them padded: a row's bits do not depend on how many share the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 127 * 1024 < 2^24
-ROWS = 4
+ROWS = 16
 
 
 def pack_int8(q: Tensor) -> Tensor:
@@ -26,10 +26,11 @@ def pack_int8(q: Tensor) -> Tensor:
     return q.to(torch.float32).contiguous()
 
 
-def pad_rows(x: Tensor) -> Tensor:
-    """`x` [..., T, K] with rows of zeros appended up to a multiple of 4."""
-    missing = -x.shape[-2] % ROWS
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """fp32 `x` [..., T, K] times `y` [..., K, N], in products of 16 rows."""
+    rows = x.shape[-2]
+    parts = F.pad(x, (0, 0, 0, -rows % ROWS)).split(ROWS, dim=-2)
+    return torch.cat([part @ y for part in parts], dim=-2)[..., :rows, :]
 
 
 def int8_linear(
@@ -41,13 +42,12 @@ def int8_linear(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """See `kernels.ops.int8_linear`; `weight` fp32 [N, K] from `pack_int8`."""
-    rows, inputs = xq.shape
-    x = pad_rows(xq.float())
-    if inputs <= RUN:
-        total = F.linear(x, weight)[:rows]
+    x = xq.float()
+    if x.shape[1] <= RUN:
+        total = F.linear(x, weight)
     else:
         runs = zip(x.split(RUN, dim=1), weight.split(RUN, dim=1), strict=True)
-        total = sum(F.linear(a, w)[:rows].to(torch.int32) for a, w in runs)
+        total = sum(F.linear(a, w).to(torch.int32) for a, w in runs)
         total = torch.as_tensor(total).float()
     scale = x_scale.reshape(-1, 1) if x_scale.numel() > 1 else x_scale.reshape(())
     out = total * (scale * w_scale)
@@ -58,4 +58,5 @@ def int8_linear(
 
 def float_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `kernels.ops.float_linear`."""
-    return F.linear(pad_rows(x.to(weight.dtype)), weight, bias)[: x.shape[0]]
+    out = product(x.to(weight.dtype), weight.T)
+    return out if bias is None else out + bias

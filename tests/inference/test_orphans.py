@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 
 def wait_for(condition) -> bool:
-    for _ in range(600):
+    for _ in range(2400):
         if condition():
             return True
         time.sleep(0.05)
