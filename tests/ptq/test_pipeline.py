@@ -347,7 +347,7 @@ sys.path[:0] = [{root!r}, {here!r}]
 import ptq
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 from quantizing import make_plan, random_tokens
 from ptq.methods.specs import RTNSpec, SmoothQuantSpec
 from ptq.pipeline import quantize_tokens
