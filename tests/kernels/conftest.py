@@ -20,6 +20,8 @@ def with_threads():
 def backend(request, monkeypatch):
     """The ops run on the compiled kernels, then as if there were none."""
     if request.param == "torch":
+        if request.config.getoption("--native-library"):
+            pytest.skip("the given library is what is tested")
         monkeypatch.setattr(native, "library", lambda: None)
     elif native.library() is None:
         pytest.skip("no C++ compiler, and no compiled kernels")
