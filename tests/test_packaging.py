@@ -86,7 +86,7 @@ def environment(folder: Path, layout: str, wheel: Path) -> tuple[Path, Path]:
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess:
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{command} in {cwd}:\n{done.stdout}\n{done.stderr}"
     return done
 

@@ -67,7 +67,7 @@ def loads(tmp_path_factory) -> dict[str, tuple[int, int]]:
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back at once
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]

@@ -369,7 +369,7 @@ def test_measured_memory_is_near_the_predicted(make_model, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     predicted, measured = map(int, done.stdout.split())

@@ -377,7 +377,7 @@ def test_peak_memory_does_not_grow_with_depth(make_model, tmp_path):
         )
         command = [sys.executable, "-c", script, str(model), str(tmp_path / str(layers))]
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=240
+            command, env=environment, capture_output=True, text=True, check=False, timeout=500
         )
         assert done.returncode == 0, done.stderr
         peaks[layers] = int(done.stdout)

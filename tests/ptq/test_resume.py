@@ -229,7 +229,6 @@ def runs(model):
     server.close()
 
 
-@pytest.mark.timeout(300)
 def test_kill_9_at_twenty_random_moments(runs, tmp_path):
     """Whatever the moment, the same command ends with the bytes of a run that was left alone."""
     whole, output = tmp_path / "whole", tmp_path / "out"
