@@ -27,12 +27,12 @@ def choose_unit(scale: Tensor) -> Tensor:
     """The least unit whose multiples reach a row's largest scale.
 
     Args:
-        scale: [N, G] fp32, finite and positive.
+        scale: [..., N, G] fp32, finite and positive.
 
     Returns:
-        fp32 [N, 1], of 4 significant bits.
+        fp32 [..., N, 1], of 4 significant bits.
     """
-    return _rounded_up(scale.amax(dim=1, keepdim=True) / LARGEST)
+    return _rounded_up(scale.amax(dim=-1, keepdim=True) / LARGEST)
 
 
 def larger_unit(unit: Tensor) -> Tensor:

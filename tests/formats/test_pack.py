@@ -10,7 +10,7 @@ import torch
 
 from formats.pack import pack_words, unpack_words
 from formats.scheme import PRESETS, ActivationSpec, KVCacheSpec, Scheme, Strict, WeightSpec
-from formats.weights import StoredWeight, read_weight, weight_tensors
+from formats.weights import StoredWeight, read_weights, weight_tensors
 
 
 def test_golden_words():
@@ -62,7 +62,7 @@ def test_asymmetric_groups_keep_their_zero_points():
         "weight_shape": (2,),
         "weight_zero_point": (2, 2),
     }
-    back = read_weight(scheme, "m", lambda name: tensors[name.removeprefix("m.")])
+    back = read_weights(scheme, [(16, 64)], tensors.__getitem__)
     assert torch.equal(back.q, q)
     assert torch.equal(back.scale, weight.scale)
     assert back.zero_point is not None
