@@ -15,6 +15,7 @@ is missing, extra, of another shape, not finite or not positive is refused by na
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,29 @@ from torch import Tensor
 
 from formats.compressed_tensors import Groups, find_scheme, is_ignored, read_groups
 from formats.errors import CheckpointError
-from formats.experts import TensorFile, is_projection, per_expert
+from formats.experts import is_projection, per_expert
 from formats.files import safe_join, sha256_file
-from formats.safetensors_files import SafetensorsFile, open_weights
-from formats.scale_table import ScaleTable
+from formats.safetensors_files import (
+    SafetensorsFile,
+    TensorFile,
+    open_weights,
+    read_elements,
+    read_tensors,
+)
+from formats.scale_table import TOGETHER, ScaleTable
 from formats.scheme import KVCacheSpec, LayerScheme, Scheme
 from formats.targets import HEAD
 from formats.weights import (
     LEAVES,
     StoredWeight,
     check_scale,
+    check_scale_kind,
+    check_scale_values,
     check_weight,
+    expect,
+    is_scale,
     needed_leaves,
-    read_weight,
+    read_weights,
 )
 
 KV_SCALES = "quant/kv_scales.safetensors"
@@ -113,31 +124,42 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from its file's header."""
-        return self._file(name).tensors[name][1]
+        return self._kind(name)[1]
 
     def dtype(self, name: str) -> torch.dtype:
         """Element type of a tensor, from its file's header."""
-        return self._file(name).tensors[name][0]
+        return self._kind(name)[0]
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor from its file."""
-        return self._file(name).tensor(name)
+        return read_elements({name: self._file(name)}, [name]).reshape(self.shape(name))
 
-    def weight(self, module: str, out: Tensor | None = None) -> StoredWeight:
-        """The quantized weight of a linear layer, checked.
+    def tensors(self, names: Sequence[str]) -> Tensor:
+        """Read tensors that differ in their first size at most as one, as `torch.cat` gives it."""
+        width = self.shape(names[0])[1:]
+        return read_elements({name: self._file(name) for name in names}, names).reshape(-1, *width)
+
+    def weight(self, module: str) -> StoredWeight:
+        """The quantized weight of a linear layer, checked."""
+        return self.weights([module])
+
+    def weights(self, modules: Sequence[str], device: torch.device | str = "cpu") -> StoredWeight:
+        """The quantized weights of linear layers of one scheme and as many inputs, read as one.
 
         Args:
-            module: Full name.
-            out: Gets the integers; where it is, packed ones are unpacked. By default a new tensor.
+            modules: Full names.
+            device: Where they go, and where packed integers are unpacked.
         """
-        device = "cpu" if out is None else out.device
-        return read_weight(
-            self.scheme_of(module), module, lambda name: self.tensor(name).to(device), out
+        shapes = [self.weight_shape(module) for module in modules]
+        return read_weights(
+            self.scheme_of(modules[0]),
+            shapes,
+            lambda leaf: self.tensors([f"{module}.{leaf}" for module in modules]).to(device),
         )
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer's weight and input are quantized; of nothing where they are not."""
-        return self._schemes.get(module, LayerScheme())
+        return self._schemes.get(module) or LayerScheme()
 
     @cached_property
     def _schemes(self) -> dict[str, LayerScheme]:
@@ -152,9 +174,19 @@ class Checkpoint:
 
     def weight_shape(self, module: str) -> tuple[int, ...]:
         """Outputs and inputs of a linear layer, quantized or not."""
-        if f"{module}.weight_shape" in self._files:
-            return tuple(self.tensor(f"{module}.weight_shape").flatten().tolist())
-        return self.shape(f"{module}.weight")
+        return self._packed_shapes.get(module) or self.shape(f"{module}.weight")
+
+    @cached_property
+    def _packed_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that are packed into words; they are stored beside them."""
+        names = [name for name in self._files if name.endswith(".weight_shape")]
+        if not names:
+            return {}
+        for name in names:
+            expect(name, self._kind, torch.int64, (2,))
+        modules = [name.removesuffix(".weight_shape") for name in names]
+        sizes = self.tensors(names).reshape(-1, 2).tolist()
+        return dict(zip(modules, map(tuple, sizes), strict=True))
 
     def require_one_scheme(self, target: str) -> None:
         """Refuse a checkpoint whose layers have several schemes, for a target that holds one.
@@ -189,6 +221,9 @@ class Checkpoint:
         if self._kv_file is not None and name in self._kv_file.tensors:
             return self._kv_file.tensor(name).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
+
+    def _kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._file(name).tensors[name]
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -264,11 +299,19 @@ class Checkpoint:
         tensors = {f"{name}.{leaf}" for name in quantized for leaf in self._leaves(name)}
         found |= {f"{name}.weight" for name in quantized if f"{name}.weight" in self._files}
         _same_names(tensors, found, "")
-        for name in quantized:
-            scheme = self.scheme_of(name)
-            check_weight(scheme, name, lambda n: self._file(n).tensors[n], self.tensor)
+        scales = []
+        for module in self.quantized_modules:
+            scheme = self.scheme_of(module)
+            check_weight(scheme, module, self.weight_shape(module), self._kind)
+            scales.append(f"{module}.weight_scale")
             if scheme.static_input:
-                check_scale(f"{name}.input_scale", self.tensor(f"{name}.input_scale"), ((1,), ()))
+                scales.append(f"{module}.input_scale")
+                check_scale_kind(scales[-1], self._kind, ((1,), ()))
+        for i in range(0, len(scales), TOGETHER):
+            run = scales[i : i + TOGETHER]
+            if not is_scale(read_elements(self._files, run)):
+                for name in run:
+                    check_scale_values(name, self.tensor(name))
 
     def _leaves(self, module: str) -> set[str]:
         """Last parts of the names of the tensors that a quantized layer needs."""
@@ -278,10 +321,11 @@ class Checkpoint:
     def _check_scale_table(self) -> None:
         if self.scale_table is None:
             return
-        scales = {name for name in self._files if name.endswith("_scale")}
-        scales |= set(self._kv_file.tensors) if self._kv_file else set()
-        _same_names(scales, {row.tensor for row in self.scale_table.entries}, f"{SCALE_TABLE}: ")
-        self.scale_table.check(self.scale)
+        files = {name: file for name, file in self._files.items() if name.endswith("_scale")}
+        files |= dict.fromkeys(self._kv_file.tensors, self._kv_file) if self._kv_file else {}
+        named = {row.tensor for row in self.scale_table.entries}
+        _same_names(set(files), named, f"{SCALE_TABLE}: ")
+        self.scale_table.check(lambda names: [t.float() for t in read_tensors(files, names)])
 
 
 def auxiliary_files(folder: Path) -> tuple[Path, ...]:

@@ -21,13 +21,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.safetensors_files import SafetensorsFile
+from formats.safetensors_files import SafetensorsFile, TensorFile
 
 
 @dataclass(frozen=True)
@@ -62,24 +60,6 @@ def is_router(module: str) -> bool:
     return _ROUTER.search(module) is not None
 
 
-class TensorFile(Protocol):
-    """Where tensors are read from: a file, or a parameter of one that holds many layers."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of each tensor."""
-        ...
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor."""
-        ...
-
-
 class RowsOf:
     """Layers that are runs of rows of one parameter.
 
@@ -94,15 +74,16 @@ class RowsOf:
     def __init__(
         self, file: SafetensorsFile, parameter: str, starts: Mapping[str, int], rows: int
     ) -> None:
-        self._file, self._parameter, self._starts, self._rows = file, parameter, starts, rows
         dtype, shape = file.tensors[parameter]
+        self._file, self._parameter, self._starts = file, parameter, starts
+        self._width, self._nbytes = shape[-1] * dtype.itemsize, rows * shape[-1] * dtype.itemsize
         self.path = file.path
         self.tensors = dict.fromkeys(starts, (dtype, (rows, shape[-1])))
 
-    def tensor(self, name: str) -> Tensor:
-        """Read one layer's rows and no others."""
-        start = self._starts[name]
-        return self._file.rows(self._parameter, start, start + self._rows)
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a layer's rows begin and end in the file, in bytes."""
+        start = self._file.span(self._parameter)[0] + self._starts[name] * self._width
+        return start, start + self._nbytes
 
 
 def per_expert(

@@ -28,27 +28,23 @@ def pack_words(values: Tensor, bits: int) -> Tensor:
     return (stored.unflatten(-1, (-1, count)) << shifts).sum(dim=-1, dtype=torch.int32)
 
 
-def unpack_words(words: Tensor, bits: int, count: int, out: Tensor | None = None) -> Tensor:
+def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """Inverse of `pack_words`; takes no memory but that of the values.
 
     Args:
         words: int32 [..., words].
         bits: 4 or 8.
         count: Values of a row; what words hold beyond them is left out.
-        out: int8 [..., count] to write to, or None.
 
     Returns:
-        `out`, or a new tensor like it.
+        int8 [..., count].
     """
     raw = words.contiguous().view(torch.uint8)  # little-endian: in the order of the values
-    if out is None:
-        out = torch.empty((*words.shape[:-1], count), dtype=torch.int8, device=words.device)
-    stored = out.view(torch.uint8)
+    stored = torch.empty((*words.shape[:-1], count), dtype=torch.uint8, device=words.device)
     if bits == 8:
         stored.copy_(raw[..., :count])
     else:
         even, odd = stored[..., ::2], stored[..., 1::2]
         torch.bitwise_and(raw[..., : even.shape[-1]], 15, out=even)
         torch.bitwise_right_shift(raw[..., : odd.shape[-1]], 4, out=odd)
-    stored.sub_(1 << (bits - 1))
-    return out
+    return stored.sub_(1 << (bits - 1)).view(torch.int8)

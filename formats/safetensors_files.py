@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +37,24 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+class TensorFile(Protocol):
+    """Where tensors are read from: a file, or a parameter of one that holds many layers."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each tensor."""
+        ...
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a tensor begins and ends in the file, in bytes."""
+        ...
+
+
 class SafetensorsFile:
     """One file: names, shapes and types from its header, tensors on request.
 
@@ -46,31 +67,50 @@ class SafetensorsFile:
         self.tensors, self.metadata, self._spans = _read_header(path)
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor.
+        """Read one tensor."""
+        return read_elements({name: self}, [name]).reshape(self.tensors[name][1])
 
-        It is read and not mapped: pages of a mapped file stay in memory as long as it is open, so
-        that going through a model block by block would take as much as the whole of it.
-        """
-        (dtype, shape), (start, end) = self.tensors[name], self._spans[name]
-        return self._read(name, start, end, dtype).reshape(shape)
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a tensor begins and ends in the file, in bytes."""
+        return self._spans[name]
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows `start` to `stop` of a tensor, seen as [rows, its last size]; only these."""
-        dtype, shape = self.tensors[name]
-        width = shape[-1] * dtype.itemsize
-        first = self._spans[name][0]
-        part = self._read(name, first + start * width, first + stop * width, dtype)
-        return part.reshape(stop - start, shape[-1])
 
-    def _read(self, name: str, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        if start == end:
-            return torch.empty(0, dtype=dtype)
-        data = bytearray(end - start)
-        with self.path.open("rb") as file:
-            file.seek(start)
-            if file.readinto(data) != len(data):
-                raise _damaged(self.path, f"{name} ends early")
-        return torch.frombuffer(data, dtype=dtype)
+def read_elements(files: Mapping[str, TensorFile], names: Sequence[str]) -> Tensor:
+    """Read tensors into one of one dimension, the elements of each behind those before it.
+
+    They are read and not mapped: pages of a mapped file stay in memory as long as it is open, so
+    that going through a model block by block would take as much as the whole of it.
+
+    Args:
+        files: Where each is.
+        names: Which; those of several types become one that holds all, as by `torch.cat`.
+
+    Raises:
+        CheckpointError: a file has become shorter.
+    """
+    kinds = [files[name].tensors[name] for name in names]
+    dtypes = {dtype for dtype, _ in kinds}
+    if len(dtypes) > 1:
+        return torch.cat([read_elements(files, [name]) for name in names])
+    out = torch.empty(sum(math.prod(shape) for _, shape in kinds), dtype=dtypes.pop())
+    data, start = out.view(torch.uint8).numpy().data, 0
+    for path, run in groupby(names, lambda name: files[name].path):
+        with path.open("rb") as file:
+            for name in run:
+                first, end = files[name].span(name)
+                stop = start + end - first
+                file.seek(first)
+                if file.readinto(data[start:stop]) != stop - start:
+                    raise _damaged(path, f"{name} ends early")
+                start = stop
+    return out
+
+
+def read_tensors(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[Tensor]:
+    """Read tensors of one type; each file is opened once for neighbours in it."""
+    shapes = [files[name].tensors[name][1] for name in names]
+    parts = read_elements(files, names).split([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _read_header(

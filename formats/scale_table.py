@@ -7,7 +7,7 @@ Calibration produces it, the writer and the loader check it against the tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import pandas as pd
@@ -18,6 +18,7 @@ from formats.errors import CheckpointError
 from formats.scheme import Strict
 
 Role = Literal["weight", "input", "k_cache", "v_cache"]
+TOGETHER = 32  # scales that are read at once
 
 
 class ScaleEntry(Strict):
@@ -90,11 +91,11 @@ class ScaleTable(Strict):
             )
             raise CheckpointError(f"scale table is damaged: {faults}") from error
 
-    def check(self, read: Callable[[str], Tensor]) -> None:
+    def check(self, read: Callable[[Sequence[str]], Sequence[Tensor]]) -> None:
         """Compare every row with its tensor.
 
         Args:
-            read: Gives the scale tensor of a name, fp32.
+            read: Gives the scale tensors of some names, fp32.
 
         Raises:
             CheckpointError: two rows name one tensor, or a shape, minimum or maximum differs.
@@ -102,9 +103,11 @@ class ScaleTable(Strict):
         twice = [name for name, n in Counter(row.tensor for row in self.entries).items() if n > 1]
         if twice:
             raise CheckpointError(f"scale table lists {', '.join(twice)} more than once")
-        for row in self.entries:
-            scale = read(row.tensor)
-            found = (tuple(scale.shape), scale.min().item(), scale.max().item())
+        runs = (self.entries[i : i + TOGETHER] for i in range(0, len(self.entries), TOGETHER))
+        scales = (scale for run in runs for scale in read([row.tensor for row in run]))
+        for row, scale in zip(self.entries, scales, strict=True):
+            low, high = scale.aminmax()
+            found = (tuple(scale.shape), low.item(), high.item())
             if found != (row.shape, row.scale_min, row.scale_max):
                 raise CheckpointError(
                     f"{row.tensor}: shape, minimum and maximum are {found}, but the scale table "

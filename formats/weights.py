@@ -11,9 +11,8 @@ Source: compressed-tensors 0.17 to 0.20. Shapes are exactly these: loaders refus
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from formats.pack import pack_words, unpack_words
 from formats.scheme import LayerScheme, WeightSpec
 
 Kind = Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
+Shape = tuple[int, ...]  # outputs and inputs
 LEAVES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
 
@@ -31,7 +31,8 @@ class StoredWeight:
     """The weight of a linear layer, quantized: w = (q - zero_point) * scale.
 
     Attributes:
-        q: [N, K], int8 (int4 too, in [-8, 7]) or float8_e4m3fn.
+        q: [N, K], int8 (int4 too, in [-8, 7]) or float8_e4m3fn; of several layers that were read
+            as one N is their sum, as are the rows of all others.
         scale: fp32, one element a block of the scheme: [N, 1], [N, groups], [1, 1] or
             [row blocks, column blocks].
         zero_point: int8 of the scale's shape, or None for symmetric quantization.
@@ -51,7 +52,7 @@ def storage_format(scheme: LayerScheme) -> str:
     return "int-quantized" if plain else "pack-quantized"
 
 
-def scale_shape(spec: WeightSpec, shape: tuple[int, int]) -> tuple[int, int]:
+def scale_shape(spec: WeightSpec, shape: Shape) -> tuple[int, int]:
     """Shape of the scales of a weight [N, K]."""
     rows, columns = (
         1 if length == -1 else -(-size // length)
@@ -97,90 +98,98 @@ def needed_leaves(scheme: LayerScheme) -> set[str]:
     return leaves if scheme.weights.symmetric else leaves | {"weight_zero_point"}
 
 
-def check_weight(
-    scheme: LayerScheme, module: str, kind: Kind, read: Callable[[str], Tensor]
-) -> None:
-    """Check the tensors of a weight; only scales and shapes are read, not the weight itself.
+def check_weight(scheme: LayerScheme, module: str, shape: Shape, kind: Kind) -> None:
+    """Check the types and shapes of a weight's tensors; nothing is read.
 
     Args:
         scheme: Of the layer.
         module: Full name of the layer.
+        shape: Of the weight.
         kind: Gives the type and shape of a tensor by its full name.
-        read: Gives a tensor by its full name.
 
     Raises:
-        CheckpointError: a tensor has another type or shape than the scheme says, or a scale is not
-            finite and positive.
+        CheckpointError: a tensor has another type or shape than the scheme says.
     """
     assert scheme.weights is not None
     spec, layout = scheme.weights, storage_format(scheme)
+    if len(shape) != 2:
+        raise CheckpointError(f"{module}.weight has shape {shape}; needed is [N, K]")
     if layout == "pack-quantized":
-        _expect(f"{module}.weight_shape", kind, torch.int64, (2,))
-        shape = _shape(read(f"{module}.weight_shape"))
         words = math.ceil(shape[1] * spec.bits / 32)
-        _expect(f"{module}.weight_packed", kind, torch.int32, (shape[0], words))
+        expect(f"{module}.weight_packed", kind, torch.int32, (shape[0], words))
         if not spec.symmetric:
             wanted = (math.ceil(shape[0] * spec.bits / 32), scale_shape(spec, shape)[1])
-            _expect(f"{module}.weight_zero_point", kind, torch.int32, wanted)
+            expect(f"{module}.weight_zero_point", kind, torch.int32, wanted)
     else:
-        shape = kind(f"{module}.weight")[1]
-        if len(shape) != 2:
-            raise CheckpointError(f"{module}.weight has shape {shape}; needed is [N, K]")
         wanted_type = torch.float8_e4m3fn if layout == "float-quantized" else torch.int8
-        _expect(f"{module}.weight", kind, wanted_type, shape)
-        shape = (shape[0], shape[1])
-    wanted = scale_shape(spec, shape)
-    shapes = ((1,), ()) if spec.granularity == "per_tensor" else (wanted,)
-    check_scale(f"{module}.weight_scale", read(f"{module}.weight_scale"), shapes)
+        expect(f"{module}.weight", kind, wanted_type, shape)
+    shapes = ((1,), ()) if spec.granularity == "per_tensor" else (scale_shape(spec, shape),)
+    check_scale_kind(f"{module}.weight_scale", kind, shapes)
 
 
-def read_weight(
-    scheme: LayerScheme, module: str, read: Callable[[str], Tensor], out: Tensor | None = None
+def read_weights(
+    scheme: LayerScheme, shapes: Sequence[Shape], read: Callable[[str], Tensor]
 ) -> StoredWeight:
     """Inverse of `weight_tensors`, of tensors that `check_weight` has seen.
 
     Args:
-        scheme: Of the layer.
-        module: Full name of the layer.
-        read: Gives a tensor by its full name.
-        out: Gets the integers: [N, K] of their type, such as rows of a larger weight; or None.
+        scheme: Of the layer, or of several that are read as one.
+        shapes: Of the weight of each; they have the same inputs.
+        read: Gives a tensor by the last part of its name: all layers', one below the other.
     """
     assert scheme.weights is not None
-    spec, scale = scheme.weights, read(f"{module}.weight_scale").float()
+    spec, columns = scheme.weights, shapes[0][1]
+    scale = read("weight_scale").float().reshape(-1, scale_shape(spec, shapes[0])[1])
     if storage_format(scheme) != "pack-quantized":
-        q = read(f"{module}.weight")
-        q = q if out is None else out.copy_(q)
-        return StoredWeight(q, scale.reshape(scale_shape(spec, _shape(q.shape))))
-    rows, columns = _shape(read(f"{module}.weight_shape"))
-    q = unpack_words(read(f"{module}.weight_packed"), spec.bits, columns, out)
+        return StoredWeight(read("weight"), scale)
+    q = unpack_words(read("weight_packed"), spec.bits, columns)
     if spec.symmetric:
         return StoredWeight(q, scale)
-    zeros = read(f"{module}.weight_zero_point").T.contiguous()
-    return StoredWeight(q, scale, unpack_words(zeros, spec.bits, rows).T.contiguous())
+    words, count = read("weight_zero_point"), 32 // spec.bits
+    zeros = unpack_words(words.T.contiguous(), spec.bits, len(words) * count)
+    rows = [rows for rows, _ in shapes]
+    held = [math.ceil(n / count) * count for n in rows]
+    if held != rows:
+        own = zip(zeros.split(held, dim=1), rows, strict=True)
+        zeros = torch.cat([part[:, :n] for part, n in own], dim=1)
+    return StoredWeight(q, scale, zeros.T.contiguous())
 
 
-def _shape(sizes: Iterable[Any]) -> tuple[int, int]:
-    rows, columns = (int(size) for size in sizes)
-    return rows, columns
-
-
-def check_scale(name: str, scale: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+def check_scale(name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse a scale of another type or shape, or one that is not finite and positive."""
-    if not scale.dtype.is_floating_point or tuple(scale.shape) not in shapes:
+    check_scale_kind(name, lambda _: (scale.dtype, tuple(scale.shape)), shapes)
+    check_scale_values(name, scale)
+
+
+def check_scale_kind(name: str, kind: Kind, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse a scale that is not of floats, or has none of some shapes."""
+    dtype, shape = kind(name)
+    if not dtype.is_floating_point or shape not in shapes:
         raise CheckpointError(
-            f"{name} is {scale.dtype} {tuple(scale.shape)}; needed is a float tensor of shape "
+            f"{name} is {dtype} {shape}; needed is a float tensor of shape "
             f"{' or '.join(map(str, shapes))}"
         )
-    wide = scale.float()
-    good = torch.isfinite(wide) & (wide > 0)
-    if not bool(good.all()):
+
+
+def check_scale_values(name: str, scale: Tensor) -> None:
+    """Refuse a scale that is not finite and positive."""
+    if not is_scale(scale):
+        wide = scale.float()
+        good = torch.isfinite(wide) & (wide > 0)
         raise CheckpointError(
             f"{name} holds {wide[~good].flatten()[0].item()}; a scale is finite and positive. The "
             "checkpoint is damaged or was written by faulty software; write it again"
         )
 
 
-def _expect(name: str, kind: Kind, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def is_scale(values: Tensor) -> bool:
+    """Whether all are finite and positive."""
+    wide = values.float()
+    return bool((torch.isfinite(wide) & (wide > 0)).all())
+
+
+def expect(name: str, kind: Kind, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor of another type or shape."""
     found = kind(name)
     if found != (dtype, shape):
         raise CheckpointError(f"{name} is {found[0]} {found[1]}; needed is {dtype} {shape}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +16,6 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.scheme import ActivationSpec, LayerScheme
-from formats.weights import StoredWeight
-from kernels.numerics import TYPES
 from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
 from kernels.weights import Weight, pack_float_weight, pack_quantized_weight
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from inference.gpu.layers import GpuLinear
 
 log = logging.getLogger("ptq.inference")
+
+TOGETHER = 1 << 25  # weights of experts that are read and packed at once
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,33 @@ class Linear:
         return self.weight.nbytes
 
 
+@dataclass(frozen=True)
+class Form:
+    """What is known of layers that run as one before they are read; equal ones are read together.
+
+    Attributes:
+        scheme: How they are quantized.
+        shapes: Of each weight: outputs, inputs.
+        biases: Which have one.
+        static: Whether their input has a scale of its own.
+    """
+
+    scheme: LayerScheme
+    shapes: tuple[tuple[int, ...], ...]
+    biases: tuple[bool, ...]
+    static: bool
+
+    @property
+    def outputs(self) -> int:
+        """Of all."""
+        return sum(rows for rows, _ in self.shapes)
+
+    @property
+    def inputs(self) -> int:
+        """Of each."""
+        return self.shapes[0][1]
+
+
 def load_linear(
     checkpoint: Checkpoint, modules: Sequence[str], place: Placement
 ) -> Linear | GpuLinear:
@@ -88,28 +118,77 @@ def load_linear(
         CheckpointError: some are quantized and some are not, their schemes, input scales or widths
             differ, or a tensor is missing.
     """
-    quantized = [module in checkpoint.quantized_modules for module in modules]
+    return _load(checkpoint, [modules], _form(checkpoint, modules), place)
+
+
+def load_stacks(
+    checkpoint: Checkpoint, layers: Iterable[Sequence[str]], place: Placement
+) -> Iterator[GpuLinear]:
+    """Read layers for a GPU's kernels, many by the calls of one, which is what takes the time.
+
+    Args:
+        checkpoint: Where from.
+        layers: As many times the modules of `load_linear`, such as an expert's gate and up.
+        place: Where to.
+
+    Yields:
+        Some of the layers, in order: each tensor has a dimension for them before its own. What is
+        held beside them is that of `TOGETHER` weights, or of one layer.
+
+    Raises:
+        CheckpointError: as `load_linear`.
+    """
+    for form, run in groupby(layers, partial(_form, checkpoint)):
+        alike, count = list(run), max(1, TOGETHER // (form.outputs * form.inputs))
+        for i in range(0, len(alike), count):
+            part = alike[i : i + count]
+            yield cast("GpuLinear", _load(checkpoint, part, form, place, (len(part),)))
+
+
+def _form(checkpoint: Checkpoint, modules: Sequence[str]) -> Form:
+    schemes = {module: checkpoint.scheme_of(module) for module in modules}
+    quantized = [scheme.weights is not None for scheme in schemes.values()]
     if any(quantized) != all(quantized):
         raise CheckpointError(
             f"{', '.join(modules)} share one input, but only some are quantized; quantize all of "
             "them or ignore all of them"
         )
-    shapes = [checkpoint.weight_shape(module) for module in modules]
+    shapes = tuple(checkpoint.weight_shape(module) for module in modules)
     if len({columns for _, columns in shapes}) > 1:
         raise CheckpointError(f"{', '.join(modules)} share one input, but differ in its width")
-    biases = [f"{module}.bias" in checkpoint for module in modules]
+    if len(set(schemes.values())) > 1:
+        found = "; ".join(f"{module}: {scheme.text}" for module, scheme in schemes.items())
+        raise CheckpointError(
+            f"layers that run as one differ in their scheme: {found}. Write the checkpoint with "
+            "one scheme for them"
+        )
+    biases = tuple(f"{module}.bias" in checkpoint for module in modules)
+    static = quantized[0] and f"{modules[0]}.input_scale" in checkpoint
+    return Form(schemes[modules[0]], shapes, biases, static)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    layers: Sequence[Sequence[str]],
+    form: Form,
+    place: Placement,
+    many: tuple[int, ...] = (),
+) -> Linear | GpuLinear:
+    """Read layers of a form: one, or `many`, of which every tensor then has that dimension."""
+    modules = [module for layer in layers for module in layer]
     bias = None
-    if any(biases):
+    if any(form.biases):
         parts = [
             checkpoint.tensor(f"{module}.bias").float() if has else torch.zeros(shape[0])
-            for module, shape, has in zip(modules, shapes, biases, strict=True)
+            for layer in layers
+            for module, shape, has in zip(layer, form.shapes, form.biases, strict=True)
         ]
-        bias = torch.cat(parts).to(place.device)
-    if not quantized[0]:
-        names = [f"{module}.weight" for module in modules]
-        weight = torch.cat([checkpoint.tensor(name).to(place.device) for name in names])
-        return _float_linear(weight, bias, place)
-    return _quantized_linear(checkpoint, modules, bias, place)
+        bias = torch.cat(parts).to(place.device).view(*many, -1)
+    if form.scheme.weights is None:
+        weight = checkpoint.tensors([f"{module}.weight" for module in modules]).to(place.device)
+        return _float_linear(weight.view(*many, -1, form.inputs), bias, place)
+    input_scale = _input_scale(checkpoint, layers, place.device, many) if form.static else None
+    return _quantized_linear(checkpoint, modules, form, bias, input_scale, place, many)
 
 
 def _float_linear(weight: Tensor, bias: Tensor | None, place: Placement) -> Linear | GpuLinear:
@@ -123,16 +202,24 @@ def _float_linear(weight: Tensor, bias: Tensor | None, place: Placement) -> Line
 
 
 def _quantized_linear(
-    checkpoint: Checkpoint, modules: Sequence[str], bias: Tensor | None, place: Placement
+    checkpoint: Checkpoint,
+    modules: Sequence[str],
+    form: Form,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    place: Placement,
+    many: tuple[int, ...],
 ) -> Linear | GpuLinear:
-    scheme = _one_scheme(checkpoint, modules)
-    spec, activations = scheme.weights, scheme.activations
+    spec, activations = form.scheme.weights, form.scheme.activations
     assert spec is not None
-    input_scale = _input_scale(checkpoint, modules, place.device)
-    q, parts = _read_together(checkpoint, modules, TYPES[spec.dtype].storage, place.device)
-    zeros = [part.zero_point for part in parts if part.zero_point is not None]
-    scale = torch.cat([_scale_by_row(part, spec.block[0]) for part in parts])
-    zero_point = torch.cat(zeros) if zeros else None
+    stored = checkpoint.weights(modules, place.device)
+    rows = [shape[0] for shape in form.shapes] * (len(modules) // len(form.shapes))
+    q, scale, zero_point = (
+        None if part is None else part.view(*many, form.outputs, -1)
+        for part in (stored.q, _scale_by_row(stored.scale, rows, spec.block[0]), stored.zero_point)
+    )
+    assert q is not None
+    assert scale is not None
     group = None if spec.block[1] == -1 else spec.block[1]
     if not place.triton:
         integers = activations is not None and activations.dtype == "int8"
@@ -143,59 +230,46 @@ def _quantized_linear(
     from inference.gpu.layers import GpuLinear, rows_of
     from kernels.triton.linear import DenseWeight, pack
 
-    rows = rows_of(activations, input_scale, place.dtype)
-    own = pack(q, scale, zero_point, bias, rows, place.dtype, bits=spec.bits, group=group)
+    inputs = rows_of(activations, input_scale, place.dtype)
+    own = pack(q, scale, zero_point, bias, inputs, place.dtype, bits=spec.bits, group=group)
     if isinstance(own, DenseWeight):
+        first, others = modules[: len(form.shapes)], math.prod(many) - 1
         log.warning(
-            "%s: no GPU kernel takes %s of %s; it runs dequantized, with the same numbers",
-            " + ".join(modules), scheme.text, tuple(q.shape),
+            "%s%s: no GPU kernel takes %s of %s; it runs dequantized, with the same numbers",
+            " + ".join(first), f" and {others} more" if others else "", form.scheme.text,
+            (form.outputs, form.inputs),
         )  # fmt: skip
-    return GpuLinear(own, rows)
+    return GpuLinear(own, inputs)
 
 
-def _read_together(
-    checkpoint: Checkpoint, modules: Sequence[str], storage: torch.dtype, device: torch.device
-) -> tuple[Tensor, list[StoredWeight]]:
-    """Integers [N of all, K] of layers, and each weight with its rows of them.
-
-    Each is read to its place, so that nothing as large is held beside them.
-    """
-    shapes = [checkpoint.weight_shape(module) for module in modules]
-    rows = [shape[0] for shape in shapes]
-    q = torch.empty(sum(rows), shapes[0][1], dtype=storage, device=device)
-    places = zip(modules, q.split(rows), strict=True)
-    return q, [checkpoint.weight(module, place) for module, place in places]
-
-
-def _scale_by_row(weight: StoredWeight, length: int) -> Tensor:
-    """Scales [N, groups] of a weight [N, K] whose blocks have `length` rows, -1 for all."""
-    rows = weight.q.shape[0]
+def _scale_by_row(scale: Tensor, rows: Sequence[int], length: int) -> Tensor:
+    """Scales [N, groups] of weights of some rows each, whose blocks have `length`, -1 for all."""
     if length == 1:
-        return weight.scale
-    return weight.scale.repeat_interleave(rows if length == -1 else length, dim=0)[:rows]
-
-
-def _one_scheme(checkpoint: Checkpoint, modules: Sequence[str]) -> LayerScheme:
-    schemes = {module: checkpoint.scheme_of(module) for module in modules}
-    if len(set(schemes.values())) > 1:
-        found = "; ".join(f"{module}: {scheme.text}" for module, scheme in schemes.items())
-        raise CheckpointError(
-            f"layers that run as one differ in their scheme: {found}. Write the checkpoint with "
-            "one scheme for them"
-        )
-    return schemes[modules[0]]
+        return scale
+    steps = [n if length == -1 else length for n in rows]
+    sizes = [
+        min(step, n - first)
+        for n, step in zip(rows, steps, strict=True)
+        for first in range(0, n, step)
+    ]
+    repeats = torch.tensor(sizes, device=scale.device)
+    return scale.repeat_interleave(repeats, dim=0, output_size=sum(rows))
 
 
 def _input_scale(
-    checkpoint: Checkpoint, modules: Sequence[str], device: torch.device
-) -> Tensor | None:
-    names = [f"{module}.input_scale" for module in modules]
-    if names[0] not in checkpoint:
-        return None
-    scales = {name: checkpoint.scale(name).item() for name in names}
-    if len(set(scales.values())) > 1:
-        raise CheckpointError(
-            f"input scales of layers that share one input differ: {scales}. Runtimes that merge "
-            "them would use one for all; write the checkpoint with one scale"
-        )
-    return torch.tensor(scales[names[0]], device=device)
+    checkpoint: Checkpoint,
+    layers: Sequence[Sequence[str]],
+    device: torch.device,
+    many: tuple[int, ...],
+) -> Tensor:
+    """The scale of each layer's input, fp32 of the shape `many`."""
+    names = [f"{module}.input_scale" for layer in layers for module in layer]
+    scales = checkpoint.tensors(names).float().view(len(layers), -1)
+    for layer, own in zip(layers, scales.tolist(), strict=True):
+        if len(set(own)) > 1:
+            found = dict(zip((f"{module}.input_scale" for module in layer), own, strict=True))
+            raise CheckpointError(
+                f"input scales of layers that share one input differ: {found}. Runtimes that merge "
+                "them would use one for all; write the checkpoint with one scale"
+            )
+    return scales[:, 0].reshape(many).to(device)

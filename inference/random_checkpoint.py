@@ -188,7 +188,8 @@ def quantized_layers(
 ) -> dict[str, LayerScheme]:
     """Schemes of the linear layers that are quantized."""
     modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    layers = {m: scheme.of_layers for m in modules if scheme.weights and is_projection(m)}
+    own = scheme.of_layers
+    layers = {m: own for m in modules if own.weights and is_projection(m)}
     return layers | ({HEAD: HEAD_SCHEME} if quantize_head else {})
 
 
@@ -256,21 +257,26 @@ def _add_linear(
 
 
 def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
-    """Round to nearest; scales of packed weights are bf16's, as they are stored in it."""
+    """Round [N, K], or several [n, N, K], to nearest.
+
+    Scales of packed weights are bf16's, as they are stored in it.
+    """
     spec = scheme.weights
     assert spec is not None
     kind, zero_point = TYPES[spec.dtype], None
+    block = (1,) * (weight.dim() - 2) + spec.block
     if spec.symmetric:
-        scale = choose_scale(block_absmax(weight, spec.block), kind)
+        scale = choose_scale(block_absmax(weight, block), kind)
     else:
-        blocks = block_view(pad_to_blocks(weight, spec.block), spec.block)
-        scale, zero_point = choose_affine(blocks.amin((1, 3)), blocks.amax((1, 3)), kind)
+        blocks = block_view(pad_to_blocks(weight, block), block)
+        inner = tuple(range(1, blocks.dim(), 2))
+        scale, zero_point = choose_affine(blocks.amin(inner), blocks.amax(inner), kind)
     if storage_format(scheme) == "pack-quantized":
         scale = scale.bfloat16().float()
     if spec.two_level:
         unit = choose_unit(scale)
         scale = nearest_multiples(scale, unit) * unit
-    q = quantize(weight, scale, kind, zero_point, spec.block)
+    q = quantize(weight, scale, kind, zero_point, block)
     return StoredWeight(q, scale, zero_point)
 
 

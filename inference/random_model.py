@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -59,13 +60,31 @@ class RandomCheckpoint(Checkpoint):
 
     def tensor(self, name: str) -> Tensor:
         """A random tensor: the same each time."""
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        return random_values(name, self._shapes[name], generator)
+        return random_values(name, self._shapes[name], self._generator(name))
 
-    def weight(self, module: str, out: Tensor | None = None) -> StoredWeight:
-        """A random quantized weight."""
-        own = round_to_nearest(self.tensor(f"{module}.weight").float(), self._layers[module])
-        return own if out is None else replace(own, q=out.copy_(own.q))
+    def tensors(self, names: Sequence[str]) -> Tensor:
+        """Weights that are not quantized, or scales of static inputs, as one."""
+        if names[0].endswith(".input_scale"):
+            return self.scale(names[0]).repeat(len(names))
+        return _below(self._drawn(names))
+
+    def weights(self, modules: Sequence[str], device: torch.device | str = "cpu") -> StoredWeight:
+        """Random quantized weights as one; they are where tensors are made."""
+        scheme = self._layers[modules[0]]
+        drawn = self._drawn([f"{module}.weight" for module in modules])
+        made = [round_to_nearest(values.float(), scheme) for values in drawn]
+        zeros = [part.zero_point for part in made if part.zero_point is not None]
+        q, scale = _below(part.q for part in made), _below(part.scale for part in made)
+        return StoredWeight(q, scale, _below(zeros) if zeros else None)
+
+    def _drawn(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Random weights, of neighbours of one shape together: [how many, N, K]."""
+        for shape, run in groupby(names, self._shapes.__getitem__):
+            alike = list(run)
+            yield random_values(alike[0], (len(alike), *shape), self._generator(alike[0]))
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
 
     def weight_shape(self, module: str) -> tuple[int, ...]:
         """Outputs and inputs of a linear layer."""
@@ -73,7 +92,7 @@ class RandomCheckpoint(Checkpoint):
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer is quantized."""
-        return self._layers.get(module, LayerScheme())
+        return self._layers.get(module) or LayerScheme()
 
     def scale(self, name: str) -> Tensor:
         """The scale of a static input."""
@@ -85,6 +104,17 @@ class RandomCheckpoint(Checkpoint):
     def nbytes(self) -> int:
         """0: nothing lies on a disk."""
         return 0
+
+
+def _below(parts: Iterable[Tensor]) -> Tensor:
+    """Parts [how many, rows, columns] as rows below each other."""
+    rows = [part.flatten(0, 1) for part in parts]
+    if len(rows) == 1:
+        return rows[0]
+    out = rows[0].new_empty((sum(map(len, rows)), rows[0].shape[1]))
+    for place, part in zip(out.split([len(part) for part in rows]), rows, strict=True):
+        place.copy_(part)  # e4m3 too, of which not every torch can join some
+    return out
 
 
 def random_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:

@@ -20,19 +20,19 @@ from kernels.numerics import divide
 
 BITS = 4  # of a chosen unit
 LARGEST = 16  # of the multiples: -8 * 16 is the smallest int8
-_ROWS = 4096  # looked at together, so that ordinary scales are told by the first of them
+_ROWS = 4096  # looked at first: most ordinary scales are told by them
 
 
 def choose_unit(scale: Tensor) -> Tensor:
     """The least unit whose multiples reach a row's largest scale.
 
     Args:
-        scale: [N, G] fp32, finite and positive.
+        scale: [..., N, G] fp32, finite and positive.
 
     Returns:
-        fp32 [N, 1], of 4 significant bits.
+        fp32 [..., N, 1], of 4 significant bits.
     """
-    return _rounded_up(scale.amax(dim=1, keepdim=True) / LARGEST)
+    return _rounded_up(scale.amax(dim=-1, keepdim=True) / LARGEST)
 
 
 def larger_unit(unit: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def two_level(scale: Tensor) -> tuple[Tensor, Tensor] | None:
             "floating-point group scales [rows, groups] with at least one group"
         )
     parts = []
-    for rows in scale.float().split(_ROWS):
+    for rows in scale.float().tensor_split([_ROWS] if len(scale) > _ROWS else []):
         part = _of_rows(rows)
         if part is None:
             return None

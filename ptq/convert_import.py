@@ -20,7 +20,7 @@ from formats.gptq import gptq_layout, read_gptq_config
 from formats.neural_compressor import is_neural_compressor, neural_compressor_layout
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.scheme import Scheme, WeightSpec
-from formats.weights import StoredWeight, read_weight, weight_tensors
+from formats.weights import StoredWeight, read_weights, weight_tensors
 from formats.writer import CheckpointWriter
 from kernels.numerics import dequantize
 from ptq.conversion import (
@@ -161,7 +161,7 @@ def _scale_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def _check_stored(module: str, weight: StoredWeight, scheme: Scheme, dtype: torch.dtype) -> None:
     """Refuse a weight that does not come back from its tensors; the writer checks their bits."""
     tensors = weight_tensors(scheme, weight, dtype)
-    back = read_weight(scheme, "", lambda name: tensors[name.removeprefix(".")])
+    back = read_weights(scheme, [(len(weight.q), weight.q.shape[1])], tensors.__getitem__)
     compare(module, weight, back)
     require_same("scales", weight.scale, back.scale)
 

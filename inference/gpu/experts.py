@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -51,40 +51,41 @@ class GpuExperts:
 
 
 def side_by_side(
-    layers: Iterable[GpuLinear], count: int, name: str
+    stacks: Iterable[GpuLinear], count: int, name: str
 ) -> tuple[list[GpuLinear], GpuExperts | None]:
-    """Move layers, as they come, to one piece of memory: two are held twice at no time.
+    """Move layers, as they come, to one piece of memory: no two stacks are held twice at a time.
 
     Args:
-        layers: So many, each packed for its kernel.
-        count: How many.
+        stacks: Some of the layers each, packed for a kernel by one call (`load_stacks`).
+        count: How many layers there are.
         name: What they are, for the log.
 
     Returns:
         The layers there, and all as one; None where they are not packed alike, or for no kernel
         that takes some rows of each. Why is logged.
     """
-    moved: list[GpuLinear] = []
+    layers: list[GpuLinear] = []
     memory: dict[str, Tensor] = {}
-    why = ""
-    for layer in layers:
-        own = dict(_tensors(layer.weight))
-        if not moved:
-            memory = {key: _room_for(t, count) for key, t in own.items()}
-        if moved and not why and not _alike(moved[0], layer):
+    form, scales, why = [], [], ""
+    for stack in stacks:
+        size = len(next(_tensors(stack.weight))[1])
+        if not layers and size < count:
+            memory = {key: _room_for(own, count) for key, own in _tensors(stack.weight)}
+        form = form or _form(stack)
+        if _form(stack) != form:
             why = "they are not packed alike"
-        if not why:
-            views = {key: memory[key][len(moved)] for key in own}
-            for key, view in views.items():
-                view.copy_(own[key])
-            layer = replace(layer, weight=replace(layer.weight, **views))
-        moved.append(layer)
-    if not why and not takes_strips(moved[0].weight):
+        if memory and not why:
+            places = {key: room[len(layers) : len(layers) + size] for key, room in memory.items()}
+            stack = _moved(stack, places)
+        layers += _apart(stack, size)
+        scales.append(stack.rows.scale)
+    first = layers[0]
+    if not why and not takes_strips(first.weight):
         why = "no kernel takes rows of each at once"
     if why:
         log.warning("%s: %s; experts run one by one, and steps without CUDA graphs", name, why)
-        return moved, None
-    return moved, GpuExperts(moved[0].weight, _rows(moved))
+        return layers, None
+    return layers, GpuExperts(first.weight, _rows(first.rows, scales))
 
 
 def _tensors(weight: GpuWeight) -> Iterator[tuple[str, Tensor]]:
@@ -94,30 +95,43 @@ def _tensors(weight: GpuWeight) -> Iterator[tuple[str, Tensor]]:
             yield field.name, value
 
 
-def _room_for(tensor: Tensor, count: int) -> Tensor:
-    """Memory of so many tensors, each as this one lies."""
-    strides = (tensor.numel(), *tensor.stride())
-    return torch.empty_strided(
-        (count, *tensor.shape), strides, dtype=tensor.dtype, device=tensor.device
-    )
+def _room_for(stack: Tensor, count: int) -> Tensor:
+    """Memory of so many tensors, each as those of a stack lie."""
+    one = stack[0]
+    strides = (one.numel(), *one.stride())
+    return torch.empty_strided((count, *one.shape), strides, dtype=one.dtype, device=one.device)
 
 
-def _alike(one: GpuLinear, other: GpuLinear) -> bool:
-    """Whether two layers differ in nothing but values."""
-    return _form(one) == _form(other)
+def _moved(stack: GpuLinear, places: Mapping[str, Tensor]) -> GpuLinear:
+    for key, place in places.items():
+        place.copy_(getattr(stack.weight, key))
+    return replace(stack, weight=replace(stack.weight, **places))
 
 
-def _form(layer: GpuLinear) -> list:
-    values = [getattr(layer.weight, field.name) for field in fields(layer.weight)]
-    forms = [(v.dtype, v.shape) if isinstance(v, Tensor) else v for v in values]
-    own = layer.rows
-    return [type(layer.weight), forms, own.dtype, own.group, own.scale is None]
+def _apart(stack: GpuLinear, size: int) -> list[GpuLinear]:
+    """The layers of a stack, each of which sees its own part of every tensor."""
+    parts = {key: tensor.unbind() for key, tensor in _tensors(stack.weight)}
+    scale = stack.rows.scale
+    rows = [stack.rows] * size
+    if scale is not None:
+        rows = [replace(stack.rows, scale=own) for own in scale.unbind()]
+    return [
+        GpuLinear(replace(stack.weight, **{key: own[i] for key, own in parts.items()}), rows[i])
+        for i in range(size)
+    ]
 
 
-def _rows(layers: list[GpuLinear]) -> Rows:
+def _form(stack: GpuLinear) -> list:
+    """All of a stack but how many and which values it holds."""
+    values = [getattr(stack.weight, field.name) for field in fields(stack.weight)]
+    forms = [(v.dtype, v.shape[1:]) if isinstance(v, Tensor) else v for v in values]
+    own = stack.rows
+    return [type(stack.weight), forms, own.dtype, own.group, own.scale is None]
+
+
+def _rows(first: Rows, scales: list[Tensor]) -> Rows:
     """How all want their input: a scale for each expert becomes one where it is the same."""
-    first = layers[0].rows
     if first.scale is None:
         return first
-    scales = torch.stack([layer.rows.scale.reshape(()) for layer in layers])  # pyright: ignore[reportOptionalMemberAccess]
-    return first if bool((scales == scales[0]).all()) else replace(first, scale=scales)
+    each = torch.cat(scales)
+    return first if bool((each == each[0]).all()) else replace(first, scale=each)

@@ -14,9 +14,9 @@ is added in the order of its own probabilities, so that its bits do not depend o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
 from formats.experts import EXPERT_NAMES
-from inference.layers import Linear, Placement, load_linear
+from inference.layers import Linear, Placement, load_linear, load_stacks
 from kernels.ops import silu_mul
 
 if TYPE_CHECKING:
@@ -186,10 +186,9 @@ def _load_alike(
     checkpoint: Checkpoint, layers: Sequence[Sequence[str]], place: Placement
 ) -> tuple[Sequence[Linear | GpuLinear], GpuExperts | None]:
     """The same layer of all experts: each, and on a GPU all as one, where that can be."""
-    loaded = (load_linear(checkpoint, modules, place) for modules in layers)
     if not place.triton:
-        return list(loaded), None
+        return [load_linear(checkpoint, modules, place) for modules in layers], None
     from inference.gpu.experts import side_by_side
 
     name = f"{layers[0][0]} and {len(layers) - 1} more"
-    return side_by_side(cast("Iterator[GpuLinear]", loaded), len(layers), name)
+    return side_by_side(load_stacks(checkpoint, layers, place), len(layers), name)

@@ -40,7 +40,7 @@ from kernels.triton.common import (
 )
 from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
 from kernels.triton.tuning import Tile
-from kernels.triton.weights import grid_of
+from kernels.triton.weights import grid_of, lay_bias
 
 RUN = 128
 LIBRARY_ROWS = 64  # beyond these cuBLASLt is ahead
@@ -95,18 +95,18 @@ def pack_fp8_block(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Fp8B
         ValueError: a shape or type is another.
     """
     require(
-        q.dim() == 2 and q.dtype == torch.float8_e4m3fn and q.shape[1] % 16 == 0,
+        q.dim() >= 2 and q.dtype == torch.float8_e4m3fn and q.shape[-1] % 16 == 0,
         f"weight is {q.dtype} {tuple(q.shape)}; needed is float8_e4m3fn [N, K], K in 16s",
     )
-    (outputs, inputs), blocks = q.shape, tuple(-(-size // RUN) for size in q.shape)
+    *experts, outputs, inputs = q.shape
+    blocks = (*experts, -(-outputs // RUN), -(-inputs // RUN))
     require(
         tuple(scale.shape) == blocks,
         f"scales are {tuple(scale.shape)}; needed is one for each block of 128 x 128, {blocks}",
     )
-    require(bias is None or bias.shape == (outputs,), f"bias must have {outputs} elements")
+    bias = lay_bias(bias, q)
     q = F.pad(q.view(torch.int8), (0, -inputs % RUN, 0, -outputs % 64)).view(q.dtype)
-    scale = F.pad(scale.detach().float(), (0, -scale.shape[1] % 4))
-    bias = None if bias is None else bias.float().contiguous()
+    scale = F.pad(scale.detach().float(), (0, -scale.shape[-1] % 4))
     return Fp8BlockWeight(q.contiguous(), scale.contiguous(), bias, outputs, inputs)
 
 

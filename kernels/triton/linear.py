@@ -39,6 +39,7 @@ from kernels.triton.w4a16 import W4A16Weight, pack_w4a16
 from kernels.triton.w8a8 import W8A8Weight, pack_w8a8, w8a8_linear
 from kernels.triton.w8a16 import W8A16Weight, pack_w8a16, w8a16_linear
 from kernels.triton.w16a16 import fits, takes, w16a16_linear
+from kernels.triton.weights import fits_tiles
 
 FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)  # the first with products of e4m3
@@ -89,7 +90,8 @@ def pack(
     """Lay a quantized weight out for the kernel that takes it, on the device it is on.
 
     Args:
-        q: int8 (int4 too, one a byte) or e4m3 [N, K].
+        q: int8 (int4 too, one a byte) or e4m3 [N, K]; or of E weights that are packed alike,
+            [E, N, K]: scales, zero points, biases and the result then have E before their own.
         scale: fp32 [N, groups].
         zero_point: int8 [N, groups] or None.
         bias: Float [N] or None.
@@ -101,11 +103,12 @@ def pack(
     Returns:
         The weight; a `DenseWeight` where no kernel takes it.
     """
-    group = group or q.shape[1]
+    group = group or q.shape[-1]
     own = _packed(q, scale, zero_point, bias, rows, bits, group)
     if own is not None:
         return own
-    values = dequantize(q, scale.float(), zero_point, (1, group))
+    block = (1,) * (q.dim() - 1) + (group,)
+    values = dequantize(q, scale.float(), zero_point, block)
     return DenseWeight(values.to(dtype), None if bias is None else bias.to(dtype))
 
 
@@ -119,15 +122,16 @@ def _packed(
     group: int,
 ) -> GpuWeight | None:
     """The packed weight, or None where no kernel takes it."""
-    (outputs, inputs), groups = q.shape, scale.shape[1]
-    if outputs % 64 or inputs % 128 or inputs % group:
+    outputs, inputs, groups = *q.shape[-2:], scale.shape[-1]
+    if not fits_tiles(q) or inputs % group:
         return None
     if q.dtype == FP8:
         if rows.dtype != FP8 or not _multiplies_fp8(q.device):
             return None
-        blocks = scale[::128]
+        blocks = scale[..., ::128, :]
         if rows.group == 128 and group == 128 and outputs % 128 == 0:
-            alike = torch.equal(blocks.repeat_interleave(128, 0), scale)  # not if merged within one
+            spread = blocks.repeat_interleave(128, -2)
+            alike = torch.equal(spread, scale)  # not if merged within one
             return pack_fp8_block(q, blocks.contiguous(), bias) if alike else None
         return pack_w8a8(q, scale, bias) if groups == 1 and rows.group is None else None
     fine = group in (32, 64) or group % 128 == 0

@@ -72,16 +72,15 @@ BF16_8_ZERO = tl.constexpr(_BF16_8.format(_LESS.format("$5"), _LESS.format("$6")
 
 def pack_tiles(q: Tensor, bits: int) -> Tensor:
     """Integers [N, K] of 4 or 8 bits -> int32 [K / 128, N / 64, 256 bits]."""
-    tiles, blocks = q.shape[0] // 64, q.shape[1] // BLOCK
-    if bits == 8:  # [tile, a, b, c, block, i, j, t / 4, t % 4, h], output 16 a + 8 b + c
-        parts = (q ^ -128).reshape(tiles, 4, 2, 8, blocks, 2, 2, 4, 4, 2)
-        parts = parts.permute(4, 0, 5, 2, 1, 3, 8, 7, 9, 6).contiguous()
-        return parts.view(blocks, tiles, 8192).view(torch.int32)
-    nibbles = (q.reshape(-1, blocks, 4, 16, 2) + 8).to(torch.int32)  # [output, block, j, t, h]
-    shift = torch.tensor([[4 * j + 16 * h for h in range(2)] for j in range(4)], device=q.device)
-    words = (nibbles << shift.view(1, 1, 4, 1, 2)).sum((2, 4), dtype=torch.int32)  # no bit twice
-    words = words.view(tiles, 4, 2, 8, blocks, 4, 4).permute(4, 0, 2, 1, 3, 6, 5)
-    return words.reshape(blocks, tiles, 1024)
+    *experts, outputs, inputs = q.shape
+    tiles, blocks = outputs // 64, inputs // BLOCK
+    sizes = (-1, tiles, 4, 2, 8, blocks, 2, 2, 4, 4, 2)  # of output 16 a + 8 b + c of a tile
+    if bits == 8:  # [expert, tile, a, b, c, block, i, j, t / 4, t % 4, h]
+        packed = (q ^ -128).reshape(sizes).permute(0, 5, 1, 6, 3, 2, 4, 9, 8, 10, 7)
+    else:  # [expert, tile, a, b, c, block, j / 2, j % 2, t / 4, t % 4, h], in byte 2 h + j / 2
+        low, high = (q + 8).view(torch.uint8).reshape(sizes).unbind(7)
+        packed = (low | (high << 4)).permute(0, 5, 1, 3, 2, 4, 8, 7, 9, 6)
+    return packed.reshape(*experts, blocks, tiles, 1024 * bits).view(torch.int32)
 
 
 @triton.jit

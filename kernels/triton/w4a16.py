@@ -38,8 +38,8 @@ def pack_w4a16(
         ValueError: a shape, type or value is another.
     """
     check_grouped(q, scale, zero_point, 4)
-    scales, group, zeros = lay_scales(scale, zero_point, q.shape[1], 4)
-    return W4A16Weight(pack_tiles(q, 4), scales, lay_bias(bias, len(q)), group, zeros)
+    scales, group, zeros = lay_scales(scale, zero_point, q.shape[-1], 4)
+    return W4A16Weight(pack_tiles(q, 4), scales, lay_bias(bias, q), group, zeros)
 
 
 def dequantize_w4a16(weight: W4A16Weight, dtype: torch.dtype) -> Tensor:

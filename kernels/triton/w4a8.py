@@ -107,36 +107,39 @@ def pack_w4a8(
         ValueError: a shape, type or value is another.
     """
     check_grouped(q, scale, zero_point, 4)
-    outputs, inputs = q.shape
-    levels = two_level(scale.detach()) if zero_point is None and inputs <= LONGEST else None
+    inputs, bias, levels = q.shape[-1], lay_bias(bias, q), None
+    if zero_point is None and inputs <= LONGEST:
+        levels = two_level(scale.detach().flatten(0, -2))
     if levels is not None:
-        return _pack_two_level(q, *levels, lay_bias(bias, outputs))
+        unit, m = levels
+        return _pack_two_level(q, unit.view(q.shape[:-1]), m.view(scale.shape), bias)
     scales, group, zeros = lay_scales(scale, zero_point, inputs, 4)
     packed = _lay(q + 8 if zeros else q & 15, group)
-    return W4A8Weight(packed, scales, lay_bias(bias, outputs), group, zeros)
+    return W4A8Weight(packed, scales, bias, group, zeros)
 
 
 def _lay(nibbles: Tensor, group: int) -> Tensor:
     """Nibbles, one a byte [N, K], in the order of `W4A8Weight.packed`."""
-    outputs, inputs = nibbles.shape
+    *experts, outputs, inputs = nibbles.shape
     nibbles = nibbles.view(torch.uint8)
-    parts = nibbles.reshape(outputs // 64, 4, 2, 8, inputs // group, group // 32, 2, 4, 4)
-    low, high = parts.unbind(6)  # [tile, a, b, c, g, j, quad, byte], n = 16 a + 8 b + c
-    packed = (low | (high << 4)).permute(4, 0, 2, 1, 3, 6, 5, 7)
-    packed = packed.reshape(inputs // BLOCK, BLOCK // group, outputs // 64, 32 * group)
-    return packed.view(torch.int8).contiguous()
+    parts = nibbles.reshape(-1, outputs // 64, 4, 2, 8, inputs // group, group // 32, 2, 4, 4)
+    low, high = parts.unbind(7)  # [expert, tile, a, b, c, g, j, quad, byte], n = 16 a + 8 b + c
+    packed = (low | (high << 4)).permute(0, 5, 1, 3, 2, 4, 7, 6, 8)
+    packed = packed.reshape(*experts, inputs // BLOCK, BLOCK // group, outputs // 64, 32 * group)
+    return packed.view(torch.int8)
 
 
 def _pack_two_level(q: Tensor, unit: Tensor, m: Tensor, bias: Tensor | None) -> W4A8Weight:
     """Of a unit [N] and multipliers int8 [N, groups] from 1 to 16; see the top of the file."""
-    (outputs, inputs), groups = q.shape, m.shape[1]
+    *experts, outputs, inputs = q.shape
     if bool((m == 1).all()):
-        none = torch.empty((0, 0), dtype=torch.int32, device=q.device)
+        none = torch.empty((*experts, 0, 0), dtype=torch.int32, device=q.device)
         return W4A8Weight(_lay(q & 15, BLOCK), none, bias, 0, False, unit)
-    group = inputs // groups
-    m = m.repeat_interleave(max(1, group // BLOCK), dim=1)
-    parts = m.reshape(outputs // 64, 4, 2, 4, 2, inputs // BLOCK, -1)  # tile, a, b, c / 2, c % 2
-    words = parts.permute(5, 0, 1, 3, 6, 2, 4).reshape(inputs // BLOCK, -1).contiguous()
+    group, blocks = inputs // m.shape[-1], inputs // BLOCK
+    m = m.repeat_interleave(max(1, group // BLOCK), dim=-1)
+    parts = m.reshape(-1, outputs // 64, 4, 2, 4, 2, blocks, m.shape[-1] // blocks)
+    words = parts.permute(0, 6, 1, 2, 4, 7, 3, 5)  # expert, tile, a, b, c / 2, c % 2, block, group
+    words = words.reshape(*experts, blocks, -1)
     return W4A8Weight(
         _lay(q + 8, BLOCK), words.view(torch.int32), bias, min(group, BLOCK), False, unit
     )

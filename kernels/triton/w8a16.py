@@ -36,8 +36,8 @@ def pack_w8a16(
         ValueError: a shape or type is another.
     """
     check_grouped(q, scale, zero_point, 8)
-    scales, group, zeros = lay_scales(scale, zero_point, q.shape[1], 8, keep_whole=True)
-    return W8A16Weight(pack_tiles(q, 8), scales, lay_bias(bias, len(q)), group, zeros)
+    scales, group, zeros = lay_scales(scale, zero_point, q.shape[-1], 8, keep_whole=True)
+    return W8A16Weight(pack_tiles(q, 8), scales, lay_bias(bias, q), group, zeros)
 
 
 def dequantize_w8a16(weight: W8A16Weight, dtype: torch.dtype) -> Tensor:

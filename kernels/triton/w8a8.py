@@ -46,7 +46,14 @@ from kernels.triton.strips import Strips, rows_of, strip_rows
 from kernels.triton.tuning import Tile, measured_tile, multiprocessors, rule
 from kernels.triton.w4_many import THREADS, describe
 from kernels.triton.w8_gluon import w8a8_many_kernel
-from kernels.triton.weights import PackedWeight, check_input_scale, check_inputs, grid_of, lay_bias
+from kernels.triton.weights import (
+    PackedWeight,
+    check_input_scale,
+    check_inputs,
+    fits_tiles,
+    grid_of,
+    lay_bias,
+)
 
 BLOCK = 128  # inputs of a run
 FAMILY = {torch.int8: "w8a8", torch.float8_e4m3fn: "fp8"}
@@ -80,17 +87,19 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
         ValueError: a shape, type or value is another.
     """
     require(
-        q.dim() == 2 and q.dtype in FAMILY and q.shape[0] % 64 == 0 and q.shape[1] % BLOCK == 0,
+        fits_tiles(q) and q.dtype in FAMILY,
         f"weight is {q.dtype} {tuple(q.shape)}; needed is int8 or float8_e4m3fn [N, K], N in 64s "
         f"and K in {BLOCK}s",
     )
-    require(scale.numel() == q.shape[0], f"{scale.numel()} scales for {q.shape[0]} outputs")
-    packed = q.contiguous().view(len(q), -1, BLOCK).transpose(0, 1)
+    of_rows = q.shape[:-1]
+    outputs = of_rows.numel()
+    require(scale.numel() == outputs, f"{scale.numel()} scales for {outputs} outputs")
+    packed = q.contiguous().view(*of_rows, -1, BLOCK).transpose(-3, -2)
     if q.dtype == torch.int8:
-        require(not bool((q == -128).any()), "weight holds -128; the range is [-127, 127]")
+        require(int(q.min()) > -128, "weight holds -128; the range is [-127, 127]")
         packed = packed.contiguous()
-    flat = scale.detach().float().reshape(-1).contiguous()
-    return W8A8Weight(packed, flat, lay_bias(bias, len(q)))
+    flat = scale.detach().float().reshape(of_rows).contiguous()
+    return W8A8Weight(packed, flat, lay_bias(bias, q))
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -53,6 +53,30 @@ def test_round_trip(tiny_llama, tmp_path, preset, shard_bytes):
     assert (out / "tokenizer.json").read_bytes() == (tiny_llama / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize("preset", sorted(name for name, own in PRESETS.items() if own.weights))
+def test_weights_read_as_one_are_those_read_one_by_one(tiny_llama, tmp_path, preset):
+    out = write_quantized(tiny_llama, tmp_path / "out", preset, shard_bytes=40_000)
+    checkpoint = Checkpoint.open(out)
+    modules = [f"model.layers.{i}.self_attn.{leaf}_proj" for i in (1, 0) for leaf in "vkq"]
+    files = {checkpoint._file(name).path for name in checkpoint.names() if modules[0] in name}
+    files |= {checkpoint._file(name).path for name in checkpoint.names() if modules[-1] in name}
+    assert len(files) > 1
+    found, parts = checkpoint.weights(modules), [checkpoint.weight(module) for module in modules]
+    assert torch.equal(found.scale, torch.cat([part.scale for part in parts]))
+    wanted = torch.cat([part.q.view(torch.int8) for part in parts])
+    assert torch.equal(found.q.view(torch.int8), wanted)
+    assert found.q.dtype == parts[0].q.dtype
+
+
+def test_tensors_of_several_types_become_one_that_holds_all(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    own = {"a": torch.tensor([[1.5]]), "b": torch.tensor([[2.0]], dtype=torch.bfloat16)}
+    save_file(own | {"c": torch.zeros(0, 1)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(tmp_path)
+    assert torch.equal(checkpoint.tensors(["b", "c", "a"]), torch.tensor([[2.0], [1.5]]))
+    assert checkpoint.tensors(["b", "b"]).dtype == torch.bfloat16
+
+
 def test_two_writes_have_the_same_bytes(tiny_llama, tmp_path):
     a, b = (write_quantized(tiny_llama, tmp_path / name) for name in "ab")
     files = sorted(path.relative_to(a) for path in a.rglob("*") if path.is_file())

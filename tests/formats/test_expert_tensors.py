@@ -7,8 +7,7 @@ import torch
 
 from formats.checkpoint import Checkpoint
 from formats.errors import CheckpointError
-from formats.experts import is_projection, is_router
-from formats.safetensors_files import SafetensorsFile
+from formats.experts import RowsOf, is_projection, is_router
 from tests.experts import MOE, rewrite, stack_experts
 
 
@@ -27,13 +26,14 @@ def test_both_kinds_of_checkpoint_hold_the_same_tensors(make_model, tmp_path, fa
 def test_only_the_rows_of_a_layer_are_read(make_model, tmp_path, monkeypatch):
     source = make_model("qwen3_moe", **MOE["qwen3_moe"])
     checkpoint = Checkpoint.open(stack_experts(source, tmp_path / "stacked", "qwen3_moe"))
-    read, sizes = SafetensorsFile._read, []
+    span, sizes = RowsOf.span, []
 
-    def counted(self, name, start, end, dtype):
+    def counted(self, name):
+        start, end = span(self, name)
         sizes.append(end - start)
-        return read(self, name, start, end, dtype)
+        return start, end
 
-    monkeypatch.setattr(SafetensorsFile, "_read", counted)
+    monkeypatch.setattr(RowsOf, "span", counted)
     checkpoint.tensor("model.layers.0.mlp.experts.5.up_proj.weight")
     assert sizes == [128 * 128 * 2]
 

@@ -100,6 +100,17 @@ def test_the_largest_integers(bits, workspace):
         assert torch.equal(got.double(), x.double() @ exact.T)
 
 
+@pytest.mark.parametrize(("group", "zeros"), KINDS)
+def test_weights_of_several_experts_are_packed_as_on_a_cpu(group, zeros):
+    for pack, bits in ((pack_w4a16, 4), (pack_w4a8, 4), (pack_w8a16, 8)):
+        parts = problems.grouped_weight(bits, 3 * 128, 1024, group, zeros)
+        q, scale, zero = (None if p is None else p.view(3, 128, -1) for p in parts)
+        there = pack(q, scale, None, zero)
+        here = pack(q.cpu(), scale.cpu(), None, None if zero is None else zero.cpu())
+        for name in ("packed", "scale"):
+            assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
+
+
 def test_a_graph_replays_what_was_captured(workspace):
     q, scale, zero = problems.grouped_weight(8, 512, 1024, 1024, True)
     weight, x = pack_w8a16(q, scale, None, zero), torch.randn(4, 1024, device="cuda").half()

@@ -51,9 +51,10 @@ def compare(path: str, tolerance: float, scales_differ: bool = False):
 
     read, tokens = layers._input_scale, prompt(11)
 
-    def of_expert(checkpoint, modules, device):
-        number = re.search(r"experts\.(\d+)\.", modules[0])
-        return read(checkpoint, modules, device) * (0.3 + int(number[1]) if number else 1.0)
+    def of_expert(checkpoint, names, device, many):
+        numbers = [re.search(r"experts\.(\d+)\.", modules[0]) for modules in names]
+        factors = torch.tensor([0.3 + int(n[1]) if n else 1.0 for n in numbers])
+        return read(checkpoint, names, device, many) * factors.view(many)
 
     with pytest.MonkeyPatch.context() as patch:
         if scales_differ:
@@ -120,6 +121,7 @@ def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_qu
 
 @interpreted
 def one_by_one(path: str, reason: str):
+    from inference import layers
     from kernels.triton import linear
 
     lines: list[str] = []
@@ -132,12 +134,13 @@ def one_by_one(path: str, reason: str):
     def unlike(*args, **kwargs):
         """Every third layer is dequantized."""
         own = pack(*args, **kwargs)
-        values = dequantize(args[0], args[1], args[2], (1, args[0].shape[1])).half()
+        values = dequantize(*args[:3]).half()
         return linear.DenseWeight(values, None) if next(count) % 3 == 0 else own
 
     with pytest.MonkeyPatch.context() as patch:
         if "alike" in reason:
             patch.setattr(linear, "pack", unlike)
+            patch.setattr(layers, "TOGETHER", 1)
         engine = engine_of(path)
     log.removeHandler(handler)
     own = engine.model.layers[0].feed_forward

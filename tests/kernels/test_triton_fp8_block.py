@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused():
         pack_fp8_block(q.float(), scale)
     with pytest.raises(ValueError, match=r"each block of 128 x 128, \(1, 2\)"):
         pack_fp8_block(q, scale[:, :1])
-    with pytest.raises(ValueError, match="bias must have 128"):
+    with pytest.raises(ValueError, match=r"bias is \(1,\); needed is \(128,\)"):
         pack_fp8_block(q, scale, torch.ones(1))
     weight = pack_fp8_block(q, scale)
     assert weight.nbytes == q.numel() + 4 * 4
