@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint import auxiliary_files, read_config
 from formats.errors import CheckpointError
+from formats.folder import auxiliary_files, read_config
 from formats.safetensors_files import open_weights
 from formats.scheme import WeightSpec
 from formats.weights import StoredWeight

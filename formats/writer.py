@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from formats.checkpoint import KV_SCALES, MANIFEST, SCALE_TABLE, Checkpoint
+from formats.checkpoint import KV_SCALES, SCALE_TABLE, Checkpoint
 from formats.compressed_tensors import quantization_config
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
+from formats.folder import MANIFEST
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.shards import ShardWriter

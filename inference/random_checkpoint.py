@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from formats.checkpoint import read_config
 from formats.errors import RequestError
 from formats.experts import is_projection, shapes_per_expert
+from formats.folder import read_config
 from formats.scale_table import Role, ScaleEntry, ScaleTable
 from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme
 from formats.targets import HEAD
