@@ -230,11 +230,10 @@ class Engine:
         try:
             for prompt, one in zip(prompts, each, strict=True):
                 names.append(self.add_request(prompt, one))
-        except RequestError:
+            done = {output.request_id: output for output in self._drive(names) if output.finished}
+        finally:  # of a batch that is refused or interrupted nothing is left
             for name in names:
                 self.abort(name)
-            raise
-        done = {output.request_id: output for output in self._drive(names) if output.finished}
         return [done[name] for name in names]
 
     def stream(

@@ -128,6 +128,27 @@ def test_what_others_gain_while_one_streams_is_not_lost(tiny_llama):
     assert not runner.has_unfinished
 
 
+def test_what_is_interrupted_holds_no_cache(tiny_llama, monkeypatch):
+    runner = engine(tiny_llama)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    wanted = runner.generate(prompts(2), params)
+    step, count = runner.loop.step, iter(range(9))
+
+    def interrupted():
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(runner.loop, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.generate(prompts(2), params)
+    monkeypatch.undo()
+    assert not runner.has_unfinished
+    assert runner.stats().used == 0
+    again = runner.generate(prompts(2), params)
+    assert [out.token_ids for out in again] == [out.token_ids for out in wanted]
+
+
 def test_end_tokens(tiny_llama):
     runner = engine(tiny_llama)
     free = runner.generate([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True))[0]
