@@ -164,12 +164,20 @@ def test_logits_that_are_not_finite_end_a_request(tmp_path):
 def not_finite(path: str):
     from inference.request import SamplingParams
 
-    engine = engine_of(path)
-    engine.model.norm.fill_(float("nan"))
-    output = engine.generate([prompt(5)], SamplingParams(max_tokens=6))[0]
-    assert output.finish_reason == "error"
-    assert "NaN or infinity" in output.error
-    engine.check_integrity()
+    engine, params = engine_of(path, kv_blocks=3), SamplingParams(max_tokens=3, ignore_eos=True)
+    wanted = engine.generate([prompt(5)], params)[0].token_ids
+    engine.model.embedding[7] = float("inf")
+    whole = params.model_copy(update={"prompt_logprobs": 1})
+    for broken in (params, whole, None):  # their cache is handed on
+        if broken is None:
+            assert engine.score([8] * 20 + [7]).isnan().any()
+        else:
+            output = engine.generate([[8] * 20 + [7]], broken)[0]
+            assert output.finish_reason == "error"
+            assert "NaN or infinity" in output.error
+        engine.check_integrity()
+        for _ in range(3):
+            assert engine.generate([prompt(5)], params)[0].token_ids == wanted
 
 
 def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
