@@ -38,6 +38,7 @@ from inference.gpu.steps import (
 from inference.kv_cache import BlockManager, KVPool
 from inference.models.llama import LlamaModel
 from inference.scheduler import PENDING, Slice
+from kernels.devices import launches_on
 from kernels.triton.common import Workspace
 from kernels.triton.sampling import sample
 
@@ -127,6 +128,10 @@ class GpuRunner:
 
     def launch(self, work: Sequence[Work]) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for."""
+        with launches_on(self._device):
+            return self._launch(work)
+
+    def _launch(self, work: Sequence[Work]) -> Launched:
         self._workspace = workspace_on(self._device)  # held, so that all kernels share it
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
         size = size_of(work)

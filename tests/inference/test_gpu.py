@@ -231,6 +231,40 @@ def owns_its_workspace(path: str):
     assert not layers._workspaces
 
 
+def test_steps_run_on_the_device_of_their_model(tmp_path):
+    on_their_device(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def on_their_device(path: str):
+    """Triton launches on the current one."""
+    from contextlib import contextmanager
+    from unittest.mock import patch
+
+    from inference.gpu import runner
+    from inference.request import SamplingParams
+
+    inside: list[torch.device] = []
+    forward, seen = runner.forward, []
+
+    @contextmanager
+    def current(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def run(*args):
+        seen.append(list(inside))
+        return forward(*args)
+
+    engine = engine_of(path)
+    with patch.object(runner, "launches_on", current), patch.object(runner, "forward", run):
+        engine.generate([prompt(20)], SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.score(prompt(3))
+    assert len(seen) == 4
+    assert all(devices == [engine.model.place.device] for devices in seen)
+
+
 def test_odd_sizes_run_dequantized(tmp_path):
     """96 inputs are no multiple of 128: no kernel takes them."""
     path = checkpoint_of(tmp_path, "a8w8_dynamic", hidden_size=96, head_dim=32, num_attention_heads=3,
