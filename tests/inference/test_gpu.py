@@ -265,6 +265,17 @@ def on_their_device(path: str):
     assert all(devices == [engine.model.place.device] for devices in seen)
 
 
+def test_a_cache_that_no_kernel_takes_is_refused_at_once(tmp_path):
+    shape = {"hidden_size": 192, "head_dim": 48}
+    refuses_a_cache(checkpoint_of(tmp_path, "float", **shape))
+
+
+@interpreted
+def refuses_a_cache(path: str):
+    with pytest.raises(EngineError, match="cache: head size 48 is not supported: 16, 32, 64"):
+        engine_of(path)
+
+
 def test_odd_sizes_run_dequantized(tmp_path):
     """96 inputs are no multiple of 128: no kernel takes them."""
     path = checkpoint_of(tmp_path, "a8w8_dynamic", hidden_size=96, head_dim=32, num_attention_heads=3,
