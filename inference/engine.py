@@ -25,7 +25,7 @@ from inference.config import EngineConfig
 from inference.kv_cache import BlockManager, KVStats
 from inference.load import end_tokens, load_model, load_tokenizer, make_cache
 from inference.loop import make_loop
-from inference.memory import OF_STEPS, free_bytes, too_small
+from inference.memory import OF_STEPS, free_bytes, memory_for, too_small
 from inference.models.llama import LlamaModel
 from inference.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduler import Scheduler, Slice
@@ -203,8 +203,13 @@ class Engine:
         return outputs
 
     def warm_up(self) -> None:
-        """On a GPU, compile and capture the usual steps now instead of when each is needed."""
-        self.loop.warm_up()
+        """On a GPU, compile and capture the usual steps now instead of when each is needed.
+
+        Raises:
+            EngineError: memory is too small for them.
+        """
+        with memory_for("warming up", self.model.place.device, 0, OF_STEPS):
+            self.loop.warm_up()
 
     def generate(
         self,

@@ -168,7 +168,8 @@ class GpuRunner:
         decodes = dict.fromkeys(decodes_of(n) for n in range(1, sequences + 1))
         prompts = filter(self._asks_nothing, prompt_sizes(tokens))
         for size in (*decodes, *prompts) if self._graphs else ():
-            self._graph_of(size)
+            self._seen.add(size)
+            self._graph_for(size)
 
     def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
         """The graph of a decode step of so many sequences."""
@@ -225,12 +226,15 @@ class GpuRunner:
 
     def _capture(self, size: Size) -> Captured:
         fields = Fields(padded_shapes(size, self._width), self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            workspace = workspace_on(self._device)
-            fields.upload(padded_values((), size, self._blocks, self._nobody))
-            self._run(fields.on_device, size)  # kernels are compiled before the capture
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                workspace = workspace_on(self._device)
+                fields.upload(padded_values((), size, self._blocks, self._nobody))
+                self._run(fields.on_device, size)  # kernels are compiled before the capture
+        finally:  # where memory runs out, the next step has that of the fields
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             logits, tokens = self._run(fields.on_device, size)

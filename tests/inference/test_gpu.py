@@ -199,9 +199,38 @@ def no_memory_for_graphs(path: str):
     with refuse as capture, patch.object(logging.Logger, "warning") as warning:
         for _ in range(4):
             assert engine.generate([prompt(20)], params)[0].token_ids == wanted
-    assert capture.call_count == warning.call_count == 1
+        assert capture.call_count == warning.call_count == 1
+        with pytest.raises(EngineError, match="memory is too small: warming up found no more"):
+            engine.warm_up()  # decodes have to have their graphs
     assert "no memory for the CUDA graph" in warning.call_args.args[0]
     engine.check_integrity()
+
+
+def test_warming_up_goes_on_without_memory_for_prompts(tmp_path):
+    warms_up_without_prompts(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def warms_up_without_prompts(path: str):
+    from unittest.mock import patch
+
+    from inference.gpu.runner import GpuRunner
+    from inference.gpu.steps import Size
+
+    asked: list[Size] = []
+
+    def capture(self, size):
+        asked.append(size)
+        if size.prompts:
+            raise torch.OutOfMemoryError("full")
+
+    engine = engine_of(path, max_batched_tokens=40)
+    engine.loop.runner._graphs = True
+    with patch.object(GpuRunner, "_capture", capture):
+        engine.warm_up()
+    assert [size.decodes for size in asked if not size.prompts] == [1, 2, 4]
+    assert {size.tokens for size in asked if size.prompts} == {16, 32, 48}
+    assert engine.loop.runner._short == {size for size in asked if size.prompts}
 
 
 def test_a_workspace_lives_as_long_as_the_engines_that_use_it(tmp_path):
