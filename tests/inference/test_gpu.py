@@ -74,6 +74,21 @@ def test_families(make_model, family):
     compare(str(make_model(family, layers=1, tie_word_embeddings=False, **window)), 0.03)
 
 
+def test_a_tied_head_and_its_embedding_are_held_once(make_model):
+    path = str(make_model("llama", layers=1))
+    compare(path, 0.03)
+    held_once(path)
+
+
+@interpreted
+def held_once(path: str):
+    model = engine_of(path).model
+    layer = model.layers[0]
+    others = (layer.qkv, layer.o, layer.feed_forward)
+    assert model.embedding.data_ptr() == model.head.weight.weight.data_ptr()
+    assert model.weight_bytes == model.embedding.nbytes + sum(part.nbytes for part in others)
+
+
 @interpreted
 def compare(path: str, tolerance: float):
     tokens = prompt(40)
