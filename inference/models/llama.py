@@ -44,6 +44,7 @@ class ModelConfig:
         inverse_frequency: RoPE's, fp32 [head_dim / 2].
         rope_scaling: Factor of cos and sin (YaRN's), usually 1.
         routing: How experts are chosen; None for dense families.
+        tied: Whether the embedding is the head's weight, if there is no other.
     """
 
     model_type: str
@@ -59,6 +60,7 @@ class ModelConfig:
     inverse_frequency: Tensor
     rope_scaling: float
     routing: Routing | None
+    tied: bool
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -98,6 +100,7 @@ class ModelConfig:
             inverse_frequency=rotary.inv_freq.float(),
             rope_scaling=float(rotary.attention_scaling),
             routing=_routing(config),
+            tied=config.tie_word_embeddings,
         )
 
 
@@ -183,8 +186,9 @@ class LlamaModel:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
         device, dtype = place.device, place.dtype
         self._checkpoint, self.place, self.dtype = checkpoint, place, dtype
-        untied = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
-        head = "lm_head" if untied else "model.embed_tokens"
+        own = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
+        tied = config.tied and not own
+        head = "model.embed_tokens" if tied else "lm_head"
         self.head = load_linear(checkpoint, [head], place)
         self.norm = self._vector("model.norm.weight")
         self.layers: list[Layer] = []
@@ -197,7 +201,7 @@ class LlamaModel:
         self.cos = (angle.cos() * config.rope_scaling).to(device, angles_in)
         self.sin = (angle.sin() * config.rope_scaling).to(device, angles_in)
         # Last: nothing is held any more of what was held beside the packed layers.
-        self.embedding = self._embedding(tied=not untied)
+        self.embedding = self._embedding(tied=tied)
         self._fused: tuple[Sequence[KVPool], FusedDecoder | None] | None = None
 
     @property
