@@ -25,7 +25,7 @@ from inference.config import EngineConfig
 from inference.kv_cache import BlockManager, KVStats
 from inference.load import end_tokens, load_model, load_tokenizer, make_cache
 from inference.loop import make_loop
-from inference.memory import OF_STEPS, free_bytes, memory_for, too_small
+from inference.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
 from inference.models.llama import LlamaModel
 from inference.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduler import Scheduler, Slice
@@ -191,12 +191,11 @@ class Engine:
         except PTQError:
             self._drop()
             raise
-        except torch.OutOfMemoryError as error:
-            self._drop()
-            place = self.model.place.device
-            raise too_small("a step", place, free_bytes(place), 0, OF_STEPS) from error
         except Exception as error:  # the engine's boundary: nothing of a broken step may stay
             self._drop()
+            if ran_out(error):
+                place = self.model.place.device
+                raise too_small("a step", place, free_bytes(place), 0, OF_STEPS) from error
             raise EngineError(
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error

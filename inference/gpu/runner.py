@@ -36,6 +36,7 @@ from inference.gpu.steps import (
     whole_values,
 )
 from inference.kv_cache import BlockManager, KVPool
+from inference.memory import ran_out
 from inference.models.llama import LlamaModel
 from inference.scheduler import PENDING, Slice
 from kernels.devices import launches_on
@@ -206,8 +207,8 @@ class GpuRunner:
             return None
         try:
             return self._graph_of(size)
-        except torch.OutOfMemoryError:
-            if not size.prompts:
+        except RuntimeError as error:
+            if not (size.prompts and ran_out(error)):
                 raise
             torch.cuda.empty_cache()  # of the attempt
             self._short.add(size)
