@@ -25,9 +25,9 @@ from inference.config import EngineConfig
 from inference.kv_cache import BlockManager, KVStats
 from inference.load import end_tokens, load_model, load_tokenizer, make_cache
 from inference.loop import make_loop
-from inference.memory import OF_STEPS, free_bytes, too_small
+from inference.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
 from inference.models.llama import LlamaModel
-from inference.request import RequestOutput, SamplingParams, check_prompt
+from inference.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduler import Scheduler, Slice
 from inference.scheduler import Sequence as TokenSequence
 
@@ -67,7 +67,8 @@ class Engine:
         self._requests = ActiveRequests(self._scheduler)
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
-        self._ends = end_tokens(checkpoint, tokenizer)
+        ends = end_tokens(checkpoint, tokenizer)
+        self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
         self.loop = make_loop(model, self.pools, self._scheduler, self.config, self._requests)
 
     @classmethod
@@ -141,7 +142,8 @@ class Engine:
             Its name.
 
         Raises:
-            RequestError: the prompt is empty, too long or holds unknown tokens; the name is used.
+            RequestError: the prompt is empty or too long, the model does not know a token of it or
+                of `stop_token_ids`, or the name is used.
         """
         params = params or SamplingParams()
         name = request_id or next(n for n in self._names if n not in self._requests)
@@ -150,6 +152,7 @@ class Engine:
         text = isinstance(prompt, str)
         tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
         self._check_prompt(tokens)
+        check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
         self._requests.add(request)
@@ -188,20 +191,24 @@ class Engine:
         except PTQError:
             self._drop()
             raise
-        except torch.OutOfMemoryError as error:
-            self._drop()
-            place = self.model.place.device
-            raise too_small("a step", place, free_bytes(place), 0, OF_STEPS) from error
         except Exception as error:  # the engine's boundary: nothing of a broken step may stay
             self._drop()
+            if ran_out(error):
+                place = self.model.place.device
+                raise too_small("a step", place, free_bytes(place), 0, OF_STEPS) from error
             raise EngineError(
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error
         return outputs
 
     def warm_up(self) -> None:
-        """On a GPU, compile and capture the usual steps now instead of when each is needed."""
-        self.loop.warm_up()
+        """On a GPU, compile and capture the usual steps now instead of when each is needed.
+
+        Raises:
+            EngineError: memory is too small for them.
+        """
+        with memory_for("warming up", self.model.place.device, 0, OF_STEPS):
+            self.loop.warm_up()
 
     def generate(
         self,
@@ -227,11 +234,10 @@ class Engine:
         try:
             for prompt, one in zip(prompts, each, strict=True):
                 names.append(self.add_request(prompt, one))
-        except RequestError:
+            done = {output.request_id: output for output in self._drive(names) if output.finished}
+        finally:  # of a batch that is refused or interrupted nothing is left
             for name in names:
                 self.abort(name)
-            raise
-        done = {output.request_id: output for output in self._drive(names) if output.finished}
         return [done[name] for name in names]
 
     def stream(

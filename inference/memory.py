@@ -23,6 +23,11 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+def ran_out(error: Exception) -> bool:
+    """Whether memory ran out: that of torch's allocator, or the driver's, as for a CUDA graph."""
+    return isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in str(error)
+
+
 def too_small(what: str, device: torch.device, free: int, needed: int, remedy: str) -> EngineError:
     """What is raised where memory runs out.
 
@@ -49,5 +54,7 @@ def memory_for(what: str, device: torch.device, needed: int, remedy: str) -> Ite
     free = free_bytes(device) if device.type == "cuda" else 0
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
         raise too_small(what, device, free, needed, remedy) from error

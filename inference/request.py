@@ -12,6 +12,7 @@ from formats.errors import RequestError
 from formats.scheme import Strict
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+LEAST, MOST = 1e-10, 1e10  # of what logits are divided by: their quotients stay finite
 
 
 class SamplingParams(Strict):
@@ -40,10 +41,10 @@ class SamplingParams(Strict):
     """
 
     max_tokens: int = Field(default=128, ge=1)
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    temperature: float = Field(default=0.0, ge=0, le=MOST)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_p: float = Field(default=1.0, ge=LEAST, le=1)
+    repetition_penalty: float = Field(default=1.0, ge=LEAST, le=MOST)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
@@ -63,6 +64,11 @@ class SamplingParams(Strict):
             raise RequestError(
                 f"{param}: {fault['msg']}; found {fault['input']!r}", param
             ) from error
+        if 0 < self.temperature < LEAST:
+            raise RequestError(
+                f"temperature: found {self.temperature}; give 0, for greedy, or from {LEAST} on",
+                "temperature",
+            )
         if "" in self.stop:
             raise RequestError("stop: an empty text would end every output at once", "stop")
         if self.min_tokens > self.max_tokens:
@@ -109,6 +115,19 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
+def check_tokens(tokens: Sequence[int], vocabulary: int, param: str) -> None:
+    """Check that a model knows the token ids of a parameter.
+
+    Raises:
+        RequestError: it does not.
+    """
+    bad = [t for t in tokens if not (isinstance(t, int) and 0 <= t < vocabulary)]
+    if bad:
+        raise RequestError(
+            f"{param}: token {bad[0]!r} is not in the vocabulary of {vocabulary}", param
+        )
+
+
 def check_prompt(
     tokens: Sequence[int], length: int, positions: int, vocabulary: int, room: int = 1
 ) -> None:
@@ -133,8 +152,4 @@ def check_prompt(
             f"shorten it{or_raise}",
             "prompt",
         )
-    bad = [t for t in tokens if not (isinstance(t, int) and 0 <= t < vocabulary)]
-    if bad:
-        raise RequestError(
-            f"prompt: token {bad[0]!r} is not in the vocabulary of {vocabulary}", "prompt"
-        )
+    check_tokens(tokens, vocabulary, "prompt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import torch
@@ -41,6 +42,11 @@ def check_device(device: torch.device | str) -> torch.device:
             "later; use cpu"
         )
     return torch.device("cuda", place.index or 0)
+
+
+def launches_on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: Triton launches there, wherever a kernel's tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def run_on_gpu(measure: Callable[[torch.device], int]) -> int:

@@ -36,8 +36,10 @@ from inference.gpu.steps import (
     whole_values,
 )
 from inference.kv_cache import BlockManager, KVPool
+from inference.memory import ran_out
 from inference.models.llama import LlamaModel
 from inference.scheduler import PENDING, Slice
+from kernels.devices import launches_on
 from kernels.triton.common import Workspace
 from kernels.triton.sampling import sample
 
@@ -127,6 +129,10 @@ class GpuRunner:
 
     def launch(self, work: Sequence[Work]) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for."""
+        with launches_on(self._device):
+            return self._launch(work)
+
+    def _launch(self, work: Sequence[Work]) -> Launched:
         self._workspace = workspace_on(self._device)  # held, so that all kernels share it
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
         size = size_of(work)
@@ -147,12 +153,24 @@ class GpuRunner:
         """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
         return self.launch([Work(part, part.samples, self._nobody, whole=True)]).logits_of(0)
 
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set blocks of a sequence whose numbers were not finite to zero.
+
+        Attention multiplies values that it does not see by zero, which NaN and infinity outlive;
+        who has the blocks next would have their like.
+        """
+        for pool in self._pools:
+            if pool.k_scale is None:  # eight bits are clamped, and hold neither
+                pool.k[list(blocks)] = 0
+                pool.v[list(blocks)] = 0
+
     def warm_up(self, sequences: int, tokens: int) -> None:
         """Compile and capture the steps of up to so many decodes, and of prompts' tokens alone."""
         decodes = dict.fromkeys(decodes_of(n) for n in range(1, sequences + 1))
         prompts = filter(self._asks_nothing, prompt_sizes(tokens))
         for size in (*decodes, *prompts) if self._graphs else ():
-            self._graph_of(size)
+            self._seen.add(size)
+            self._graph_for(size)
 
     def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
         """The graph of a decode step of so many sequences."""
@@ -189,8 +207,8 @@ class GpuRunner:
             return None
         try:
             return self._graph_of(size)
-        except torch.OutOfMemoryError:
-            if not size.prompts:
+        except RuntimeError as error:
+            if not (size.prompts and ran_out(error)):
                 raise
             torch.cuda.empty_cache()  # of the attempt
             self._short.add(size)
@@ -209,12 +227,15 @@ class GpuRunner:
 
     def _capture(self, size: Size) -> Captured:
         fields = Fields(padded_shapes(size, self._width), self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            workspace = workspace_on(self._device)
-            fields.upload(padded_values((), size, self._blocks, self._nobody))
-            self._run(fields.on_device, size)  # kernels are compiled before the capture
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                workspace = workspace_on(self._device)
+                fields.upload(padded_values((), size, self._blocks, self._nobody))
+                self._run(fields.on_device, size)  # kernels are compiled before the capture
+        finally:  # where memory runs out, the next step has that of the fields
+            current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             logits, tokens = self._run(fields.on_device, size)

@@ -44,6 +44,7 @@ class ModelConfig:
         inverse_frequency: RoPE's, fp32 [head_dim / 2].
         rope_scaling: Factor of cos and sin (YaRN's), usually 1.
         routing: How experts are chosen; None for dense families.
+        tied: Whether the embedding is the head's weight, if there is no other.
     """
 
     model_type: str
@@ -59,6 +60,7 @@ class ModelConfig:
     inverse_frequency: Tensor
     rope_scaling: float
     routing: Routing | None
+    tied: bool
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -98,6 +100,7 @@ class ModelConfig:
             inverse_frequency=rotary.inv_freq.float(),
             rope_scaling=float(rotary.attention_scaling),
             routing=_routing(config),
+            tied=config.tie_word_embeddings,
         )
 
 
@@ -168,7 +171,7 @@ class LlamaModel:
         config: Its shape.
         place: Where it runs.
         dtype: Of activations.
-        embedding: [vocabulary, hidden], as stored.
+        embedding: [vocabulary, hidden], as stored; on a GPU, where it is tied, the head's.
         layers: Its blocks.
         norm: [hidden], before the head.
         head: Gives the logits.
@@ -183,8 +186,9 @@ class LlamaModel:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
         device, dtype = place.device, place.dtype
         self._checkpoint, self.place, self.dtype = checkpoint, place, dtype
-        untied = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
-        head = "lm_head" if untied else "model.embed_tokens"
+        own = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
+        tied = config.tied and not own
+        head = "model.embed_tokens" if tied else "lm_head"
         self.head = load_linear(checkpoint, [head], place)
         self.norm = self._vector("model.norm.weight")
         self.layers: list[Layer] = []
@@ -196,17 +200,17 @@ class LlamaModel:
         angles_in = torch.float32 if place.triton else dtype
         self.cos = (angle.cos() * config.rope_scaling).to(device, angles_in)
         self.sin = (angle.sin() * config.rope_scaling).to(device, angles_in)
-        # Last, and as it is: nothing is held any more of what was held beside the packed layers.
-        self.embedding = checkpoint.tensor("model.embed_tokens.weight").to(device)
-        if self.embedding.dtype not in (torch.float32, torch.bfloat16):
-            self.embedding = self.embedding.to(dtype)
+        # Last: nothing is held any more of what was held beside the packed layers.
+        self.embedding = self._embedding(tied=tied)
         self._fused: tuple[Sequence[KVPool], FusedDecoder | None] | None = None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
         parts = [x for layer in self.layers for x in (layer.qkv, layer.o, layer.feed_forward)]
-        return self.embedding.nbytes + sum(part.nbytes for part in (*parts, self.head))
+        shared = self.embedding is getattr(self.head.weight, "weight", None)
+        embedding = 0 if shared else self.embedding.nbytes
+        return embedding + sum(part.nbytes for part in (*parts, self.head))
 
     @torch.no_grad()
     def forward(self, batch: Batch, pools: Sequence[KVPool]) -> Tensor:
@@ -275,6 +279,15 @@ class LlamaModel:
 
     def _vector(self, name: str) -> Tensor:
         return self._checkpoint.tensor(name).to(self.place.device, self.dtype)
+
+    def _embedding(self, *, tied: bool) -> Tensor:
+        if tied and self.place.triton:
+            from kernels.triton.linear import DenseWeight
+
+            assert isinstance(self.head.weight, DenseWeight)
+            return self.head.weight.weight
+        own = self._checkpoint.tensor("model.embed_tokens.weight").to(self.place.device)
+        return own if own.dtype in (torch.float32, torch.bfloat16) else own.to(self.dtype)
 
     def _load_layer(self, name: str) -> Layer:
         def linear(*paths: str) -> Linear | GpuLinear:

@@ -199,12 +199,14 @@ def decode_attention(
     group, kind = q_heads // heads, scale_kind(k_scale)
     cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1], kind)
     items, pointers = sequences * heads, (q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
-    if cut.stages == 0 and attention_gluon.takes(k_pages, group, kind, sliding_window):
-        workspace.check(items * cut.splits * group * (dim + 2), items)
+    gluon = cut.stages == 0 and attention_gluon.takes(k_pages, group, kind, sliding_window)
+    padded = group if gluon else max(8, triton.next_power_of_2(group))
+    if cut.splits > 1:
+        workspace.check(items * cut.splits * padded * (dim + 2), items)
+    if gluon:
         attention_gluon.launch(*pointers, out, out_scale, workspace, softmax_scale, cut, settled)
         return out
-    padded, stages = max(8, triton.next_power_of_2(group)), cut.stages or 3
-    workspace.check(items * cut.splits * padded * (dim + 2), items)
+    stages = cut.stages or 3
     decode_kernel[(cut.splits, heads, sequences)](
         *pointers, out, out_scale, workspace.parts, workspace.arrivals, softmax_scale,
         sliding_window or UNLIMITED, tables.shape[1], HEADS=heads, GROUP=group, PADDED=padded,

@@ -243,14 +243,15 @@ def sample(
     parts = triton.cdiv(vocabulary, CHUNK)
     span = triton.next_power_of_2(parts)
     size = HEAD.value + 2 * span + HELD
-    workspace.check(2 * rows * size, rows)
-    if rows == 0:
-        return out
-    for kernel in (scan_kernel, draw_kernel):
-        kernel[(parts, rows)](
-            logits, temperature, top_k, top_p, seeds, steps, out,
-            workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
-            PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
-            GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
-        )  # fmt: skip
+    workspace.check(2 * size, 1)
+    most = min(workspace.parts.numel() // (2 * size), workspace.arrivals.numel())  # rows at once
+    for start in range(0, rows, most):
+        each = (logits, temperature, top_k, top_p, seeds, steps, out)
+        own = [t[start : start + most] for t in each]
+        for kernel in (scan_kernel, draw_kernel):
+            kernel[(parts, len(own[0]))](
+                *own, workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
+                PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
+                GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
+            )  # fmt: skip
     return out

@@ -75,15 +75,15 @@ MIXTURE = {
 }
 
 
-def random_engine(shape: str, scheme: str, **config) -> Engine:
+def random_engine(shape: str, scheme: str, device: str = "cuda", **config) -> Engine:
     from inference.load import load_model
     from inference.random_checkpoint import SHAPES
     from inference.random_model import RandomCheckpoint, random_tokenizer
 
     SHAPES["small"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     SHAPES["mixture"] = {k: v for k, v in SHAPES["small"].items() if k != "head_dim"} | MIXTURE
-    checkpoint = RandomCheckpoint(shape, scheme, "cuda", quantize_head=scheme != "float")
-    model = load_model(checkpoint, device="cuda")
+    checkpoint = RandomCheckpoint(shape, scheme, device, quantize_head=scheme != "float")
+    model = load_model(checkpoint, device=device)
     sizes = EngineConfig(**({"max_model_len": 1024, "max_batch_size": 16} | config))
     return Engine(checkpoint, model, random_tokenizer(4096), sizes)
 
@@ -204,6 +204,17 @@ def test_logits_of_a_router_that_are_none_name_experts():
         logits[6:] = -float("inf")
         _, chosen = route(logits, 3, True)
         assert bool(((chosen >= 0) & (chosen < experts)).all())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_engine_runs_on_its_own_gpu():
+    """In turns, whichever GPU is the current one."""
+    greedy = SamplingParams(max_tokens=9, ignore_eos=True)
+    engines = [random_engine("small", "a8w8c8", f"cuda:{i}") for i in (0, 1, 1)]
+    engines[1].warm_up()
+    tokens = [engine.generate([[5] * 30], greedy)[0].token_ids for engine in engines * 2]
+    assert tokens == tokens[:1] * 6
+    assert torch.cuda.current_device() == 0
 
 
 def test_an_engine_leaves_no_memory_behind():

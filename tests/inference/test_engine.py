@@ -128,6 +128,27 @@ def test_what_others_gain_while_one_streams_is_not_lost(tiny_llama):
     assert not runner.has_unfinished
 
 
+def test_what_is_interrupted_holds_no_cache(tiny_llama, monkeypatch):
+    runner = engine(tiny_llama)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    wanted = runner.generate(prompts(2), params)
+    step, count = runner.loop.step, iter(range(9))
+
+    def interrupted():
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(runner.loop, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.generate(prompts(2), params)
+    monkeypatch.undo()
+    assert not runner.has_unfinished
+    assert runner.stats().used == 0
+    again = runner.generate(prompts(2), params)
+    assert [out.token_ids for out in again] == [out.token_ids for out in wanted]
+
+
 def test_end_tokens(tiny_llama):
     runner = engine(tiny_llama)
     free = runner.generate([PROMPTS[0]], SamplingParams(max_tokens=30, ignore_eos=True))[0]
@@ -218,9 +239,15 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tiny
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
+        ({"temperature": 1e-40}, "temperature"),  # logits over it would be infinite
+        ({"temperature": 1e39}, "temperature"),
+        ({"top_p": 1e-300}, "top_p"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-44}, "repetition_penalty"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"stop": ("",)}, "stop"),
         ({"min_tokens": 200}, "min_tokens"),
         ({"seed": -3}, "seed"),
@@ -231,6 +258,33 @@ def test_parameters_that_are_not_allowed(values, param):
     with pytest.raises(RequestError) as caught:
         SamplingParams(**values)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 1e-10, "repetition_penalty": 1e-10},
+        {"temperature": 1e-10, "repetition_penalty": 1e10},
+        {"temperature": 1e10, "top_p": 1e-10, "top_k": 2**31 - 1},
+        {"frequency_penalty": 2, "temperature": 1e-10, "min_tokens": 3},
+    ],
+)
+def test_extreme_parameters_break_no_step(tiny_llama, values):
+    runner = engine(tiny_llama)
+    params = SamplingParams(max_tokens=3, seed=0, ignore_eos=not values.get("min_tokens"), **values)
+    assert len(runner.generate(["x"], params)[0].token_ids) == 3
+
+
+def test_end_tokens_that_the_model_does_not_know(tiny_llama, monkeypatch):
+    """They would be looked for among the logits, and end the requests of all others as well."""
+    runner = engine(tiny_llama)
+    for token in (384, -1):
+        with pytest.raises(RequestError, match="not in the vocabulary of 384") as caught:
+            runner.add_request("a", SamplingParams(stop_token_ids=(token,)))
+        assert caught.value.param == "stop_token_ids"
+    monkeypatch.setattr("inference.engine.end_tokens", lambda *_: frozenset({0, 500}))
+    params = SamplingParams(max_tokens=3, min_tokens=3)
+    assert len(engine(tiny_llama).generate(["a"], params)[0].token_ids) == 3
 
 
 def test_prompts_that_are_not_allowed(tiny_llama):

@@ -74,6 +74,21 @@ def test_families(make_model, family):
     compare(str(make_model(family, layers=1, tie_word_embeddings=False, **window)), 0.03)
 
 
+def test_a_tied_head_and_its_embedding_are_held_once(make_model):
+    path = str(make_model("llama", layers=1))
+    compare(path, 0.03)
+    held_once(path)
+
+
+@interpreted
+def held_once(path: str):
+    model = engine_of(path).model
+    layer = model.layers[0]
+    others = (layer.qkv, layer.o, layer.feed_forward)
+    assert model.embedding.data_ptr() == model.head.weight.weight.data_ptr()
+    assert model.weight_bytes == model.embedding.nbytes + sum(part.nbytes for part in others)
+
+
 @interpreted
 def compare(path: str, tolerance: float):
     tokens = prompt(40)
@@ -164,12 +179,20 @@ def test_logits_that_are_not_finite_end_a_request(tmp_path):
 def not_finite(path: str):
     from inference.request import SamplingParams
 
-    engine = engine_of(path)
-    engine.model.norm.fill_(float("nan"))
-    output = engine.generate([prompt(5)], SamplingParams(max_tokens=6))[0]
-    assert output.finish_reason == "error"
-    assert "NaN or infinity" in output.error
-    engine.check_integrity()
+    engine, params = engine_of(path, kv_blocks=3), SamplingParams(max_tokens=3, ignore_eos=True)
+    wanted = engine.generate([prompt(5)], params)[0].token_ids
+    engine.model.embedding[7] = float("inf")
+    whole = params.model_copy(update={"prompt_logprobs": 1})
+    for broken in (params, whole, None):  # their cache is handed on
+        if broken is None:
+            assert engine.score([8] * 20 + [7]).isnan().any()
+        else:
+            output = engine.generate([[8] * 20 + [7]], broken)[0]
+            assert output.finish_reason == "error"
+            assert "NaN or infinity" in output.error
+        engine.check_integrity()
+        for _ in range(3):
+            assert engine.generate([prompt(5)], params)[0].token_ids == wanted
 
 
 def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
@@ -187,13 +210,45 @@ def no_memory_for_graphs(path: str):
     engine, params = engine_of(path), SamplingParams(max_tokens=1)
     wanted = engine.generate([prompt(20)], params)[0].token_ids
     engine.loop.runner._graphs = True
-    refuse = patch.object(GpuRunner, "_capture", side_effect=torch.OutOfMemoryError("full"))
-    with refuse as capture, patch.object(logging.Logger, "warning") as warning:
+    full = RuntimeError("CUDA error: out of memory\nSearch for ...")  # the driver's
+    with (
+        patch.object(GpuRunner, "_capture", side_effect=full) as capture,
+        patch.object(logging.Logger, "warning") as warning,
+    ):
         for _ in range(4):
             assert engine.generate([prompt(20)], params)[0].token_ids == wanted
-    assert capture.call_count == warning.call_count == 1
+        assert capture.call_count == warning.call_count == 1
+        with pytest.raises(EngineError, match="memory is too small: warming up found no more"):
+            engine.warm_up()  # decodes have to have their graphs
     assert "no memory for the CUDA graph" in warning.call_args.args[0]
     engine.check_integrity()
+
+
+def test_warming_up_goes_on_without_memory_for_prompts(tmp_path):
+    warms_up_without_prompts(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def warms_up_without_prompts(path: str):
+    from unittest.mock import patch
+
+    from inference.gpu.runner import GpuRunner
+    from inference.gpu.steps import Size
+
+    asked: list[Size] = []
+
+    def capture(self, size):
+        asked.append(size)
+        if size.prompts:
+            raise torch.OutOfMemoryError("full")
+
+    engine = engine_of(path, max_batched_tokens=40)
+    engine.loop.runner._graphs = True
+    with patch.object(GpuRunner, "_capture", capture):
+        engine.warm_up()
+    assert [size.decodes for size in asked if not size.prompts] == [1, 2, 4]
+    assert {size.tokens for size in asked if size.prompts} == {16, 32, 48}
+    assert engine.loop.runner._short == {size for size in asked if size.prompts}
 
 
 def test_a_workspace_lives_as_long_as_the_engines_that_use_it(tmp_path):
@@ -221,6 +276,51 @@ def owns_its_workspace(path: str):
     del second
     gc.collect()
     assert not layers._workspaces
+
+
+def test_steps_run_on_the_device_of_their_model(tmp_path):
+    on_their_device(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def on_their_device(path: str):
+    """Triton launches on the current one."""
+    from contextlib import contextmanager
+    from unittest.mock import patch
+
+    from inference.gpu import runner
+    from inference.request import SamplingParams
+
+    inside: list[torch.device] = []
+    forward, seen = runner.forward, []
+
+    @contextmanager
+    def current(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def run(*args):
+        seen.append(list(inside))
+        return forward(*args)
+
+    engine = engine_of(path)
+    with patch.object(runner, "launches_on", current), patch.object(runner, "forward", run):
+        engine.generate([prompt(20)], SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.score(prompt(3))
+    assert len(seen) == 4
+    assert all(devices == [engine.model.place.device] for devices in seen)
+
+
+def test_a_cache_that_no_kernel_takes_is_refused_at_once(tmp_path):
+    shape = {"hidden_size": 192, "head_dim": 48}
+    refuses_a_cache(checkpoint_of(tmp_path, "float", **shape))
+
+
+@interpreted
+def refuses_a_cache(path: str):
+    with pytest.raises(EngineError, match="cache: head size 48 is not supported: 16, 32, 64"):
+        engine_of(path)
 
 
 def test_odd_sizes_run_dequantized(tmp_path):

@@ -164,6 +164,7 @@ def test_attention_refuses_what_does_not_fit():
         decode_attention(q, k, v, *rest[:2], rest[2][:1], rest[3], 1.0, workspace)
     with pytest.raises(ValueError, match="make a larger one"):
         decode_attention(q, k, v, *rest, 1.0, workspace, cut=Cut(4, 2))
+    decode_attention(q, k, v, *rest, 1.0, workspace, cut=Cut(4, 1))  # leaves no parts there
 
 
 def slots_of(tokens: int, kind: str) -> torch.Tensor:

@@ -121,6 +121,19 @@ def test_what_is_drawn_is_distributed_as_it_should():
 
 
 @interpreted
+def test_more_rows_than_the_workspace_holds():
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling import HEAD, HELD, sample
+
+    arguments, size = rows(*EACH[:7]), HEAD.value + 2 + HELD
+    wanted = sample(*arguments, Workspace.on("cpu"))
+    for elements, tiles in ((2 * size, 64), (6 * size, 64), (1 << 24, 2)):
+        workspace = Workspace.on("cpu", elements, tiles)
+        assert torch.equal(sample(*arguments, workspace), wanted)
+        assert not workspace.arrivals.any()
+
+
+@interpreted
 def test_what_does_not_fit_is_refused():
     from kernels.triton.common import Workspace
     from kernels.triton.sampling import sample
