@@ -198,7 +198,8 @@ def decode_attention(
         return out
     group, kind = q_heads // heads, scale_kind(k_scale)
     cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1], kind)
-    items, pointers = sequences * heads, (q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
+    pointers = (q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
+    items = sequences * heads if cut.splits > 1 else 0  # what is not split leaves nothing behind
     if cut.stages == 0 and attention_gluon.takes(k_pages, group, kind, sliding_window):
         workspace.check(items * cut.splits * group * (dim + 2), items)
         attention_gluon.launch(*pointers, out, out_scale, workspace, softmax_scale, cut, settled)
