@@ -243,14 +243,16 @@ def sample(
     parts = triton.cdiv(vocabulary, CHUNK)
     span = triton.next_power_of_2(parts)
     size = HEAD.value + 2 * span + HELD
-    workspace.check(2 * rows * size, rows)
+    workspace.check(2 * size, 1)
     if rows == 0:
         return out
-    for kernel in (scan_kernel, draw_kernel):
-        kernel[(parts, rows)](
-            logits, temperature, top_k, top_p, seeds, steps, out,
-            workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
-            PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
-            GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
-        )  # fmt: skip
+    most = min(workspace.parts.numel() // (2 * size), workspace.arrivals.numel())
+    each = (logits, temperature, top_k, top_p, seeds, steps, out)
+    for some in zip(*(t.split(most) for t in each), strict=True):
+        for kernel in (scan_kernel, draw_kernel):
+            kernel[(parts, len(some[0]))](
+                *some, workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
+                PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
+                GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
+            )  # fmt: skip
     return out
