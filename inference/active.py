@@ -16,6 +16,8 @@ from inference.sampler import sample, top_logprobs
 from inference.scheduler import PENDING, Scheduler, Slice
 from inference.scheduler import Sequence as TokenSequence
 
+INT32 = 2**31 - 1  # the largest that a GPU is told
+
 
 class ActiveRequest:
     """State of one request between its arrival and its end.
@@ -50,7 +52,7 @@ class ActiveRequest:
         self._detokenizer = Detokenizer(tokenizer, params.stop)
         self._generator: torch.Generator | None = None
         self._seed = params.seed or 0
-        if params.temperature > 0:
+        if not params.greedy:
             self._generator = torch.Generator()
             if params.seed is None:
                 self._seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
@@ -86,7 +88,8 @@ class ActiveRequest:
     def draw(self) -> tuple[float, int, float, int, int]:
         """temperature, top_k, top_p, seed and number of the token that comes next."""
         params, made = self._params, len(self.sequence.tokens) - len(self.output.prompt_token_ids)
-        return params.temperature, params.top_k, params.top_p, self._seed, made
+        temperature, top_k = 0.0 if params.greedy else params.temperature, min(params.top_k, INT32)
+        return temperature, top_k, params.top_p, self._seed, made
 
     def expect(self) -> None:
         """Keep a place for a token that is being chosen, unless it is the last."""

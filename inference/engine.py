@@ -150,7 +150,9 @@ class Engine:
         text = isinstance(prompt, str)
         tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
         self._check_prompt(tokens)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._ends)}
+        possible = range(self.model.config.vocab_size)
+        ends = frozenset(token for token in ends if token in possible)
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
         self._requests.add(request)
         return name

@@ -11,6 +11,8 @@ from pydantic import Field, ValidationError
 from formats.errors import RequestError
 from formats.scheme import Strict
 
+LEAST_TEMPERATURE = 1e-30  # logits over less may be infinite
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -19,7 +21,8 @@ class SamplingParams(Strict):
 
     Attributes:
         max_tokens: Most tokens to generate.
-        temperature: 0 is greedy: the most likely token, the lowest id of equals.
+        temperature: 0 is greedy: the most likely token, the lowest id of equals; so is what logits
+            cannot be divided by.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Then keep the fewest whose probabilities reach p (Holtzman et al. 2020).
         repetition_penalty: Divides positive and multiplies negative logits of all tokens of the
@@ -53,6 +56,11 @@ class SamplingParams(Strict):
     min_tokens: int = Field(default=0, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=100)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=100)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature < LEAST_TEMPERATURE
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from inference.request import SamplingParams
 
 FIRST_CANDIDATES = 64  # tokens that top_p looks at first; more where they are not enough
+LEAST_SHARE = 1e-30  # of the probability: what is less may be 0 in fp32, and keep nothing
 
 
 def penalize(
@@ -56,7 +57,7 @@ def keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         mass = values if top_k else logits  # what probabilities are relative to
         probabilities = torch.exp(values - torch.logsumexp(mass, dim=0))
         before = probabilities.cumsum(0) - probabilities
-        keep = before < top_p if top_p < 1.0 else torch.ones_like(before, dtype=torch.bool)
+        keep = before < (max(top_p, LEAST_SHARE) if top_p < 1.0 else torch.inf)
         if top_k or count == len(logits) or not bool(keep[-1]):
             break
         count = min(8 * count, len(logits))
@@ -94,7 +95,7 @@ def sample(
     logits = penalize(logits, prompt, output, params)
     if forbidden:
         logits[list(forbidden)] = -torch.inf
-    if params.temperature == 0:
+    if params.greedy:
         return int(logits.argmax())
     logits = keep_likely(logits / params.temperature, params.top_k, params.top_p)
     return int(torch.multinomial(torch.softmax(logits, dim=0), 1, generator=generator))

@@ -233,6 +233,22 @@ def test_parameters_that_are_not_allowed(values, param):
     assert caught.value.param == param
 
 
+def test_extreme_parameters_are_taken_at_their_word(tiny_llama):
+    """None of them may break the step, in which others run."""
+    runner, some = engine(tiny_llama), {"max_tokens": 4, "ignore_eos": True}
+    likeliest = runner.generate(["a"], SamplingParams(**some))[0].token_ids
+    for tiny in (1e-30, 1e-40, 1e-320):
+        for values in ({"temperature": tiny}, {"temperature": 1, "top_p": tiny}):
+            output = runner.generate(["a"], SamplingParams(**some, **values))[0]
+            assert output.token_ids == likeliest, values
+    for values in (
+        {"temperature": 1e39},
+        {"temperature": 1, "top_k": 2**70},
+        {"min_tokens": 3, "stop_token_ids": (384, 10**9, -1)},
+    ):
+        assert len(runner.generate(["a"], SamplingParams(**some, **values))[0].token_ids) == 4
+
+
 def test_prompts_that_are_not_allowed(tiny_llama):
     runner = engine(tiny_llama)
     for prompt in ("", [], [384], [-1]):

@@ -172,6 +172,27 @@ def not_finite(path: str):
     engine.check_integrity()
 
 
+def test_extreme_parameters_break_no_step(tmp_path):
+    extremes(checkpoint_of(tmp_path, "float"))
+
+
+@interpreted
+def extremes(path: str):
+    from inference.request import SamplingParams
+
+    engine, some = engine_of(path), {"max_tokens": 2, "ignore_eos": True}
+    likeliest = engine.generate([prompt(5)], SamplingParams(**some))[0].token_ids
+    for values in (
+        {"temperature": 1e-38},
+        {"temperature": 1e-40},
+        {"temperature": 1, "top_p": 1e-320},
+        {"temperature": 1e-9, "top_k": 2**31},
+    ):
+        output = engine.generate([prompt(5)], SamplingParams(**some, **values))[0]
+        assert output.token_ids == likeliest, values
+    assert engine.generate([prompt(5)], SamplingParams(temperature=1e39))[0].error is None
+
+
 def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
     no_memory_for_graphs(checkpoint_of(tmp_path, "w8"))
 
