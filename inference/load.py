@@ -81,8 +81,8 @@ def make_cache(
         spec: How K and V are quantized, or None.
 
     Raises:
-        EngineError: the type of an unquantized cache is not one that the model's kernels read, or
-            memory is too small.
+        EngineError: the cache is of a type that the model's kernels do not read, or memory is too
+            small.
     """
     place, shape = model.place, model.config
     chosen = place.dtype if config.kv_dtype is None else getattr(torch, config.kv_dtype)
@@ -98,7 +98,20 @@ def make_cache(
     nbytes = 2 * math.prod(size) * width * shape.layers
     what = f"a cache of {config.kv_blocks} blocks of {KV_BLOCK} tokens"
     with memory_for(what, place.device, nbytes, OF_CACHE):
-        return [make_pool(size, chosen, spec, checkpoint.kv_scales.get(n), place) for n in names]
+        pools = [make_pool(size, chosen, spec, checkpoint.kv_scales.get(n), place) for n in names]
+    if place.triton:
+        _check_for_kernels(pools[0])
+    return pools
+
+
+def _check_for_kernels(pool: KVPool) -> None:
+    """Raise EngineError where the GPU's kernels do not read a cache."""
+    from kernels.triton.paged_cache import check_pages  # needs Triton
+
+    try:
+        check_pages(pool.k, pool.v, pool.k_scale, pool.v_scale)
+    except ValueError as error:
+        raise EngineError(f"the cache is none for this GPU's kernels: {error}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_lab import interpreted
 
-from formats.errors import EngineError
+from formats.errors import CheckpointError, EngineError
 from inference.random_checkpoint import SHAPES, random_checkpoint
 
 SCHEMES = [
@@ -68,6 +68,27 @@ def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     compare(path, 0.1 if scheme in COARSE else 0.03)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_c8", "fp8_block"])
+def test_e4m3_before_ada_runs_dequantized(tmp_path, scheme):
+    as_on_ampere(checkpoint_of(tmp_path, scheme), scheme == "fp8_c8")
+
+
+@interpreted
+def as_on_ampere(path: str, fp8_cache: bool):
+    from inference.gpu import decoder
+    from kernels.triton import common, linear, paged_cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "capability", lambda: 80)
+        for module in (decoder, linear, paged_cache):
+            patch.setattr(module, "has_e4m3", lambda device: False)
+        if fp8_cache:
+            with pytest.raises(EngineError, match="use an int8 cache"):
+                engine_of(path)
+            return
+        compare.inner(path, 0.1)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_families(make_model, family):
     window = {"sliding_window": 16} if family == "mistral" else {}
@@ -96,6 +117,19 @@ def run(path: str, requests: list, *, eager: bool, **config) -> list:
         found |= {out.request_id: out for out in engine.step() if out.finished}
         engine.check_integrity()
     return [(found[name].token_ids, found[name].finish_reason) for name in names]
+
+
+def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
+    refused_at_once(checkpoint_of(tmp_path, "float", head_dim=24))
+
+
+@interpreted
+def refused_at_once(path: str):
+    from inference.load import load_model
+
+    with pytest.raises(CheckpointError, match="head_dim: found 24; GPUs run 16, 32, 64, 128, 256"):
+        load_model(path, triton=True)
+    assert torch.isfinite(engine_of(path, triton=False).score(prompt(5))).all()
 
 
 def test_steps_ahead_give_the_tokens_of_steps_one_by_one(tmp_path):
