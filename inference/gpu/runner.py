@@ -127,6 +127,10 @@ class GpuRunner:
 
     def launch(self, work: Sequence[Work]) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for."""
+        with torch.cuda.device_of(self._tokens):  # for Triton and events the current one
+            return self._launch(work)
+
+    def _launch(self, work: Sequence[Work]) -> Launched:
         self._workspace = workspace_on(self._device)  # held, so that all kernels share it
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
         size = size_of(work)

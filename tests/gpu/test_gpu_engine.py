@@ -206,6 +206,17 @@ def test_logits_of_a_router_that_are_none_name_experts():
         assert bool(((chosen >= 0) & (chosen < experts)).all())
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_gpu_that_is_not_the_current_one(tiny_llama):
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        engine = Engine.from_pretrained(tiny_llama, device=device)
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        found.append([out.token_ids for out in engine.generate(["def add(a, b):", "x"], params)])
+        assert torch.cuda.current_device() == 0
+    assert found[0] == found[1]
+
+
 def test_an_engine_leaves_no_memory_behind():
     """Neither weights nor cache, graphs or their workspace; the first one may fill tables."""
     held = []

@@ -278,6 +278,36 @@ def owns_its_workspace(path: str):
     assert not layers._workspaces
 
 
+def test_kernels_are_launched_on_the_device_of_the_model(tmp_path):
+    on_its_device(checkpoint_of(tmp_path, "float"))
+
+
+@interpreted
+def on_its_device(path: str):
+    """Triton launches on the current device, which need not be the model's."""
+    from contextlib import contextmanager
+    from unittest.mock import patch
+
+    from inference.gpu import runner
+    from inference.request import SamplingParams
+
+    engine, forward, seen = engine_of(path), runner.forward, []
+
+    @contextmanager
+    def device_of(tensor):
+        seen.append(tensor.device)
+        yield
+        seen.clear()
+
+    def run(model, *rest):
+        assert seen == [model.place.device]
+        return forward(model, *rest)
+
+    with patch.object(torch.cuda, "device_of", device_of), patch.object(runner, "forward", run):
+        assert engine.generate([prompt(5)], SamplingParams(max_tokens=2))[0].error is None
+        engine.score(prompt(5))
+
+
 def test_odd_sizes_run_dequantized(tmp_path):
     """96 inputs are no multiple of 128: no kernel takes them."""
     path = checkpoint_of(tmp_path, "a8w8_dynamic", hidden_size=96, head_dim=32, num_attention_heads=3,
