@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference.detokenizer import Detokenizer
+from inference.kv_cache import KVPool, forget
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.sampler import sample, top_logprobs
 from inference.scheduler import PENDING, Scheduler, Slice
@@ -148,10 +149,11 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     Args:
         scheduler: Has their sequences.
+        pools: Their cache.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, pools: Sequence[KVPool]) -> None:
+        self._scheduler, self._pools = scheduler, pools
         self._by_name: dict[str, ActiveRequest] = {}
 
     def __getitem__(self, name: str) -> ActiveRequest:
@@ -201,5 +203,6 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         return self.finish(request, reason) if reason else request.snapshot()
 
     def _fail(self, request: ActiveRequest) -> RequestOutput:
+        forget(self._pools, self._scheduler.blocks.table(request.sequence.name))
         request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
         return self.finish(request, "error")

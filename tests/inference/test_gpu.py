@@ -206,6 +206,27 @@ def not_finite(path: str):
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("triton", [False, True])
+def test_what_a_request_that_failed_left_in_the_cache_harms_no_other(tmp_path, triton):
+    others_live(checkpoint_of(tmp_path, "float"), triton)
+
+
+@interpreted
+def others_live(path: str, triton: bool):
+    """0 times NaN is NaN: pages have room behind a sequence's last token."""
+    from inference.request import SamplingParams
+
+    engine, params = engine_of(path, triton=triton, kv_blocks=3), SamplingParams(max_tokens=3)
+    wanted = engine.generate([prompt(5)], params)[0].token_ids
+    broken = prompt(150)
+    engine.model.embedding[broken[9]] = float("inf")
+    assert engine.generate([broken], params)[0].finish_reason == "error"
+    output = engine.generate([prompt(5)], params)[0]
+    assert (output.token_ids, output.error) == (wanted, None)
+    assert not torch.isfinite(engine.score(broken)).all()
+    assert torch.isfinite(engine.score(prompt(5))).all()
+
+
 def test_extreme_parameters_break_no_step(tmp_path):
     extremes(checkpoint_of(tmp_path, "float"))
 
