@@ -189,6 +189,8 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     def finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
         """End a request and take its blocks back."""
+        if reason == "error" or not request.output.token_ids:  # nobody has looked at what it made
+            forget(self._pools, self._scheduler.blocks.table(request.sequence.name))
         self._scheduler.remove(request.sequence)
         del self._by_name[request.sequence.name]
         return request.close(reason)
@@ -203,6 +205,5 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         return self.finish(request, reason) if reason else request.snapshot()
 
     def _fail(self, request: ActiveRequest) -> RequestOutput:
-        forget(self._pools, self._scheduler.blocks.table(request.sequence.name))
         request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
         return self.finish(request, "error")

@@ -120,9 +120,10 @@ def forget(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
 
     Kernels read whole blocks, and multiply by 0 what there is behind a sequence's last token.
     """
+    index = torch.tensor(blocks, dtype=torch.int64, device=pools[0].v.device)
     for pool in pools:
         if pool.v_scale is None:
-            pool.v[list(blocks)] = 0
+            pool.v.index_fill_(0, index, 0)
 
 
 def make_pool(

@@ -216,13 +216,18 @@ def others_live(path: str, triton: bool):
     """0 times NaN is NaN: pages have room behind a sequence's last token."""
     from inference.request import SamplingParams
 
-    engine, params = engine_of(path, triton=triton, kv_blocks=3), SamplingParams(max_tokens=3)
+    engine = engine_of(path, triton=triton, kv_blocks=3, max_batched_tokens=100)
+    params = SamplingParams(max_tokens=3)
     wanted = engine.generate([prompt(5)], params)[0].token_ids
     broken = prompt(150)
     engine.model.embedding[broken[9]] = float("inf")
     assert engine.generate([broken], params)[0].finish_reason == "error"
     output = engine.generate([prompt(5)], params)[0]
     assert (output.token_ids, output.error) == (wanted, None)
+    name = engine.add_request(broken, params)
+    engine.step()
+    engine.abort(name)
+    assert all(torch.isfinite(engine.score(prompt(5))).all() for _ in range(3)), "in each block"
     assert not torch.isfinite(engine.score(broken)).all()
     assert torch.isfinite(engine.score(prompt(5))).all()
 
