@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference.detokenizer import Detokenizer
+from inference.kv_cache import KVPool, forget
 from inference.request import FinishReason, RequestOutput, SamplingParams
 from inference.sampler import sample, top_logprobs
 from inference.scheduler import PENDING, Scheduler, Slice
@@ -145,10 +146,11 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     Args:
         scheduler: Has their sequences.
+        pools: Their cache.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, pools: Sequence[KVPool]) -> None:
+        self._scheduler, self._pools = scheduler, pools
         self._by_name: dict[str, ActiveRequest] = {}
 
     def __getitem__(self, name: str) -> ActiveRequest:
@@ -184,6 +186,8 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     def finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
         """End a request and take its blocks back."""
+        if reason == "error" or not request.output.token_ids:  # nobody has looked at what it made
+            forget(self._pools, self._scheduler.blocks.table(request.sequence.name))
         self._scheduler.remove(request.sequence)
         del self._by_name[request.sequence.name]
         return request.close(reason)

@@ -22,7 +22,7 @@ from formats.checkpoint import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
 from inference.active import ActiveRequest, ActiveRequests
 from inference.config import EngineConfig
-from inference.kv_cache import BlockManager, KVStats
+from inference.kv_cache import BlockManager, KVStats, forget
 from inference.load import end_tokens, load_model, load_tokenizer, make_cache
 from inference.loop import make_loop
 from inference.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
@@ -64,7 +64,7 @@ class Engine:
         self.pools = make_cache(checkpoint, model, self.config, kv_cache)
         self._blocks = BlockManager(blocks)
         self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
-        self._requests = ActiveRequests(self._scheduler)
+        self._requests = ActiveRequests(self._scheduler, self.pools)
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
         ends = end_tokens(checkpoint, tokenizer)
@@ -272,7 +272,10 @@ class Engine:
             size = self.config.max_batched_tokens
             starts = range(0, len(tokens), size)
             parts = [Slice(sequence, i, min(size, len(tokens) - i)) for i in starts]
-            return torch.cat([self.loop.score(part) for part in parts])
+            logits = torch.cat([self.loop.score(part) for part in parts])
+            if not bool(torch.isfinite(logits[-1]).all()):
+                forget(self.pools, self._blocks.table(sequence.name))
+            return logits
         finally:
             self._blocks.release(sequence.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +113,18 @@ class KVPool:
         tensors = [self.k, self.v]
         tensors += [s for s in (self.k_scale, self.v_scale) if s is not None and self.dynamic]
         return sum(tensor[0].nbytes for tensor in tensors) // KV_BLOCK
+
+
+def forget(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
+    """Clear blocks of what may be NaN or infinite: V of floats.
+
+    Kernels read whole blocks, and multiply by 0 what there is behind a sequence's last token.
+    """
+    floats = [pool.v for pool in pools if pool.v_scale is None]
+    if blocks and floats:
+        index = torch.tensor(blocks, device=floats[0].device)
+        for v in floats:
+            v.index_fill_(0, index, 0)
 
 
 def make_pool(

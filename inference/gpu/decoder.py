@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from inference.gpu.layers import workspace_on
 from inference.kv_cache import KVPool
 from inference.models.llama import Layer, LlamaModel
 from kernels.triton.attention import decode_attention
+from kernels.triton.common import has_e4m3
 from kernels.triton.fused import add_rms_norm
 from kernels.triton.linear import Rows
 from kernels.triton.prefill import prefill_attention
@@ -105,7 +107,9 @@ def _attend(
     )  # fmt: skip
     output, dtype = on_gpu(layer.o), model.dtype
     wanted = output.rows
-    fused = {} if wanted.scale is None else {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
+    fused: dict[str, Any] = {}
+    if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
+        fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     cache, starts = (pool.k, pool.v, batch.tables), batch.query_start
     rest = (pool.k_scale, pool.v_scale, c.head_dim**-0.5, workspace_on(q.device), window)
     if starts is None:

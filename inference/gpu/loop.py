@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from inference.active import ActiveRequest, ActiveRequests
@@ -76,25 +75,19 @@ class DeviceLoop:
         tokens = launched.tokens()
         self.waited += time.perf_counter() - start
         for index, (work, token) in enumerate(zip(launched.work, tokens, strict=True)):
-            name = work.part.sequence.name
-            request, table = requests[name], self._scheduler.blocks.table(name)
-            if self._requests.get(name) is not request:
+            request = requests[work.part.sequence.name]
+            if self._requests.get(work.part.sequence.name) is not request:
                 continue  # it has ended since
             if not request.chosen_on_device:
                 if work.rows:
                     outputs += self._requests.take_logits(work.part, launched.logits_of(index))
             elif token is not None:
                 outputs.append(self._requests.take_token(request, token))
-            if request.output.finish_reason == "error":
-                self.runner.clear(table)
         return outputs
 
     def score(self, part: Slice) -> Tensor:
         """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
-        logits, name = self.runner.score(part), part.sequence.name
-        if part.samples and not bool(torch.isfinite(logits[-1]).all()):
-            self.runner.clear(self._scheduler.blocks.table(name))
-        return logits
+        return self.runner.score(part)
 
     def warm_up(self) -> None:
         """Compile and capture the steps of decodes alone and of prompts alone."""

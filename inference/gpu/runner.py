@@ -153,17 +153,6 @@ class GpuRunner:
         """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
         return self.launch([Work(part, part.samples, self._nobody, whole=True)]).logits_of(0)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Set blocks of a sequence whose numbers were not finite to zero.
-
-        Attention multiplies values that it does not see by zero, which NaN and infinity outlive;
-        who has the blocks next would have their like.
-        """
-        for pool in self._pools:
-            if pool.k_scale is None:  # eight bits are clamped, and hold neither
-                pool.k[list(blocks)] = 0
-                pool.v[list(blocks)] = 0
-
     def warm_up(self, sequences: int, tokens: int) -> None:
         """Compile and capture the steps of up to so many decodes, and of prompts' tokens alone."""
         decodes = dict.fromkeys(decodes_of(n) for n in range(1, sequences + 1))

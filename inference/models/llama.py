@@ -124,6 +124,15 @@ def _routing(config: PretrainedConfig) -> Routing | None:
     )
 
 
+def _check_head_size(size: int) -> None:
+    from kernels.triton.paged_cache import HEAD_SIZES  # needs Triton
+
+    if size not in HEAD_SIZES:
+        raise CheckpointError(
+            f"head_dim: found {size}; GPUs run {', '.join(map(str, HEAD_SIZES))}, the CPU any"
+        )
+
+
 @dataclass(frozen=True)
 class Batch:
     """The tokens of one step.
@@ -184,6 +193,8 @@ class LlamaModel:
 
     def __init__(self, checkpoint: Checkpoint, place: Placement) -> None:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
+        if place.triton:
+            _check_head_size(config.head_dim)
         device, dtype = place.device, place.dtype
         self._checkpoint, self.place, self.dtype = checkpoint, place, dtype
         own = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules

@@ -134,6 +134,11 @@ def takes_wide_steps(device: torch.device) -> bool:
     return capability() >= 90 and shared_memory(device) >= WIDE_STEPS
 
 
+def has_e4m3(device: torch.device) -> bool:
+    """Whether a device has e4m3 as a type, from Ada on; the interpreter has it."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def storage(t: Tensor) -> Tensor:
     """`t` as a kernel takes it: before Ada e4m3 is no type, and its bits go as int8."""
     if t.dtype == torch.float8_e4m3fn and capability() < 89:

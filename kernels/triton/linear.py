@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.numerics import dequantize
-from kernels.triton.common import Workspace
+from kernels.triton.common import Workspace, has_e4m3
 from kernels.triton.fp8_block import Fp8BlockWeight, fp8_block_linear, pack_fp8_block
 from kernels.triton.strips import Strips
 from kernels.triton.w4_many import w4a8_linear, w4a16_linear
@@ -42,7 +42,6 @@ from kernels.triton.w16a16 import fits, takes, w16a16_linear
 from kernels.triton.weights import fits_tiles
 
 FP8 = torch.float8_e4m3fn
-FP8_CAPABILITY = (8, 9)  # the first with products of e4m3
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _packed(
     if not fits_tiles(q) or inputs % group:
         return None
     if q.dtype == FP8:
-        if rows.dtype != FP8 or not _multiplies_fp8(q.device):
+        if rows.dtype != FP8 or not has_e4m3(q.device):
             return None
         blocks = scale[..., ::128, :]
         if rows.group == 128 and group == 128 and outputs % 128 == 0:
@@ -143,10 +142,6 @@ def _packed(
     if rows.dtype == torch.int8:
         return pack_w8a8(q, scale, bias) if groups == 1 and zero_point is None else None
     return pack_w8a16(q, scale, bias, zero_point) if fine else None
-
-
-def _multiplies_fp8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def takes_strips(weight: GpuWeight) -> bool:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import eight_bits_to_fp16, quantize, require
+from kernels.triton.common import eight_bits_to_fp16, has_e4m3, quantize, require
 
 PAGE = 64
 UNLIMITED = 1 << 30  # positions that no sliding window ends
@@ -63,9 +63,8 @@ def scale_kind(k_scale: Tensor | None) -> int:
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError where a cache is e4m3 on a GPU that does not convert e4m3."""
-    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
     require(
-        not (old and dtype == torch.float8_e4m3fn),
+        dtype != torch.float8_e4m3fn or has_e4m3(device),
         "this GPU has no e4m3 (capability 8.9 has): use an int8 cache",
     )
 

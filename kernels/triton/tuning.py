@@ -175,15 +175,18 @@ def prefill_block(device: torch.device, rows: int, dim: int, scales: int) -> Blo
     found = _entry(device, family, f"{dim}x{bucket(rows)}")
     if found:
         return Block(**found)
-    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-    return prefill_rule(rows >= 128 * multiprocessors(device), dim, hopper)
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return prefill_rule(rows >= 128 * multiprocessors(device), dim, 10 * major + minor)
 
 
-def prefill_rule(many: bool, dim: int, hopper: bool) -> Block:
-    """The block that fits in registers: mma.sync holds the operands there that wgmma does not."""
+def prefill_rule(many: bool, dim: int, capability: int) -> Block:
+    """The block that fits in registers: mma.sync holds the operands there that wgmma does not.
+
+    From Hopper on the tensor cores read them from memory, but those of smaller Blackwells (120).
+    """
     if dim > 128:
         return Block(64, 32, 8, 3)
-    tokens = 64 if hopper or dim < 128 else 32
+    tokens = 64 if 90 <= capability < 120 or dim < 128 else 32
     return Block(128, tokens, 8, 3) if many else Block(64, tokens, 4, 3)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_lab import interpreted
 
-from formats.errors import EngineError
+from formats.errors import CheckpointError, EngineError
 from inference.random_checkpoint import SHAPES, random_checkpoint
 
 SCHEMES = [
@@ -68,6 +68,27 @@ def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     compare(path, 0.1 if scheme in COARSE else 0.03)
 
 
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_c8", "fp8_block"])
+def test_e4m3_before_ada_runs_dequantized(tmp_path, scheme):
+    as_on_ampere(checkpoint_of(tmp_path, scheme), scheme == "fp8_c8")
+
+
+@interpreted
+def as_on_ampere(path: str, fp8_cache: bool):
+    from inference.gpu import decoder
+    from kernels.triton import common, linear, paged_cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "capability", lambda: 80)
+        for module in (decoder, linear, paged_cache):
+            patch.setattr(module, "has_e4m3", lambda device: False)
+        if fp8_cache:
+            with pytest.raises(EngineError, match="use an int8 cache"):
+                engine_of(path)
+            return
+        compare.inner(path, 0.1)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_families(make_model, family):
     window = {"sliding_window": 16} if family == "mistral" else {}
@@ -111,6 +132,19 @@ def run(path: str, requests: list, *, eager: bool, **config) -> list:
         found |= {out.request_id: out for out in engine.step() if out.finished}
         engine.check_integrity()
     return [(found[name].token_ids, found[name].finish_reason) for name in names]
+
+
+def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
+    refused_at_once(checkpoint_of(tmp_path, "float", head_dim=24))
+
+
+@interpreted
+def refused_at_once(path: str):
+    from inference.load import load_model
+
+    with pytest.raises(CheckpointError, match="head_dim: found 24; GPUs run 16, 32, 64, 128, 256"):
+        load_model(path, triton=True)
+    assert torch.isfinite(engine_of(path, triton=False).score(prompt(5))).all()
 
 
 def test_steps_ahead_give_the_tokens_of_steps_one_by_one(tmp_path):
@@ -179,20 +213,38 @@ def test_logits_that_are_not_finite_end_a_request(tmp_path):
 def not_finite(path: str):
     from inference.request import SamplingParams
 
-    engine, params = engine_of(path, kv_blocks=3), SamplingParams(max_tokens=3, ignore_eos=True)
+    engine = engine_of(path)
+    engine.model.norm.fill_(float("nan"))
+    output = engine.generate([prompt(5)], SamplingParams(max_tokens=6))[0]
+    assert output.finish_reason == "error"
+    assert "NaN or infinity" in output.error
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_what_a_request_that_failed_left_in_the_cache_harms_no_other(tmp_path, triton):
+    others_live(checkpoint_of(tmp_path, "float"), triton)
+
+
+@interpreted
+def others_live(path: str, triton: bool):
+    """0 times NaN is NaN: pages have room behind a sequence's last token."""
+    from inference.request import SamplingParams
+
+    engine = engine_of(path, triton=triton, kv_blocks=3, max_batched_tokens=100)
+    params = SamplingParams(max_tokens=3)
     wanted = engine.generate([prompt(5)], params)[0].token_ids
-    engine.model.embedding[7] = float("inf")
-    whole = params.model_copy(update={"prompt_logprobs": 1})
-    for broken in (params, whole, None):  # their cache is handed on
-        if broken is None:
-            assert engine.score([8] * 20 + [7]).isnan().any()
-        else:
-            output = engine.generate([[8] * 20 + [7]], broken)[0]
-            assert output.finish_reason == "error"
-            assert "NaN or infinity" in output.error
-        engine.check_integrity()
-        for _ in range(3):
-            assert engine.generate([prompt(5)], params)[0].token_ids == wanted
+    broken = prompt(150)
+    engine.model.embedding[broken[9]] = float("inf")
+    assert engine.generate([broken], params)[0].finish_reason == "error"
+    output = engine.generate([prompt(5)], params)[0]
+    assert (output.token_ids, output.error) == (wanted, None)
+    name = engine.add_request(broken, params)
+    engine.step()
+    engine.abort(name)
+    assert all(torch.isfinite(engine.score(prompt(5))).all() for _ in range(3)), "in each block"
+    assert not torch.isfinite(engine.score(broken)).all()
+    assert torch.isfinite(engine.score(prompt(5))).all()
 
 
 def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
@@ -310,17 +362,6 @@ def on_their_device(path: str):
         engine.score(prompt(3))
     assert len(seen) == 4
     assert all(devices == [engine.model.place.device] for devices in seen)
-
-
-def test_a_cache_that_no_kernel_takes_is_refused_at_once(tmp_path):
-    shape = {"hidden_size": 192, "head_dim": 48}
-    refuses_a_cache(checkpoint_of(tmp_path, "float", **shape))
-
-
-@interpreted
-def refuses_a_cache(path: str):
-    with pytest.raises(EngineError, match="cache: head size 48 is not supported: 16, 32, 64"):
-        engine_of(path)
 
 
 def test_odd_sizes_run_dequantized(tmp_path):

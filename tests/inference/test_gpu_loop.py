@@ -99,7 +99,7 @@ def serve(requests: list, rng: random.Random, config: EngineConfig, aborts: floa
     cache: Any = {}
     blocks = BlockManager(config.kv_blocks)
     scheduler = Scheduler(blocks, config.max_batch_size, config.max_batched_tokens)
-    active = ActiveRequests(scheduler)
+    active = ActiveRequests(scheduler, [])
     loop = make_device_loop(model, cache, scheduler, config, active)
     todo, found, idle = list(enumerate(requests)), {}, 0
     hurry = rng.choice([0.1, 0.5, 1.0])

@@ -69,6 +69,19 @@ def test_decode_attention(storage, dims, shape):
     assert not workspace.arrivals.any()
 
 
+@interpreted
+def test_sequences_that_are_not_split_need_no_workspace():
+    import kernels.triton.reference as twins
+    from kernels.triton.attention import decode_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Cut
+
+    cache = make_cache("int8", 1, 2, 16)
+    q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
+    got = decode_attention(q, *cache, 0.25, Workspace.on("cpu", 0, 0), cut=Cut(4, 1))
+    assert distance(got, twins.decode_attention(q, *cache, 0.25)) < 8e-4
+
+
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got - wanted).norm() / wanted.norm()).item()
 

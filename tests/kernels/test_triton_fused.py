@@ -69,6 +69,19 @@ def test_plain_rows_equal_their_twin_bit_for_bit(size, dtype, group):
 
 
 @interpreted
+def test_rows_of_the_widest_models():
+    """Feed-forward layers of 49152, as Qwen1.5-110B's, and of 53248, as Llama-3.1-405B's."""
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    x = random(3, 53248)
+    for got, wanted in zip(fused.quantize_rows(x), twins.quantize_rows(x), strict=True):
+        assert torch.equal(got, wanted)
+    got, wanted = (f.silu_mul(random(2, 2 * 49152), None, torch.float16) for f in (fused, twins))
+    torch.testing.assert_close(got[0], wanted[0])
+
+
+@interpreted
 def test_runs_of_fused_rows():
     import kernels.triton.reference as twins
     from kernels.triton import fused
@@ -97,6 +110,8 @@ def test_what_does_not_fit_is_refused():
         silu_mul(random(2, 7))
     with pytest.raises(ValueError, match="supported are"):
         silu_mul(x, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows of 65537; the longest are of 65536"):
+        quantize_rows(torch.zeros(1, 65537))
     with pytest.raises(ValueError, match="one element"):
         silu_mul(x, torch.ones(2))
     for scale, dtype, group in (

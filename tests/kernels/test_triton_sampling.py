@@ -77,6 +77,21 @@ def test_equals_its_twin(chunk, held, sharp, dtype, each):
     assert not workspace.arrivals.any()
 
 
+@interpreted
+def test_more_rows_than_the_workspace_holds_come_in_turn():
+    import kernels.triton.reference as twins
+    from kernels.triton import sampling
+    from kernels.triton.common import Workspace
+
+    arguments, size = rows(*EACH[:5]), 8 + 2 + 512
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "CHUNK", 512)
+        patch.setattr(sampling, "HELD", 512)
+        for workspace in (Workspace.on("cpu", 5 * size, 64), Workspace.on("cpu", 1 << 16, 2)):
+            assert torch.equal(sampling.sample(*arguments, workspace), twins.sample(*arguments))
+            assert not workspace.arrivals.any()
+
+
 def test_the_twin_keeps_what_the_engine_keeps():
     import kernels.triton.reference as twins
 
