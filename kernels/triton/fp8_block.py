@@ -36,6 +36,7 @@ from kernels.triton.common import (
     require,
     storage,
     sum_splits,
+    takes_wide_steps,
     wait,
 )
 from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
@@ -252,13 +253,14 @@ def fp8_block_linear(
 
 def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
     inputs, width = xq.shape[1], weight.packed.shape[1]
-    small = tile.outputs <= 128 and tile.outputs * tile.rows <= 64 * 64 and capability() >= 90
+    small = tile.outputs <= 128 and tile.outputs * tile.rows <= 64 * 64
+    runs = 2 if small and width % (2 * RUN) == 0 and takes_wide_steps(xq.device) else 1
     fp8_block_kernel[grid](
         storage(xq), storage(weight.packed), x_scale, weight.scale, weight.bias, out,
         workspace.parts, workspace.arrivals, M=len(out), N=weight.outputs, K=inputs, width=width,
         row_step=x_scale.stride(0), run_step=x_scale.stride(1), blocks=weight.scale.shape[1],
         **places, OUTPUTS=tile.outputs, ROWS=tile.rows,
-        SPLITS=tile.splits, STAGES=tile.stages, RUNS=2 if small and width % (2 * RUN) == 0 else 1,
+        SPLITS=tile.splits, STAGES=tile.stages, RUNS=runs,
         STRIP=STRIP, NATIVE=capability() >= 89, RAGGED=inputs != width,
         BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
         **overlap(),
