@@ -37,7 +37,6 @@ class Strips:
         pairs: int32 [strips, rows], those of each strip; -1 where a strip has fewer. Of strips
             that are not there, anything.
         count: Pairs.
-        most: Experts that have pairs, at most.
         total: Experts.
         settled: Whether all this was there before the kernel ahead of the next started: weights
             are then asked for while that runs.
@@ -46,7 +45,6 @@ class Strips:
     experts: Tensor
     pairs: Tensor
     count: int
-    most: int
     total: int
     settled: bool = False
 
@@ -76,7 +74,7 @@ def tile_of(family: str, x: Tensor, outputs: int, inputs: int, strips: Strips | 
     """The tile of a linear layer's few-row kernel for x, all at once or by strips."""
     if strips is None:
         return gemm_tile(family, x.device, len(x), outputs, inputs)
-    return gemm_tile(family, x.device, strips.rows, outputs, inputs, strips.most)
+    return gemm_tile(family, x.device, strips.rows, outputs, inputs, len(strips.experts))
 
 
 @triton.jit
@@ -159,4 +157,4 @@ def cut(chosen: Tensor, experts: int, rows: int) -> Strips:
         BINS=max(32, triton.next_power_of_2(experts + 1)),
         BLOCK=min(BLOCK, max(128, triton.next_power_of_2(count))), ROWS=rows, **overlap(),
     )  # fmt: skip
-    return Strips(found, pairs, count, most, experts)
+    return Strips(found, pairs, count, experts)

@@ -177,9 +177,9 @@ def w8a8_linear(
     inputs = blocks * BLOCK
     check_inputs(xq, (weight.packed.dtype,), inputs)
     check_input_scale(x_scale, len(xq))
-    family, weights = FAMILY[xq.dtype], strips.most if strips else 0
+    family, number = FAMILY[xq.dtype], len(strips.experts) if strips else 0
     height = strips.rows if strips else rows
-    tile = tile or tile_of(family, xq.device, height, outputs, inputs, weights)
+    tile = tile or tile_of(family, xq.device, height, outputs, inputs, number)
     if tile is None:
         return _library_linear(xq, x_scale, weight, out_dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
@@ -195,16 +195,16 @@ def w8a8_linear(
 
 @cache
 def tile_of(
-    family: str, device: torch.device, rows: int, outputs: int, inputs: int, weights: int = 0
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int, strips: int = 0
 ) -> Tile | None:
     """Measured, else by rule: that of many rows on sm_90, where outputs fit. None: cuBLASLt's.
 
-    Of rows of some `weights` at once always that of few rows, by rule.
+    Of some `strips` at once always that of few rows, by rule.
     """
     wide = family == "fp8" and inputs % 256 == 0 and takes_wide_steps(device)
     step = 2 * BLOCK if wide else BLOCK
-    if weights:
-        own = rule(family, multiprocessors(device), rows, outputs, inputs, weights)
+    if strips:
+        own = rule(family, multiprocessors(device), rows, outputs, inputs, strips)
         return replace(own, inputs=step)
     library = family == "fp8" and device.type == "cuda"
     if library and rows > LIBRARY_ROWS:

@@ -86,6 +86,29 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
         by_strips(*make_rows(family, 3, 256), chosen)
 
 
+@pytest.mark.parametrize("family", ["w4a16", "w16a16"])
+@pytest.mark.parametrize(("experts", "outputs"), [(4, 1024), (8, 512), (1, 64), (128, 1536)])
+@interpreted
+def test_sums_of_many_strips_fit_in_a_workspace(family, experts, outputs):
+    """Few outputs of few experts are split, but not where their rows alone fill the device."""
+    from kernels.triton import tuning
+    from kernels.triton.common import Workspace
+    from kernels.triton.strips import Strips, tile_of
+    from kernels.triton.weights import grid_of
+
+    workspace, x = Workspace.on("meta"), torch.empty(1, device="meta")
+    for pairs in (2, 16, 256, 4096, 1 << 18):
+        most = min(pairs, experts)
+        for rows in (16, 64):
+            number = most + (pairs - most) // rows
+            own = torch.empty(number), torch.empty(number, rows, device="meta")
+            strips = Strips(*own, pairs, experts)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tuning, "multiprocessors", lambda device: 132)
+                tile = tile_of(family, x, outputs, 4096, strips)
+            assert grid_of(tile, pairs, outputs, workspace, strips)[2] == number
+
+
 @interpreted
 def test_routing():
     from kernels.triton.experts import route
