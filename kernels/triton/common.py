@@ -134,6 +134,13 @@ def takes_wide_steps(device: torch.device) -> bool:
     return capability() >= 90 and shared_memory(device) >= WIDE_STEPS
 
 
+def library_scales(device: torch.device) -> bool:
+    """Whether cuBLASLt takes fp8 with scales of rows and of blocks: on sm_90, from CUDA 12.9 on."""
+    version = [int(part) for part in (torch.version.cuda or "0").split(".")]
+    on_gpu = device.type == "cuda" and version >= [12, 9]
+    return on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def storage(t: Tensor) -> Tensor:
     """`t` as a kernel takes it: before Ada e4m3 is no type, and its bits go as int8."""
     if t.dtype == torch.float8_e4m3fn and capability() < 89:

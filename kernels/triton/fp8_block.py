@@ -31,6 +31,7 @@ from kernels.triton.common import (
     Workspace,
     announce,
     capability,
+    library_scales,
     overlap,
     prefetch_lines,
     require,
@@ -269,8 +270,7 @@ def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
 
 def _library_takes(weight: Fp8BlockWeight, out_dtype: torch.dtype) -> bool:
     whole = weight.outputs % RUN == 0 and weight.inputs % RUN == 0
-    on_hopper = weight.packed.is_cuda and capability() // 10 == 9
-    return whole and out_dtype in LIBRARY_TYPES and on_hopper
+    return whole and out_dtype in LIBRARY_TYPES and library_scales(weight.packed.device)
 
 
 def library_linear(

@@ -34,6 +34,7 @@ from kernels.triton.common import (
     Workspace,
     announce,
     capability,
+    library_scales,
     overlap,
     prefetch,
     prefetch_lines,
@@ -179,7 +180,7 @@ def w8a8_linear(
     check_input_scale(x_scale, len(xq))
     family, number = FAMILY[xq.dtype], len(strips.experts) if strips else 0
     height = strips.rows if strips else rows
-    tile = tile or tile_of(family, xq.device, height, outputs, inputs, number)
+    tile = tile or tile_of(family, xq.device, height, outputs, inputs, out_dtype, number)
     if tile is None:
         return _library_linear(xq, x_scale, weight, out_dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
@@ -195,8 +196,9 @@ def w8a8_linear(
 
 @cache
 def tile_of(
-    family: str, device: torch.device, rows: int, outputs: int, inputs: int, strips: int = 0
-) -> Tile | None:
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int,
+    dtype: torch.dtype = torch.bfloat16, strips: int = 0,
+) -> Tile | None:  # fmt: skip
     """Measured, else by rule: that of many rows on sm_90, where outputs fit. None: cuBLASLt's.
 
     Of some `strips` at once always that of few rows, by rule.
@@ -206,7 +208,7 @@ def tile_of(
     if strips:
         own = rule(family, multiprocessors(device), rows, outputs, inputs, strips)
         return replace(own, inputs=step)
-    library = family == "fp8" and device.type == "cuda"
+    library = family == "fp8" and _library_gives(dtype, device)
     if library and rows > LIBRARY_ROWS:
         return None
     found = measured_tile(family, device, rows, outputs, inputs)
@@ -217,6 +219,11 @@ def tile_of(
     if found or (library and rows > 64):
         return found
     return replace(rule(family, processors, rows, outputs, inputs), inputs=step)
+
+
+def _library_gives(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch multiplies fp8 to this type: where cuBLASLt cannot, it has kernels for bf16."""
+    return device.type == "cuda" and (dtype == torch.bfloat16 or library_scales(device))
 
 
 def many_rows_rule(processors: int, rows: int, outputs: int, long: bool = False) -> Tile | None:
