@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.tuning import shared_memory
+from kernels.triton.tuning import PARTS, shared_memory
 
 _alone = ContextVar("alone", default=False)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -66,7 +66,7 @@ class Workspace:
     arrivals: Tensor
 
     @classmethod
-    def on(cls, device: torch.device | str, elements: int = 16 << 20, tiles: int = 1 << 16):
+    def on(cls, device: torch.device | str, elements: int = PARTS, tiles: int = 1 << 16):
         """A workspace of `elements` partial sums (4 bytes each) for at most `tiles` tiles."""
         return cls(
             torch.empty(elements, dtype=torch.float32, device=device),

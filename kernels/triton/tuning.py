@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).with_name("tuning")
+PARTS = 16 << 20  # partial sums that a workspace holds
 LIKE = {  # as many SMs of the same kind, with faster memory
     "NVIDIA_H200": "NVIDIA_H100_80GB_HBM3",
     "NVIDIA_GH200_480GB": "NVIDIA_H100_80GB_HBM3",
