@@ -133,7 +133,8 @@ def fp8_block_kernel(
     width, row_step, run_step, blocks,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     RUNS: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr, RAGGED: tl.constexpr,
-    BIAS: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); RUNS runs a step, RAGGED: K is not whole."""
     strip, tile = tl.swizzle2d(
@@ -147,7 +148,9 @@ def fp8_block_kernel(
     output, row = tile * OUTPUTS, strip * ROWS
     i, j = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)  # offsets within a tile fit in 32 bits
     n = output + i
-    expert, m, token, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, token, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return

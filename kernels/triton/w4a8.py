@@ -147,15 +147,17 @@ def w4a8_kernel(
     x, packed, x_scale, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
     GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SHARE: tl.constexpr, SETTLED: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows or strip); EXACT is of two levels."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return

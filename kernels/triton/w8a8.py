@@ -43,7 +43,7 @@ from kernels.triton.common import (
     takes_wide_steps,
     wait,
 )
-from kernels.triton.strips import Strips, rows_of, strip_rows
+from kernels.triton.strips import COUNTED, Strips, rows_of, strip_rows
 from kernels.triton.tuning import Tile, measured_tile, multiprocessors, rule
 from kernels.triton.w4_many import THREADS, describe
 from kernels.triton.w8_gluon import w8a8_many_kernel
@@ -98,7 +98,7 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
 def w8a8_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
     PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows or strip); the tile is transposed."""
@@ -107,7 +107,9 @@ def w8a8_kernel(
     first = split * share
     k = tl.arange(0, BLOCK)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return
@@ -116,6 +118,8 @@ def w8a8_kernel(
         if BIAS:
             bias += expert * N
     real = there[None, :]
+    if WIDE:
+        step, pitch = step.to(tl.int64), pitch.to(tl.int64)
     weights = packed + n[:, None] * pitch + k[None, :]
     columns = x + row[None, :] * K + k[:, None]
     if OVERLAP:
@@ -254,6 +258,7 @@ def _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places) -> 
         parts = parts.view(torch.int32)
     step, pitch, _ = weight.packed.stride()
     block = BLOCK if integers or inputs % tile.inputs else tile.inputs
+    places["WIDE"] |= outputs * inputs > COUNTED
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
         M=rows, N=outputs, K=inputs, step=step * (block // BLOCK), pitch=pitch, **places,

@@ -75,8 +75,8 @@ def weight_only_kernel(
     x, packed, scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SHARE: tl.constexpr, SETTLED: tl.constexpr, SCALE_WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr, SCALE_WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output.
 
@@ -89,7 +89,9 @@ def weight_only_kernel(
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return
