@@ -185,3 +185,28 @@ def test_what_does_not_fit_is_refused():
     q[0, 0] = -128
     with pytest.raises(ValueError, match="-128"):
         pack_w8a8(q, scale[:, 0])
+
+
+@interpreted
+def test_stages_are_left_out_only_where_memory_is_small():
+    """On Hopper no tile of the rule or of its table changes with the groups of a weight."""
+    import json
+
+    from kernels.triton import tuning
+    from kernels.triton.tuning import Tile, rule
+    from kernels.triton.weight_only import fitting
+
+    table = json.loads((tuning.FOLDER / "NVIDIA_H100_80GB_HBM3.json").read_text())
+    for family, bits in (("w4a16", 4), ("w8a16", 8)):
+        tiles = {
+            rule(family, processors, rows, outputs, 4096)
+            for processors in (1, 132)
+            for rows in (1, 32, 64, 512)
+            for outputs in (64, 4096, 28672)
+        }
+        measured = [entry for shape in table.get(family, {}).values() for entry in shape.values()]
+        for tile in tiles | {Tile(**entry) for entry in measured}:
+            for group in (0, 32, 64, 128):
+                assert fitting(tile, bits, group, 232448) == tile
+                small = fitting(tile, bits, group, 101376)
+                assert 1 < small.stages <= tile.stages
