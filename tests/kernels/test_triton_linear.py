@@ -90,6 +90,7 @@ def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
     workspace = make_workspace()
     for rows in (1, 17, 70):
         x, q, scale, bias = random(rows, 8, with_bias)
+        q[0], x[0] = -128, 127  # the former is one of others' checkpoints
         own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
         weight = pack_w8a8(q, scale, bias)
         got = w8a8_linear(x, own, weight, workspace, torch.float32, Tile(*cut))
@@ -182,9 +183,6 @@ def test_what_does_not_fit_is_refused():
         w8a8_linear(x, torch.ones(1), weight, Workspace.on("cpu", 100, 1), tile=Tile(64, 16, 2))
     with pytest.raises(ValueError, match="contiguous int8"):
         w8a8_linear(x.float(), torch.ones(1), weight, workspace)
-    q[0, 0] = -128
-    with pytest.raises(ValueError, match="-128"):
-        pack_w8a8(q, scale[:, 0])
 
 
 @interpreted
