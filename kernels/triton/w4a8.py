@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
 from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
-from kernels.triton.tuning import Tile
+from kernels.triton.tuning import Tile, shared_memory
 from kernels.triton.w4a8_operands import multiplied_operand, operand
 from kernels.triton.weights import (
     BLOCK,
@@ -46,6 +46,7 @@ from kernels.triton.weights import (
     check_grouped,
     check_input_scale,
     check_inputs,
+    fitting,
     grid_of,
     lay_bias,
     lay_scales,
@@ -260,7 +261,10 @@ def w4a8_linear(
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:
         return out
-    tile = tile or tile_of(weight.family, xq, outputs, inputs, strips)
+    if tile is None:
+        tile = tile_of(weight.family, xq, outputs, inputs, strips)
+        spread = 128 * tile.outputs if weight.zero_points else 0  # to the places of weights
+        tile = fitting(tile, 64, 128, weight.group, shared_memory(xq.device) - spread)
     exact = weight.unit is not None
     parts = workspace.parts.view(torch.int32) if exact else workspace.parts
     w4a8_kernel[grid_of(tile, rows, outputs, workspace, strips)](

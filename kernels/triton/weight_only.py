@@ -17,9 +17,6 @@ dequantized to a passing copy, and cuBLAS does the rest.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -30,7 +27,7 @@ from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
 from kernels.triton.operands import beside, quarters
 from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
 from kernels.triton.tuning import Tile, shared_memory
-from kernels.triton.weights import BLOCK, GroupedWeight, check_inputs, grid_of
+from kernels.triton.weights import BLOCK, GroupedWeight, check_inputs, fitting, grid_of
 
 LIBRARY_ROWS = 512
 FLOATS = (torch.float16, torch.bfloat16)
@@ -183,18 +180,6 @@ def dequantize(weight: GroupedWeight, bits: int, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@cache
-def fitting(tile: Tile, bits: int, group: int, memory: int) -> Tile:
-    """A tile with as many stages as shared memory of so many bytes has room for.
-
-    Rule and tables know of no scales of smaller groups than 128. The kernel may hold scales twice;
-    one stage is in registers.
-    """
-    scales = tile.outputs * 8 * BLOCK // group if group else 0
-    stage = tile.outputs * 16 * bits + tile.rows * 256 + scales
-    return replace(tile, stages=min(tile.stages, memory // stage + 1))
-
-
 def weight_only_linear(
     x: Tensor,
     weight: GroupedWeight,
@@ -215,7 +200,7 @@ def weight_only_linear(
         return out
     if tile is None:
         tile = tile_of(f"w{bits}a16", x, outputs, inputs, strips)
-        tile = fitting(tile, bits, weight.group, shared_memory(x.device))
+        tile = fitting(tile, 16 * bits, 256, weight.group, shared_memory(x.device))
     sums = tile.rows * (BLOCK // weight.group if weight.group else 0)
     weight_only_kernel[grid_of(tile, rows, outputs, workspace, strips)](
         x, weight.packed, weight.scale, weight.bias, out, workspace.parts, workspace.arrivals,
