@@ -142,7 +142,7 @@ def _check_quantized(
             raise ValueError(f"{what} have shape {tuple(found.shape)}; needed is {wanted}")
     if kind.storage.is_floating_point or not q.numel():
         return
-    low = -128 if dtype == "int8" and zero_point is not None else kind.q_min
+    low = -128 if dtype == "int8" else kind.q_min  # of others' scales, absmax / 127.5
     least, most = int(q.min()), int(q.max())
     if least < low or most > kind.q_max:
         raise ValueError(f"weight holds {least} to {most}; {dtype} is [{low}, {kind.q_max}] here")

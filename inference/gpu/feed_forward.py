@@ -95,7 +95,8 @@ def _all_at_once(
     gate_up: GpuExperts, down: GpuExperts, x: Tensor, chosen: Tensor, experts: int
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
-    height = strip_height(chosen.numel(), experts, tallest_strip(gate_up.weight))
+    tallest = min(tallest_strip(gate_up.weight), tallest_strip(down.weight))
+    height = strip_height(chosen.numel(), experts, tallest)
     strips, numbers = cut(chosen, experts, height), chosen.view(-1)
     settled = replace(strips, settled=True)
     rows, scales = gate_up.quantized(x, numbers)

@@ -1,7 +1,7 @@
 """Linear layers on the CPU, of torch's fp32 matrix product.
 
 int8: the integers are held in fp32, where products of two of them add up exactly as long as the sum
-stays below 2^24. 127 * 127 * 1024 does, so inputs are cut into runs of at most 1024 and the runs'
+stays below 2^24. 127 * 128 * 1024 does, so inputs are cut into runs of at most 1024 and the runs'
 sums, exact integers each, are added in int32. That is exact on every processor; torch's own int8
 products are not (without VNNI, oneDNN multiplies with an instruction that saturates) or are ten
 times slower than fp32 (`torch._int_mm`, without VNNI).
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 127 * 1024 < 2^24
+RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 128 * 1024 < 2^24
 ROWS = 16
 
 

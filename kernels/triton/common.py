@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.tuning import shared_memory
+from kernels.triton.tuning import PARTS, shared_memory
 
 _alone = ContextVar("alone", default=False)
 ASM = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -66,7 +66,7 @@ class Workspace:
     arrivals: Tensor
 
     @classmethod
-    def on(cls, device: torch.device | str, elements: int = 16 << 20, tiles: int = 1 << 16):
+    def on(cls, device: torch.device | str, elements: int = PARTS, tiles: int = 1 << 16):
         """A workspace of `elements` partial sums (4 bytes each) for at most `tiles` tiles."""
         return cls(
             torch.empty(elements, dtype=torch.float32, device=device),
@@ -137,6 +137,13 @@ def takes_wide_steps(device: torch.device) -> bool:
 def has_e4m3(device: torch.device) -> bool:
     """Whether a device has e4m3 as a type, from Ada on; the interpreter has it."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def library_scales(device: torch.device) -> bool:
+    """Whether cuBLASLt takes fp8 with scales of rows and of blocks: on sm_90, from CUDA 12.9 on."""
+    version = [int(part) for part in (torch.version.cuda or "0").split(".")]
+    on_gpu = device.type == "cuda" and version >= [12, 9]
+    return on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def storage(t: Tensor) -> Tensor:

@@ -31,11 +31,13 @@ from kernels.triton.common import (
     Workspace,
     announce,
     capability,
+    library_scales,
     overlap,
     prefetch_lines,
     require,
     storage,
     sum_splits,
+    takes_wide_steps,
     wait,
 )
 from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
@@ -131,7 +133,8 @@ def fp8_block_kernel(
     width, row_step, run_step, blocks,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     RUNS: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr, RAGGED: tl.constexpr,
-    BIAS: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, OVERLAP: tl.constexpr,
+    BIAS: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); RUNS runs a step, RAGGED: K is not whole."""
     strip, tile = tl.swizzle2d(
@@ -145,7 +148,9 @@ def fp8_block_kernel(
     output, row = tile * OUTPUTS, strip * ROWS
     i, j = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)  # offsets within a tile fit in 32 bits
     n = output + i
-    expert, m, token, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, token, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return
@@ -252,13 +257,14 @@ def fp8_block_linear(
 
 def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
     inputs, width = xq.shape[1], weight.packed.shape[1]
-    small = tile.outputs <= 128 and tile.outputs * tile.rows <= 64 * 64 and capability() >= 90
+    small = tile.outputs <= 128 and tile.outputs * tile.rows <= 64 * 64
+    runs = 2 if small and width % (2 * RUN) == 0 and takes_wide_steps(xq.device) else 1
     fp8_block_kernel[grid](
         storage(xq), storage(weight.packed), x_scale, weight.scale, weight.bias, out,
         workspace.parts, workspace.arrivals, M=len(out), N=weight.outputs, K=inputs, width=width,
         row_step=x_scale.stride(0), run_step=x_scale.stride(1), blocks=weight.scale.shape[1],
         **places, OUTPUTS=tile.outputs, ROWS=tile.rows,
-        SPLITS=tile.splits, STAGES=tile.stages, RUNS=2 if small and width % (2 * RUN) == 0 else 1,
+        SPLITS=tile.splits, STAGES=tile.stages, RUNS=runs,
         STRIP=STRIP, NATIVE=capability() >= 89, RAGGED=inputs != width,
         BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
         **overlap(),
@@ -267,8 +273,7 @@ def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
 
 def _library_takes(weight: Fp8BlockWeight, out_dtype: torch.dtype) -> bool:
     whole = weight.outputs % RUN == 0 and weight.inputs % RUN == 0
-    on_hopper = weight.packed.is_cuda and capability() // 10 == 9
-    return whole and out_dtype in LIBRARY_TYPES and on_hopper
+    return whole and out_dtype in LIBRARY_TYPES and library_scales(weight.packed.device)
 
 
 def library_linear(

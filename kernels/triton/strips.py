@@ -26,6 +26,7 @@ from kernels.triton.common import announce, overlap, require, wait
 from kernels.triton.tuning import Tile, gemm_tile
 
 BLOCK = 1024  # pairs that a program takes at once
+COUNTED = 1 << 31  # elements whose places fit in 32 bits
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ class Strips:
         pairs: int32 [strips, rows], those of each strip; -1 where a strip has fewer. Of strips
             that are not there, anything.
         count: Pairs.
-        most: Experts that have pairs, at most.
         total: Experts.
         settled: Whether all this was there before the kernel ahead of the next started: weights
             are then asked for while that runs.
@@ -46,7 +46,6 @@ class Strips:
     experts: Tensor
     pairs: Tensor
     count: int
-    most: int
     total: int
     settled: bool = False
 
@@ -62,31 +61,33 @@ def rows_of(x: Tensor, strips: Strips | None) -> tuple[int, dict[str, Any]]:
     Raises:
         ValueError: x has a row neither for each pair nor for each token.
     """
+    wide = {"WIDE": x.numel() > COUNTED}
     if strips is None:
-        return len(x), {"experts": None, "pairs": None, "SHARE": 1, "SETTLED": False}
+        return len(x), wide | {"experts": None, "pairs": None, "SHARE": 1, "SETTLED": False}
     require(
         len(x) > 0 and strips.count % len(x) == 0,
         f"x has {len(x)} rows; needed is one for each of {strips.count} pairs, or for each token",
     )
     places = {"experts": strips.experts, "pairs": strips.pairs, "SETTLED": strips.settled}
-    return strips.count, places | {"SHARE": strips.count // len(x)}
+    return strips.count, wide | places | {"SHARE": strips.count // len(x)}
 
 
 def tile_of(family: str, x: Tensor, outputs: int, inputs: int, strips: Strips | None) -> Tile:
     """The tile of a linear layer's few-row kernel for x, all at once or by strips."""
     if strips is None:
         return gemm_tile(family, x.device, len(x), outputs, inputs)
-    return gemm_tile(family, x.device, strips.rows, outputs, inputs, strips.most)
+    return gemm_tile(family, x.device, strips.rows, outputs, inputs, len(strips.experts))
 
 
 @triton.jit
 def strip_rows(
     strip, M, experts, pairs,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, SETTLED: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of a strip: (its expert, rows of the result, rows of x, whether they exist).
 
-    Without `experts` all rows are those of one weight.
+    Without `experts` all rows are those of one weight. If WIDE, rows of x are int64.
     """
     m = strip * ROWS + tl.arange(0, ROWS)
     expert, row, there = strip, m, m < M
@@ -96,6 +97,8 @@ def strip_rows(
         expert = tl.load(experts + strip)
         m = tl.load(pairs + m)
         row, there = m // SHARE, m >= 0
+    if WIDE:
+        row = row.to(tl.int64)
     return expert, m, row, there
 
 
@@ -159,4 +162,4 @@ def cut(chosen: Tensor, experts: int, rows: int) -> Strips:
         BINS=max(32, triton.next_power_of_2(experts + 1)),
         BLOCK=min(BLOCK, max(128, triton.next_power_of_2(count))), ROWS=rows, **overlap(),
     )  # fmt: skip
-    return Strips(found, pairs, count, most, experts)
+    return Strips(found, pairs, count, experts)

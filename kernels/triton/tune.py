@@ -24,6 +24,7 @@ import torch
 from kernels.devices import run_on_gpu
 from kernels.triton.shapes import DECODE, PREFILL, SHAPES, count, layer
 from kernels.triton.tuning import (
+    PARTS,
     Block,
     Cut,
     Tile,
@@ -69,6 +70,7 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
         for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
             programs = outputs // size * -(-rows // tall) * splits
             fills = 0.75 * processors <= programs <= 4.2 * processors
+            fills = fills and programs * size * tall <= PARTS
             worth = splits == 1 or (fills and rows <= 1024 and inputs // splits >= 512)
             if outputs % size == 0 and worth:
                 steps = (256, 128) if family == "fp8" and inputs % 256 == 0 else (128,)
@@ -200,8 +202,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_on_gpu(lambda device: tune(arguments, device))
 
 
+def runs(family: str) -> bool:
+    """Whether the device has the instructions that a family is made of."""
+    from kernels.triton.common import capability
+
+    if family.endswith("_many"):
+        return capability() == 90
+    return family != "fp8" or capability() >= 89
+
+
+def has_choice(family: str, rows: int) -> bool:
+    """Whether a model asks the table: of more rows of 16 bits cuBLAS, of few never "_many"."""
+    return rows <= 64 if family == "w16a16" else rows > 32 or not family.endswith("_many")
+
+
 def tune(arguments: argparse.Namespace, device: torch.device) -> int:
-    """Measure all families that are asked for, and write each into the table."""
+    """Measure all families that are asked for and run here, and write each into the table."""
     from kernels.triton import attention_problems, problems
     from kernels.triton.common import Workspace
 
@@ -211,6 +227,9 @@ def tune(arguments: argparse.Namespace, device: torch.device) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for family in arguments.families:
+        if not runs(family):
+            log.info("left %s out: this device has none", family)
+            continue
         own = table.setdefault(family, {})
         shapes = [] if family in (*ATTENTION, *PROMPTS) else arguments.shapes
         dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
@@ -223,8 +242,8 @@ def tune(arguments: argparse.Namespace, device: torch.device) -> int:
             problem = attention_problems.attention(sequences, context, workspace, dtype, per_token)
             cut, _ = best(problem, cuts(sequences, context, processors))
             own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
-        rows_of = [n for n in arguments.rows if n <= 64 or family != "w16a16"]  # else cuBLAS
-        for (outputs, inputs), rows in itertools.product(shapes, rows_of):
+        few_or_many = [rows for rows in arguments.rows if has_choice(family, rows)]
+        for (outputs, inputs), rows in itertools.product(shapes, few_or_many):
             problem = problems.gemm(family, rows, outputs, inputs, workspace)
             tile, _ = best(problem, tiles(family, rows, outputs, inputs, processors))
             own.setdefault(f"{outputs}x{inputs}", {})[str(bucket(rows))] = asdict(tile)

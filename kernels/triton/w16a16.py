@@ -44,8 +44,8 @@ FLOATS = (torch.float16, torch.bfloat16)
 def w16a16_kernel(
     x, weight, columns, tiles, bias, out, parts, arrivals, experts, pairs, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    STAGES: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows).
 
@@ -57,7 +57,9 @@ def w16a16_kernel(
     first = split * share
     k = tl.arange(0, BLOCK)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     above = tile * OUTPUTS  # rows of the weights
     if experts is not None:
         if expert < 0:

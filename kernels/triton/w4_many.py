@@ -171,7 +171,7 @@ def _launch(
     tiles = strips * (outputs // tile.outputs)
     programs, cut, share = division(tiles, groups, multiprocessors(x.device), tile.splits)
     if cut:
-        workspace.check(2 * programs * tile.outputs * tile.rows, 2 * tiles)
+        workspace.check(2 * programs * tile.outputs * tile.rows, 2 * (cut // groups))
     words = weight.packed.view(-1, 128 if integers else 32)  # 32 rows are 64 outputs of a group
     unit, scale, each = _levels(weight)
     exact = unit is not None

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
 from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
-from kernels.triton.tuning import Tile
+from kernels.triton.tuning import Tile, shared_memory
 from kernels.triton.w4a8_operands import multiplied_operand, operand
 from kernels.triton.weights import (
     BLOCK,
@@ -46,6 +46,7 @@ from kernels.triton.weights import (
     check_grouped,
     check_input_scale,
     check_inputs,
+    fitting,
     grid_of,
     lay_bias,
     lay_scales,
@@ -150,15 +151,17 @@ def w4a8_kernel(
     x, packed, x_scale, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
     GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SHARE: tl.constexpr, SETTLED: tl.constexpr, PER_ROW: tl.constexpr, BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows or strip); EXACT is of two levels."""
     tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return
@@ -261,7 +264,10 @@ def w4a8_linear(
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:
         return out
-    tile = tile or tile_of(weight.family, xq, outputs, inputs, strips)
+    if tile is None:
+        tile = tile_of(weight.family, xq, outputs, inputs, strips)
+        spread = 128 * tile.outputs if weight.zero_points else 0  # to the places of weights
+        tile = fitting(tile, 64, 128, weight.group, shared_memory(xq.device) - spread)
     exact = weight.unit is not None
     parts = workspace.parts.view(torch.int32) if exact else workspace.parts
     w4a8_kernel[grid_of(tile, rows, outputs, workspace, strips)](

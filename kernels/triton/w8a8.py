@@ -34,6 +34,7 @@ from kernels.triton.common import (
     Workspace,
     announce,
     capability,
+    library_scales,
     overlap,
     prefetch,
     prefetch_lines,
@@ -42,7 +43,7 @@ from kernels.triton.common import (
     takes_wide_steps,
     wait,
 )
-from kernels.triton.strips import Strips, rows_of, strip_rows
+from kernels.triton.strips import COUNTED, Strips, rows_of, strip_rows
 from kernels.triton.tuning import Tile, measured_tile, multiprocessors, rule
 from kernels.triton.w4_many import THREADS, describe
 from kernels.triton.w8_gluon import w8a8_many_kernel
@@ -79,12 +80,12 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
     """Lay a quantized weight out for `w8a8_linear`, on the device it is on.
 
     Args:
-        q: int8 in [-127, 127] or e4m3, [N, K]; N a multiple of 64, K of 128.
+        q: int8 or e4m3, [N, K]; N a multiple of 64, K of 128.
         scale: fp32 [N] or [N, 1].
         bias: Float [N] or None.
 
     Raises:
-        ValueError: a shape, type or value is another.
+        ValueError: a shape or type is another.
     """
     require(
         fits_tiles(q) and q.dtype in FAMILY,
@@ -96,7 +97,6 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
     require(scale.numel() == outputs, f"{scale.numel()} scales for {outputs} outputs")
     packed = q.contiguous().view(*of_rows, -1, BLOCK).transpose(-3, -2)
     if q.dtype == torch.int8:
-        require(int(q.min()) > -128, "weight holds -128; the range is [-127, 127]")
         packed = packed.contiguous()
     flat = scale.detach().float().reshape(of_rows).contiguous()
     return W8A8Weight(packed, flat, lay_bias(bias, q))
@@ -106,7 +106,7 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
 def w8a8_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
     PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows or strip); the tile is transposed."""
@@ -115,7 +115,9 @@ def w8a8_kernel(
     first = split * share
     k = tl.arange(0, BLOCK)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return
@@ -124,6 +126,8 @@ def w8a8_kernel(
         if BIAS:
             bias += expert * N
     real = there[None, :]
+    if WIDE:
+        step, pitch = step.to(tl.int64), pitch.to(tl.int64)
     weights = packed + n[:, None] * pitch + k[None, :]
     columns = x + row[None, :] * K + k[:, None]
     if OVERLAP:
@@ -186,9 +190,9 @@ def w8a8_linear(
     inputs = blocks * BLOCK
     check_inputs(xq, (weight.packed.dtype,), inputs)
     check_input_scale(x_scale, len(xq))
-    family, weights = FAMILY[xq.dtype], strips.most if strips else 0
+    family, number = FAMILY[xq.dtype], len(strips.experts) if strips else 0
     height = strips.rows if strips else rows
-    tile = tile or tile_of(family, xq.device, height, outputs, inputs, weights)
+    tile = tile or tile_of(family, xq.device, height, outputs, inputs, out_dtype, number)
     if tile is None:
         return _library_linear(xq, x_scale, weight, out_dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
@@ -204,18 +208,19 @@ def w8a8_linear(
 
 @cache
 def tile_of(
-    family: str, device: torch.device, rows: int, outputs: int, inputs: int, weights: int = 0
-) -> Tile | None:
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int,
+    dtype: torch.dtype = torch.bfloat16, strips: int = 0,
+) -> Tile | None:  # fmt: skip
     """Measured, else by rule: that of many rows on sm_90, where outputs fit. None: cuBLASLt's.
 
-    Of rows of some `weights` at once always that of few rows, by rule.
+    Of some `strips` at once always that of few rows, by rule.
     """
     wide = family == "fp8" and inputs % 256 == 0 and takes_wide_steps(device)
     step = 2 * BLOCK if wide else BLOCK
-    if weights:
-        own = rule(family, multiprocessors(device), rows, outputs, inputs, weights)
+    if strips:
+        own = rule(family, multiprocessors(device), rows, outputs, inputs, strips)
         return replace(own, inputs=step)
-    library = family == "fp8" and device.type == "cuda"
+    library = family == "fp8" and _library_gives(dtype, device)
     if library and rows > LIBRARY_ROWS:
         return None
     found = measured_tile(family, device, rows, outputs, inputs)
@@ -226,6 +231,11 @@ def tile_of(
     if found or (library and rows > 64):
         return found
     return replace(rule(family, processors, rows, outputs, inputs), inputs=step)
+
+
+def _library_gives(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch multiplies fp8 to this type: where cuBLASLt cannot, it has kernels for bf16."""
+    return device.type == "cuda" and (dtype == torch.bfloat16 or library_scales(device))
 
 
 def many_rows_rule(processors: int, rows: int, outputs: int, long: bool = False) -> Tile | None:
@@ -256,6 +266,7 @@ def _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places) -> 
         parts = parts.view(torch.int32)
     step, pitch, _ = weight.packed.stride()
     block = BLOCK if integers or inputs % tile.inputs else tile.inputs
+    places["WIDE"] |= outputs * inputs > COUNTED
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
         M=rows, N=outputs, K=inputs, step=step * (block // BLOCK), pitch=pitch, **places,

@@ -26,8 +26,8 @@ from torch import Tensor
 from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
 from kernels.triton.operands import beside, quarters
 from kernels.triton.strips import Strips, rows_of, strip_rows, tile_of
-from kernels.triton.tuning import Tile
-from kernels.triton.weights import BLOCK, GroupedWeight, check_inputs, grid_of
+from kernels.triton.tuning import Tile, shared_memory
+from kernels.triton.weights import BLOCK, GroupedWeight, check_inputs, fitting, grid_of
 
 LIBRARY_ROWS = 512
 FLOATS = (torch.float16, torch.bfloat16)
@@ -75,8 +75,8 @@ def weight_only_kernel(
     x, packed, scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SHARE: tl.constexpr, SETTLED: tl.constexpr, SCALE_WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr, SCALE_WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output.
 
@@ -89,7 +89,9 @@ def weight_only_kernel(
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(strip, M, experts, pairs, SHARE, ROWS, SETTLED, OVERLAP)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
     if experts is not None:
         if expert < 0:
             return
@@ -196,7 +198,9 @@ def weight_only_linear(
     out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if rows == 0:
         return out
-    tile = tile or tile_of(f"w{bits}a16", x, outputs, inputs, strips)
+    if tile is None:
+        tile = tile_of(f"w{bits}a16", x, outputs, inputs, strips)
+        tile = fitting(tile, 16 * bits, 256, weight.group, shared_memory(x.device))
     sums = tile.rows * (BLOCK // weight.group if weight.group else 0)
     weight_only_kernel[grid_of(tile, rows, outputs, workspace, strips)](
         x, weight.packed, weight.scale, weight.bias, out, workspace.parts, workspace.arrivals,

@@ -16,7 +16,8 @@ biases likewise, by the calls of one: what lies in memory then has this dimensio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -155,6 +156,18 @@ def check_inputs(x: Tensor, types: Sequence[torch.dtype], inputs: int) -> None:
 def check_input_scale(x_scale: Tensor, rows: int) -> None:
     """Raise ValueError unless there is one scale, or one for each row."""
     require(x_scale.numel() in (1, rows), f"{x_scale.numel()} scales for {rows} rows of x")
+
+
+@cache
+def fitting(tile: Tile, of_output: int, of_row: int, group: int, memory: int) -> Tile:
+    """A tile with as many stages as shared memory of so many bytes has room for.
+
+    Rule and tables know of no zero points, and of no scales of smaller groups than 128. The kernel
+    may hold scales twice; one stage is in registers. `of_output` and `of_row` are bytes of a stage.
+    """
+    scales = 8 * BLOCK // group if group else 0
+    stage = tile.outputs * (of_output + scales) + tile.rows * of_row
+    return replace(tile, stages=min(tile.stages, memory // stage + 1))
 
 
 def grid_of(

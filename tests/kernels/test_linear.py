@@ -50,16 +50,17 @@ def test_int8_linear_equals_its_twin_bit_for_bit(rows, inputs, outputs, per_toke
     assert torch.equal(got, reference.int8_linear(x, x_scale, q, w_scale, bias))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_int8_linear_is_exact_where_every_product_is_the_largest(sign):
+@pytest.mark.parametrize("most", [127, -127, -128])  # the last of others' checkpoints
+def test_int8_linear_is_exact_where_every_product_is_the_largest(most):
     inputs = 11008
     x = torch.full((2, inputs), 127, dtype=torch.int8)
-    q = torch.full((3, inputs), 127 * sign, dtype=torch.int8)
+    x[1] = -127
+    q = torch.full((3, inputs), most, dtype=torch.int8)
     q[1, ::2] = 126
     got = linear(x, pack_int8(q, torch.ones(3)), torch.tensor(1.0))
     want = (x.long() @ q.long().T).float()
     assert torch.equal(got, want)
-    assert abs(want[0, 0].item()) == 127 * 127 * inputs
+    assert want[0, 0] == 127 * most * inputs
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 512), (288, 96), (768, 256), (2100, 77)])
@@ -154,6 +155,3 @@ def test_packing_refuses_what_the_kernel_does_not_hold():
         pack_quantized_weight(q, torch.ones(4, 1), "int8", torch.zeros(4, 2, dtype=torch.int8))
     with pytest.raises(ValueError, match="127"):
         pack_quantized_weight(q, torch.ones(4, 1), "int4")
-    q[0, 0] = -128
-    with pytest.raises(ValueError, match="-128"):
-        pack_int8(q, torch.ones(4))

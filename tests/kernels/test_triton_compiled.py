@@ -85,34 +85,48 @@ def test_weights_of_16_bits(capability):
         assert binary.count(WAIT) == binary.count(ANNOUNCE) == hopper
 
 
+@pytest.mark.parametrize("capability", [89, 120])
 @compiled
-def test_tiles_of_the_rule_fit_where_shared_memory_is_small():
-    """As on Ada, and Ampere but A100: layers of many and of few outputs, by the rule."""
+def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability):
+    """As on Ada, Ampere but A100, and small Blackwells: many and few outputs, by the rule."""
     from unittest.mock import patch
 
-    from kernels.triton import common, tuning, w8a8
+    from kernels.triton import common, tuning, w4a8, w8a8, weight_only
     from kernels.triton.common import Workspace
+    from kernels.triton.fp8_block import fp8_block_linear, pack_fp8_block
+    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
     from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
     from kernels.triton.w8a16 import pack_w8a16, w8a16_linear
     from kernels.triton.w16a16 import w16a16_linear
 
     q, ones = torch.zeros(512, 4096, dtype=torch.int8), torch.ones(512, 1)
     w16, w8, f8 = q.bfloat16(), pack_w8a16(q, ones), pack_w8a8(q.to(FP8), ones)
+    blocks, of_runs = pack_fp8_block(q.to(FP8), torch.ones(4, 32)), torch.ones(64, 32)
+    fine = pack_w8a16(q, torch.ones(512, 128), None, q[:, ::32].contiguous())
     workspace, one = Workspace.on("cpu", 1 << 20, 64), torch.ones(1)
-    for processors in (2, 128):  # many outputs for the first
-        x = torch.zeros(16 if processors == 128 else 64, 4096).bfloat16()
+    w4 = pack_w4a8(q, 1 + torch.rand(512, 32), None, torch.ones(512, 32, dtype=torch.int8))
+    deep = {"outputs": 256, "rows": 16, "stages": 5}  # measured without zero points
+    table = {"w4a8": {"512x4096": {"16": deep}}}
+    for processors, rows in ((128, 16), (2, 16), (2, 64)):  # many outputs for two
+        x = torch.zeros(rows, 4096).bfloat16()
         with (
             patch.object(common, "shared_memory", lambda device: 101376),
+            patch.object(weight_only, "shared_memory", lambda device: 101376),
+            patch.object(w4a8, "shared_memory", lambda device: 101376),
+            patch.object(tuning, "_table", lambda path: table),
             patch.object(tuning, "multiprocessors", lambda device, n=processors: n),
             patch.object(w8a8, "multiprocessors", lambda device, n=processors: n),
-            building_for(89) as built,
+            building_for(capability) as built,
         ):
             tuning.gemm_tile.cache_clear()
             w8a8.tile_of.cache_clear()
             w16a16_linear(x, w16, None, workspace)
             w8a16_linear(x, w8, workspace)
+            w8a16_linear(x, fine, workspace)
+            w4a8_linear(x.to(torch.int8), one, w4, workspace)
             w8a8_linear(x.to(FP8), one, f8, workspace)
-        assert len(built) == 3
+            fp8_block_linear(x.to(FP8), of_runs[:rows], blocks, workspace)
+        assert len(built) == 6
         for binary in built:
             assert binary.shared <= 101376, binary.shared
     tuning.gemm_tile.cache_clear()

@@ -86,6 +86,59 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
         by_strips(*make_rows(family, 3, 256), chosen)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@interpreted
+def test_places_of_more_than_32_bits(family):
+    """As those of 128k tokens of 28672 inputs: the same sums, of all rows and of experts'."""
+    from kernels.triton import strips, w8a8
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear import linear
+    from kernels.triton.w16a16 import w16a16_linear
+
+    large = torch.empty(1 << 24, 129, dtype=torch.int8, device="meta")
+    assert strips.rows_of(large, None)[1]["WIDE"]
+    assert not strips.rows_of(large[: 1 << 23], None)[1]["WIDE"]
+    torch.manual_seed(0)
+    weight, workspace = make_weights(family, 2, 128, 256)[0], Workspace.on("cpu", 1 << 18, 64)
+    x, scales = make_rows(family, 70, 256)
+    own = strips.cut(make_chosen(70, 1, 2), 2, 16)
+    found = []
+    for counted in (1 << 31, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (strips, w8a8):
+                patch.setattr(module, "COUNTED", counted)
+            found.append(linear(x, scales, weight, workspace, torch.float32, own))
+            if family == "w16a16":
+                found.append(w16a16_linear(x, weight.weight, weight.bias, workspace))
+            else:
+                found.append(linear(x, scales, weight, workspace, torch.float32))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w16a16"])
+@pytest.mark.parametrize(("experts", "outputs"), [(4, 1024), (8, 512), (1, 64), (128, 1536)])
+@interpreted
+def test_sums_of_many_strips_fit_in_a_workspace(family, experts, outputs):
+    """Few outputs of few experts are split, but not where their rows alone fill the device."""
+    from kernels.triton import tuning
+    from kernels.triton.common import Workspace
+    from kernels.triton.strips import Strips, tile_of
+    from kernels.triton.weights import grid_of
+
+    workspace, x = Workspace.on("meta"), torch.empty(1, device="meta")
+    for pairs in (2, 16, 256, 4096, 1 << 18):
+        most = min(pairs, experts)
+        for rows in (16, 64):
+            number = most + (pairs - most) // rows
+            own = torch.empty(number), torch.empty(number, rows, device="meta")
+            strips = Strips(*own, pairs, experts)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tuning, "multiprocessors", lambda device: 132)
+                tile = tile_of(family, x, outputs, 4096, strips)
+            assert grid_of(tile, pairs, outputs, workspace, strips)[2] == number
+
+
 @interpreted
 def test_routing():
     from kernels.triton.experts import route

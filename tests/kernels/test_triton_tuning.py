@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -61,6 +62,42 @@ def test_tuning_has_candidates_that_divide_the_outputs(family, outputs, inputs):
         found = list(tune.tiles(family, rows, outputs, inputs, 132))
         assert found
         assert all(outputs % tile.outputs == 0 for tile in found)
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8_block", "w16a16"])
+@pytest.mark.parametrize("processors", [108, 132, 188])
+def test_sums_of_candidates_fit_in_a_workspace(family, processors, monkeypatch):
+    monkeypatch.setattr(tune, "_whole", lambda *sizes: iter(()))  # what asks for the device
+    for rows, outputs in itertools.product((16, 64, 256, 1024), (4096, 22016, 28672)):
+        for tile in tune.tiles(family, rows, outputs, 4096, processors):
+            tiles = outputs // tile.outputs * -(-rows // tile.rows)
+            sums = tiles * tile.outputs * tile.rows * tile.splits
+            assert tile.splits == 1 or sums <= tuning.PARTS
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
+    """Of the families that the device has."""
+    pytest.importorskip("triton")
+    from kernels.triton import common, problems
+
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(common, "capability", lambda: capability)
+    asked = []
+    monkeypatch.setattr(problems, "gemm", lambda family, *sizes: asked.append((family, sizes[0])))
+    monkeypatch.setattr(tune, "best", lambda problem, candidates: (Tile(64, 32, 2, 7), 1.0))
+    layers = [family for family in tune.FAMILIES if family not in (*tune.ATTENTION, *tune.PROMPTS)]
+    sizes = ("--shapes", "128x256", "--rows", "16", "64", "256")
+    assert tune.tune(tune.parse(["--families", *layers, *sizes]), CPU) == 0
+    for family in layers:
+        runs = not family.endswith("_many") or capability == 90
+        runs &= family != "fp8" or capability >= 89
+        for rows in (16, 64, 256):
+            chosen = family != "w16a16" or rows <= 64
+            chosen &= not family.endswith("_many") or rows > 16
+            assert ((family, rows) in asked) == (runs and chosen)
+            found = tuning.measured_tile(family, CPU, rows, 128, 256)
+            assert found == (Tile(64, 32, 2, 7) if runs and chosen else None)
 
 
 def test_16_bit_weights_are_split_where_tiles_are_few():

@@ -122,6 +122,23 @@ def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, spl
             assert begin < cut
 
 
+@compiled
+def test_a_workspace_holds_what_is_left_of_the_longest_prompts():
+    """Tiles that are not cut, however many, take no place."""
+    from kernels.triton import w4_many
+    from kernels.triton.common import Workspace
+    from kernels.triton.w4a8 import pack_w4a8
+
+    rows, outputs = 1 << 15, 128 * 129
+    tile = w4_many.rule("w4a8", 132, rows, outputs)
+    assert tile.splits > 1
+    weight = pack_w4a8(torch.zeros(outputs, 128, dtype=torch.int8), ordinary(outputs, 1))
+    x, one = torch.zeros(rows, 128, dtype=torch.int8), torch.ones(1)
+    with mock.patch.object(w4_many, "multiprocessors", return_value=132), building_for(90) as built:
+        w4_many.w4a8_linear(x, one, weight, Workspace.on("cpu"), tile=tile)
+    assert len(built) == 1
+
+
 @pytest.mark.parametrize("family", ["w4a16", "w4a8", "w4a8_two_level"])
 @pytest.mark.parametrize("rows", [1, 33, 64, 65, 128, 4096])
 @pytest.mark.parametrize("outputs", [64, 128, 4096, 6144, 28672])

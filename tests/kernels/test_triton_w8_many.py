@@ -90,6 +90,41 @@ def test_programs_take_every_tile_once_strip_by_strip(strips, columns):
     assert first == {row * 256 for row in range(height)}
 
 
+@pytest.mark.parametrize(
+    ("capability", "cuda", "all_types"),
+    [
+        ((9, 0), "13.0", True),
+        ((9, 0), "12.9", True),
+        ((9, 0), "12.8", False),
+        ((8, 9), "13.0", False),
+        ((12, 0), "13.0", False),
+    ],
+)
+@compiled
+def test_fp8_goes_to_the_library_where_it_gives_the_type(capability, cuda, all_types):
+    """Elsewhere torch refuses fp32, and writes bf16 in the place of fp16; it has no blocks."""
+    from kernels.triton import w8a8
+    from kernels.triton.common import library_scales
+
+    many, device = capability == (9, 0), torch.device("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        patch.setattr(torch.version, "cuda", cuda)
+        patch.setattr(w8a8, "measured_tile", lambda *args: None)
+        patch.setattr(w8a8, "multiprocessors", lambda device: 132)
+        patch.setattr(w8a8, "takes_wide_steps", lambda device: False)
+        w8a8.tile_of.cache_clear()
+        assert library_scales(device) == all_types
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            given = all_types or dtype == torch.bfloat16
+            for rows in (16, 100, 4096):
+                tile = w8a8.tile_of("fp8", device, rows, 4096, 4096, dtype)
+                taken = given and rows > (w8a8.LIBRARY_ROWS if many else 64)
+                assert (tile is None) == taken
+                assert taken or tile.persistent == (many and rows > 64)
+    w8a8.tile_of.cache_clear()
+
+
 @interpreted
 def test_other_devices_get_the_kernel_for_few_rows_and_what_does_not_fit_is_refused():
     from kernels.triton import w8a8
