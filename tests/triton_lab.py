@@ -42,7 +42,10 @@ def _process(interpret: bool) -> ProcessPoolExecutor:
 def _call(module: str, name: str, args: tuple, kwargs: dict) -> None:
     import ptq  # noqa: F401  (joins our kernels folder to a foreign package of that name)
 
-    getattr(importlib.import_module(module), name).inner(*args, **kwargs)
+    try:
+        getattr(importlib.import_module(module), name).inner(*args, **kwargs)
+    except pytest.fail.Exception as failure:  # which cannot be sent to another process
+        raise AssertionError(str(failure)) from failure
 
 
 def _elsewhere(interpret: bool, test: Callable) -> Callable:
