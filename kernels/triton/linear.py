@@ -122,7 +122,7 @@ def _packed(
 ) -> GpuWeight | None:
     """The packed weight, or None where no kernel takes it."""
     outputs, inputs, groups = *q.shape[-2:], scale.shape[-1]
-    if not fits_tiles(q) or inputs % group:
+    if not fits_tiles(q) or inputs % group or rows.dtype == torch.float32:
         return None
     if q.dtype == FP8:
         if rows.dtype != FP8 or not has_e4m3(q.device):

@@ -94,3 +94,17 @@ def test_what_does_not_fit_is_refused():
     q[2, 5, 7] = -128
     with pytest.raises(ValueError, match="outside of"):
         pack_w4a16(q, scale)
+
+
+@interpreted
+def test_floats_of_32_bits_are_multiplied_by_torch():
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear import DenseWeight, Rows, linear, pack
+
+    q, scale, zeros, bias = weights(4, 128, True, torch.float32, True)
+    x = torch.randn(3, q.shape[2])
+    for bits in (4, 8):
+        own = pack(q[0], scale[0], zeros[0], bias[0], Rows(x.dtype), x.dtype, bits=bits, group=128)
+        assert isinstance(own, DenseWeight)
+        y = linear(x, None, own, Workspace.on("cpu"), x.dtype)
+        assert torch.equal(y, torch.nn.functional.linear(x, own.weight, bias[0]))
