@@ -43,11 +43,12 @@ TYPES = (*QUANTIZED, torch.float16, torch.bfloat16, torch.float32)
 
 @triton.jit
 def store_row(
-    y, row, first, i, real, out, scales, scale, experts, pitch, SIZE,
+    y, row, first, i, real, out, scales, scale, experts, fault, pitch, SIZE,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Store y, a row or the part of one from `first` on, quantized if `out` is, and its scales
-    unless there is one for all. With `experts` there is a `scale` for each."""
+    unless there is one for all. With `experts` there is a `scale` for each. `fault`, 0, or NaN
+    where a row is not finite, goes into its scales: no integer is NaN, and maxima pass it over."""
     STORED: tl.constexpr = out.dtype.element_ty
     TYPE: tl.constexpr = tl.float8e4nv if BITS else STORED
     place = out + row * SIZE + i
@@ -63,12 +64,13 @@ def store_row(
         run = first // GROUP + tl.arange(0, runs)
         wide = tl.reshape(tl.where(real, y, 0.0), [runs, GROUP])
         own = absmax_scale(tl.max(tl.abs(wide), 1), TYPE)
-        tl.store(scales + run * pitch + row, own, mask=run * GROUP < SIZE)
+        told = own if fault is None else own + fault
+        tl.store(scales + run * pitch + row, told, mask=run * GROUP < SIZE)
         q = tl.reshape(quantize(wide, own[:, None], TYPE, BITS), [runs * GROUP])
         tl.store(place, q, mask=real)
     else:
         own = absmax_scale(tl.max(tl.abs(tl.where(real, y, 0.0)), 0), TYPE)
-        tl.store(scales + row, own)
+        tl.store(scales + row, own if fault is None else own + fault)
         tl.store(place, quantize(y, own, TYPE, BITS), mask=real)
 
 
@@ -97,7 +99,8 @@ def add_rms_norm_kernel(
         h = rounded.to(tl.float32)
     norm = tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
     y = h * (1.0 / norm) * w
-    store_row(y, row, 0, i, real, out, scales, scale, None, pitch, SIZE, STATIC, GROUP, BITS)
+    fault = 0.0 * norm
+    store_row(y, row, 0, i, real, out, scales, scale, None, fault, pitch, SIZE, STATIC, GROUP, BITS)
 
 
 @triton.jit(do_not_specialize=["pitch"])
@@ -114,7 +117,9 @@ def silu_mul_kernel(
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    store_row(y, row, first, i, real, out, scales, scale, experts, pitch, SIZE, STATIC, GROUP, BITS)
+    store_row(
+        y, row, first, i, real, out, scales, scale, experts, None, pitch, SIZE, STATIC, GROUP, BITS
+    )
 
 
 @triton.jit(do_not_specialize=["pitch"])
@@ -129,7 +134,9 @@ def quantize_rows_kernel(
     wait(OVERLAP)
     announce(OVERLAP)
     y = tl.load(x + row // SHARE * SIZE + i, mask=real, other=0.0).to(tl.float32)
-    store_row(y, row, first, i, real, out, scales, scale, experts, pitch, SIZE, STATIC, GROUP, BITS)
+    store_row(
+        y, row, first, i, real, out, scales, scale, experts, None, pitch, SIZE, STATIC, GROUP, BITS
+    )
 
 
 def _outputs(

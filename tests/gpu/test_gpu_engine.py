@@ -206,6 +206,16 @@ def test_logits_of_a_router_that_are_none_name_experts():
         assert bool(((chosen >= 0) & (chosen < experts)).all())
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_numbers_that_are_not_finite_end_a_request(scheme):
+    """Maxima of rows pass over NaN, and integers hold none."""
+    engine, tokens = random_engine("small", scheme), [7] * 9
+    engine.model.embedding[5, 3] = float("nan")
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    broken, other = engine.generate([[*tokens, 5], tokens], params)
+    assert (broken.finish_reason, other.finish_reason) == ("error", "length")
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_each_engine_runs_on_its_own_gpu():
     """In turns, whichever GPU is the current one."""

@@ -97,6 +97,23 @@ def test_runs_of_fused_rows():
         assert off.float().mean() < 0.01, "ties that the order of a sum decides"
 
 
+@pytest.mark.parametrize(("dtype", "group"), [("int8", None), ("float8_e4m3fn", 128)])
+@interpreted
+def test_norms_of_rows_that_are_not_finite_say_so(dtype, group):
+    """In their scales: what is multiplied by integers of such a row is NaN again."""
+    from kernels.triton.fused import add_rms_norm
+
+    x = random(4, 256)
+    x[1, 7], x[2, 200] = float("nan"), -float("inf")
+    weight, dtype = torch.ones(256), getattr(torch, dtype)
+    q, scales, _ = add_rms_norm(x, None, weight, 1e-5, None, dtype, group)
+    assert scales[1:3].isnan().all()
+    for row in (0, 3):
+        alone = add_rms_norm(x[row : row + 1], None, weight, 1e-5, None, dtype, group)
+        assert torch.equal(q[row].float(), alone[0][0].float())
+        assert torch.equal(scales[row], alone[1][0])
+
+
 @interpreted
 def test_what_does_not_fit_is_refused():
     from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
