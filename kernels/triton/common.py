@@ -139,11 +139,15 @@ def has_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def is_sm_90(device: torch.device) -> bool:
+    """Whether a device is a Hopper GPU, for which there are kernels of many rows."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def library_scales(device: torch.device) -> bool:
     """Whether cuBLASLt takes fp8 with scales of rows and of blocks: on sm_90, from CUDA 12.9 on."""
     version = [int(part) for part in (torch.version.cuda or "0").split(".")]
-    on_gpu = device.type == "cuda" and version >= [12, 9]
-    return on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
+    return version >= [12, 9] and is_sm_90(device)
 
 
 def storage(t: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.triton import w4a8, w4a16
-from kernels.triton.common import Workspace, require
+from kernels.triton.common import Workspace, is_sm_90, require
 from kernels.triton.strips import Strips
 from kernels.triton.tuning import Tile, measured_tile, multiprocessors
 from kernels.triton.w4_gluon import w4_kernel
@@ -94,7 +94,7 @@ def many_rows_tile(
     family: str, device: torch.device, rows: int, outputs: int, inputs: int
 ) -> Tile | None:
     """Measured, else by `rule`; None for few rows, and on devices other than sm_90."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_sm_90(device):
         return None
     found = measured_tile(f"{family}_many", device, rows, outputs, inputs)
     return found or rule(family, multiprocessors(device), rows, outputs)

@@ -34,6 +34,7 @@ from kernels.triton.common import (
     Workspace,
     announce,
     capability,
+    is_sm_90,
     library_scales,
     overlap,
     prefetch,
@@ -225,8 +226,7 @@ def tile_of(
         return None
     found = measured_tile(family, device, rows, outputs, inputs)
     processors = multiprocessors(device)
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    if found is None and hopper:
+    if found is None and is_sm_90(device):
         found = many_rows_rule(processors, rows, outputs, family == "fp8" and inputs > FAST_INPUTS)
     if found or (library and rows > 64):
         return found
