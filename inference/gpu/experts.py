@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from inference.gpu.layers import GpuLinear, workspace_on
-from kernels.triton.fused import quantize_rows
+from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
 from kernels.triton.linear import GpuWeight, Rows, linear, takes_strips
 from kernels.triton.strips import Strips
 
@@ -37,11 +36,7 @@ class GpuExperts:
 
     def quantized(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows [T, K] as `run` takes them, or [P, K] where experts scale them, and their scales."""
-        own = self.rows
-        if own.dtype == x.dtype:
-            return x.contiguous(), None
-        by = self.scaled_by(chosen)
-        return quantize_rows(x.contiguous(), own.scale, own.dtype, own.group, by)
+        return as_wanted(x, self.rows, self.scaled_by(chosen))
 
     def run(
         self, rows: Tensor, scales: Tensor | None, strips: Strips, dtype: torch.dtype

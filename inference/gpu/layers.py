@@ -38,6 +38,19 @@ def rows_of(
     return Rows(kind, input_scale, None if activations.group == -1 else activations.group)
 
 
+def as_wanted(x: Tensor, own: Rows, by: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Float rows [T, K] as a layer wants them, and their scales.
+
+    Args:
+        x: In the model's float type.
+        own: How the layer wants them.
+        by: As in `quantize_rows`, the experts that scale them.
+    """
+    if own.dtype == x.dtype:
+        return x.contiguous(), None
+    return quantize_rows(x.contiguous(), own.scale, own.dtype, own.group, by)
+
+
 @dataclass(frozen=True)
 class GpuLinear:
     """A linear layer on a GPU, quantized or not.
@@ -52,10 +65,7 @@ class GpuLinear:
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[T, K] float -> [T, N] in `dtype`, by default the type of `x`."""
-        own, dtype = self.rows, dtype or x.dtype
-        if own.dtype == x.dtype:
-            return self.run(x.contiguous(), None, dtype)
-        return self.run(*quantize_rows(x.contiguous(), own.scale, own.dtype, own.group), dtype)
+        return self.run(*as_wanted(x, self.rows), dtype or x.dtype)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The layer on rows that are quantized already: [T, N] in `dtype`."""
