@@ -33,7 +33,9 @@ def check_device(device: torch.device | str) -> torch.device:
             "its driver and a torch with CUDA, only cpu runs without"
         )
     if find_spec("triton") is None:
-        raise ValueError("a GPU needs Triton, which is not installed: pip install triton")
+        raise ValueError(
+            "a GPU needs Triton, which is not installed: pip install 'triton>=3.6,<3.7'"
+        )
     found = torch.cuda.get_device_capability(place)
     if found < OLDEST_GPU:
         raise ValueError(

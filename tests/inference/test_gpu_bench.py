@@ -115,7 +115,8 @@ def test_a_gpu_without_triton(monkeypatch, capsys):
     monkeypatch.setattr(kernels.devices, "find_spec", lambda name: None)
     assert run_command(bench.main, []) == 2
     assert capsys.readouterr().err == (
-        "error: device: a GPU needs Triton, which is not installed: pip install triton\n"
+        "error: device: a GPU needs Triton, which is not installed: pip install "
+        "'triton>=3.6,<3.7'\n"
     )
 
 
