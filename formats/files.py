@@ -1,8 +1,8 @@
 """Files that are whole or absent: durable writes, directories that appear at once, safe paths.
 
-A directory is built beside its final place under a hidden name, synced, and renamed. A process that
-is killed leaves at most a hidden directory; the next writer of the same name removes it, or, if it
-died between moving the old directory away and moving the new one in, puts the old one back.
+A file or directory is made beside its final place under a hidden name, synced, and renamed. A
+killed process leaves at most what is hidden; the next writer of the same name removes it, or, if it
+died between moving an old directory away and moving the new one in, puts the old one back.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that its path holds either the old content or the whole new one.
-
-    A killed writer leaves at most a hidden file; the next writer of the same path removes it.
-    """
+    """Write a file so that its path holds either the old content or the whole new one."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         recover(path)
