@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from formats.experts import EXPERT_NAMES, ExpertNames
+from formats.families.experts import EXPERT_NAMES, ExpertNames
 
 OnRoute = Callable[[str, Tensor], None]
 

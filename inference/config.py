@@ -8,7 +8,7 @@ from pydantic import Field
 
 from formats.errors import EngineError
 from formats.scheme import Strict
-from inference.kv_cache import blocks_for
+from inference.models.kv_cache import blocks_for
 from kernels.ops import KV_BLOCK
 
 MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked

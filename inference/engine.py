@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
-from inference.active import ActiveRequest, ActiveRequests
 from inference.config import EngineConfig
-from inference.kv_cache import BlockManager, KVStats, forget
-from inference.load import end_tokens, load_model, load_tokenizer, make_cache
 from inference.loop import make_loop
-from inference.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
-from inference.models.llama import LlamaModel
-from inference.request import RequestOutput, SamplingParams, check_prompt, check_tokens
-from inference.scheduler import Scheduler, Slice
-from inference.scheduler import Sequence as TokenSequence
+from inference.models.decoder import LlamaModel
+from inference.models.kv_cache import BlockManager, KVStats, forget
+from inference.models.load import end_tokens, load_model, load_tokenizer, make_cache
+from inference.models.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
+from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
+from inference.scheduling.scheduler import Scheduler, Slice
+from inference.scheduling.scheduler import Sequence as TokenSequence
 
 
 class Engine:
@@ -87,7 +87,7 @@ class Engine:
             path: Its folder.
             config: Sizes.
             device: Where it runs: cpu, cuda or cuda:N.
-            dtype: Of activations and of float weights; see `inference.load.load_model`.
+            dtype: Of activations and of float weights; see `inference.models.load.load_model`.
             quantized_kv: Quantize K and V in the cache as the checkpoint says.
 
         Raises:

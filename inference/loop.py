@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from inference.active import ActiveRequests
 from inference.config import EngineConfig
-from inference.kv_cache import KVPool
-from inference.models.llama import LlamaModel
-from inference.request import RequestOutput
-from inference.runner import run_slices
-from inference.scheduler import Scheduler, Slice
+from inference.cpu.runner import run_slices
+from inference.models.decoder import LlamaModel
+from inference.models.kv_cache import KVPool
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.request import RequestOutput
+from inference.scheduling.scheduler import Scheduler, Slice
 
 if TYPE_CHECKING:
     from inference.gpu.loop import DeviceLoop

@@ -29,7 +29,7 @@ from formats.errors import EngineError, RequestError
 from formats.files import replace_file
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.request import SamplingParams
+from inference.scheduling.request import SamplingParams
 
 
 @dataclass(frozen=True)

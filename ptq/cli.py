@@ -14,22 +14,31 @@ from formats.errors import RequestError
 from ptq.rooms import ROOT, require_own
 
 COMMANDS = {
-    "run": ("ptq.run", "quantize a model as a recipe says, and report what it cost"),
-    "check": ("ptq.check", "check a recipe against its model and show the plan; changes nothing"),
-    "explain": ("ptq.explain", "show what a recipe does to each module, step by step"),
-    "solve": ("ptq.solve", "make another checkpoint from a run's statistics, without the model"),
-    "diff": ("ptq.diff", "show what differs between two recipes or two checkpoints"),
-    "compare": ("ptq.compare", "put the reports of several runs into one table and one plot"),
+    "run": ("ptq.commands.run", "quantize a model as a recipe says, and report what it cost"),
+    "check": (
+        "ptq.commands.check",
+        "check a recipe against its model and show the plan; changes nothing",
+    ),
+    "explain": ("ptq.commands.explain", "show what a recipe does to each module, step by step"),
+    "solve": (
+        "ptq.commands.solve",
+        "make another checkpoint from a run's statistics, without the model",
+    ),
+    "diff": ("ptq.commands.diff", "show what differs between two recipes or two checkpoints"),
+    "compare": (
+        "ptq.commands.compare",
+        "put the reports of several runs into one table and one plot",
+    ),
     "predict": ("inference.predict", "complete a prompt or a file of prompts"),
     "peers": ("ptq.peers.command", "measure what other tools make of a recipe's model"),
-    "report": ("ptq.report", "measure a finished run again and write its report"),
-    "bench": ("inference.bench", "measure tokens per second, latencies and memory"),
-    "gpu": ("inference.gpu.bench", "measure the steps of a model of random weights on a GPU"),
-    "kernels": ("kernels.triton.bench", "measure every GPU kernel beside its floor and its peers"),
-    "tune": ("kernels.triton.tune", "measure tiles of GPU kernels and write the device's table"),
-    "inspect": ("ptq.inspect", "show a checkpoint's scales, outlier channels and sizes"),
+    "report": ("ptq.report.report", "measure a finished run again and write its report"),
+    "bench": ("inference.bench.command", "measure tokens per second, latencies and memory"),
+    "gpu": ("inference.bench.steps", "measure the steps of a model of random weights on a GPU"),
+    "kernels": ("kernels.bench.gpu", "measure every GPU kernel beside its floor and its peers"),
+    "tune": ("kernels.bench.tune", "measure tiles of GPU kernels and write the device's table"),
+    "inspect": ("ptq.commands.inspect", "show a checkpoint's scales, outlier channels and sizes"),
     "convert": (
-        "ptq.convert",
+        "ptq.convert.convert",
         "write a checkpoint in another layout, or as a float model; read others",
     ),
 }
@@ -52,7 +61,7 @@ def usage() -> str:
         "Post-training quantization of language models, and the runtime for what it makes.\n\n"
         f"commands:\n{rows}\n\n"
         "`ptq COMMAND --help` tells a command's arguments; `ptq --version` the version. Each\n"
-        "command is also `python -m` of its module, such as `python -m ptq.run`."
+        "command is also `python -m` of its module, such as `python -m ptq.commands.run`."
     )
 
 

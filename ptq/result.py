@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from calibrate.data import TokenSet
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.scale_table import ScaleTable
 from formats.scheme import Strict
@@ -152,7 +152,7 @@ class QuantizationRecord(Strict):
         modules: One row for each quantized linear layer.
         blocks: One row for each decoder block.
         resumed_blocks: Blocks that an earlier, interrupted run had solved; `seconds` is without it.
-        model_key: Of the model that was quantized; see `ptq.artifact.seen_key`.
+        model_key: Of the model that was quantized; see `ptq.pipeline.artifact.seen_key`.
     """
 
     seconds: dict[str, float]
@@ -167,7 +167,7 @@ class QuantizationRecord(Strict):
 
 
 class QuantizationResult(QuantizationRecord):
-    """Outcome of `ptq.pipeline.quantize`: the record, the checkpoint and its scale table."""
+    """Outcome of `ptq.pipeline.driver.quantize`: the record, the checkpoint and its scale table."""
 
     checkpoint: Path
     scale_table: ScaleTable

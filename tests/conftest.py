@@ -123,15 +123,15 @@ def tiny_llama(make_model) -> Path:
 
 def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -> Path:
     """Quantize a model directory by plain rounding with made-up activation and cache scales."""
-    from formats.checkpoint import Checkpoint
-    from formats.experts import is_projection
+    from formats.checkpoint.read import Checkpoint
+    from formats.checkpoint.weights import storage_format
+    from formats.checkpoint.write import CheckpointWriter
+    from formats.families.experts import is_projection
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
-    from formats.weights import storage_format
-    from formats.writer import CheckpointWriter
-    from ptq.emit import stored_scale
     from ptq.methods.base import QuantizedLinear
     from ptq.methods.rounding import round_weight
+    from ptq.pipeline.emit import stored_scale
 
     scheme, model = PRESETS[preset], Checkpoint.open(source)
     rows: list[ScaleEntry] = []

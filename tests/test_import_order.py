@@ -16,14 +16,14 @@ ALLOWED = {
 }
 CALIBRATE_MAY_USE = {
     "formats.errors",
-    "formats.experts",
+    "formats.families.experts",
     "formats.files",
     "formats.namespace",
     "formats.scheme",
     "kernels.numerics",
 }
 # Commands are entry points: the console command and the report stand above the engine.
-QUANTIZING = {"ptq/recipe.py", "ptq/plan.py", "ptq/pipeline.py"} | {
+QUANTIZING = {"ptq/recipe/schema.py", "ptq/plan/plan.py", "ptq/pipeline/driver.py"} | {
     str(path.relative_to(ROOT)) for path in (ROOT / "ptq" / "methods").glob("*.py")
 }
 
@@ -60,8 +60,8 @@ def test_calibrate_uses_only_vocabulary_and_numerics():
 
 
 def test_what_runs_in_a_peers_interpreter_imports_nothing_of_ours():
-    peers = [ROOT / "ptq/peers", ROOT / "inference/peers"]
-    files = [ROOT / "inference/peers/child.py", *(folder / "worker.py" for folder in peers)]
+    peers = [ROOT / "ptq/peers", ROOT / "inference/bench/peers"]
+    files = [ROOT / "inference/bench/peers/child.py", *(folder / "worker.py" for folder in peers)]
     files += [path for folder in peers for path in (folder / "adapters").glob("*.py")]
     assert len(files) == 11
     for path in files:

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from inference.gpu.feed_forward import feed_forward, inputs_of, on_gpu
 from inference.gpu.layers import workspace_on
-from inference.kv_cache import KVPool
-from inference.models.llama import Layer, LlamaModel
-from kernels.triton.attention import decode_attention
+from inference.models.decoder import Layer, LlamaModel
+from inference.models.kv_cache import KVPool
+from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.prefill import prefill_attention
+from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import has_e4m3
 from kernels.triton.fused import add_rms_norm
-from kernels.triton.linear import Rows
-from kernels.triton.prefill import prefill_attention
-from kernels.triton.rope_cache import rope_write
+from kernels.triton.linear.dispatch import Rows
 
 
 @dataclass(frozen=True)

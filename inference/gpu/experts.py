@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
-from kernels.triton.linear import GpuWeight, Rows, linear, takes_strips
-from kernels.triton.strips import Strips
+from kernels.triton.experts.strips import Strips
+from kernels.triton.linear.dispatch import GpuWeight, Rows, linear, takes_strips
 
 log = logging.getLogger("ptq.inference")
 

@@ -1,9 +1,9 @@
 """Feed-forward layers of a step on a GPU: SwiGLU, or a mixture of them.
 
 The experts of a mixture run as one, on rows that are sorted on the device
-(`kernels.triton.strips`): nothing is asked of the host, and a step can be captured. Only many
-tokens of prompts go through large experts one by one, in steps that are not captured: there the
-kernels for many rows are ahead by more than launches cost.
+(`kernels.triton.experts.strips`): nothing is asked of the host, and a step can be captured. Only
+many tokens of prompts go through large experts one by one, in steps that are not captured: there
+the kernels for many rows are ahead by more than launches cost.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from inference.gpu.experts import GpuExperts
 from inference.gpu.layers import GpuLinear
-from inference.layers import Linear
 from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU
-from kernels.triton.experts import combine, route
+from inference.models.layers import Linear
+from kernels.triton.experts.routing import combine, route
+from kernels.triton.experts.strips import cut
 from kernels.triton.fused import silu_mul
-from kernels.triton.linear import Rows, tallest_strip
-from kernels.triton.strips import cut
+from kernels.triton.linear.dispatch import Rows, tallest_strip
 from kernels.triton.tuning import bucket
 
 MANY_ROWS = 64  # an expert, on average

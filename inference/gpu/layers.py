@@ -11,7 +11,7 @@ from torch import Tensor
 from formats.scheme import ActivationSpec
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
-from kernels.triton.linear import FP8, GpuWeight, Rows, linear
+from kernels.triton.linear.dispatch import FP8, GpuWeight, Rows, linear
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
 

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from inference.active import ActiveRequest, ActiveRequests
 from inference.config import EngineConfig
 from inference.gpu.runner import GpuRunner, Launched
 from inference.gpu.steps import Draw, Work
-from inference.kv_cache import KVPool, blocks_for
-from inference.models.llama import LlamaModel
-from inference.request import RequestOutput
-from inference.scheduler import Scheduler, Slice
+from inference.models.decoder import LlamaModel
+from inference.models.kv_cache import KVPool, blocks_for
+from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.scheduling.request import RequestOutput
+from inference.scheduling.scheduler import Scheduler, Slice
 
 
 class DeviceLoop:

@@ -35,13 +35,13 @@ from inference.gpu.steps import (
     size_of,
     whole_values,
 )
-from inference.kv_cache import BlockManager, KVPool
-from inference.memory import ran_out
-from inference.models.llama import LlamaModel
-from inference.scheduler import PENDING, Slice
+from inference.models.decoder import LlamaModel
+from inference.models.kv_cache import BlockManager, KVPool
+from inference.models.memory import ran_out
+from inference.scheduling.scheduler import PENDING, Slice
 from kernels.devices import launches_on
 from kernels.triton.common import Workspace
-from kernels.triton.sampling import sample
+from kernels.triton.sampling.sample import sample
 
 log = logging.getLogger("ptq.inference")
 

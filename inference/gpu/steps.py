@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from inference.cpu.runner import lay_out
 from inference.gpu.fields import Shape
-from inference.kv_cache import BlockManager
-from inference.runner import lay_out
-from inference.scheduler import Slice
+from inference.models.kv_cache import BlockManager
+from inference.scheduling.scheduler import Slice
 
 OF_TOKENS = ("ids", "positions", "slots", "seats")  # int64
 PROMPTS = 8  # sequences of more than one token in a padded step
@@ -27,7 +27,7 @@ MOST_TOKENS = 2048  # of them; launching a step of more takes less than running 
 
 @dataclass(frozen=True)
 class Draw:
-    """How the next token of a sequence is chosen: see `kernels.triton.sampling.sample`."""
+    """How the next token of a sequence is chosen: see `kernels.triton.sampling.sample.sample`."""
 
     temperature: float = 0.0
     top_k: int = 0

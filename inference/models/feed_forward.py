@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.experts import EXPERT_NAMES
-from inference.layers import Linear, Placement, load_linear, load_stacks
+from formats.families.experts import EXPERT_NAMES
+from inference.models.layers import Linear, Placement, load_linear, load_stacks
 from kernels.ops import silu_mul
 
 if TYPE_CHECKING:

@@ -170,7 +170,8 @@ def quantize_rows(
 
 
 def likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Which tokens of a row may be drawn: bool [B, V]; see `inference.sampler.keep_likely`.
+    """Which tokens of a row may be drawn: bool [B, V]; see
+    `inference.scheduling.sampler.keep_likely`.
 
     Probabilities are whole 2^-40ths of the largest, so that sums are exact in any order.
     """

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from calibrate.observers import ObserverSpec, TensorStatistics, choose_absmax
 from calibrate.statistics import Key, Statistics
 from calibrate.stream import Block
+from formats.checkpoint.weights import StoredWeight, storage_format
 from formats.scheme import LayerScheme, Scheme, WeightSpec
-from formats.weights import StoredWeight, storage_format
 from kernels.numerics import INT8, TYPES, choose_scale, dequantize, fake_quantize_activations
-from ptq.groups import SmoothingGroup
 from ptq.methods.moments import Moments
+from ptq.plan.groups import SmoothingGroup
 from ptq.result import Event, SmoothingRow
 
 MomentKind = Literal["none", "diagonal", "full"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.source import Source, View
+from ptq.methods.source import Source, View
 
 FAMILIES = ("llama", "qwen3")  # whose configuration has `attention_bias`, for q, k, v and o alike
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")

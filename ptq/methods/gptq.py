@@ -25,8 +25,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from formats.checkpoint.weights import StoredWeight
 from formats.scheme import WeightSpec
-from formats.weights import StoredWeight
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.base import BlockWork, Method, QuantizedLinear
 from ptq.methods.descent import damped, descend

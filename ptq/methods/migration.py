@@ -38,10 +38,10 @@ from torch import Tensor, nn
 
 from formats.scheme import KVCacheSpec
 from kernels.numerics import TYPES, choose_scale
-from ptq.groups import SmoothingGroup
 from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced, set_parameter
 from ptq.methods.cache import through_cache
 from ptq.methods.rounding import round_weight
+from ptq.plan.groups import SmoothingGroup
 from ptq.result import Candidate, Event, SmoothingRow
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from formats.weights import StoredWeight
+from formats.checkpoint.weights import StoredWeight
 from kernels.numerics import TYPES, expand_scale
 from kernels.two_level import nearest_multiples, stored_unit
 from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from formats.errors import RecipeError
 from ptq.methods.hadamard import hadamard_matrix, random_rotation
+from ptq.methods.source import Source, View
 from ptq.methods.specs import RotationSpec
-from ptq.source import Source, View
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 NORM_OF = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from ptq.methods.biased import BiasedCheckpoint
 from ptq.methods.rotation import RotatedCheckpoint
+from ptq.methods.source import Source
 from ptq.methods.specs import MethodSpec, RotationSpec, ShiftSpec
-from ptq.source import Source
 
 
 def source_of(checkpoint: Checkpoint, methods: Sequence[MethodSpec]) -> Source:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from formats.errors import EngineError
-from inference.peers.interpreter import installed
+from inference.bench.peers.interpreter import installed
 from ptq.peers.process import interpreter
 from ptq.peers.specs import PeerSpec
-from ptq.recipe import Recipe
-from ptq.strict_yaml import Key
+from ptq.recipe.schema import Recipe
+from ptq.recipe.strict_yaml import Key
 
 
 def check_peers(recipe: Recipe) -> Iterator[tuple[Key, str]]:

@@ -18,20 +18,20 @@ from collections.abc import Sequence
 from transformers import AutoTokenizer
 
 from calibrate.data import load_tokens
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from formats.command import run_command
 from formats.errors import RecipeError
 from formats.files import replace_file
-from inference.bench_figures import environment
+from inference.bench.figures import environment
 from inference.engine import Engine
-from ptq.check import add_recipe_arguments, overrides_of
+from ptq.commands.check import add_recipe_arguments, overrides_of
 from ptq.next_steps import typed_path
 from ptq.peers.measure import PEERS_FILE, PeersRecord, measure_peers
 from ptq.peers.specs import PEERS
-from ptq.plan import Plan, build_plan
-from ptq.recipe import read_recipe
-from ptq.report import engine_config, shown_text
-from ptq.report_peers import HEADS, peer_rows
+from ptq.plan.plan import Plan, build_plan
+from ptq.recipe.schema import read_recipe
+from ptq.report.peers import HEADS, peer_rows
+from ptq.report.report import engine_config, shown_text
 
 
 def measure(plan: Plan, *, progress: bool = True) -> PeersRecord:
@@ -57,7 +57,7 @@ def measure(plan: Plan, *, progress: bool = True) -> PeersRecord:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure peers and print their table; 0 where all of them ran."""
-    from ptq.run import format_table
+    from ptq.commands.run import format_table
 
     arguments = _parse(argv)
     plan = _plan(arguments)

@@ -22,11 +22,11 @@ from calibrate.data import TokenSet
 from formats.errors import EngineError
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
-from inference.peers.interpreter import installed
+from inference.bench.peers.interpreter import installed
 from ptq.peers.process import PeerProcess, interpreter
 from ptq.peers.specs import PeerSpec
-from ptq.plan import ModelSummary
-from ptq.recipe import Recipe
+from ptq.plan.plan import ModelSummary
+from ptq.recipe.schema import Recipe
 from ptq.result import CalibrationSummary
 
 LOGS, PEERS_FILE = "peers", "peers.json"  # below the output path

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from formats.errors import EngineError
 from formats.scheme import Strict
-from inference.peers.interpreter import kill_group, start, why_it_ended
+from inference.bench.peers.interpreter import kill_group, start, why_it_ended
 from ptq.peers.specs import PeerSpec
 
 WORKER = Path(__file__).resolve().parent / "worker.py"

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from formats.scheme import Strict
-from ptq.problems import suggestion
+from ptq.recipe.problems import suggestion
 
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
 WORKER_NEEDS = ("torch", "transformers", "safetensors")

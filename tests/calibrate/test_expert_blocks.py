@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from tests.experts import FORMS, MOE
 
 

@@ -15,7 +15,7 @@ from calibrate.data import TokenSet
 from calibrate.observers import ObserverSpec, choose_absmax
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from tests.conftest import write_model
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from tests.conftest import write_quantized
 

@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-from formats.checkpoint import Checkpoint
-from formats.errors import CheckpointError
-from ptq.convert import convert
 from tests.ptq.foreign_folders import (
     INC_CONFIG,
     INT8_CONFIG,
@@ -22,6 +18,10 @@ from tests.ptq.foreign_folders import (
     make_folder,
     nf4_layer,
 )
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
+from ptq.convert.convert import convert
 
 UP = "model.layers.1.mlp.up_proj"
 STATE = f"{UP}.weight.quant_state.bitsandbytes__nf4"

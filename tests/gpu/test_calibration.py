@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "ptq"))
-from quantizing import make_plan, random_tokens
-
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from kernels.numerics import TYPES, choose_affine, choose_scale
 from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
-from ptq.pipeline import quantize_tokens
+from ptq.pipeline.driver import quantize_tokens
+from tests.ptq.quantizing import make_plan, random_tokens
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMOOTH = SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=3)

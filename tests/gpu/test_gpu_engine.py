@@ -11,13 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 from calibrate.data import load_tokens
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from inference.accuracy import compare
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.request import SamplingParams
-from ptq.recipe import load_recipe
-from ptq.run import main
+from inference.scheduling.request import SamplingParams
+from ptq.commands.run import main
+from ptq.recipe.schema import load_recipe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,9 +76,9 @@ MIXTURE = {
 
 
 def random_engine(shape: str, scheme: str, device: str = "cuda", **config) -> Engine:
-    from inference.load import load_model
-    from inference.random_checkpoint import SHAPES
-    from inference.random_model import RandomCheckpoint, random_tokenizer
+    from inference.bench.random_checkpoint import SHAPES
+    from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+    from inference.models.load import load_model
 
     SHAPES["small"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     SHAPES["mixture"] = {k: v for k, v in SHAPES["small"].items() if k != "head_dim"} | MIXTURE
@@ -196,7 +196,7 @@ def test_experts_as_one_and_one_by_one(scheme, monkeypatch):
 
 def test_logits_of_a_router_that_are_none_name_experts():
     """Else weights would be read outside of memory."""
-    from kernels.triton.experts import route
+    from kernels.triton.experts.routing import route
 
     for experts in (5, 60, 200):
         logits = torch.full((9, experts), float("nan"), device="cuda")

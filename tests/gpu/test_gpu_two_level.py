@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "ptq"))
-from quantizing import make_plan, random_tokens
-
-from formats.checkpoint import Checkpoint
+from formats.checkpoint.read import Checkpoint
 from formats.scheme import Scheme, WeightSpec
 from kernels.two_level import choose_unit, larger_unit, nearest_multiples, stored_unit, two_level
 from ptq.methods.specs import GPTQSpec, RefineSpec
-from ptq.pipeline import quantize_tokens
+from ptq.pipeline.driver import quantize_tokens
+from tests.ptq.quantizing import make_plan, random_tokens
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,12 +8,12 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.triton import problems
-    from kernels.triton.shapes import VARIANTS
+    from kernels.bench import problems
+    from kernels.bench.shapes import VARIANTS
+    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
+    from kernels.triton.linear.w8a16 import dequantize_w8a16, pack_w8a16, w8a16_linear
     from kernels.triton.tuning import Tile
-    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
-    from kernels.triton.w8a16 import dequantize_w8a16, pack_w8a16, w8a16_linear
 
 ROWS = (1, 16, 33, 64, 128, 300, 600)
 KINDS = [(group, zeros) for group in (32, 64, 128, 256, 1024) for zeros in (False, True)]

@@ -8,15 +8,16 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.triton import fused, problems
+    from kernels.bench import problems
+    from kernels.triton import fused
     from kernels.triton.common import capability
-    from kernels.triton.fp8_block import (
+    from kernels.triton.linear.fp8_block import (
         LIBRARY_ROWS,
         fp8_block_linear,
         library_linear,
         pack_fp8_block,
     )
-    from kernels.triton.sampling import sample
+    from kernels.triton.sampling.sample import sample
     from kernels.triton.tuning import Tile
 
 FP8 = torch.float8_e4m3fn

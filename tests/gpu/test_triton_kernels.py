@@ -10,16 +10,17 @@ import kernels.reference as reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.triton import fused, problems
-    from kernels.triton.attention import decode_attention
-    from kernels.triton.linear import DenseWeight, linear
-    from kernels.triton.prefill import prefill_attention
-    from kernels.triton.rope_cache import rope_write
+    from kernels.bench import problems
+    from kernels.triton import fused
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.attention.rope_cache import rope_write
+    from kernels.triton.linear.dispatch import DenseWeight, linear
+    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w16a16 import w16a16_linear
     from kernels.triton.tuning import Block, Cut, Tile
-    from kernels.triton.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.w4a16 import pack_w4a16, w4a16_linear
-    from kernels.triton.w8a8 import pack_w8a8, w8a8_linear
-    from kernels.triton.w16a16 import w16a16_linear
 
 ROWS = (1, 33, 64, 300, 600)
 FP8 = "float8_e4m3fn"

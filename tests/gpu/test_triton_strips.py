@@ -17,9 +17,9 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
     from dataclasses import replace
 
     from kernels.triton.common import Workspace
-    from kernels.triton.linear import linear
-    from kernels.triton.strips import cut
-    from tests.strip_cases import EXACT, FAMILIES, make_rows, make_weights
+    from kernels.triton.experts.strips import cut
+    from kernels.triton.linear.dispatch import linear
+    from tests.kernels.strip_cases import EXACT, FAMILIES, make_rows, make_weights
 
     torch.manual_seed(0)
     workspace = Workspace.on("cuda")

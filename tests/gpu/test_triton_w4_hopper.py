@@ -14,11 +14,11 @@ pytestmark = [
 ]
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.triton import w4_many
-    from kernels.triton.problems import relative, two_level_scale
+    from kernels.bench.problems import relative, two_level_scale
+    from kernels.triton.linear import w4_many
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.tuning import Tile
-    from kernels.triton.w4a8 import pack_w4a8
-    from kernels.triton.w4a16 import pack_w4a16
     from kernels.two_level import two_level
 
     TILES = {

@@ -11,7 +11,7 @@ import torch
 from formats.errors import CheckpointError, EngineError, RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.request import SamplingParams
+from inference.scheduling.request import SamplingParams
 
 PROMPTS = [
     "def add(a, b):\n",

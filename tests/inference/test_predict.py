@@ -12,7 +12,7 @@ from formats.command import run_command
 from formats.errors import CheckpointError, EngineError, RequestError
 from inference import predict
 from inference.engine import Engine
-from inference.request import RequestOutput, SamplingParams
+from inference.scheduling.request import RequestOutput, SamplingParams
 
 SHORT = ["--max-tokens", "6"]
 

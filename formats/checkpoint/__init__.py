@@ -1,0 +1,1 @@
+"""Checkpoint folders: reading and writing, in the compressed-tensors layout."""

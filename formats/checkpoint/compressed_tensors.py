@@ -1,0 +1,227 @@
+"""Our scheme as compressed-tensors' `quantization_config`, and back.
+
+Source: the `quantization_config` that compressed-tensors 0.17 to 0.20 read, in config.json. Only
+keys that all of them have are written. That scales have two levels is told in `observer_kwargs`,
+whose keys are free and which no loader heeds. Cache scales are not expressed here: no release
+serves static int8 scales a head, so they lie beside the served files and `kv_cache_scheme` stays
+null.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from formats.checkpoint.targets import HEAD, layer_targets
+from formats.checkpoint.weights import storage_format
+from formats.errors import CheckpointError
+from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
+
+CLASS = "Linear"  # the target that means every linear layer
+TWO_LEVEL = "two_level"
+SUPPORTED = (
+    "int8, int4 (packed) and fp8 e4m3 weights per channel, int8 and int4 in groups of 32, 64 or "
+    "128, fp8 per tensor or in blocks of 128 x 128; activations unquantized, int8 or fp8, static "
+    "per tensor, dynamic per token, or (fp8) dynamic in groups of 128"
+)
+_STRATEGY = {"per_tensor": "tensor", "per_channel": "channel", "group": "group", "block": "block"}
+_INPUT_STRATEGY = {"per_tensor": "tensor", "per_token": "token", "group": "group"}
+_TYPES = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "fp8_e4m3"}
+
+
+def quantization_config(
+    scheme: LayerScheme, ignore: Sequence[str], layers: Mapping[str, LayerScheme] | None = None
+) -> dict[str, Any] | None:
+    """The `quantization_config` of a scheme, or None where no weight is quantized.
+
+    Args:
+        scheme: Of all linear layers, or of those that `layers` does not say otherwise of.
+        ignore: Linear layers left alone: full names, or `re:` patterns for `re.match`.
+        layers: Schemes of all quantized layers by their full name, where they may differ; the
+            scheme is that of one at least. The head, `lm_head`, is left alone unless it is here.
+    """
+    if scheme.weights is None:
+        return None
+    main = LayerScheme(weights=scheme.weights, activations=scheme.activations)
+    members: dict[LayerScheme, list[str]] = {}
+    members.setdefault(main, [])  # first, whichever layer is
+    for name, of_layer in (layers or {}).items():
+        members.setdefault(of_layer, []).append(name)
+    targets = [[CLASS]] if len(members) == 1 else layer_targets(list(members.values()))
+    formats = {storage_format(of_group) for of_group in members}
+    return {
+        "quant_method": "compressed-tensors",
+        "version": "0.17.0",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "config_groups": {
+            f"group_{i}": _group(*group)
+            for i, group in enumerate(zip(members, targets, strict=True))
+        },
+        "ignore": list(dict.fromkeys([*ignore, *([] if HEAD in (layers or {}) else [HEAD])])),
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+
+
+def _group(scheme: LayerScheme, targets: list[str]) -> dict[str, Any]:
+    assert scheme.weights is not None
+    return {
+        "targets": targets,
+        "format": storage_format(scheme),
+        "weights": _weight_args(scheme.weights),
+        "input_activations": scheme.activations and _input_args(scheme.activations),
+        "output_activations": None,
+    }
+
+
+def _weight_args(spec: WeightSpec) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "num_bits": spec.bits,
+        "type": "float" if spec.dtype == "fp8_e4m3" else "int",
+        "symmetric": spec.symmetric,
+        "strategy": _STRATEGY[spec.granularity],
+        "dynamic": False,
+    }
+    if spec.granularity == "group":
+        args["group_size"] = spec.group_size
+    if spec.two_level:
+        args["observer_kwargs"] = {TWO_LEVEL: True}
+    if spec.granularity == "block":
+        args["block_structure"] = [BLOCK, BLOCK]
+    return args
+
+
+def _input_args(spec: ActivationSpec) -> dict[str, Any]:
+    args: dict[str, Any] = {
+        "num_bits": spec.bits,
+        "type": "float" if spec.dtype == "fp8_e4m3" else "int",
+        "symmetric": True,
+        "strategy": _INPUT_STRATEGY[spec.granularity],
+        "dynamic": spec.dynamic,
+    }
+    if spec.granularity == "group":
+        args["group_size"] = BLOCK
+    return args
+
+
+Groups = tuple[tuple[tuple[str, ...], LayerScheme], ...]
+
+
+def read_groups(config: Mapping[str, Any]) -> Groups:
+    """Targets and scheme of each of a `quantization_config`'s groups, in their order.
+
+    Raises:
+        CheckpointError: another method, or a compressed-tensors scheme that is not run here.
+    """
+    method = config.get("quant_method")
+    if method != "compressed-tensors":
+        raise _unsupported(f"quant_method {method!r}")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _unsupported(f"{len(groups) if isinstance(groups, Mapping) else 'no'} config_groups")
+    if config.get("kv_cache_scheme"):
+        raise _unsupported(f"kv_cache_scheme {config['kv_cache_scheme']}")
+    if config.get("transform_config"):
+        raise _unsupported("transform_config (transforms applied while running)")
+    return tuple(_read_group(group, config.get("format")) for group in groups.values())
+
+
+def _read_group(group: Any, layout_of_all: str | None) -> tuple[tuple[str, ...], LayerScheme]:
+    targets = group.get("targets") if isinstance(group, Mapping) else group
+    if not isinstance(targets, list) or not targets or not all(map(_is_target, targets)):
+        raise _unsupported(f"targets {targets}")
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, Mapping) or group.get("output_activations"):
+        raise _unsupported(f"weights {weights}, output_activations")
+    try:
+        scheme = LayerScheme(weights=_read_weights(weights), activations=_read_inputs(inputs))
+    except (ValidationError, KeyError, TypeError) as error:
+        raise _unsupported(f"weights {weights} with input_activations {inputs}") from error
+    layout = group.get("format") or layout_of_all
+    if layout not in (None, storage_format(scheme)):
+        raise _unsupported(f"format {layout!r} for weights {weights}")
+    return tuple(targets), scheme
+
+
+def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
+    """Raises KeyError or ValidationError where there is no such specification."""
+    strategy = _ours(_STRATEGY, args)
+    if args.get("dynamic") or args.get("actorder") not in (None, "weight", "static"):
+        raise KeyError("dynamic or act-order weights")
+    if strategy == "block" and list(args.get("block_structure") or ()) != [BLOCK, BLOCK]:
+        raise KeyError("block structure")
+    extra = args.get("observer_kwargs")
+    return WeightSpec(
+        dtype=_dtype(args),
+        granularity=strategy,
+        group_size=args.get("group_size") if strategy == "group" else None,
+        symmetric=bool(args.get("symmetric", True)),
+        two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
+    )
+
+
+def _read_inputs(args: Mapping[str, Any] | None) -> ActivationSpec | None:
+    """Raises KeyError or ValidationError where there is no such specification."""
+    if args is None:
+        return None
+    strategy = _ours(_INPUT_STRATEGY, args)
+    spec = ActivationSpec(dtype=_dtype(args), granularity=strategy)
+    size = args.get("group_size") if strategy == "group" else BLOCK
+    symmetric = args.get("symmetric", True)
+    if bool(args.get("dynamic")) != spec.dynamic or not symmetric or size != BLOCK:
+        raise KeyError("static groups, asymmetric activations, or another group size")
+    return spec
+
+
+def _ours(strategies: Mapping[str, str], args: Mapping[str, Any]) -> Any:
+    return {theirs: ours for ours, theirs in strategies.items()}[str(args.get("strategy"))]
+
+
+def _dtype(args: Mapping[str, Any]) -> Any:
+    return _TYPES[args.get("type", "int"), args.get("num_bits", 8)]
+
+
+def _is_target(target: Any) -> bool:
+    """Whether it names linear layers: all of them, one by its full name, or some by a pattern."""
+    if not isinstance(target, str) or not (target == CLASS or "." in target):
+        return False
+    try:
+        re.compile(target.removeprefix("re:"))
+    except re.error:
+        return False
+    return True
+
+
+def find_scheme(module: str, groups: Groups) -> LayerScheme | None:
+    """The scheme of a layer, None where no target means it.
+
+    A target that names it goes before its class, and an earlier group before a later one.
+    """
+    for targets, scheme in groups:
+        if is_ignored(module, targets):
+            return scheme
+    return next((scheme for targets, scheme in groups if CLASS in targets), None)
+
+
+def is_ignored(module: str, ignore: Sequence[str]) -> bool:
+    """Whether an `ignore` list names a module: its full name, or `re:` and a pattern."""
+    for entry in ignore:
+        if entry.startswith("re:"):
+            if re.match(entry[3:], module):
+                return True
+        elif entry == module:
+            return True
+    return False
+
+
+def _unsupported(found: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: quantization_config has {found}, which is not run here. Supported: "
+        f"{SUPPORTED}. Quantize the original model with one of the shipped recipes"
+    )

@@ -1,0 +1,339 @@
+"""Reading a checkpoint folder: float, or quantized in the compressed-tensors layout.
+
+    config.json                    with `quantization_config` where weights are quantized
+    model*.safetensors (+ index)   a layer's weight as `formats.checkpoint.weights` says,
+    X.input_scale [1];
+                                   experts as `formats.families.experts` says
+    tokenizer and generation files
+    quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
+    quant/scale_table.json         every scale and where it came from
+    quant/manifest.json            size and SHA-256 of every other file
+
+`quant/` is ours and optional: a folder written by other software has none. Nothing is guessed: what
+is missing, extra, of another shape, not finite or not positive is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from formats.checkpoint.compressed_tensors import Groups, find_scheme, is_ignored, read_groups
+from formats.checkpoint.folder import auxiliary_files, check_manifest, read_config
+from formats.checkpoint.safetensors_files import (
+    SafetensorsFile,
+    TensorFile,
+    open_weights,
+    read_elements,
+    read_tensors,
+)
+from formats.checkpoint.targets import HEAD
+from formats.checkpoint.weights import (
+    LEAVES,
+    StoredWeight,
+    check_scale,
+    check_scale_kind,
+    check_scale_values,
+    check_weight,
+    expect,
+    is_scale,
+    needed_leaves,
+    read_weights,
+)
+from formats.errors import CheckpointError
+from formats.families.experts import is_projection, per_expert
+from formats.scale_table import TOGETHER, ScaleTable
+from formats.scheme import KVCacheSpec, LayerScheme, Scheme
+
+KV_SCALES = "quant/kv_scales.safetensors"
+SCALE_TABLE = "quant/scale_table.json"
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+
+
+class Checkpoint:
+    """A checked, lazily read checkpoint folder; make one with `Checkpoint.open`.
+
+    Attributes:
+        path: The folder.
+        config: config.json without its `quantization_config`.
+        ignore: Linear layers that the quantization left alone, as `quantization_config` says.
+        scheme: What is quantized. Single layers may have a scheme of their own: `scheme_of` tells;
+            this is that of the first group of `quantization_config`.
+        quantized_modules: Full names of the quantized linear layers, sorted.
+        kv_scales: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by channel),
+            of each attention module by its full name.
+        scale_table: Where the scales came from, or None for a foreign or float checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, quantization = read_config(path)
+        self._files = per_expert(open_weights(path), self.config.get("model_type"))
+        self._kv_file = _open_optional(path / KV_SCALES)
+        self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
+        self._groups: Groups = read_groups(quantization) if quantization else ()
+        main = self._groups[0][1] if self._groups else LayerScheme()
+        self.scheme = Scheme(
+            weights=main.weights, activations=main.activations, kv_cache=self._kv_spec()
+        )
+        self.quantized_modules = tuple(
+            sorted(
+                name.rpartition(".")[0]
+                for name, file in self._files.items()
+                if name.endswith(".weight_packed") or file.tensors[name][0] in QUANTIZED
+            )
+        )
+        self.kv_scales = self._read_kv_scales()
+        self.scale_table = self._read_scale_table()
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = False) -> Checkpoint:
+        """Open a folder and check it.
+
+        Args:
+            path: The folder.
+            verify: Also compare every file's SHA-256 with the manifest, where there is one.
+
+        Raises:
+            CheckpointError: something is missing, extra, damaged or not run here; it is named.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such folder; give the folder of a model")
+        check_manifest(path, verify)
+        checkpoint = cls(path)
+        checkpoint._check_quantized()
+        checkpoint._check_scale_table()
+        return checkpoint
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors of the served files, sorted."""
+        return tuple(sorted(self._files))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from its file's header."""
+        return self._kind(name)[1]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor, from its file's header."""
+        return self._kind(name)[0]
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        return read_elements({name: self._file(name)}, [name]).reshape(self.shape(name))
+
+    def tensors(self, names: Sequence[str]) -> Tensor:
+        """Read tensors that differ in their first size at most as one, as `torch.cat` gives it."""
+        width = self.shape(names[0])[1:]
+        return read_elements({name: self._file(name) for name in names}, names).reshape(-1, *width)
+
+    def weight(self, module: str) -> StoredWeight:
+        """The quantized weight of a linear layer, checked."""
+        return self.weights([module])
+
+    def weights(self, modules: Sequence[str], device: torch.device | str = "cpu") -> StoredWeight:
+        """The quantized weights of linear layers of one scheme and as many inputs, read as one.
+
+        Args:
+            modules: Full names.
+            device: Where they go, and where packed integers are unpacked.
+        """
+        shapes = [self.weight_shape(module) for module in modules]
+        return read_weights(
+            self.scheme_of(modules[0]),
+            shapes,
+            lambda leaf: self.tensors([f"{module}.{leaf}" for module in modules]).to(device),
+        )
+
+    def scheme_of(self, module: str) -> LayerScheme:
+        """How a linear layer's weight and input are quantized; of nothing where they are not."""
+        return self._schemes.get(module) or LayerScheme()
+
+    @cached_property
+    def _schemes(self) -> dict[str, LayerScheme]:
+        found = {name: find_scheme(name, self._groups) for name in self.quantized_modules}
+        return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+    @property
+    def own_schemes(self) -> dict[str, LayerScheme]:
+        """Quantized layers whose scheme is not `scheme`'s, by full name."""
+        main = self.scheme.of_layers
+        return {name: scheme for name, scheme in self._schemes.items() if scheme != main}
+
+    def weight_shape(self, module: str) -> tuple[int, ...]:
+        """Outputs and inputs of a linear layer, quantized or not."""
+        return self._packed_shapes.get(module) or self.shape(f"{module}.weight")
+
+    @cached_property
+    def _packed_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights that are packed into words; they are stored beside them."""
+        names = [name for name in self._files if name.endswith(".weight_shape")]
+        if not names:
+            return {}
+        for name in names:
+            expect(name, self._kind, torch.int64, (2,))
+        modules = [name.removesuffix(".weight_shape") for name in names]
+        sizes = self.tensors(names).reshape(-1, 2).tolist()
+        return dict(zip(modules, map(tuple, sizes), strict=True))
+
+    def require_one_scheme(self, target: str) -> None:
+        """Refuse a checkpoint whose layers have several schemes, for a target that holds one.
+
+        Raises:
+            CheckpointError: it has several.
+        """
+        for name, scheme in self.own_schemes.items():
+            raise CheckpointError(
+                f"{self.path}: found {scheme.text} in {name} and {self.scheme.of_layers.text} in "
+                f"others; {target} holds one scheme for all layers. Quantize with a recipe "
+                "without layers"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight files and of the cache's scales."""
+        files = {file.path for file in self._files.values()}
+        if self._kv_file is not None:
+            files.add(self._kv_file.path)
+        return sum(path.stat().st_size for path in files)
+
+    @cached_property
+    def auxiliary_files(self) -> tuple[Path, ...]:
+        """Tokenizer, generation and licence files: what a checkpoint made of this one takes."""
+        return auxiliary_files(self.path)
+
+    def scale(self, name: str) -> Tensor:
+        """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
+        if name in self._files:
+            return self.tensor(name).float()
+        if self._kv_file is not None and name in self._kv_file.tensors:
+            return self._kv_file.tensor(name).float()
+        raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
+
+    def _kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._file(name).tensors[name]
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            raise CheckpointError(f"{name} is missing from {self.path}")
+        return self._files[name]
+
+    def _kv_spec(self) -> KVCacheSpec | None:
+        if self._kv_file is None:
+            return None
+        try:
+            return KVCacheSpec.model_validate_json(self._kv_file.metadata.get("kv_cache", ""))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise CheckpointError(
+                f"{KV_SCALES}: its metadata do not say how the cache is quantized ({reason})"
+            ) from error
+
+    def _read_kv_scales(self) -> dict[str, tuple[Tensor, Tensor]]:
+        if self._kv_file is None or self.scheme.kv_cache is None or self.scheme.kv_cache.dynamic:
+            return {}
+        queries = int(self.config["num_attention_heads"])
+        heads = int(self.config.get("num_key_value_heads") or queries)
+        dim = int(self.config.get("head_dim") or self.config["hidden_size"] // queries)
+        attentions = [
+            f"model.layers.{i}.self_attn" for i in range(self.config.get("num_hidden_layers", 0))
+        ]
+        wanted = {f"{a}.{kind}_scale" for a in attentions for kind in "kv"}
+        _same_names(wanted, set(self._kv_file.tensors), f"{KV_SCALES}: ")
+        spec, scales = self.scheme.kv_cache, {}
+        for attention in attentions:
+            pair = []
+            for role in ("k_cache", "v_cache"):
+                scale = self._kv_file.tensor(name := f"{attention}.{role[0]}_scale")
+                check_scale(name, scale, (spec.scale_shape(role, heads, dim),))
+                pair.append(scale.expand(heads) if scale.numel() == 1 else scale)
+            scales[attention] = (pair[0], pair[1])
+        return scales
+
+    def _read_scale_table(self) -> ScaleTable | None:
+        path = self.path / SCALE_TABLE
+        return ScaleTable.from_json(path.read_bytes()) if path.is_file() else None
+
+    def _check_quantized(self) -> None:
+        """Every quantized layer has the tensors of its scheme, and there are no others."""
+        quantized = set(self.quantized_modules)
+        weights = (name.rpartition(".") for name in self._files)
+        projections = {
+            module
+            for module, _, leaf in weights
+            if leaf in ("weight", "weight_packed") and is_projection(module)
+        }
+        projections |= quantized & {HEAD}
+        known = (*LEAVES[1:], "input_scale", "input_zero_point", "weight_g_idx")
+        found = {
+            name
+            for name in self._files
+            if name.rpartition(".")[2] in known or name.endswith(("_scale", "_zero_point"))
+        }
+        if self.scheme.weights is None:
+            if quantized:
+                raise CheckpointError(
+                    f"{min(quantized)}: its weight is quantized, but config.json has no "
+                    "quantization_config"
+                )
+            _same_names(set(), found, "")
+            return
+        wanted = {
+            name
+            for name in projections
+            if not is_ignored(name, self.ignore) and find_scheme(name, self._groups)
+        }
+        _same_names(wanted, quantized, f"{self.scheme.weights.dtype} weights by config.json: ")
+        tensors = {f"{name}.{leaf}" for name in quantized for leaf in self._leaves(name)}
+        found |= {f"{name}.weight" for name in quantized if f"{name}.weight" in self._files}
+        _same_names(tensors, found, "")
+        scales = []
+        for module in self.quantized_modules:
+            scheme = self.scheme_of(module)
+            check_weight(scheme, module, self.weight_shape(module), self._kind)
+            scales.append(f"{module}.weight_scale")
+            if scheme.static_input:
+                scales.append(f"{module}.input_scale")
+                check_scale_kind(scales[-1], self._kind, ((1,), ()))
+        for i in range(0, len(scales), TOGETHER):
+            run = scales[i : i + TOGETHER]
+            if not is_scale(read_elements(self._files, run)):
+                for name in run:
+                    check_scale_values(name, self.tensor(name))
+
+    def _leaves(self, module: str) -> set[str]:
+        """Last parts of the names of the tensors that a quantized layer needs."""
+        scheme = self.scheme_of(module)
+        return needed_leaves(scheme) | ({"input_scale"} if scheme.static_input else set())
+
+    def _check_scale_table(self) -> None:
+        if self.scale_table is None:
+            return
+        files = {name: file for name, file in self._files.items() if name.endswith("_scale")}
+        files |= dict.fromkeys(self._kv_file.tensors, self._kv_file) if self._kv_file else {}
+        named = {row.tensor for row in self.scale_table.entries}
+        _same_names(set(files), named, f"{SCALE_TABLE}: ")
+        self.scale_table.check(lambda names: [t.float() for t in read_tensors(files, names)])
+
+
+def _open_optional(path: Path) -> SafetensorsFile | None:
+    return SafetensorsFile(path) if path.is_file() else None
+
+
+def _same_names(wanted: set[str], found: set[str], where: str) -> None:
+    """Refuse a difference between two sets of tensor or module names."""
+    for names, verb in ((wanted - found, "missing"), (found - wanted, "not expected")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{where}{min(names)}{more}: {verb}. Every quantized layer needs exactly the "
+                "scales of its scheme; write the checkpoint again"
+            )

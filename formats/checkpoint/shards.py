@@ -1,0 +1,86 @@
+"""Tensors into safetensors files of limited size, with the index that transformers reads."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from formats.checkpoint.safetensors_files import INDEX, SINGLE
+from formats.files import fsync_path, write_bytes
+from formats.memory import release_freed_memory
+
+
+class ShardWriter:
+    """Writes tensors into safetensors files of limited size, in the order they come.
+
+    Args:
+        folder: To write into.
+        shard_bytes: Most bytes of one file, unless one tensor alone has more; memory held is one
+            file, and one more where a pool writes it.
+        pool: Writes full files while the next one fills; `wait` before it or the folder goes.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int, pool: Executor | None = None) -> None:
+        self._folder = folder
+        self._pool = pool
+        self._written: Future[None] | None = None
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor; it is on the disk as soon as its file is full."""
+        held = sum(other.nbytes for other in self._pending.values())
+        if self._pending and held + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, name the files, and write their index if there are several."""
+        self._flush()
+        self.wait()
+        count = len(self._shards)
+        if count == 1:
+            (self._folder / "0.part").rename(self._folder / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards):
+            shard = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / f"{i}.part").rename(self._folder / shard)
+            weight_map |= dict.fromkeys(names, shard)
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        write_bytes(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+
+    def wait(self) -> None:
+        """Wait until full files are on the disk; what went wrong with them is raised here."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _flush(self) -> None:
+        self.wait()
+        if not self._pending:
+            return
+        path, tensors = self._folder / f"{len(self._shards)}.part", self._pending
+        self._shards.append(list(tensors))
+        self._pending = {}
+        if self._pool is None:
+            _save(path, tensors)
+        else:
+            self._written = self._pool.submit(_save, path, tensors)
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    fsync_path(path)
+    tensors.clear()
+    release_freed_memory()

@@ -1,0 +1,78 @@
+"""Patterns for exactly some linear layers, as the targets of compressed-tensors' groups.
+
+Some readers see a model's layers by the names in its checkpoint, others by those of the layers that
+they fuse (vLLM and SGLang: `qkv_proj`, `gate_up_proj`). A pattern that names the parts and the
+fused layer means the same to both:
+
+    re:.*layers\\.(0|3)\\.self_attn\\.(q_proj|k_proj|v_proj|qkv_proj)$
+
+The head lies beside the blocks and is named alone. No pattern of a group matches a layer of another
+one, so that their order means nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from formats.families.experts import EXPERT
+
+HEAD = "lm_head"
+NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.([^.]+)")
+FUSED = {
+    frozenset(("q_proj", "k_proj", "v_proj")): "qkv_proj",
+    frozenset(("gate_proj", "up_proj")): "gate_up_proj",
+    frozenset(("w1", "w3")): "w13",
+}
+
+
+def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Patterns for `re.match` that mean each group's layers, and none of the other groups'.
+
+    Args:
+        groups: Full names of linear layers of decoder blocks, such as
+            `model.layers.0.mlp.down_proj`, and of the head. Layers that are fused at run time are
+            of one group.
+    """
+    parts = [[_split(name) for name in names if name != HEAD] for names in groups]
+    owners: dict[tuple[str, ...], set[int]] = {}
+    for i, layers in enumerate(parts):
+        for block, module, leaf in layers:
+            owners.setdefault((block, _starred(module), leaf), set()).add(i)
+            owners.setdefault((_starred(module), leaf), set()).add(i)
+    targets = [_targets(i, layers, owners) for i, layers in enumerate(parts)]
+    heads = ([rf"re:.*{HEAD}$"] if HEAD in names else [] for names in groups)
+    return [of_blocks + head for of_blocks, head in zip(targets, heads, strict=True)]
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """Index of a layer's block, its module there, and its own name."""
+    match = NAME.fullmatch(name)
+    assert match is not None, name
+    return match[1], match[2], match[3]
+
+
+def _starred(module: str) -> str:
+    return EXPERT.sub(".experts.*", f".{module}.").strip(".")
+
+
+def _targets(
+    group: int, layers: Sequence[tuple[str, str, str]], owners: Mapping[tuple[str, ...], set[int]]
+) -> list[str]:
+    """Patterns of one group; blocks and experts are numbered where other groups have some."""
+    places: dict[tuple[str, str], dict[str, None]] = {}
+    for block, module, leaf in layers:
+        whole = owners[block, _starred(module), leaf] == {group}
+        places.setdefault((_starred(module) if whole else module, leaf), {})[block] = None
+    together: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (module, leaf), blocks in places.items():
+        alone = owners[_starred(module), leaf] == {group}
+        together.setdefault((module, () if alone else tuple(blocks)), []).append(leaf)
+    return [_pattern(module, blocks, leaves) for (module, blocks), leaves in together.items()]
+
+
+def _pattern(module: str, blocks: tuple[str, ...], leaves: list[str]) -> str:
+    fused = [name for parts, name in FUSED.items() if parts <= set(leaves)]
+    where = f"({'|'.join(blocks)})" if blocks else r"\d+"
+    inside = re.escape(module).replace(r"\*", r"\d+")
+    return rf"re:.*layers\.{where}\.{inside}\.({'|'.join([*leaves, *fused])})$"

@@ -1,0 +1,224 @@
+"""Writing a checkpoint folder: shard by shard, read back, and there at once or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from formats.checkpoint.compressed_tensors import quantization_config
+from formats.checkpoint.folder import MANIFEST
+from formats.checkpoint.read import KV_SCALES, SCALE_TABLE, Checkpoint
+from formats.checkpoint.shards import ShardWriter
+from formats.checkpoint.weights import StoredWeight, weight_tensors
+from formats.errors import CheckpointError
+from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
+from formats.scale_table import ScaleTable
+from formats.scheme import LayerScheme, Scheme
+
+HASHING_THREADS = max(4, os.cpu_count() or 1)  # SHA-256 of large buffers runs beside other threads
+
+
+class CheckpointWriter:
+    """Writes one checkpoint; a context manager.
+
+    Memory held is one shard. Leaving the context before `finish`, by an error or otherwise, leaves
+    nothing behind.
+
+    Args:
+        out: Folder to make.
+        config: config.json of the model, without `quantization_config`.
+        scheme: What is quantized.
+        layers: Schemes of all quantized layers, where they are not the same; see
+            `quantization_config`.
+        ignore: Linear layers left alone: full names or `re:` patterns.
+        aux_files: Tokenizer and other files to copy.
+        force: Whether an existing `out` may be replaced; it stays until the new one is complete.
+        shard_bytes: Most bytes of one weight file.
+
+    Raises:
+        CheckpointError: `out` exists, the disk is full or refuses, or what was read back differs.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        config: Mapping[str, Any],
+        scheme: Scheme,
+        layers: Mapping[str, LayerScheme] | None = None,
+        ignore: Sequence[str] = ("lm_head",),
+        aux_files: Sequence[Path] = (),
+        force: bool = False,
+        shard_bytes: int = 2 << 30,
+    ) -> None:
+        self.out = Path(out)
+        self.scheme = scheme
+        self._config = dict(config)
+        self._layers = layers or {}
+        self._ignore = ignore
+        self._aux_files = aux_files
+        self._force = force
+        self._shard_bytes = shard_bytes
+        self._digests: dict[str, Future[str]] = {}
+        self._pool = ThreadPoolExecutor(HASHING_THREADS)
+        self._kv_scales: dict[str, Tensor] = {}
+        self._stack = ExitStack()
+        self._folder = Path()
+        self._shards = ShardWriter(self._folder, shard_bytes)
+        self._finished = False
+
+    def __enter__(self) -> CheckpointWriter:
+        self._stack.enter_context(self._pool)
+        building = building_directory(self.out, replace=self._force)
+        self._folder = self._stack.enter_context(building)
+        self._shards = ShardWriter(self._folder, self._shard_bytes, self._pool)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._finished:
+            with suppress(Exception):  # nothing writes any more when the folder is removed
+                self._shards.wait()
+        if kind is None and not self._finished:
+            error = CheckpointError(f"{self.out}: the writer was left before finish()")
+            self._stack.__exit__(CheckpointError, error, None)
+            raise error
+        self._stack.__exit__(kind, error, trace)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor as it is; it is on the disk as soon as its shard is full."""
+        if name in self._digests:
+            raise CheckpointError(f"{name} was added twice")
+        if tensor.dtype.is_floating_point and not _is_finite(tensor):
+            raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
+        tensor = tensor.detach().contiguous()
+        with writing(self.out):
+            self._shards.add(name, tensor)
+        self._digests[name] = self._pool.submit(_digest, tensor)
+
+    def add_linear(
+        self,
+        module: str,
+        weight: StoredWeight,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        """Add a quantized linear layer.
+
+        Args:
+            module: Full name.
+            weight: Its weight.
+            dtype: The type that the weight has in the unquantized model.
+            bias: [N] in the model's type, or None.
+            input_scale: fp32 [1] where activations are static, else None.
+        """
+        scheme = self._layers.get(module, self.scheme)
+        for leaf, tensor in weight_tensors(scheme, weight, dtype).items():
+            self.add(f"{module}.{leaf}", tensor)
+        if bias is not None:
+            self.add(f"{module}.bias", bias)
+        if input_scale is not None:
+            self.add(f"{module}.input_scale", input_scale.float().reshape(1))
+
+    def set_kv_scales(self, attention: str, k: Tensor, v: Tensor) -> None:
+        """Set the cache's scales of an attention module: shapes as the scheme says."""
+        self._kv_scales[f"{attention}.k_scale"] = k.float().contiguous()
+        self._kv_scales[f"{attention}.v_scale"] = v.float().contiguous()
+
+    def finish(self, scale_table: ScaleTable, documents: Mapping[str, bytes] | None = None) -> Path:
+        """Write what is left, read everything back, and put the folder in its place.
+
+        Args:
+            scale_table: A row for every scale that was added.
+            documents: More files, by their path in the folder.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: a check failed or the disk refused; nothing is left behind.
+        """
+        with writing(self.out):
+            self._shards.finish()
+            self._write_documents(scale_table, documents or {})
+            self._write_manifest()
+        written = Checkpoint.open(self._folder)
+        found = self._pool.map(lambda name: _digest(written.tensor(name)), self._digests)
+        for (name, digest), read_back in zip(self._digests.items(), found, strict=True):
+            if read_back != digest.result():
+                raise CheckpointError(f"{name} was read back with other bits; check the disk")
+        if written.scheme != self.scheme:
+            raise CheckpointError(
+                f"{self.out}: tensors were added for {written.scheme.wac}, the scheme is "
+                f"{self.scheme.wac}; nothing was kept"
+            )
+        for module, scheme in self._layers.items():
+            if written.scheme_of(module) != scheme:
+                raise CheckpointError(
+                    f"{module} was read back as {written.scheme_of(module).text}; its scheme is "
+                    f"{scheme.text}. Nothing was kept"
+                )
+        self._finished = True
+        self._stack.close()
+        return self.out
+
+    def _write_documents(self, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
+        for file in self._aux_files:
+            shutil.copyfile(file, self._folder / file.name)
+            fsync_path(self._folder / file.name)
+        quantization = quantization_config(self.scheme, self._ignore, self._layers)
+        config = self._config | ({"quantization_config": quantization} if quantization else {})
+        everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
+        for name, data in (everything | dict(documents)).items():
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data)
+        if self.scheme.kv_cache is not None:
+            # One key: the library writes several in an order that changes from run to run.
+            metadata = {"kv_cache": self.scheme.kv_cache.model_dump_json()}
+            save_file(self._kv_scales, self._folder / KV_SCALES, metadata=metadata)
+            fsync_path(self._folder / KV_SCALES)
+
+    def _write_manifest(self) -> None:
+        paths = [path for path in sorted(self._folder.rglob("*")) if path.is_file()]
+        files = {
+            path.relative_to(self._folder).as_posix(): {
+                "bytes": path.stat().st_size,
+                "sha256": digest,
+            }
+            for path, digest in zip(paths, self._pool.map(sha256_file, paths), strict=True)
+        }
+        write_bytes(self._folder / MANIFEST, _json({"files": files}))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.float8_e4m3fn:  # for which torch has no isfinite: no infinity, two NaN
+        return not bool((tensor.view(torch.uint8).bitwise_and(0x7F) == 0x7F).any())
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    return bool(torch.isfinite(wide).all())
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy()).hexdigest()  # pyright: ignore[reportArgumentType]
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

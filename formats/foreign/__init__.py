@@ -1,0 +1,1 @@
+"""Layouts of other software: stateless pairs of reading and writing."""

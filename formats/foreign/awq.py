@@ -1,0 +1,152 @@
+"""The AWQ layout (GEMM): int4 weights in groups, packed along their outputs; write and read.
+
+    X.qweight  int32 [K, N / 8]        bits 4 i of word j hold output 8 j + ORDER[i]
+    X.qzeros   int32 [groups, N / 8]   likewise
+    X.scales   fp16  [groups, N]
+
+Values and zero points are unsigned: ours + 8; zero points are stored as they are. There are always
+zero points: symmetric weights have 8.
+
+Source: AutoAWQ 0.2 `modules/linear/gemm.py` and `utils/packing_utils.py`. The order lets its kernel
+take two neighbouring values out of a word with one mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.weights import StoredWeight, check_scale
+from formats.errors import CheckpointError
+from formats.foreign.gptq import AGAIN, refuse_activations
+from formats.foreign.layout import (
+    Layout,
+    check_divides,
+    group_spec,
+    half_scales,
+    packed_shape,
+    require_key,
+    require_tensor,
+)
+from formats.pack import pack_words, unpack_words
+from formats.scheme import Scheme, WeightSpec
+
+LEAVES = ("qweight", "qzeros", "scales")
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PLACE = tuple(ORDER.index(i) for i in range(8))
+
+
+def awq_layout(spec: WeightSpec) -> Layout:
+    """The layout of weights of a specification that `refuse_awq` accepts."""
+    size = spec.group_size or -1
+    return Layout(
+        name="awq",
+        leaves=LEAVES,
+        marker="qweight",
+        pack=partial(pack_awq, group_size=size),
+        unpack=partial(unpack_awq, group_size=size),
+        zero_word=int(_pack(torch.zeros(1, 8, dtype=torch.int8)).item()),
+    )
+
+
+def refuse_awq(scheme: Scheme) -> None:
+    """Refuse a scheme that AWQ cannot express.
+
+    Raises:
+        CheckpointError: weights are not int4, or activations are quantized.
+    """
+    if scheme.weights is None or scheme.weights.dtype != "int4":
+        found = scheme.weights.text if scheme.weights else "no quantized weights"
+        raise CheckpointError(f"found {found}; AWQ holds int4 weights, per channel or in groups")
+    refuse_activations(scheme, "AWQ")
+
+
+def pack_awq(weight: StoredWeight, group_size: int) -> dict[str, Tensor]:
+    """The three tensors of a weight.
+
+    Args:
+        weight: q int8 [N, K] in [-8, 7], scale fp32 [N, groups], zero_point int8 [N, groups] or
+            None.
+        group_size: Inputs of a group; -1 for all.
+
+    Raises:
+        CheckpointError: N or K does not fill words and groups, or a scale does not fit fp16.
+    """
+    check_divides(tuple(weight.q.shape), group_size, 4)
+    zeros = weight.zero_point
+    zeros = torch.zeros(weight.scale.shape, dtype=torch.int8) if zeros is None else zeros
+    return {
+        "qweight": _pack(weight.q.T),
+        "qzeros": _pack(zeros.T),
+        "scales": half_scales(weight).T.contiguous(),
+    }
+
+
+def unpack_awq(tensors: Mapping[str, Tensor], group_size: int) -> StoredWeight:
+    """Inverse of `pack_awq`; zero_point is None where all are 0 (a symmetric grid).
+
+    Raises:
+        CheckpointError: a tensor has another type or shape, or a scale is not finite and positive.
+    """
+    columns, words = packed_shape(tensors)
+    rows, size = words * 8, columns if group_size == -1 else group_size
+    groups = -(-columns // size)
+    qweight = require_tensor(tensors, "qweight", torch.int32, (columns, words))
+    qzeros = require_tensor(tensors, "qzeros", torch.int32, (groups, words))
+    packed_shape(tensors, "scales")
+    check_scale("scales", tensors["scales"], ((groups, rows),))
+    zeros = _unpack(qzeros).T.contiguous()
+    return StoredWeight(
+        _unpack(qweight).T.contiguous(),
+        tensors["scales"].float().T.contiguous(),
+        zeros if bool(zeros.any()) else None,
+    )
+
+
+def _pack(values: Tensor) -> Tensor:
+    """Signed [..., N] to int32 [..., N / 8], in AWQ's order."""
+    return pack_words(values.unflatten(-1, (-1, 8))[..., list(ORDER)].flatten(-2), 4)
+
+
+def _unpack(words: Tensor) -> Tensor:
+    """Inverse of `_pack`."""
+    values = unpack_words(words, 4, words.shape[-1] * 8)
+    return values.unflatten(-1, (-1, 8))[..., list(PLACE)].flatten(-2)
+
+
+def awq_config(spec: WeightSpec, unquantized: Sequence[str] = ()) -> dict[str, Any]:
+    """The `quantization_config`.
+
+    Args:
+        spec: Of the weights.
+        unquantized: Full names of the linear layers that were left alone.
+    """
+    return {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": spec.group_size or -1,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(dict.fromkeys([*unquantized, "lm_head"])),
+    }
+
+
+def read_awq_config(config: Mapping[str, Any]) -> Scheme:
+    """The scheme of a `quantization_config`; asymmetric, as zero points are always stored.
+
+    Raises:
+        CheckpointError: another method, or settings that are not read here.
+    """
+    require_key(config, "quant_method", ("awq",), AGAIN)
+    key = "w_bit" if "bits" not in config and "w_bit" in config else "bits"
+    bits = require_key(config, key, (4,), AGAIN)
+    key = "q_group_size" if "group_size" not in config and "q_group_size" in config else None
+    size = require_key(config, key or "group_size", (-1, 32, 64, 128), AGAIN)
+    require_key(config, "zero_point", (True,), AGAIN)
+    known = ("gemm", "GEMM", None)
+    require_key(config, "version", known, "Get the checkpoint in the gemm version")
+    return Scheme(weights=group_spec(bits, size, symmetric=False))

@@ -1,0 +1,268 @@
+"""The GPTQ layout: integer weights in groups, packed along their inputs; write and read.
+
+    X.qweight  int32 [K b / 32, N]        input k in word k // c, at bit b (k % c); c = 32 / b
+    X.qzeros   int32 [groups, N b / 32]   likewise along N
+    X.scales   fp16  [groups, N]
+    X.g_idx    int32 [K]                  group of each input
+
+Values and zero points are unsigned: ours + 2^(b - 1). Version 1 (`checkpoint_format: gptq`) stores
+zero points less one, modulo 2^b: 0 becomes 2^b - 1. Version 2 (`gptq_v2`) stores them as they are.
+
+Source: AutoGPTQ 0.7 `nn_modules/qlinear`, GPTQModel 7.6 `utils/model.py`. Where a zero point is 0,
+software disagrees on version 1: some add one to whole words, so that the carry of one value reaches
+its neighbour. Version 2 has no such case.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.weights import StoredWeight, check_scale
+from formats.errors import CheckpointError
+from formats.foreign.layout import (
+    Layout,
+    check_divides,
+    group_spec,
+    half_scales,
+    packed_shape,
+    require_key,
+    require_tensor,
+)
+from formats.pack import pack_words, unpack_words
+from formats.scheme import Scheme, WeightSpec
+
+Version = Literal[1, 2]
+LEAVES = ("qweight", "qzeros", "scales", "g_idx")
+AGAIN = "Quantize the original model with one of the shipped recipes"
+# vLLM and SGLang merge these layers, and look the merged name up.
+MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+    ("gate_proj", "up_proj"), "gate_up_proj"
+)
+
+
+def gptq_layout(spec: WeightSpec, version: Version) -> Layout:
+    """The layout of weights of a specification that `refuse_gptq` accepts."""
+    size, bits = spec.group_size or -1, spec.bits
+    return Layout(
+        name="gptq" if version == 1 else "gptq_v2",
+        leaves=LEAVES,
+        marker="qweight",
+        pack=partial(pack_gptq, group_size=size, bits=bits, version=version),
+        unpack=partial(unpack_sorted, bits=bits, version=version, group_size=size),
+        zero_word=int(_pack_zeros(torch.zeros(32 // bits, 1), bits, version).item()),
+        values=partial(dequantize_gptq, bits=bits, version=version),
+    )
+
+
+def refuse_gptq(scheme: Scheme) -> None:
+    """Refuse a scheme that GPTQ cannot express.
+
+    Raises:
+        CheckpointError: weights are not int4 or int8, or activations are quantized.
+    """
+    if scheme.weights is None or scheme.weights.dtype == "fp8_e4m3":
+        found = scheme.weights.text if scheme.weights else "no quantized weights"
+        raise CheckpointError(
+            f"found {found}; GPTQ holds int4 and int8 weights, per channel or in groups"
+        )
+    refuse_activations(scheme, "GPTQ")
+
+
+def refuse_activations(scheme: Scheme, target: str) -> None:
+    """Refuse a scheme that quantizes activations.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if scheme.activations is not None:
+        raise CheckpointError(
+            f"found {scheme.activations.text}; {target} holds weight-only schemes, and whoever "
+            "loads it would run the activations unquantized. Serve the compressed-tensors "
+            "checkpoint as it is, or quantize with a weight-only recipe such as w4"
+        )
+
+
+def pack_gptq(
+    weight: StoredWeight, group_size: int, bits: int, *, version: Version = 1
+) -> dict[str, Tensor]:
+    """The four tensors of a weight.
+
+    Args:
+        weight: q int8 [N, K], scale fp32 [N, groups], zero_point int8 [N, groups] or None.
+        group_size: Inputs of a group; -1 for all.
+        bits: 4 or 8.
+        version: How zero points are stored; see the module's docstring.
+
+    Raises:
+        CheckpointError: N or K does not fill words and groups, or a scale does not fit fp16.
+    """
+    rows, columns = weight.q.shape
+    check_divides((rows, columns), group_size, bits)
+    zeros = weight.zero_point
+    zeros = torch.zeros(weight.scale.shape, dtype=torch.int8) if zeros is None else zeros
+    size = columns if group_size == -1 else group_size
+    return {
+        "qweight": pack_words(weight.q, bits).T.contiguous(),
+        "qzeros": _pack_zeros(zeros, bits, version),
+        "scales": half_scales(weight).T.contiguous(),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // size,
+    }
+
+
+def _pack_zeros(zeros: Tensor, bits: int, version: Version) -> Tensor:
+    """Signed zero points [N, groups] as int32 [groups, N b / 32]."""
+    lowered = zeros.T.to(torch.int32) - (1 if version == 1 else 0)
+    return pack_words(lowered, bits).contiguous()  # the mask of packing does the wrapping
+
+
+def unpack_gptq(
+    tensors: Mapping[str, Tensor], bits: int, version: Version, group_size: int
+) -> tuple[StoredWeight, Tensor | None]:
+    """Inverse of `pack_gptq`.
+
+    Returns:
+        The weight, with zero_point None where all are 0 (a symmetric grid), and None; or, with
+        act-order, the weight whose column j belongs to input order[j], and order int64 [K]: in
+        that order, and only in that, groups are neighbours.
+
+    Raises:
+        CheckpointError: a tensor has another type or shape, a scale is not finite and positive, or
+            groups have unequal sizes, which no grouped layout expresses.
+    """
+    q, scale, zeros, g_idx = _fields(tensors, bits, version)
+    weight = StoredWeight(q, scale, zeros if bool(zeros.any()) else None)
+    size = q.shape[1] if group_size == -1 else group_size
+    if size * scale.shape[1] != q.shape[1]:
+        raise CheckpointError(
+            f"scales has {scale.shape[1]} groups of {size} for {q.shape[1]} inputs; needed is "
+            f"their quotient. group_size of quantization_config is not that of the tensors"
+        )
+    if torch.equal(g_idx, torch.arange(len(g_idx)) // size):
+        return weight, None
+    if bool((g_idx.bincount(minlength=scale.shape[1]) != size).any()):
+        raise CheckpointError(
+            f"g_idx has groups of other sizes than {size}; {AGAIN}, or use dequantize_gptq"
+        )
+    order = g_idx.argsort(stable=True)
+    return StoredWeight(q[:, order], scale, weight.zero_point), order
+
+
+def dequantize_gptq(tensors: Mapping[str, Tensor], bits: int, version: Version) -> Tensor:
+    """The weight that the tensors stand for, fp32 [N, K], whatever the order of its groups.
+
+    Raises:
+        CheckpointError: as `unpack_gptq`, but for the groups.
+    """
+    q, scale, zeros, g_idx = _fields(tensors, bits, version)
+    return (q.float() - zeros.float()[:, g_idx]) * scale[:, g_idx]
+
+
+def unpack_sorted(
+    tensors: Mapping[str, Tensor], bits: int, version: Version, group_size: int
+) -> StoredWeight:
+    """The weight of tensors without act-order; arguments and errors as of `unpack_gptq`.
+
+    Raises:
+        CheckpointError: also where groups are not neighbouring inputs.
+    """
+    weight, order = unpack_gptq(tensors, bits, version, group_size)
+    if order is not None:
+        raise CheckpointError(
+            "g_idx is not sorted (act-order): its groups are no neighbouring inputs, which only "
+            "GPTQ itself expresses, so it must be quantized again: make a float model of it with "
+            "ptq convert SRC FLOAT --to float, then run a recipe on that. Or convert a GPTQ "
+            "checkpoint made with desc_act: false or static_groups: true"
+        )
+    return weight
+
+
+def _fields(
+    tensors: Mapping[str, Tensor], bits: int, version: Version
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Checked q [N, K], scale fp32 [N, groups], signed zeros [N, groups], g_idx int64 [K]."""
+    count = 32 // bits
+    words, rows = packed_shape(tensors)
+    groups, columns = packed_shape(tensors, "scales")[0], words * count
+    check_scale("scales", tensors["scales"], ((groups, rows),))
+    qweight = require_tensor(tensors, "qweight", torch.int32, (words, rows))
+    qzeros = require_tensor(tensors, "qzeros", torch.int32, (groups, -(-rows // count)))
+    g_idx = require_tensor(tensors, "g_idx", torch.int32, (columns,)).long()
+    if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
+        raise CheckpointError(f"g_idx names groups outside of 0 to {groups - 1}; it is damaged")
+    q = unpack_words(qweight.T, bits, columns)
+    zeros = unpack_words(qzeros, bits, rows).to(torch.int32) + (1 if version == 1 else 0)
+    half = 1 << (bits - 1)
+    zeros = (zeros + half) % (1 << bits) - half
+    return q, tensors["scales"].float().T.contiguous(), zeros.to(torch.int8).T.contiguous(), g_idx
+
+
+def gptq_config(
+    spec: WeightSpec, *, version: Version, quantizer: str, unquantized: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The `quantization_config`.
+
+    Args:
+        spec: Of the weights.
+        version: 1 or 2.
+        quantizer: Name and version of who made it, such as `ptq:0.1.0`.
+        unquantized: Full names of the linear layers that were left alone.
+    """
+    dynamic = {f"-:^{_pattern(module)}$": {} for module in unquantized if module != "lm_head"}
+    return {
+        "quant_method": "gptq",
+        "bits": spec.bits,
+        "group_size": spec.group_size or -1,
+        "sym": spec.symmetric,
+        "desc_act": False,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+        "damp_percent": 0.01,  # unused when loading, but some readers want the key
+        "true_sequential": True,
+        "lm_head": False,
+        "static_groups": False,
+        "pack_dtype": "int32",
+        "meta": {"quantizer": [quantizer]},
+        **({"dynamic": dynamic} if dynamic else {}),
+    }
+
+
+def _pattern(module: str) -> str:
+    """A pattern for a layer's name and for that of the layer it is merged into."""
+    parent, _, leaf = module.rpartition(".")
+    name = f"({leaf}|{MERGED[leaf]})" if leaf in MERGED else re.escape(leaf)
+    return f"{re.escape(parent)}\\.{name}" if parent else name
+
+
+def read_gptq_config(config: Mapping[str, Any]) -> tuple[Scheme, Version]:
+    """The scheme and version of a `quantization_config`.
+
+    Keys that do not change the tensors, such as `damp_percent` and `desc_act` (`g_idx` tells), are
+    not looked at.
+
+    Raises:
+        CheckpointError: another method, or settings that are not read here.
+    """
+    require_key(config, "quant_method", ("gptq",), AGAIN)
+    bits = require_key(config, "bits", (4, 8), AGAIN)
+    size = require_key(config, "group_size", (-1, 32, 64, 128), AGAIN)
+    symmetric = require_key(config, "sym", (True, False), AGAIN)
+    require_key(config, "pack_dtype", ("int32", None), "Pack it again with pack_dtype int32")
+    require_key(config, "lm_head", (False, None), f"{AGAIN}, which leave lm_head alone")
+    require_key(config, "is_marlin_format", (False, None), "Get the checkpoint in the gptq format")
+    key = "format" if "checkpoint_format" not in config and "format" in config else None
+    layout = require_key(
+        config, key or "checkpoint_format", ("gptq", "gptq_v2", None), "Get the gptq format"
+    )
+    changed = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
+    if changed:
+        raise CheckpointError(
+            f"config.json: quantization_config has dynamic {changed[0]!r}: layers of several "
+            f"settings in one checkpoint are not read; allowed: only -: patterns. {AGAIN}"
+        )
+    scheme = Scheme(weights=group_spec(bits, size, symmetric))
+    return scheme, 2 if layout == "gptq_v2" else 1

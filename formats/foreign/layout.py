@@ -1,0 +1,214 @@
+"""What the foreign layouts share: their description, strict reading, and folders.
+
+A layout is a pair of pure functions between a `StoredWeight` and tensors; `formats.foreign.gptq`,
+`formats.foreign.awq`, `formats.foreign.fp8_block`, `formats.foreign.bitsandbytes` and
+`formats.foreign.neural_compressor` each make one from its settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.folder import auxiliary_files, read_config
+from formats.checkpoint.safetensors_files import open_weights
+from formats.checkpoint.weights import StoredWeight
+from formats.errors import CheckpointError
+from formats.scheme import WeightSpec
+
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json")  # copies of quantization_config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a quantized linear layer lies in a foreign checkpoint.
+
+    Attributes:
+        name: For messages.
+        leaves: Last parts of the names of a layer's tensors, all of them needed.
+        marker: The leaf that tells a quantized layer from another.
+        pack: The tensors of a weight by their leaf; None where the layout is only read.
+        unpack: Its inverse; CheckpointError where the tensors cannot be expressed as one. None
+            where the layout's values lie on no integer grid.
+        zero_word: Every word of `qzeros` where the weight is symmetric; None without zero points.
+        values: The weight in fp32 [N, K], where tensors may hold more than `unpack` expresses.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    marker: str
+    pack: Callable[[StoredWeight], dict[str, Tensor]] | None = None
+    unpack: Callable[[Mapping[str, Tensor]], StoredWeight] | None = None
+    zero_word: int | None = None
+    values: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+
+
+def require_key(config: Mapping[str, Any], key: str, allowed: Iterable[Any], advice: str) -> Any:
+    """The value of a key of `quantization_config`; absent counts as None.
+
+    Raises:
+        CheckpointError: the value is none of those allowed, type included; `advice` says what to
+            do.
+    """
+    found, allowed = config.get(key), tuple(allowed)
+    if not any(found == value and type(found) is type(value) for value in allowed):
+        names = ", ".join("absent" if value is None else repr(value) for value in allowed)
+        shown = "absent" if found is None else repr(found)
+        raise CheckpointError(
+            f"config.json: quantization_config has {key} {shown}; allowed: {names}. {advice}"
+        )
+    return found
+
+
+def require_tensor(
+    tensors: Mapping[str, Tensor], leaf: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor:
+    """A tensor of exactly a type and shape.
+
+    Raises:
+        CheckpointError: it is missing or another.
+    """
+    if leaf not in tensors:
+        raise CheckpointError(f"{leaf} is missing; get the checkpoint again")
+    tensor = tensors[leaf]
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise CheckpointError(
+            f"{leaf} is {tensor.dtype} {tuple(tensor.shape)}; needed is {dtype} {shape}. Its "
+            "quantization_config does not fit the tensors, or they are damaged"
+        )
+    return tensor
+
+
+def packed_shape(tensors: Mapping[str, Tensor], leaf: str = "qweight") -> tuple[int, int]:
+    """Rows and columns of a packed tensor."""
+    if leaf not in tensors or tensors[leaf].dim() != 2:
+        raise CheckpointError(f"{leaf} is missing or is no matrix; get the checkpoint again")
+    rows, columns = tensors[leaf].shape
+    return rows, columns
+
+
+def group_spec(bits: int, group_size: int, symmetric: bool) -> WeightSpec:
+    """The specification of an integer weight in groups along its inputs; -1 for one group."""
+    return WeightSpec(
+        dtype="int4" if bits == 4 else "int8",
+        granularity="per_channel" if group_size == -1 else "group",
+        group_size=None if group_size == -1 else group_size,  # pyright: ignore[reportArgumentType]
+        symmetric=symmetric,
+    )
+
+
+def check_divides(shape: tuple[int, ...], group_size: int, bits: int) -> None:
+    """Refuse a weight [N, K] that words or groups do not fill.
+
+    Raises:
+        CheckpointError: N or K is no multiple of the values in a word, or K of the group.
+    """
+    count = 32 // bits
+    group = count if group_size == -1 else group_size
+    if shape[0] % count or shape[1] % count or shape[1] % group:
+        raise CheckpointError(
+            f"a weight {tuple(shape)} does not fill words of {count} values and groups of "
+            f"{group_size}; needed are outputs divisible by {count} and inputs by both. Keep the "
+            "compressed-tensors layout, or quantize with another group_size"
+        )
+
+
+def half_scales(weight: StoredWeight) -> Tensor:
+    """Scales rounded to fp16, the type in which the layout stores them; [N, groups].
+
+    The scale of a group of nothing but zeros is arbitrary; where it is too small for fp16, as ours
+    may be, it is stored as 1.
+
+    Raises:
+        CheckpointError: a scale is too large or too small for fp16.
+    """
+    half = weight.scale.half()
+    lost = ~torch.isfinite(half) | (half <= 0)
+    half[lost & ~used_groups(weight)] = 1
+    lost &= used_groups(weight)
+    if bool(lost.any()):
+        raise CheckpointError(
+            f"scale {weight.scale[lost][0].item():.3g} cannot be held in fp16 (6e-8 to 65504), "
+            "the type that this layout has. Keep the compressed-tensors layout"
+        )
+    return half
+
+
+def used_groups(weight: StoredWeight) -> Tensor:
+    """Whether a group along the inputs stands for anything but zeros; bool [N, groups]."""
+    groups = weight.q.unflatten(1, (weight.scale.shape[1], -1))
+    zeros = 0 if weight.zero_point is None else weight.zero_point.unsqueeze(-1)
+    return (groups != zeros).any(dim=-1)
+
+
+def owner(name: str, modules: Collection[str]) -> str | None:
+    """The one of some layers that a tensor belongs to: its name begins with the layer's."""
+    prefixes = accumulate(name.split("."), "{}.{}".format)
+    return next((prefix for prefix in prefixes if prefix in modules), None)
+
+
+class ForeignFolder:
+    """A checkpoint folder whose weights are quantized in another layout than compressed-tensors.
+
+    Attributes:
+        path: The folder.
+        config: config.json without its `quantization_config`.
+        quantization: The `quantization_config`; empty where there is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, quantization = read_config(path)
+        self.quantization: dict[str, Any] = quantization or {}
+        self._files = open_weights(path)
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(sorted(self._files))
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        return self._files[name].tensor(name)
+
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Element type and shape of a tensor, from its file's header."""
+        return self._files[name].tensors[name]
+
+    def modules(self, layout: Layout) -> tuple[str, ...]:
+        """Full names of the layers that are quantized in a layout, sorted.
+
+        Raises:
+            CheckpointError: there are none, or a layer's tensors are not complete.
+        """
+        end = f".{layout.marker}"
+        modules = tuple(name.removesuffix(end) for name in self.names() if name.endswith(end))
+        wanted = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
+        taken, own = set(modules), tuple(f".{leaf}" for leaf in layout.leaves if leaf != "weight")
+        owners = {name: owner(name, taken) for name in self._files}
+        found = {
+            name
+            for name, module in owners.items()
+            if name.endswith(own) or (module and name != f"{module}.bias")
+        }
+        if not modules or wanted != found:
+            name = min(wanted ^ found, default=f"any *{end}")
+            state = "not expected" if name in found else "missing"
+            raise CheckpointError(
+                f"{self.path}: {name} is {state}. A layer in the {layout.name} layout has exactly "
+                f"{', '.join(layout.leaves)}; get the checkpoint again"
+            )
+        return modules
+
+    def layer(self, layout: Layout, module: str) -> dict[str, Tensor]:
+        """The tensors of a quantized layer by their leaf."""
+        return {leaf: self.tensor(f"{module}.{leaf}") for leaf in layout.leaves}
+
+    def auxiliary_files(self) -> tuple[Path, ...]:
+        """Tokenizer, generation and licence files, without copies of the layout's settings."""
+        return tuple(path for path in auxiliary_files(self.path) if path.name not in SETTINGS_FILES)

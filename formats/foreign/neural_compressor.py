@@ -1,0 +1,119 @@
+"""neural-compressor's weight-only checkpoints in its `huggingface` format; read only.
+
+They call themselves `quant_method: gptq`, and are version 1 of that layout (`formats.foreign.gptq`)
+but for
+
+    X.g_idx               only with act-order; otherwise input k is of group k // group_size
+    X.scale_bf16_to_fp8   bf16 [1]: 0, unless activations run in fp8 as well
+    X.bias                of every layer, zeros where the model has none
+
+Not read: `nf4` and `fp4`, and its own packing (`use_optimum_format=False`), which have no `qzeros`
+and whose settings do not say which of them they are; AWQ with multipliers of the inputs kept beside
+the weights; the `default` format, a pickle without the model's configuration.
+
+Source: neural-compressor 3.10 `torch/algorithms/weight_only/modules.py` (INCWeightOnlyLinear) and
+`save_load.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.errors import CheckpointError
+from formats.foreign.gptq import dequantize_gptq, gptq_layout, unpack_sorted
+from formats.foreign.layout import Layout, packed_shape, require_tensor
+from formats.scheme import WeightSpec
+
+PICKLE, SETTINGS = "quantized_weight.pt", "qconfig.json"
+FP8 = "scale_bf16_to_fp8"
+SAVE = 'save(model, folder, format="huggingface")'
+
+
+def refuse_pickle(folder: Path) -> None:
+    """Refuse neural-compressor's `default` format.
+
+    Raises:
+        CheckpointError: the folder holds it.
+    """
+    if (folder / SETTINGS).is_file() and (folder / PICKLE).is_file():
+        raise CheckpointError(
+            f"{folder}: found neural-compressor's default format: {PICKLE} is a pickle, which can "
+            "run any code when it is read, and there is no config.json of the model. Save it as "
+            f"safetensors with neural_compressor.torch.quantization.{SAVE}"
+        )
+
+
+def is_neural_compressor(names: Collection[str]) -> bool:
+    """Whether the names of tensors under `quant_method: gptq` are those that it writes."""
+    leaves = {name.rpartition(".")[2] for name in names}
+    return FP8 in leaves or ("qweight" in leaves and "g_idx" not in leaves)
+
+
+def neural_compressor_layout(
+    spec: WeightSpec, config: Mapping[str, Any], names: Collection[str]
+) -> Layout:
+    """The layout of a folder that `is_neural_compressor` knows.
+
+    Args:
+        spec: Of the weights.
+        config: Its `quantization_config`.
+        names: Of all its tensors.
+
+    Raises:
+        CheckpointError: it is one of those that are not read; see the module's docstring.
+    """
+    leaves = {name.rpartition(".")[2] for name in names}
+    scaled = sorted(name for name in names if name.endswith(".input_scale"))
+    if scaled:
+        raise CheckpointError(
+            f"{scaled[0]}: inputs are multiplied beside the weights, which the schemes here do not "
+            "have. Quantize again with AWQConfig(folding=True), or with one of the shipped recipes"
+        )
+    if "qzeros" not in leaves:
+        name = min(name for name in names if name.endswith(".qweight"))
+        raise CheckpointError(
+            f"{name} has no qzeros beside it: neural-compressor's nf4, fp4 or own packing, which "
+            "its settings do not tell apart. Quantize with dtype int and use_optimum_format True, "
+            "or with one of the shipped recipes"
+        )
+    if config.get("desc_act") and "g_idx" not in leaves:
+        raise CheckpointError(
+            "config.json: quantization_config has desc_act True, but there is no g_idx that tells "
+            f"the groups of the inputs. Save it again: {SAVE}"
+        )
+    layout, size = gptq_layout(spec, 1), spec.group_size or -1
+    own = (*layout.leaves, FP8)
+    return replace(
+        layout,
+        name="neural-compressor",
+        leaves=tuple(leaf for leaf in own if leaf in leaves),
+        pack=None,
+        unpack=lambda tensors: unpack_sorted(_completed(tensors, spec), spec.bits, 1, size),
+        values=lambda tensors: dequantize_gptq(_completed(tensors, spec), spec.bits, 1),
+    )
+
+
+def _completed(tensors: Mapping[str, Tensor], spec: WeightSpec) -> dict[str, Tensor]:
+    """The tensors with `g_idx`, which is left out where groups are neighbouring inputs.
+
+    Raises:
+        CheckpointError: activations run in fp8, or a tensor is damaged.
+    """
+    if FP8 in tensors:
+        scale = require_tensor(tensors, FP8, torch.bfloat16, (1,))
+        if bool(scale != 0):
+            raise CheckpointError(
+                f"{FP8} is {scale.item():.4g}: activations run in fp8, which no scheme here has "
+                "beside integer weights; allowed is 0. Quantize the weights alone"
+            )
+    if "g_idx" in tensors:
+        return dict(tensors)
+    columns = packed_shape(tensors)[0] * 32 // spec.bits
+    inputs = torch.arange(columns, dtype=torch.int32)
+    return dict(tensors) | {"g_idx": inputs // (spec.group_size or columns)}

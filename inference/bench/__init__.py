@@ -1,0 +1,1 @@
+"""Where speed is measured: steps, requests and other runtimes."""

@@ -1,0 +1,228 @@
+"""What the times of runs come to: speeds, ratios of runs that took turns, and their text."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from formats.scheme import Strict
+from inference.bench.worker import Load, Run
+
+
+class Spread(Strict):
+    """Median of the repeated runs, with the least and the greatest."""
+
+    median: float
+    low: float
+    high: float
+
+
+class Percentiles(Strict):
+    """Percentiles over all requests of all repeated runs."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class Speed(Strict):
+    """How fast an engine runs `batch` equal requests that arrive at once.
+
+    Attributes:
+        batch: Requests.
+        prompt_tokens: Prompt tokens of each.
+        new_tokens: Tokens that each generates.
+        repeats: Runs that were measured.
+        prefill_tokens_s: Prompt tokens of all requests, by the time until each has its first token.
+        decode_tokens_s: Tokens per second of all requests together from then on.
+        first_token_ms: Milliseconds from a request's arrival to its first token.
+        per_token_ms: Milliseconds from a token to the next one of its request.
+        peak_memory_bytes: Most memory so far, loading included: resident of the process, or
+            allocated on the GPU.
+        kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
+        weight_bytes: Bytes of the checkpoint's weight files, or in memory if it has none.
+    """
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    prefill_tokens_s: Spread
+    decode_tokens_s: Spread
+    first_token_ms: Percentiles
+    per_token_ms: Percentiles
+    peak_memory_bytes: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+
+
+class Ratio(Strict):
+    """How many times as fast one model is as another, of the runs of each turn.
+
+    Attributes:
+        batch: Requests.
+        model: The one whose speed is told.
+        reference: The one whose speed is 1.
+        prefill: Of the times until each request has its first token.
+        decode: Of the tokens per second from then on.
+    """
+
+    batch: int
+    model: str
+    reference: str
+    prefill: Spread
+    decode: Spread
+
+
+def summarize(load: Load, runs: Sequence[Run]) -> Speed:
+    """Put repeated runs of one load together."""
+    prompt = load.batch * load.prompt_tokens
+    return Speed(
+        **load.model_dump(),
+        repeats=len(runs),
+        prefill_tokens_s=_spread([prompt / run.prefill_s for run in runs]),
+        decode_tokens_s=_spread([_decode_speed(run) for run in runs]),
+        first_token_ms=_percentiles_ms([run.first_token_s for run in runs]),
+        per_token_ms=_percentiles_ms([run.per_token_s for run in runs]),
+        peak_memory_bytes=runs[-1].peak_memory_bytes,
+        kv_bytes_per_token=runs[-1].kv_bytes_per_token,
+        weight_bytes=runs[-1].weight_bytes,
+    )
+
+
+def _spread(values: list[float]) -> Spread:
+    return Spread(median=statistics.median(values), low=min(values), high=max(values))
+
+
+def _percentiles_ms(seconds: list[list[float]]) -> Percentiles:
+    flat = np.concatenate([np.array(row) for row in seconds])
+    p50, p90, p99 = (1000 * np.quantile(flat, [0.5, 0.9, 0.99])).tolist()
+    return Percentiles(p50=p50, p90=p90, p99=p99)
+
+
+def compare_turns(
+    load: Load, model: tuple[str, Sequence[Run]], reference: tuple[str, Sequence[Run]]
+) -> Ratio:
+    """Ratios of runs of one load that took turns: the n-th of a model to the n-th of another.
+
+    What the machine does meanwhile hits both runs of a turn alike, so that their ratio is steadier
+    than the speeds themselves.
+    """
+    turns = list(zip(reference[1], model[1], strict=True))
+    return Ratio(
+        batch=load.batch,
+        model=model[0],
+        reference=reference[0],
+        prefill=_spread([theirs.prefill_s / ours.prefill_s for theirs, ours in turns]),
+        decode=_spread([_decode_speed(ours) / _decode_speed(theirs) for theirs, ours in turns]),
+    )
+
+
+def _decode_speed(run: Run) -> float:
+    return run.decode_tokens / run.decode_s
+
+
+def describe(
+    results: Sequence[Sequence[tuple[str, Speed]]],
+    ratios: Sequence[Ratio] = (),
+    notes: Sequence[str] = (),
+    device: str = "cpu",
+) -> list[str]:
+    """Lines for a terminal: the machine, what runs, a table, and the ratios.
+
+    Args:
+        results: For each batch size, the models' names and speeds.
+        ratios: Where several models ran.
+        notes: What each model is.
+        device: Where they ran.
+    """
+    first, machine = results[0][0][1], environment(device)
+    rows = [_row(name, speed) for batch in results for name, speed in batch]
+    return [
+        f"{first.prompt_tokens} prompt + {first.new_tokens} new tokens a request, median of "
+        f"{first.repeats} runs [least-greatest]; latencies in ms: p50 / p90 / p99",
+        f"{machine.get('gpu', machine['processor'])}, {machine['threads']} threads, torch "
+        f"{machine['torch']}",
+        *notes,
+        "",
+        pd.DataFrame(rows).to_string(index=False),
+        *[_ratio_text(ratio) for ratio in ratios],
+    ]
+
+
+def _ratio_text(ratio: Ratio) -> str:
+    return (
+        f"batch {ratio.batch}: {ratio.model} runs prefill at {_times_text(ratio.prefill)} and "
+        f"decode at {_times_text(ratio.decode)} the speed of {ratio.reference}"
+    )
+
+
+def _times_text(spread: Spread) -> str:
+    return f"{spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
+
+
+def _row(name: str, speed: Speed) -> dict[str, str | int]:
+    return {
+        "model": name,
+        "batch": speed.batch,
+        "prefill tokens/s": _spread_text(speed.prefill_tokens_s),
+        "decode tokens/s": _spread_text(speed.decode_tokens_s),
+        "first token": _percentiles_text(speed.first_token_ms),
+        "per token": _percentiles_text(speed.per_token_ms),
+        "peak memory": f"{speed.peak_memory_bytes / 1e6:.0f} MB",
+        "KV/token": f"{speed.kv_bytes_per_token} B",
+        "weights": f"{speed.weight_bytes / 1e6:.1f} MB",
+    }
+
+
+def _spread_text(spread: Spread) -> str:
+    digits = 0 if spread.median >= 100 else 1
+    return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}-{spread.high:.{digits}f}]"
+
+
+def _percentiles_text(ms: Percentiles) -> str:
+    return f"{ms.p50:.1f} / {ms.p90:.1f} / {ms.p99:.1f}"
+
+
+def environment(device: str = "cpu") -> dict[str, str | int]:
+    """What measured times depend on beside the model: processor, GPU, threads, versions."""
+    own = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
+    return {
+        "processor": _processor(),
+        **own,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    """The processor's name; Linux keeps it from `platform`."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def to_json(
+    results: Sequence[Sequence[tuple[str, Speed]]],
+    ratios: Sequence[Ratio],
+    notes: Sequence[str],
+    device: str = "cpu",
+) -> str:
+    """All of it for a program; arguments as in `describe`."""
+    rows = [{"model": name, **speed.model_dump()} for batch in results for name, speed in batch]
+    document = {
+        "environment": environment(device),
+        "notes": list(notes),
+        "results": rows,
+        "ratios": [ratio.model_dump() for ratio in ratios],
+    }
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,40 @@
+"""transformers, eager: random weights, its default attention and its default, growing cache."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+class Model:
+    """A model of the shape."""
+
+    def __init__(self, job: Any) -> None:
+        torch.set_num_threads(job.threads)
+        values = {key: value for key, value in job.config.items() if key != "model_type"}
+        config = AutoConfig.for_model(job.config["model_type"], **values)
+        dtype = getattr(torch, job.format)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        heads = config.num_key_value_heads or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.kv_bytes_per_token = 2 * config.num_hidden_layers * heads * dim * dtype.itemsize
+        self.weight_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
+        attention = self._model.config._attn_implementation
+        self.note = f"torch {torch.__version__}, eager, {attention}, {job.threads} threads"
+
+    @torch.inference_mode()
+    def run(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
+        """See `inference.bench.peers.worker`."""
+        ids, cache = torch.tensor(prompts), None
+        times = [time.perf_counter()]
+        for _ in range(new_tokens):
+            out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            times.append(time.perf_counter())
+        return times
+
+
+load = Model

@@ -1,0 +1,122 @@
+"""A random model that lies nowhere: its tensors are made on the device where they are read."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.weights import StoredWeight
+from formats.scheme import LayerScheme
+from inference.bench.random_checkpoint import (
+    constant_input_scale,
+    kv_scales,
+    quantized_layers,
+    random_values,
+    read_scheme,
+    read_shape,
+    round_to_nearest,
+    tensor_shapes,
+    words_of,
+)
+
+
+class RandomCheckpoint(Checkpoint):
+    """A checkpoint of random weights that lies nowhere: its tensors are made when they are read.
+
+    Args:
+        shape: As in `read_shape`.
+        scheme: As in `read_scheme`.
+        quantize_head: As in `random_checkpoint`.
+        device: Where tensors are made.
+    """
+
+    def __init__(
+        self, shape: str, scheme: str, device: torch.device | str, *, quantize_head: bool = False
+    ) -> None:
+        name, config = read_shape(shape)
+        self.path, self.scheme = Path(f"{name}-{scheme}"), read_scheme(scheme)
+        self.config = config | {"torch_dtype": "bfloat16"}
+        self._device, self._shapes = device, tensor_shapes(config)
+        self._layers = quantized_layers(self._shapes, self.scheme, quantize_head)
+        self.quantized_modules, self.scale_table = tuple(sorted(self._layers)), None
+        self.kv_scales = kv_scales(config, self.scheme)
+
+    def __contains__(self, name: str) -> bool:
+        module, _, leaf = name.rpartition(".")
+        if module in self._layers and leaf == "input_scale":
+            return self._layers[module].static_input
+        return name in self._shapes and (leaf != "weight" or module not in self._layers)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A random tensor: the same each time."""
+        return random_values(name, self._shapes[name], self._generator(name))
+
+    def tensors(self, names: Sequence[str]) -> Tensor:
+        """Weights that are not quantized, or scales of static inputs, as one."""
+        if names[0].endswith(".input_scale"):
+            return self.scale(names[0]).repeat(len(names))
+        return _below(self._drawn(names))
+
+    def weights(self, modules: Sequence[str], device: torch.device | str = "cpu") -> StoredWeight:
+        """Random quantized weights as one; they are where tensors are made."""
+        scheme = self._layers[modules[0]]
+        drawn = self._drawn([f"{module}.weight" for module in modules])
+        made = [round_to_nearest(values.float(), scheme) for values in drawn]
+        zeros = [part.zero_point for part in made if part.zero_point is not None]
+        q, scale = _below(part.q for part in made), _below(part.scale for part in made)
+        return StoredWeight(q, scale, _below(zeros) if zeros else None)
+
+    def _drawn(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Random weights, of neighbours of one shape together: [how many, N, K]."""
+        for shape, run in groupby(names, self._shapes.__getitem__):
+            alike = list(run)
+            yield random_values(alike[0], (len(alike), *shape), self._generator(alike[0]))
+
+    def _generator(self, name: str) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+
+    def weight_shape(self, module: str) -> tuple[int, ...]:
+        """Outputs and inputs of a linear layer."""
+        return self._shapes[f"{module}.weight"]
+
+    def scheme_of(self, module: str) -> LayerScheme:
+        """How a linear layer is quantized."""
+        return self._layers.get(module) or LayerScheme()
+
+    def scale(self, name: str) -> Tensor:
+        """The scale of a static input."""
+        inputs = self._layers[name.rpartition(".")[0]].activations
+        assert inputs is not None
+        return constant_input_scale(inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """0: nothing lies on a disk."""
+        return 0
+
+
+def _below(parts: Iterable[Tensor]) -> Tensor:
+    """Parts [how many, rows, columns] as rows below each other."""
+    rows = [part.flatten(0, 1) for part in parts]
+    if len(rows) == 1:
+        return rows[0]
+    out = rows[0].new_empty((sum(map(len, rows)), rows[0].shape[1]))
+    for place, part in zip(out.split([len(part) for part in rows]), rows, strict=True):
+        place.copy_(part)  # e4m3 too, of which not every torch can join some
+    return out
+
+
+def random_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of a random model."""
+    return PreTrainedTokenizerFast(tokenizer_object=words_of(vocabulary), unk_token="t0")

@@ -1,0 +1,1 @@
+"""The decoder interpreted on a CPU."""

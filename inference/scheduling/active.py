@@ -1,0 +1,206 @@
+"""Requests while they run: their tokens, their text, and what ends them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.models.kv_cache import KVPool, forget
+from inference.scheduling.detokenizer import Detokenizer
+from inference.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from inference.scheduling.sampler import sample, top_logprobs
+from inference.scheduling.scheduler import PENDING, Scheduler, Slice
+from inference.scheduling.scheduler import Sequence as TokenSequence
+
+
+class ActiveRequest:
+    """State of one request between its arrival and its end.
+
+    Args:
+        name: The request's.
+        prompt: Its token ids.
+        params: How it is decoded.
+        tokenizer: A transformers tokenizer.
+        ends: Tokens that end it.
+        limit: Most tokens of prompt and output.
+
+    Attributes:
+        sequence: Its tokens, for the scheduler.
+        output: What it has so far.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Any,
+        ends: frozenset[int],
+        limit: int,
+    ) -> None:
+        self.sequence = TokenSequence(name, list(prompt))
+        self.output = RequestOutput(name, list(prompt), arrival=time.perf_counter())
+        self.output.logprobs = None if params.logprobs is None else []
+        self.output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        self._params, self._ends, self._limit = params, ends, limit
+        self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self._generator: torch.Generator | None = None
+        self._seed = params.seed or 0
+        if params.temperature > 0:
+            self._generator = torch.Generator()
+            if params.seed is None:
+                self._seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
+            else:
+                self._generator.manual_seed(params.seed)
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether log probabilities of the prompt are wanted and not yet complete."""
+        found = self.output.prompt_logprobs
+        return found is not None and len(found) < len(self.output.prompt_token_ids)
+
+    def note_prompt(self, part: Slice, logits: Tensor) -> None:
+        """Take the log probabilities of prompt tokens from the logits of a slice's tokens."""
+        prompt, found = self.output.prompt_token_ids, self.output.prompt_logprobs
+        assert found is not None
+        for row, position in zip(logits, range(part.start + 1, len(prompt)), strict=False):
+            if position == len(found):  # not yet known from before a preemption
+                number = self._params.prompt_logprobs or 0
+                found.append(top_logprobs(row, prompt[position], number))
+
+    @property
+    def chosen_on_device(self) -> bool:
+        """Whether temperature, top_k and top_p are all that its next token depends on."""
+        params, made = self._params, len(self.output.token_ids)
+        plain = params.repetition_penalty == 1.0 and not (
+            params.presence_penalty or params.frequency_penalty
+        )
+        silent = self.output.logprobs is None and not self.wants_prompt_logits
+        return plain and silent and (made >= params.min_tokens or not self._ends)
+
+    @property
+    def draw(self) -> tuple[float, int, float, int, int]:
+        """temperature, top_k, top_p, seed and number of the token that comes next."""
+        params, made = self._params, len(self.sequence.tokens) - len(self.output.prompt_token_ids)
+        return params.temperature, params.top_k, params.top_p, self._seed, made
+
+    def expect(self) -> None:
+        """Keep a place for a token that is being chosen, unless it is the last."""
+        made = len(self.sequence.tokens) - len(self.output.prompt_token_ids)
+        if made + 1 < self._params.max_tokens and len(self.sequence.tokens) + 1 < self._limit:
+            self.sequence.tokens.append(PENDING)
+
+    def take(self, logits: Tensor) -> FinishReason | None:
+        """Choose the next token from logits [vocabulary]; the reason where it is the last."""
+        params, output = self._params, self.output
+        forbidden = sorted(self._ends) if len(output.token_ids) < params.min_tokens else ()
+        prompt = output.prompt_token_ids
+        token = sample(logits, prompt, output.token_ids, params, forbidden, self._generator)
+        if output.logprobs is not None:
+            output.logprobs.append(top_logprobs(logits, token, params.logprobs or 0))
+        return self.accept(token)
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Append the next token; the reason where it is the last."""
+        params, output = self._params, self.output
+        made = len(output.token_ids)
+        output.token_ids.append(token)
+        output.token_times.append(time.perf_counter())
+        place = len(output.prompt_token_ids) + made
+        self.sequence.tokens[place : place + 1] = [token]  # in the place that was kept, or new
+        if token in self._ends:
+            return "stop"
+        self._detokenizer.add(token)
+        if self._detokenizer.stopped and made + 1 >= params.min_tokens:
+            return "stop"
+        full = place + 1 >= self._limit
+        return "length" if made + 1 >= params.max_tokens or full else None
+
+    def close(self, reason: FinishReason) -> RequestOutput:
+        """End it; gives its final state."""
+        self._detokenizer.finish()
+        if self._detokenizer.stopped and reason == "length":
+            reason = "stop"  # what was held back completed a stop text
+        self.output.finish_reason = reason
+        return self.snapshot()
+
+    def snapshot(self) -> RequestOutput:
+        """Its state as it is now, safe from later steps."""
+        output, text = self.output, self._detokenizer.text
+        output.delta, output.text = text[len(output.text) :], text
+        return replace(
+            output,
+            token_ids=list(output.token_ids),
+            token_times=list(output.token_times),
+            logprobs=None if output.logprobs is None else list(output.logprobs),
+        )
+
+
+class ActiveRequests(Mapping[str, ActiveRequest]):
+    """The requests of an engine, by name, from their arrival to their end.
+
+    Args:
+        scheduler: Has their sequences.
+        pools: Their cache.
+    """
+
+    def __init__(self, scheduler: Scheduler, pools: Sequence[KVPool]) -> None:
+        self._scheduler, self._pools = scheduler, pools
+        self._by_name: dict[str, ActiveRequest] = {}
+
+    def __getitem__(self, name: str) -> ActiveRequest:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def add(self, request: ActiveRequest) -> None:
+        """Queue a request."""
+        self._by_name[request.sequence.name] = request
+        self._scheduler.add(request.sequence)
+
+    def take_logits(self, part: Slice, logits: Tensor) -> list[RequestOutput]:
+        """Give a request the logits of its slice: for those of its prompt, and its next token."""
+        request = self[part.sequence.name]
+        if not bool(torch.isfinite(logits).all()):
+            return [self._fail(request)]
+        if request.wants_prompt_logits:
+            request.note_prompt(part, logits)
+        if not part.samples:
+            return []
+        return [self._after(request, request.take(logits[-1]))]
+
+    def take_token(self, request: ActiveRequest, token: int) -> RequestOutput:
+        """Give a request its next token; a negative one says that its logits were not finite."""
+        if token < 0:
+            return self._fail(request)
+        return self._after(request, request.accept(token))
+
+    def finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
+        """End a request and take its blocks back."""
+        if reason == "error" or not request.output.token_ids:  # nobody has looked at what it made
+            forget(self._pools, self._scheduler.blocks.table(request.sequence.name))
+        self._scheduler.remove(request.sequence)
+        del self._by_name[request.sequence.name]
+        return request.close(reason)
+
+    def drop(self) -> None:
+        """Forget all of them, and take their blocks back."""
+        for request in self._by_name.values():
+            self._scheduler.remove(request.sequence)
+        self._by_name.clear()
+
+    def _after(self, request: ActiveRequest, reason: FinishReason | None) -> RequestOutput:
+        return self.finish(request, reason) if reason else request.snapshot()
+
+    def _fail(self, request: ActiveRequest) -> RequestOutput:
+        request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
+        return self.finish(request, "error")

@@ -1,0 +1,257 @@
+"""`ptq tune`: measure tiles on this GPU and write the device's table.
+
+Every candidate is checked against its twin, then timed as `kernels.bench.timing` says. What the
+table has for other families or shapes is kept. By default all families run over the shapes of a
+Llama-3-8B layer:
+
+    ptq tune --families w4a16 w8a8 --shapes 28672x4096 --rows 16 64
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels.bench.shapes import DECODE, PREFILL, SHAPES, count, layer
+from kernels.devices import run_on_gpu
+from kernels.triton.tuning import (
+    PARTS,
+    Block,
+    Cut,
+    Tile,
+    bucket,
+    file_of,
+    gemm_tile,
+    multiprocessors,
+)
+
+if TYPE_CHECKING:  # the rest needs Triton, and its absence is told
+    from kernels.bench.problems import Problem
+
+log = logging.getLogger("ptq.kernels")
+ATTENTION = ("attention", "attention_per_token", "attention_16_bits")
+PROMPTS = ("prefill", "prefill_16_bits")
+FAMILIES = (
+    "w4a16",
+    "w4a8",
+    "w4a8_two_level",
+    "w4a16_many",
+    "w4a8_many",
+    "w4a8_two_level_many",
+    "w8a16",
+    "w8a8",
+    "fp8",
+    "fp8_block",
+    "w16a16",
+    *ATTENTION,
+    *PROMPTS,
+)
+ROWS = (16, 64, 256)
+
+
+def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) -> Iterator[Tile]:
+    """Candidates: sizes that fit in registers, splits that give each SM about one to four."""
+    if family.endswith("_many"):
+        yield from _many_rows(family, rows, outputs, inputs)
+        return
+    if family == "w16a16":
+        yield from _wide(rows, outputs, inputs)
+        return
+    for size, tall, stages, warps in _sizes(family, rows):
+        for splits in (1, 2, 3, 4, 5, 8) if rows <= 64 else (1, 2, 3):
+            programs = outputs // size * -(-rows // tall) * splits
+            fills = 0.75 * processors <= programs <= 4.2 * processors
+            fills = fills and programs * size * tall <= PARTS
+            worth = splits == 1 or (fills and rows <= 1024 and inputs // splits >= 512)
+            if outputs % size == 0 and worth:
+                steps = (256, 128) if family == "fp8" and inputs % 256 == 0 else (128,)
+                yield from (Tile(size, tall, splits, stages, warps, inputs=k) for k in steps)
+    if family in ("w8a8", "fp8") and rows > 64:
+        yield from _whole(family, rows, outputs, inputs)
+
+
+def _whole(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """Candidates of the kernel that takes whole tiles of 8-bit weights."""
+    from kernels.triton.common import capability
+    from kernels.triton.linear.w8a8 import FAST_INPUTS, many_rows_tiles
+
+    if capability() == 90:
+        long = family == "fp8" and inputs > FAST_INPUTS
+        yield from (t for t in many_rows_tiles(outputs, long) if rows > t.rows // 2)
+
+
+def _wide(rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """16-bit weights: tiles of 8 to 32 KB, one to three programs an SM."""
+    tall = min(bucket(rows), 64)
+    for size, step, stages in (
+        (64, 256, 5),
+        (64, 128, 5),
+        (64, 128, 4),
+        (64, 64, 5),
+        (128, 128, 3),
+        (128, 64, 5),
+    ):
+        for splits in (1, 2, 3, 4):
+            few = outputs // size * splits <= 264 or splits == 1
+            if outputs % size == 0 and inputs % step == 0 and few:
+                yield Tile(size, tall, splits, stages, inputs=step)
+
+
+def _many_rows(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
+    """4-bit weights: what the kernel for few rows would take, and tiles of the one for many."""
+    yield gemm_tile(family.removesuffix("_many"), torch.device("cuda"), rows, outputs, inputs)
+    sizes = ((256, 128, 4), (128, 128, 4), (128, 256, 6), (256, 64, 6), (128, 64, 6))
+    if family == "w4a8_two_level_many":
+        sizes = ((256, 128, 5), (128, 256, 4), (128, 128, 6), (256, 64, 6), (128, 64, 6))
+    elif family == "w4a8_many":
+        sizes = ((256, 128, 5), (128, 128, 6), (256, 64, 6), (128, 64, 6))
+    for size, tall, stages in sizes:
+        if outputs % size == 0 and rows > tall // 2 and (rows <= 512 or tall >= 128):
+            yield from (Tile(size, tall, splits, stages, 8, True) for splits in (1, 4, 8))
+
+
+def _sizes(family: str, rows: int) -> tuple[tuple[int, int, int, int], ...]:
+    """(outputs, rows, stages, warps) worth trying."""
+    tall = bucket(rows)
+    if tall <= 16:
+        deep = 5 if family.startswith("w4") else 4
+        wide = ((256, tall, deep, 4), (256, tall, 4, 4)) if family.startswith("w4") else ()
+        return *wide, (128, tall, deep, 4), (64, tall, deep, 4), (64, tall, 6, 4)
+    if tall <= 64:
+        return (128, tall, 4, 4), (128, tall, 3, 4), (64, tall, 4, 4)
+    small = (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4)
+    if family in ("w4a16", "w4a8_two_level", "w8a8"):
+        return *small, (128, 256, 3, 8), (256, 128, 3, 8), (64, 256, 3, 4)
+    return *small, (256, 64, 3, 8), (64, 128, 3, 4)
+
+
+def cuts(sequences: int, context: int, processors: int) -> Iterator[Cut]:
+    """Candidates of decode attention: two to twenty warps an SM, and no split; plain and not."""
+    for warps in (1, 2, 4):
+        for splits in (1, 2, 3, 4, 5, 8, 12, 16, 32):
+            work = sequences * 8 * splits * warps / processors
+            if context // 64 >= splits * warps and (splits == 1 or 2 <= work <= 20):
+                yield Cut(warps, splits)
+                if warps == 4:
+                    yield from (Cut(4, splits, stages) for stages in (3, 4))
+
+
+def blocks() -> Iterator[Block]:
+    """Candidates of prefill attention, heads of 128; the last with warps of different tasks."""
+    for rows, tokens, warps in (
+        (64, 64, 4),
+        (64, 32, 4),
+        (128, 64, 8),
+        (128, 32, 8),
+        (256, 32, 16),
+    ):
+        yield Block(rows, tokens, warps, 3)
+    yield Block(128, 64, 4, 0)
+
+
+def best(problem: Problem, candidates: Iterator[Any]) -> tuple[Any, float]:
+    """The fastest candidate and its microseconds."""
+    from triton.runtime.errors import OutOfResources
+
+    found = []
+    for candidate in candidates:
+        try:
+            problem.check(candidate)
+        except OutOfResources as error:
+            log.info("%s %s: %s", problem.name, candidate, error)
+            continue
+        found.append((candidate, problem.time(candidate)))
+    finals = sorted(found, key=lambda entry: entry[1])[:4]
+    finals = [(candidate, problem.time(candidate)) for candidate, _ in finals]
+    ranked = sorted(finals, key=lambda entry: entry[1])
+    log.info("%s: %s", problem.name, "; ".join(f"{c} {us:.2f}" for c, us in ranked))
+    return ranked[0]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="ptq tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument(
+        "--shapes", nargs="+", type=layer, default=SHAPES, metavar="NxK", help="of linear layers"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=count, default=ROWS, metavar="M", help="buckets of rows"
+    )
+    parser.add_argument("--output", type=Path, help="by default the device's table")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write; 2 where there is no GPU to run on."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    arguments = parse(argv)
+    return run_on_gpu(lambda device: tune(arguments, device))
+
+
+def runs(family: str) -> bool:
+    """Whether the device has the instructions that a family is made of."""
+    from kernels.triton.common import capability
+
+    if family.endswith("_many"):
+        return capability() == 90
+    return family != "fp8" or capability() >= 89
+
+
+def has_choice(family: str, rows: int) -> bool:
+    """Whether a model asks the table: of more rows of 16 bits cuBLAS, of few never "_many"."""
+    return rows <= 64 if family == "w16a16" else rows > 32 or not family.endswith("_many")
+
+
+def tune(arguments: argparse.Namespace, device: torch.device) -> int:
+    """Measure all families that are asked for and run here, and write each into the table."""
+    from kernels.bench import attention_problems, problems
+    from kernels.triton.common import Workspace
+
+    workspace = Workspace.on(device)
+    processors = multiprocessors(device)
+    path = arguments.output or file_of(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for family in arguments.families:
+        if not runs(family):
+            log.info("left %s out: this device has none", family)
+            continue
+        own = table.setdefault(family, {})
+        shapes = [] if family in (*ATTENTION, *PROMPTS) else arguments.shapes
+        dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
+        for new, context in PREFILL if family in PROMPTS else ():
+            problem = attention_problems.prefill(new, context, workspace, dtype)
+            block, _ = best(problem, blocks())
+            own[f"128x{bucket(32 * sum(new))}"] = asdict(block)
+        for sequences, context in DECODE if family in ATTENTION else ():
+            per_token = family == "attention_per_token"
+            problem = attention_problems.attention(sequences, context, workspace, dtype, per_token)
+            cut, _ = best(problem, cuts(sequences, context, processors))
+            own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
+        few_or_many = [rows for rows in arguments.rows if has_choice(family, rows)]
+        for (outputs, inputs), rows in itertools.product(shapes, few_or_many):
+            problem = problems.gemm(family, rows, outputs, inputs, workspace)
+            tile, _ = best(problem, tiles(family, rows, outputs, inputs, processors))
+            own.setdefault(f"{outputs}x{inputs}", {})[str(bucket(rows))] = asdict(tile)
+        text = json.dumps(table, indent=1, sort_keys=True)
+        path.write_text(text + "\n", encoding="utf-8")  # what is measured stays if the rest fails
+        log.info("wrote %s of %s", family, path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

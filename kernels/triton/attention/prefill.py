@@ -1,0 +1,245 @@
+"""Causal attention of many new tokens over their sequences' paged cache, new tokens included.
+
+FlashAttention-2 (Dao 2023) over the cache of `kernels.triton.attention.paged_cache`: a program
+holds a tile of queries and walks the pages that they see, with a running maximum, sum and result a
+row. A tile's rows are the queries of one sequence times the heads that share a KV head,
+
+    row r = query (r // GROUP), head (r % GROUP),
+
+so that a page is read once, and its 8 bits are turned into fp16 once, for all of them. Pages that
+the first query of a tile sees whole need no mask; those after the last query, and those before the
+window, are not read. Scales are used as in `kernels.triton.attention.decode`.
+
+Which tile a program has is found on the device, in `query_start`: sequence s, with QUERIES a tile,
+has the tiles from query_start[s] // QUERIES + s on, enough for any number of queries. So launches
+depend on shapes alone and can be captured. Later tiles see more, and start first.
+
+A sequence with one new token would leave most of a tile's rows idle. `decodes` of them, first in
+the batch, go through `decode_attention`, a launch of its own.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.attention import prefill_hopper as prefill_gluon
+from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.paged_cache import (
+    HIDDEN,
+    LIFT,
+    LOG2_E,
+    LOWEST,
+    PER_CHANNEL,
+    PER_HEAD,
+    PER_TOKEN,
+    UNLIMITED,
+    as_operand,
+    check_pages,
+    check_queries,
+    finish,
+    operand_type,
+    result,
+    scale_kind,
+)
+from kernels.triton.common import Workspace, require
+from kernels.triton.tuning import Block, prefill_block
+
+
+@triton.jit
+def sequence_of(tile, query_start, base, begin, end, QUERIES: tl.constexpr):
+    """Of sequences begin .. end - 1 the last whose first tile is not after this one."""
+    low, high = begin + tile * 0, end + tile * 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(query_start + middle).to(tl.int32) - base
+        after = start // QUERIES + middle - begin > tile
+        low, high = tl.where(after, low, middle), tl.where(after, middle, high)
+    return low
+
+
+@triton.jit
+def walk(
+    m, l, acc, x, position, begin, end, factor, window,  # noqa: E741
+    k_pages, v_pages, k_scale, v_scale, table, head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr,
+    MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """(m, l, acc) after blocks begin .. end - 1 of TOKENS tokens, a page or a part of one."""
+    d, t = tl.arange(0, DIM), tl.arange(0, TOKENS)
+    PARTS: tl.constexpr = 64 // TOKENS
+    for b in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(table + b // PARTS).to(tl.int64) * HEADS + head
+        at = b % PARTS * TOKENS + t
+        k = tl.load(k_pages + page * (64 * DIM) + at[:, None] * DIM + d[None, :])
+        v = tl.load(v_pages + page * (64 * DIM) + d[:, None] * 64 + at[None, :])
+        s = tl.dot(x, tl.trans(as_operand(k)))  # [ROWS, TOKENS]
+        if SCALES == PER_TOKEN:
+            s *= tl.load(k_scale + page * 64 + at).to(tl.float32)[None, :]
+        if MASKED:
+            token = b * TOKENS + t
+            seen = token[None, :] <= position[:, None]
+            seen = seen & (token[None, :] > position[:, None] - window)
+            s = tl.where(seen, s, HIDDEN)
+        top = tl.maximum(m, tl.max(s, 1) * factor)
+        weights = tl.exp2(s * factor - top[:, None])
+        shrink = tl.exp2(m - top)
+        l = l * shrink + tl.sum(weights, 1)  # noqa: E741
+        m = top
+        if SCALES == PER_TOKEN:
+            lifted = tl.load(v_scale + page * 64 + at).to(tl.float32) * LIFT
+            weights = weights * lifted[None, :]
+            if MASKED:  # the scale of a token that nobody wrote may be anything
+                weights = tl.where(seen, weights, 0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(x.dtype), tl.trans(as_operand(v)), acc)
+    return m, l, acc
+
+
+@triton.jit(do_not_specialize=["decodes", "S", "window", "width"])
+def prefill_kernel(
+    q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
+    softmax_scale, decodes, S, window, width,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program (KV head, tile of queries); SCALES as for decode."""
+    QUERIES: tl.constexpr = ROWS // GROUP
+    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    base = tl.load(query_start + decodes).to(tl.int32)
+    sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
+    start = tl.load(query_start + sequence).to(tl.int32)
+    count = tl.load(query_start + sequence + 1).to(tl.int32) - start
+    first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES  # its query
+    if first >= count:
+        return
+    OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)
+    r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    query = first + r // GROUP
+    real = (query < count) & (r < QUERIES * GROUP)
+    cells = ((start + query).to(tl.int64) * HEADS + head) * GROUP + r % GROUP
+    cells = cells[:, None] * DIM + d[None, :]
+    x = tl.load(q + cells, mask=real[:, None], other=0.0)
+    factor = softmax_scale * LOG2_E
+    if SCALES == PER_HEAD:
+        factor *= tl.load(k_scale + head)
+    if SCALES == PER_CHANNEL:
+        x = x.to(tl.float32) * tl.load(k_scale + head * DIM + d)[None, :]
+    x = x.to(tl.float32).to(OPERAND)  # [ROWS, DIM]
+    old = tl.load(lengths + sequence).to(tl.int32) - count
+    position = old + query
+    end = tl.cdiv(old + tl.minimum(first + QUERIES, count), TOKENS)
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    table = tables + sequence * width
+    if WINDOWED:
+        whole = tl.maximum(old + first + 1 - window, 0) // TOKENS  # where the walk begins
+    else:
+        whole = (old + first + 1) // TOKENS
+        m, l, acc = walk(  # noqa: E741
+            m, l, acc, x, position, 0, whole, factor, window, k_pages, v_pages, k_scale, v_scale,
+            table, head, HEADS, DIM, TOKENS, SCALES, False, STAGES,
+        )  # fmt: skip
+    m, l, acc = walk(  # noqa: E741
+        m, l, acc, x, position, whole, end, factor, window, k_pages, v_pages, k_scale, v_scale,
+        table, head, HEADS, DIM, TOKENS, SCALES, True, STAGES,
+    )  # fmt: skip
+    unit = 1.0
+    if SCALES == PER_TOKEN:
+        unit = 1.0 / LIFT
+    elif SCALES > 0:
+        unit = tl.load(v_scale + head)
+    y = acc * tl.where(l > 0, unit / l, 0.0)[:, None]
+    tl.store(out + cells, finish(y, out, out_scale), mask=real[:, None])
+
+
+def prefill_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    lengths: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    softmax_scale: float,
+    workspace: Workspace,
+    sliding_window: int | None = None,
+    decodes: int = 0,
+    out_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    block: Block | None = None,
+) -> Tensor:
+    """Attention of the new tokens of S sequences; their K and V are in the cache already.
+
+    Query i of the n of sequence s stands at position lengths[s] - n + i; it sees its own and
+    earlier positions, of which the last `sliding_window` where one is given.
+
+    Args:
+        q: fp32, fp16 or bf16 [T, Hq, D], the sequences' queries one after another, from row 0;
+            fastest in the operands' type (fp16 for 8 bits), as it then need not go by registers.
+        k_pages: int8, e4m3, bf16 or fp16 [pages, Hkv, 64, D]; finite also where no token is yet.
+        v_pages: [pages, Hkv, D, 64], likewise.
+        tables: int32 or int64 [S, W], pages of each sequence in order, valid numbers throughout.
+        query_start: int32 or int64 [S + 1] on the device, where each sequence's queries begin in
+            `q`; a sequence without queries costs nothing. Rows from its last entry on are not
+            written.
+        lengths: int32 or int64 [S] on the device, tokens in the cache, new ones included.
+        k_scale: fp32 [Hkv] or [Hkv, D], or fp32 or fp16 [pages, Hkv, 64]; None for 16 bits.
+        v_scale: fp32 [Hkv], or [pages, Hkv, 64] in the type of `k_scale`; None for 16 bits.
+        softmax_scale: Factor of q k^T.
+        workspace: Of the stream that this runs in; used for `decodes`.
+        sliding_window: Positions seen, or None for all.
+        decodes: How many sequences, first in the batch, have one new token each.
+        out_scale: fp32, one element: the result is quantized with it.
+        out_dtype: int8 or e4m3 with `out_scale`, else a float type; by default that of `q`.
+        block: How the work is cut; by default the device's table says.
+
+    Returns:
+        [T, Hq, D].
+
+    Raises:
+        ValueError: a shape or type does not fit.
+    """
+    check_pages(k_pages, v_pages, k_scale, v_scale)
+    check_queries(q, k_pages, tables, lengths)
+    (tokens, q_heads, dim), heads, sequences = q.shape, k_pages.shape[1], lengths.shape[0]
+    group, kind = q_heads // heads, scale_kind(k_scale)
+    require(
+        query_start.shape == (sequences + 1,) and query_start.is_contiguous(),
+        f"query_start is {tuple(query_start.shape)}; needed is [{sequences + 1}], contiguous",
+    )
+    require(0 <= decodes <= min(sequences, tokens), f"{decodes} of {sequences} sequences decode")
+    out = result(q, out=None, out_scale=out_scale, out_dtype=out_dtype)
+    if decodes:
+        decode_attention(
+            q[:decodes], k_pages, v_pages, tables[:decodes], lengths[:decodes], k_scale, v_scale,
+            softmax_scale, workspace, sliding_window, out_scale=out_scale, out=out[:decodes],
+        )  # fmt: skip
+    if sequences == decodes or tokens == decodes:
+        return out
+    if dim > 128 and kind:
+        q = q.half()  # converted in the kernel, it would be held in registers that there are not
+    block = block or prefill_block(q.device, (tokens - decodes) * q_heads, dim, kind)
+    window = sliding_window or UNLIMITED
+    if block.stages == 0 and prefill_gluon.takes(k_pages, group, kind):
+        prefill_gluon.launch(
+            q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
+            softmax_scale, decodes, window,
+        )  # fmt: skip
+        return out
+    queries = block.rows // group
+    require(queries > 0, f"{group} query heads a KV head; the most are {block.rows}")
+    prefill_kernel[(heads, (tokens - decodes) // queries + sequences - decodes)](
+        q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
+        softmax_scale, decodes, sequences, window, tables.shape[1],
+        HEADS=heads, GROUP=group, DIM=dim, ROWS=block.rows, TOKENS=block.tokens, SCALES=kind,
+        WINDOWED=sliding_window is not None, STAGES=block.stages or 3, num_warps=block.warps,
+        num_stages=block.stages or 3,
+    )  # fmt: skip
+    return out

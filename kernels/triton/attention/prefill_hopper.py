@@ -1,0 +1,282 @@
+"""Prefill attention of `kernels.triton.attention.prefill` with warps of different tasks (Gluon),
+for Hopper.
+
+    4 warps       leave pages in shared memory, two pages deep, 8 bits turned into fp16
+    2 x 4 warps   64 rows each: S = Q K^T, softmax, O += P V, by wgmma
+
+So no warp of a product waits for a conversion, and while one half of the rows is in its softmax,
+the other has the tensor cores. Barriers in shared memory say of each buffer that it is filled, and
+that both halves have read it. D = 128; the plain kernel is the twin, and takes everything else.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.triton.attention.decode_hopper import finish, to_fp16
+from kernels.triton.attention.paged_cache import scale_kind
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-1e30)
+HIDDEN = gl.constexpr(float("-inf"))
+LIFT = gl.constexpr(256.0)
+ROWS = gl.constexpr(128)  # of a program
+DEEP = gl.constexpr(2)  # pages in shared memory
+
+
+@gluon.jit
+def sequence_of(tile, query_start, base, begin, end, QUERIES: gl.constexpr):
+    """Of sequences begin .. end - 1 the last whose first tile is not after this one."""
+    low, high = begin + tile * 0, end + tile * 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = gl.load(query_start + middle).to(gl.int32) - base
+        if start // QUERIES + middle - begin > tile:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+@gluon.jit
+def operand(raw, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FP8: gl.constexpr):
+    """A page as an operand: int32 words of 8 bits as fp16, 16 bits as they are."""
+    if raw.dtype == gl.int32:
+        return to_fp16(raw, FP8).reshape([ROWS, COLUMNS])
+    else:  # noqa: RET505  (a return does not end what is compiled)
+        return raw
+
+
+@gluon.jit
+def convert(
+    k_pages, v_pages, k_scale, v_scale, table, head, begin, end, length, ks, vs, scales, full,
+    empty,
+    HEADS: gl.constexpr, PER_TOKEN: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Fill the buffers with pages begin .. end - 1; the next page is on its way meanwhile."""
+    WIDE: gl.constexpr = 2 if k_pages.dtype.element_ty.primitive_bitwidth == 16 else 1
+    EACH: gl.constexpr = 8 if WIDE == 2 else 4  # elements, or words, of 16 bytes
+    SIZE: gl.constexpr = 8192 if WIDE == 2 else 2048  # those of a page
+    K_LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [4 // WIDE, 8 * WIDE], [4, 1], [1, 0])
+    V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [8 // WIDE, 4 * WIDE], [4, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, K_LAYOUT))
+    words = gl.arange(0, SIZE // 64, layout=gl.SliceLayout(0, K_LAYOUT))
+    k_place = gl.expand_dims(rows, 1) * (SIZE // 64) + gl.expand_dims(words, 0)
+    rows = gl.arange(0, 128, layout=gl.SliceLayout(1, V_LAYOUT))
+    words = gl.arange(0, SIZE // 128, layout=gl.SliceLayout(0, V_LAYOUT))
+    v_place = gl.expand_dims(rows, 1) * (SIZE // 128) + gl.expand_dims(words, 0)
+    token = gl.arange(0, 64, layout=LINE)
+    page = gl.load(table + begin).to(gl.int64) * HEADS + head
+    raw_k = gl.load(k_pages + page * SIZE + k_place)
+    raw_v = gl.load(v_pages + page * SIZE + v_place)
+    following = gl.load(table + gl.minimum(begin + 1, end - 1))
+    if PER_TOKEN:
+        of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
+    for p in range(begin, end):
+        slot, phase = (p - begin) % DEEP, (p - begin) // DEEP % 2
+        k = operand(raw_k, 64, 128, FP8)
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        ks.index(slot).store(k)
+        if PER_TOKEN:
+            scales.index(slot).store(of_k.to(gl.float32))
+            lifted = of_v.to(gl.float32) * LIFT
+            lifted = gl.where(p * 64 + token < length, lifted, 0.0)  # else it may be anything
+        fence_async_shared()
+        mbarrier.arrive(full.index(slot), count=1)
+        page = following.to(gl.int64) * HEADS + head
+        raw_k = gl.load(k_pages + page * SIZE + k_place)
+        if PER_TOKEN:
+            of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
+        v = operand(raw_v, 128, 64, FP8)
+        mbarrier.wait(empty.index(DEEP + slot), phase ^ 1)
+        vs.index(slot).store(v)
+        if PER_TOKEN:
+            scales.index(DEEP + slot).store(lifted)
+        fence_async_shared()
+        mbarrier.arrive(full.index(DEEP + slot), count=1)
+        raw_v = gl.load(v_pages + page * SIZE + v_place)
+        following = gl.load(table + gl.minimum(p + 2, end - 1))
+
+
+@gluon.jit
+def attend(
+    qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole, end, window,
+    first, count, start, old, head, half,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr,
+):  # fmt: skip
+    """One half of the rows: 64 of them over pages begin .. end - 1, masked from `whole` on."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])  # noqa: E741
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    r = half * 64 + gl.arange(0, 64, layout=ROW)
+    position = gl.expand_dims(old + first + r // GROUP, 1)
+    place = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, S)), 0)
+    m = gl.full([64], LOWEST, gl.float32, layout=ROW)
+    l = gl.full([64], 0.0, gl.float32, layout=ROW)  # noqa: E741
+    zero = gl.full([64, 64], 0.0, gl.float32, layout=S)
+    o = gl.full([64, 128], 0.0, gl.float32, layout=O)
+    for p in range(begin, end):
+        i = p - begin
+        slot, phase = i % DEEP, i // DEEP % 2
+        mbarrier.wait(full.index(slot), phase)
+        running = warpgroup_mma(
+            qs.index(half), ks.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        s = warpgroup_mma_wait(0, deps=(running,))
+        if PER_TOKEN:
+            s = s * gl.expand_dims(scales.index(slot).load(gl.SliceLayout(0, S)), 0)
+        mbarrier.arrive(empty.index(slot), count=1)
+        if p >= whole:
+            token = p * 64 + place
+            s = gl.where((token <= position) & (token > position - window), s, HIDDEN)
+        top = gl.maximum(m, gl.max(s, 1) * factor)
+        weights = gl.exp2(s * factor - gl.expand_dims(top, 1))
+        shrink = gl.exp2(m - top)
+        l = l * shrink + gl.sum(weights, 1)  # noqa: E741
+        m = top
+        o = o * gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, O)), 1)
+        mbarrier.wait(full.index(DEEP + slot), phase)
+        if PER_TOKEN:
+            lifted = scales.index(DEEP + slot).load(gl.SliceLayout(0, S))
+            weights = weights * gl.expand_dims(lifted, 0)
+        left = gl.convert_layout(weights.to(qs.dtype), LEFT)
+        running = warpgroup_mma(left, vs.index(slot).permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(running,))
+        mbarrier.arrive(empty.index(DEEP + slot), count=1)
+    share = gl.where(l > 0, unit / l, 0.0)
+    y = o * gl.expand_dims(gl.convert_layout(share, gl.SliceLayout(1, O)), 1)
+    r = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
+    query = first + r // GROUP
+    real = (query < count) & (r < ROWS // GROUP * GROUP)
+    cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
+    d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, O)), 0)
+    cells = gl.expand_dims(cells, 1) * 128 + d
+    gl.store(out + cells, finish(y, out, out_scale), mask=gl.expand_dims(real, 1) & (d >= 0))
+
+
+@gluon.jit(do_not_specialize=["decodes", "S", "window", "width"])
+def prefill_kernel(
+    q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
+    softmax_scale, decodes, S, window, width,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Program (KV head, tile of queries), as the plain one; 8 bits are given as int32 words."""
+    PER_TOKEN: gl.constexpr = SCALES == 3
+    QUERIES: gl.constexpr = ROWS // GROUP
+    head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
+    base = gl.load(query_start + decodes).to(gl.int32)
+    sequence = sequence_of(tile, query_start, base, decodes, S, QUERIES)
+    start = gl.load(query_start + sequence).to(gl.int32)
+    count = gl.load(query_start + sequence + 1).to(gl.int32) - start
+    first = (tile - (start - base) // QUERIES - (sequence - decodes)) * QUERIES
+    if first >= count:
+        return
+    length = gl.load(lengths + sequence).to(gl.int32)
+    old = length - count
+    begin = gl.maximum(old + first + 1 - window, 0) // 64
+    whole = gl.where(old + first + QUERIES > window, begin, (old + first + 1) // 64)
+    end = (old + gl.minimum(first + QUERIES, count) + 63) // 64
+    factor, unit = softmax_scale * LOG2_E, 1.0
+    if PER_TOKEN:
+        unit = 1.0 / LIFT
+    elif SCALES == 1:
+        factor *= gl.load(k_scale + head)
+        unit = gl.load(v_scale + head)
+
+    ROWS_OF_16_BYTES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    OPERAND: gl.constexpr = gl.float16 if SCALES > 0 else k_pages.dtype.element_ty
+    HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float16)
+    COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    qs = gl.allocate_shared_memory(OPERAND, [2, 64, 128], HALF)
+    ks = gl.allocate_shared_memory(OPERAND, [DEEP, 64, 128], HALF)
+    vs = gl.allocate_shared_memory(OPERAND, [DEEP, 128, 64], COLUMNS)
+    scales = gl.allocate_shared_memory(gl.float32, [2 * DEEP, 64], LINE)
+    full = gl.allocate_shared_memory(gl.int64, [2 * DEEP, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2 * DEEP, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2 * DEEP):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
+    for half in gl.static_range(2):
+        r = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS_OF_16_BYTES))
+        query = first + r // GROUP
+        cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
+        real = gl.expand_dims((query < count) & (r < QUERIES * GROUP), 1) & (d >= 0)
+        x = gl.load(q + gl.expand_dims(cells, 1) * 128 + d, mask=real, other=0.0)
+        qs.index(half).store(x.to(OPERAND))
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (
+                attend,
+                (
+                    qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
+                    end, window, first, count, start, old, head, 0, HEADS, GROUP, PER_TOKEN,
+                ),
+            ),
+            (
+                attend,
+                (
+                    qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
+                    end, window, first, count, start, old, head, 1, HEADS, GROUP, PER_TOKEN,
+                ),
+            ),
+            (
+                convert,
+                (
+                    k_pages, v_pages, k_scale, v_scale, tables + sequence * width, head, begin,
+                    end, length, ks, vs, scales, full, empty, HEADS, PER_TOKEN, FP8,
+                ),
+            ),
+        ],
+        [4, 4],
+        [192, 120],  # registers a thread; the first half has 504 less these
+    )  # fmt: skip
+
+
+def takes(k_pages: Tensor, group: int, kind: int) -> bool:
+    """Whether the kernel is one for this cache; `kind` is the number of dimensions of its scales.
+
+    It is not for heads of another size than 128, more than 128 queries a KV head, scales of
+    channels, nor for other GPUs than Hopper, nor is it interpreted.
+    """
+    device = k_pages.device
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    fits = k_pages.shape[3] == 128 and group <= 128 and kind != 2
+    return fits and hopper and not triton.knobs.runtime.interpret
+
+
+def launch(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, query_start: Tensor,
+    lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
+    out_scale: Tensor | None, softmax_scale: float, decodes: int, window: int,
+) -> None:  # fmt: skip
+    """Run the kernel on what `kernels.triton.attention.prefill.prefill_attention` has checked."""
+    sequences, heads = lengths.shape[0], k_pages.shape[1]
+    fp8 = k_pages.dtype == torch.float8_e4m3fn
+    group = q.shape[1] // heads
+    tiles = (q.shape[0] - decodes) // (128 // group) + sequences - decodes
+    if k_scale is not None:
+        k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
+    prefill_kernel[(heads, tiles)](
+        q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
+        softmax_scale, decodes, sequences, window, tables.shape[1], HEADS=heads, GROUP=group,
+        SCALES=scale_kind(k_scale), FP8=fp8, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,248 @@
+"""4-bit weights times many rows on Hopper: W4A16 and W4A8, warps with roles of their own (Gluon).
+
+The sums and the packed weights are those of `kernels.triton.linear.weight_only` and
+`kernels.triton.linear.w4a8` for groups of 128 inputs without zero points, and for scales of two
+levels. Those kernels load, unpack and multiply in turn; here the three go on at once:
+
+- One warp copies tiles of packed weights, scales and x by TMA into a ring in shared memory.
+- Two warpgroups take half of a tile's outputs each. Packed words go from the ring to registers and
+  become the left operand there; the tensor cores read the right one, x^T, from the ring.
+- Products are asynchronous. W4A16 and W4A8 of two levels unpack the next operand while the last is
+  multiplied; of W4A16 one is on its way all the time but for the first and last of a tile. Other
+  W4A8 scales the exact sum of half of the rows while the other half is multiplied, and lets the
+  other warpgroup start just then, so that the two do not both wait or both work.
+
+There is at most one program an SM. It takes whole tiles in turn; the tiles that are left after full
+rounds may be cut into equal runs of `share` (tile, group) pairs. Of a cut tile the programs leave
+their parts, and the last to arrive adds them up, in order.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
+# ruff: noqa: RUF005, RUF059  (the compiler knows no starred tuples, and unpacks only whole ones)
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from kernels.triton.linear.hopper.runs import piece, pieces, sum_parts
+from kernels.triton.linear.hopper.w4_sums import multiply_exact, multiply_floats, multiply_integers
+
+
+@gluon.jit
+def load_tiles(x, packed, scale, rings, bars, sizes, OUTPUTS: gl.constexpr, GROUPS: gl.constexpr):
+    """The warp of copies: fills the ring's stages as they are left. Whole rows have no scales.
+
+    Where a stage is half a group, the weights and scales of both come with the first.
+    """
+    xs, ws, ss = rings
+    ready, empty, turns = bars
+    strips, N, tiles, groups, cut, share = sizes
+    STAGES: gl.constexpr = ready.shape[0]
+    ROWS: gl.constexpr = xs.shape[1]
+    CHUNKS: gl.constexpr = xs.shape[0] // STAGES
+    PARTS: gl.constexpr = 128 // (xs.shape[2] * CHUNKS)  # stages that a group takes
+    i = gl.to_tensor(0)
+    parts, whole = pieces(sizes)
+    for item in range(parts + whole):
+        tile, low, high = piece(item, sizes)
+        column, row = tile // strips * OUTPUTS, tile % strips * ROWS
+        for g in range(low, high):
+            for part in gl.static_range(PARTS):
+                stage, bar = i % STAGES, ready.index(i % STAGES)
+                mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
+                if part == 0:
+                    SCALES: gl.constexpr = scale.block_type.nbytes if GROUPS > 0 else 0
+                    own: gl.constexpr = packed.block_type.nbytes + SCALES
+                    mbarrier.expect(bar, own + CHUNKS * x.block_type.nbytes)
+                    held = i // PARTS % ws.shape[0]
+                    place = (g * (N // 64) + column // 64) * 32
+                    tma.async_copy_global_to_shared(packed, [place, 0], bar, ws.index(held))
+                    if GROUPS > 0:
+                        place = (g * N + column) * GROUPS
+                        tma.async_copy_global_to_shared(scale, [place], bar, ss.index(held))
+                else:
+                    mbarrier.expect(bar, CHUNKS * x.block_type.nbytes)
+                for c in gl.static_range(CHUNKS):
+                    inputs = g * 128 + (part * CHUNKS + c) * 64
+                    to = xs.index(stage * CHUNKS + c)
+                    tma.async_copy_global_to_shared(x, [row, inputs], bar, to)
+                i += 1
+
+
+@gluon.jit
+def zeros(TILES: gl.constexpr, ROWS: gl.constexpr, dtype: gl.constexpr, MMA: gl.constexpr):
+    """Accumulators of TILES tiles of 64 outputs."""
+    accs = ()
+    for _ in gl.static_range(TILES):
+        accs = accs + (gl.full([64, ROWS], 0, dtype, layout=MMA),)
+    return accs
+
+
+@gluon.jit
+def cut(acc, PIECE: gl.constexpr):
+    """Sums [64, ROWS], ROWS a power of two times PIECE -> tuple of [64, PIECE]."""
+    ROWS: gl.constexpr = acc.shape[1]
+    if ROWS == PIECE:
+        parts = (acc,)
+    else:
+        low, high = gl.split(acc.reshape([64, 2, ROWS // 2]).permute([0, 2, 1]))
+        parts = cut(low, PIECE) + cut(high, PIECE)
+    return parts
+
+
+@gluon.jit
+def compute(
+    ends, rings, ys, bars, sizes, M,
+    PART: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
+    OUTPUTS: gl.constexpr, EXACT: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: the PART-th share of the outputs of every tile of this program."""
+    out, x_scale, unit, bias, parts, arrivals = ends
+    strips, N, tiles, groups, shared, share = sizes
+    xs, ws, ss = rings
+    INT8: gl.constexpr = xs.dtype == gl.int8
+    TILES: gl.constexpr = OUTPUTS // 128
+    WHOLE: gl.constexpr = xs.shape[1]
+    ROWS: gl.constexpr = min(WHOLE, 128) if EXACT else ys.shape[1] if INT8 else WHOLE
+    HALVES: gl.constexpr = xs.shape[1] // ROWS
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 32 if INT8 else 16]
+    )
+    done = gl.to_tensor(0)
+    some, whole = pieces(sizes)
+    for item in range(some + whole):
+        tile, low, high = piece(item, sizes)
+        accs = zeros(TILES * HALVES, ROWS, gl.int32 if EXACT else gl.float32, MMA)
+        if EXACT:
+            accs = multiply_exact(accs, rings, bars, done, high - low, PART, GROUPS, MMA)
+        elif INT8:
+            accs = multiply_integers(accs, rings, bars, done, high - low, PART, MMA)
+        else:
+            accs = multiply_floats(accs, rings, bars, done, high - low, PART, MMA)
+        done += high - low
+        last = True
+        if high - low < groups:
+            accs, last = sum_parts(accs, parts, arrivals, tile, low, sizes, PART)
+        if last:
+            for k in gl.static_range(TILES * HALVES):
+                row = (tile % strips * HALVES + k % HALVES) * ROWS
+                column = (tile // strips * (2 * TILES) + PART * TILES + k // HALVES) * 64
+                place = (row, column)
+                if EXACT:
+                    store_exact(accs[k], place, ends, ys.index(PART), M, PER_ROW, BIAS, GROUPS)
+                else:
+                    y = accs[k]
+                    if INT8:
+                        m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
+                        sx = gl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0) * 0.0625
+                        y *= gl.expand_dims(sx, 0)
+                    if BIAS:
+                        n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+                        y += gl.expand_dims(gl.load(bias + n), 1)
+                    store_pieces(y, place, out, ys, PART)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def store_exact(
+    acc, place, ends, staged, M, PER_ROW: gl.constexpr, BIAS: gl.constexpr, GROUPS: gl.constexpr
+):
+    """Scale the sums of 64 outputs and store them, as many rows at a time as are staged."""
+    out, x_scale, unit, bias, parts, arrivals = ends
+    row, column = place
+    PIECE: gl.constexpr = staged.shape[0]
+    sums = cut(acc >> 4 if GROUPS == 0 else acc, PIECE)
+    for k in gl.static_range(len(sums)):
+        y = scaled(sums[k], (row + k * PIECE, column), ends, M, PER_ROW, BIAS)
+        store(y, (row + k * PIECE, column), out, staged)
+
+
+@gluon.jit
+def store_pieces(y, place, out, ys, PART: gl.constexpr):
+    """Results of 64 outputs to memory, in turn through the places where they are staged."""
+    row, column = place
+    PIECE: gl.constexpr = ys.shape[1]
+    PLACES: gl.constexpr = ys.shape[0] // 2
+    some = cut(y, PIECE)
+    for k in gl.static_range(len(some)):
+        staged = ys.index(PART * PLACES + k % PLACES)
+        store(some[k], (row + k * PIECE, column), out, staged, PLACES - 1)
+
+
+@gluon.jit
+def store(y, place, out, staged, LEFT: gl.constexpr = 0):
+    """Results [64 outputs, rows] to memory, once all but LEFT before have left their places."""
+    row, column = place
+    tma.store_wait(LEFT)
+    staged.store(y.to(out.dtype).permute([1, 0]))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, [row, column], staged)
+
+
+@gluon.jit
+def scaled(exact, place, ends, M, PER_ROW: gl.constexpr, BIAS: gl.constexpr):
+    """exact (sx unit) + bias of a piece of a tile, int32 [64 outputs, rows] -> fp32."""
+    out, x_scale, unit, bias, parts, arrivals = ends
+    row, column = place
+    ROWS: gl.constexpr = exact.shape[1]
+    m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, exact.type.layout))
+    n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, exact.type.layout))
+    sx = gl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0)
+    y = exact.to(gl.float32) * (gl.expand_dims(sx, 0) * gl.expand_dims(gl.load(unit + n), 1))
+    if BIAS:
+        y += gl.expand_dims(gl.load(bias + n), 1)
+    return y
+
+
+@gluon.jit(do_not_specialize=["M", "N", "tiles", "groups", "strips", "cut", "share"])
+def w4_kernel(
+    x, packed, scale, out, x_scale, unit, bias, parts, arrivals,
+    M, N, tiles, groups, strips, cut, share,
+    STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
+    EXACT: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
+):  # fmt: skip
+    """x, packed (as [K / 128 * N / 2, 128 bytes]), scale (flat) and out are TMA descriptors.
+
+    EXACT is of two levels; GROUPS are those of 128 inputs, 0 if a row has one scale alone.
+    A stage has 128 inputs; of floats times more than 128 rows it has 64, so that there are enough.
+    PLACES are those where a warpgroup stages results.
+    """
+    HALVED: gl.constexpr = x.block_type.shape[1] == 64 and x.block_type.shape[0] > 128
+    CHUNKS: gl.constexpr = 1 if HALVED else 128 // x.block_type.shape[1]
+    HELD: gl.constexpr = (STAGES + 1) // 2 if HALVED else STAGES
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * CHUNKS] + x.block_type.shape, x.layout)
+    ws = gl.allocate_shared_memory(packed.dtype, [HELD] + packed.block_type.shape, packed.layout)
+    ss = gl.allocate_shared_memory(scale.dtype, [HELD] + scale.block_type.shape, scale.layout)
+    ys = gl.allocate_shared_memory(out.dtype, [2 * PLACES] + out.block_type.shape, out.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    rings, bars = (xs, ws, ss), (ready, empty, turns)
+    sizes = (strips, N, tiles, groups, cut, share)
+    ends = (out, x_scale, unit, bias, parts, arrivals)
+    OUTPUTS: gl.constexpr = packed.block_type.shape[0] * 2
+    LOW: gl.constexpr = 0
+    HIGH: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (compute, (ends, rings, ys, bars, sizes, M,
+                       LOW, PER_ROW, BIAS, OUTPUTS, EXACT, GROUPS)),
+            (compute, (ends, rings, ys, bars, sizes, M,
+                       HIGH, PER_ROW, BIAS, OUTPUTS, EXACT, GROUPS)),
+            (load_tiles, (x, packed, scale, rings, bars, sizes, OUTPUTS, GROUPS)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -1,0 +1,187 @@
+"""What the packed weights of linear layers on a GPU have in common: fields, checks, scales, grid.
+
+Quantized weights come as integers q [N, K] with scales and zero points of groups of inputs,
+
+    w[n, k] = s[n, g] (q[n, k] - z[n, g]),        g = k / group,
+
+and are laid out in tiles of 64 outputs by 128 inputs. The scales lie [groups, N], a row for each
+step of a sum. Groups of more than 128 inputs are cut into groups of 128. A zero point of b bits is
+put, as z + 2^(b-1), into the last b bits of its scale in fp32: one load brings both, of 4 bytes,
+which can be asynchronous. Scales of 16 bits lose nothing; those of fp32 keep 20 (b = 4) or 16 bits.
+
+Whatever packs a weight takes several of one shape too, [E, N, K], with scales, zero points and
+biases likewise, by the calls of one: what lies in memory then has this dimension before its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels.triton.common import Workspace, require
+from kernels.triton.experts.strips import Strips
+from kernels.triton.tuning import Tile
+
+BLOCK = 128  # inputs of a tile
+GROUPS = (32, 64, BLOCK)  # inputs that share a scale in a kernel
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight in the layout of a kernel.
+
+    Attributes:
+        packed: The integers or e4m3, [inputs, outputs] in blocks.
+        scale: See the kernel.
+        bias: fp32 [N] or None.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(t.nbytes for t in (self.packed, self.scale, self.bias) if t is not None)
+
+
+@dataclass(frozen=True)
+class GroupedWeight(PackedWeight):
+    """A weight in tiles of 64 outputs, `packed` [K / 128, ...], with scales of groups.
+
+    `scale` is [groups, N], fp16, bf16 or fp32; with zero points int32, which holds both.
+
+    Attributes:
+        group: Inputs that share a scale: 32, 64 or 128; 0 for all.
+        zero_points: Whether there are any.
+    """
+
+    group: int
+    zero_points: bool
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.packed.shape[0] * BLOCK
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return self.scale.shape[1]
+
+
+def check_grouped(q: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int) -> None:
+    """Raise ValueError unless integers [N, K] of some bits, scales and zero points fit together."""
+    require(
+        fits_tiles(q) and q.dtype == torch.int8,
+        f"weight is {q.dtype} {tuple(q.shape)}; needed is int8 [N, K], N in 64s and K in {BLOCK}s",
+    )
+    (*of_rows, inputs), groups = q.shape, scale.shape[-1]
+    require(
+        tuple(scale.shape) == (*of_rows, groups)
+        and scale.is_floating_point()
+        and groups > 0
+        and inputs % groups == 0
+        and (inputs // groups in GROUPS or inputs // groups % BLOCK == 0),
+        f"scales are {scale.dtype} {tuple(scale.shape)}; needed are floats {of_rows} of groups, "
+        f"one for each group of 32, 64 or a multiple of {BLOCK} of the {inputs} inputs",
+    )
+    require(
+        zero_point is None or (zero_point.dtype == torch.int8 and zero_point.shape == scale.shape),
+        "zero points are "
+        + ("" if zero_point is None else f"{zero_point.dtype} {tuple(zero_point.shape)}")
+        + f"; needed is int8 {tuple(scale.shape)}, one for each scale",
+    )
+    if bits == 8:
+        return
+    for what, values in (("weight", q), ("zero point", zero_point)):
+        low, high = (0, 0) if values is None else torch.stack(values.aminmax()).tolist()
+        require(low >= -8 and high < 8, f"{what} has values outside of [-8, 7]")
+
+
+def fits_tiles(q: Tensor) -> bool:
+    """Whether a weight [N, K] is cut by tiles without a rest."""
+    return q.dim() >= 2 and q.shape[-2] % 64 == 0 and q.shape[-1] % BLOCK == 0
+
+
+def lay_scales(
+    scale: Tensor, zero_point: Tensor | None, inputs: int, bits: int, keep_whole: bool = False
+) -> tuple[Tensor, int, bool]:
+    """Scales [N, groups] and zero points as kernels read them; see the top of the file.
+
+    Args:
+        scale: Float [N, groups].
+        zero_point: int8 [N, groups] or None.
+        inputs: K.
+        bits: Of a zero point.
+        keep_whole: Whether one scale an output stays so, rather than be spread over groups of 128.
+
+    Returns:
+        (scales [groups, N], group size or 0, whether there are zero points): the last three fields
+        of `GroupedWeight`, but for the bias.
+    """
+    group = inputs // scale.shape[-1]
+    if keep_whole and scale.shape[-1] == 1:
+        group = 0
+    repeats = max(1, group // BLOCK)
+    if zero_point is not None:
+        words = scale.float().contiguous().view(torch.int32)
+        words = ((words + (1 << (bits - 1))) >> bits) << bits  # rounded to the bits that stay
+        scale = words | (zero_point.to(torch.int32) + (1 << (bits - 1)))
+    laid = scale.detach().mT.repeat_interleave(repeats, -2).contiguous()
+    return laid, min(group, BLOCK), zero_point is not None
+
+
+def lay_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    """A bias in fp32; ValueError unless it has one value an output of a weight [N, K]."""
+    if bias is None:
+        return None
+    found, needed = tuple(bias.shape), tuple(weight.shape[:-1])
+    require(found == needed, f"bias is {found}; needed is {needed}")
+    return bias.detach().float().contiguous()
+
+
+def check_inputs(x: Tensor, types: Sequence[torch.dtype], inputs: int) -> None:
+    """Raise ValueError unless x is contiguous, [M, inputs] and of one of some types."""
+    names = " or ".join(str(dtype)[6:] for dtype in types)
+    require(x.dtype in types and x.is_contiguous(), f"x is {x.dtype}; needed is contiguous {names}")
+    require(x.shape[-1] == inputs, f"x has {x.shape[-1]} inputs, the weight {inputs}")
+
+
+def check_input_scale(x_scale: Tensor, rows: int) -> None:
+    """Raise ValueError unless there is one scale, or one for each row."""
+    require(x_scale.numel() in (1, rows), f"{x_scale.numel()} scales for {rows} rows of x")
+
+
+@cache
+def fitting(tile: Tile, of_output: int, of_row: int, group: int, memory: int) -> Tile:
+    """A tile with as many stages as shared memory of so many bytes has room for.
+
+    Rule and tables know of no zero points, and of no scales of smaller groups than 128. The kernel
+    may hold scales twice; one stage is in registers. `of_output` and `of_row` are bytes of a stage.
+    """
+    scales = 8 * BLOCK // group if group else 0
+    stage = tile.outputs * (of_output + scales) + tile.rows * of_row
+    return replace(tile, stages=min(tile.stages, memory // stage + 1))
+
+
+def grid_of(
+    tile: Tile, rows: int, outputs: int, workspace: Workspace, strips: Strips | None = None
+) -> tuple[int, int, int]:
+    """(tiles of outputs, splits, tiles of rows) of a kernel; ValueError where they do not fit."""
+    require(
+        strips is None or strips.rows == tile.rows,
+        f"strips have {strips.rows if strips else 0} rows, tiles {tile.rows}",
+    )
+    require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
+    across = outputs // tile.outputs
+    down = -(-rows // tile.rows) if strips is None else len(strips.experts)
+    if tile.splits > 1:
+        tiles = across * down
+        workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)
+    return across, tile.splits, down

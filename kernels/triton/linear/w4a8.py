@@ -1,0 +1,284 @@
+"""W4A8: 4-bit weights in groups of inputs, int8 activations with a scale a row or tensor.
+
+    y[m, n] = sx[m] sum_g s[g, n] (sum_{k in g} xq[m, k] (q[n, k] - z[g, n])) + b[n]
+
+As in `kernels.triton.linear.weight_only` the weight is the left operand and goes through registers
+alone, but to the int8 tensor cores: a byte holds input k as the low and k + 16 as the high half,
+and a shift and two masks turn four bytes into eight int8 of value 16 q, sign included. A group's
+sum is exact in int32; the sixteenth is taken in the epilogue. With zero points the halves hold q +
+8, and become eight int8 of value q - z: 128 is set beside each before 8 + z is taken, so that bytes
+do not borrow, and cleared after. This is less work than the sums of x that z could be multiplied
+by.
+
+A packed tile is 64 outputs by the inputs of a group: byte b of word j of quad i holds input
+32 j + 4 i + b. Of groups of 32 and 64 a step of the loop takes four and two.
+
+Scales of two levels (`kernels.two_level`), s[g, n] = unit[n] m[g, n], need no scaling of groups:
+
+    y[m, n] = (sum_k xq[m, k] (q[n, k] m[g, n])) (sx[m] unit[n]) + b[n]
+
+is a sum of int8 products, exact in int32 over all inputs however it is cut, and equals
+`kernels.reference.int8_linear` of the weight q m bit for bit. The halves hold u = q + 8, and bytes
+become u m + (128 - 8 m), from 0 to 240, by one multiply-add of four, which lacks but the sign: 128
+less. Tiles are of 128 inputs whatever the group. The multipliers of four outputs share a word, the
+least that can be loaded asynchronously: int32 [K / 128, N / 64, a, c / 2, 128 / group], where byte
+2 b + c % 2 is that of output 16 a + 8 b + c of 64, as a thread has them. One scale for a whole row
+is unit alone: 16 q are summed, and 4 bits shifted out.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
+from kernels.triton.experts.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.linear.packed import (
+    BLOCK,
+    GroupedWeight,
+    check_grouped,
+    check_input_scale,
+    check_inputs,
+    fitting,
+    grid_of,
+    lay_bias,
+    lay_scales,
+)
+from kernels.triton.linear.w4a8_operands import multiplied_operand, operand
+from kernels.triton.tuning import Tile, shared_memory
+from kernels.two_level import two_level
+
+LONGEST = 1 << 16  # inputs whose products an int32 holds
+
+
+@dataclass(frozen=True)
+class W4A8Weight(GroupedWeight):
+    """A weight packed for `w4a8_linear`, two a byte.
+
+    `packed` is int8 [K / 128, 128 / group, N / 64, 32 group], of two levels [K / 128, 1, N / 64,
+    4096]; `scale` then int32 [K / 128, N / 4 * 128 / group], and of whole rows (`group` 0) empty.
+
+    Attributes:
+        unit: Of scales of two levels, fp32 [N]; None for others.
+    """
+
+    unit: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return super().nbytes + (0 if self.unit is None else self.unit.nbytes)
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return super().outputs if self.unit is None else len(self.unit)
+
+    @property
+    def family(self) -> str:
+        """Under which tables of tiles know it."""
+        return "w4a8" if self.unit is None else "w4a8_two_level"
+
+    @property
+    def multipliers(self) -> int:
+        """Of two levels: groups in 128 inputs; 0 of whole rows."""
+        return BLOCK // self.group if self.group else 0
+
+
+def pack_w4a8(
+    q: Tensor, scale: Tensor, bias: Tensor | None = None, zero_point: Tensor | None = None
+) -> W4A8Weight:
+    """Lay a quantized weight out for `w4a8_linear`, on the device it is on.
+
+    Args:
+        q: int8 [N, K] in [-8, 7]; N a multiple of 64, K of 128.
+        scale: Float [N, groups], as `kernels.triton.linear.w4a16.pack_w4a16` takes them.
+        bias: Float [N] or None.
+        zero_point: int8 [N, groups] in [-8, 7], or None for zeros.
+
+    Returns:
+        The weight; of two levels where the scales are, and there are no zero points.
+
+    Raises:
+        ValueError: a shape, type or value is another.
+    """
+    check_grouped(q, scale, zero_point, 4)
+    inputs, bias, levels = q.shape[-1], lay_bias(bias, q), None
+    if zero_point is None and inputs <= LONGEST:
+        levels = two_level(scale.detach().flatten(0, -2))
+    if levels is not None:
+        unit, m = levels
+        return _pack_two_level(q, unit.view(q.shape[:-1]), m.view(scale.shape), bias)
+    scales, group, zeros = lay_scales(scale, zero_point, inputs, 4)
+    packed = _lay(q + 8 if zeros else q & 15, group)
+    return W4A8Weight(packed, scales, bias, group, zeros)
+
+
+def _lay(nibbles: Tensor, group: int) -> Tensor:
+    """Nibbles, one a byte [N, K], in the order of `W4A8Weight.packed`."""
+    *experts, outputs, inputs = nibbles.shape
+    nibbles = nibbles.view(torch.uint8)
+    parts = nibbles.reshape(-1, outputs // 64, 4, 2, 8, inputs // group, group // 32, 2, 4, 4)
+    low, high = parts.unbind(7)  # [expert, tile, a, b, c, g, j, quad, byte], n = 16 a + 8 b + c
+    packed = (low | (high << 4)).permute(0, 5, 1, 3, 2, 4, 7, 6, 8)
+    packed = packed.reshape(*experts, inputs // BLOCK, BLOCK // group, outputs // 64, 32 * group)
+    return packed.view(torch.int8)
+
+
+def _pack_two_level(q: Tensor, unit: Tensor, m: Tensor, bias: Tensor | None) -> W4A8Weight:
+    """Of a unit [N] and multipliers int8 [N, groups] from 1 to 16; see the top of the file."""
+    *experts, outputs, inputs = q.shape
+    if bool((m == 1).all()):
+        none = torch.empty((*experts, 0, 0), dtype=torch.int32, device=q.device)
+        return W4A8Weight(_lay(q & 15, BLOCK), none, bias, 0, False, unit)
+    group, blocks = inputs // m.shape[-1], inputs // BLOCK
+    m = m.repeat_interleave(max(1, group // BLOCK), dim=-1)
+    parts = m.reshape(-1, outputs // 64, 4, 2, 4, 2, blocks, m.shape[-1] // blocks)
+    words = parts.permute(0, 6, 1, 2, 4, 7, 3, 5)  # expert, tile, a, b, c / 2, c % 2, block, group
+    words = words.reshape(*experts, blocks, -1)
+    return W4A8Weight(
+        _lay(q + 8, BLOCK), words.view(torch.int32), bias, min(group, BLOCK), False, unit
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def w4a8_kernel(
+    x, packed, x_scale, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of outputs, split, tile of rows or strip); EXACT is of two levels."""
+    tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    share = tl.cdiv(K // 128, SPLITS)
+    first = split * share
+    n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    expert, m, row, there = strip_rows(
+        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    )
+    if experts is not None:
+        if expert < 0:
+            return
+        packed += expert.to(tl.int64) * (K // 2 * N)
+        if MULTIPLIERS:
+            scale += expert * (K // 128 * (N // 4) * MULTIPLIERS)
+        elif not EXACT:
+            scale += expert * (K // GROUP * N)
+        if EXACT:
+            unit += expert * N
+        if BIAS:
+            bias += expert * N
+    real = there[None, :]
+    tiles = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * (32 * GROUP)
+    tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
+    columns = x + row[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
+    if MULTIPLIERS:
+        words = tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)
+        words = scale + words * MULTIPLIERS
+    wait(OVERLAP)
+    announce(OVERLAP)
+    acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if EXACT else tl.float32)
+    for block in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
+        for i in tl.static_range(128 // GROUP):
+            g = block * (128 // GROUP) + i
+            w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
+            if MULTIPLIERS:  # as many words as threads would send the weight by shared memory
+                s = tl.load(words + g * (N * MULTIPLIERS // 4))
+                if MULTIPLIERS == 2:
+                    s = tl.join(s, tl.load(words + 1 + g * (N // 2)))
+                elif MULTIPLIERS == 4:
+                    odd = tl.join(tl.load(words + 1 + g * N), tl.load(words + 3 + g * N))
+                    s = tl.join(tl.join(s, tl.load(words + 2 + g * N)), odd)
+            elif not EXACT:
+                s = tl.load(scale + g * N + n)
+            xt = tl.load(columns + g * GROUP, mask=real, other=0)
+            if MULTIPLIERS:
+                w = multiplied_operand(w, s)
+            elif ZERO:
+                w = operand(w, s & 15, ZERO)
+                s = (s & -16).to(tl.float32, bitcast=True)
+            else:
+                w = operand(w, 0, ZERO)
+            if EXACT:
+                acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
+            else:
+                exact = tl.dot(w, xt, out_dtype=tl.int32)
+                acc += exact.to(tl.float32) * s.to(tl.float32)[:, None]
+    last = True
+    if SPLITS > 1:
+        own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        number = strip * tl.num_programs(0) + tile
+        acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
+    if last:
+        sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
+        if EXACT:
+            if MULTIPLIERS == 0:
+                acc >>= 4
+            y = acc.to(tl.float32) * (sx[None, :] * tl.load(unit + n)[:, None])
+        else:
+            if not ZERO:
+                sx *= 0.0625
+            y = acc * sx[None, :]
+        if BIAS:
+            y += tl.load(bias + n)[:, None]
+        place = out + m.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(place, y.to(out.dtype.element_ty), mask=real)
+
+
+def w4a8_linear(
+    xq: Tensor,
+    x_scale: Tensor,
+    weight: W4A8Weight,
+    workspace: Workspace,
+    out_dtype: torch.dtype = torch.bfloat16,
+    tile: Tile | None = None,
+    strips: Strips | None = None,
+) -> Tensor:
+    """x W^T + bias of int8 x.
+
+    Args:
+        xq: int8 [M, K], contiguous.
+        x_scale: fp32, one element or [M, 1].
+        weight: From `pack_w4a8`, on the device of `xq`.
+        workspace: Of the stream that this runs in.
+        out_dtype: Element type of the result.
+        tile: How to cut it; by default the device's table says.
+        strips: As in `kernels.triton.linear.w4a16.w4a16_linear`.
+
+    Returns:
+        [M, N] in `out_dtype`; sums of groups exact, sums over groups in fp32 but of two levels,
+        where all is exact up to the scales.
+
+    Raises:
+        ValueError: a shape or type does not fit, or the workspace is too small.
+    """
+    (rows, places), outputs, inputs = rows_of(xq, strips), weight.outputs, weight.inputs
+    check_inputs(xq, (torch.int8,), inputs)
+    check_input_scale(x_scale, len(xq))
+    out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
+    if rows == 0:
+        return out
+    if tile is None:
+        tile = tile_of(weight.family, xq, outputs, inputs, strips)
+        spread = 128 * tile.outputs if weight.zero_points else 0  # to the places of weights
+        tile = fitting(tile, 64, 128, weight.group, shared_memory(xq.device) - spread)
+    exact = weight.unit is not None
+    parts = workspace.parts.view(torch.int32) if exact else workspace.parts
+    w4a8_kernel[grid_of(tile, rows, outputs, workspace, strips)](
+        xq, weight.packed, x_scale, weight.scale, weight.unit, weight.bias, out, parts,
+        workspace.arrivals, M=rows, N=outputs, K=inputs, **places,
+        GROUP=BLOCK if exact else weight.group, ZERO=weight.zero_points,
+        EXACT=exact, MULTIPLIERS=weight.multipliers if exact else 0,
+        OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
+        PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
+        enable_fp_fusion=not exact,  # a fused multiply-add would round once
+    )  # fmt: skip
+    return out

@@ -1,0 +1,257 @@
+"""The next token of every row of logits, on the device: greedy, or drawn from the likely ones.
+
+    x = logits / temperature;  keep the top_k largest;  of those the fewest whose probabilities,
+    relative to what top_k kept, sum to at least top_p;  token = argmax over the kept of
+    x_i - log E_i,  E_i exponential noise of (seed, step, i)
+
+which draws i with probability exp(x_i) / sum (Gumbel; noise by Philox4x32-7, Salmon et al. 2011).
+The noise depends on the request's seed and its step alone, so that a request's tokens do not depend
+on its batch. Semantics of top_k and top_p are those of `inference.scheduling.sampler`.
+
+Nothing is sorted: `kernels.triton.sampling.order` has the integers that stand for logits, and how
+they are cut.
+
+Two launches. `scan_kernel`: a program a chunk of a row finds the chunk's largest element (greedy),
+or the largest x - log E where nothing is cut; the last program of a row has the token. Where there
+is a cut it leaves the largest of each group of neighbours instead, and the row's last program
+bisects those: a t that already has enough of group maxima at or above it bounds the cut from below.
+`draw_kernel` (rows with a cut alone) gathers what reaches the bound, mostly a few more than are
+kept; the last program bisects these in registers. If they are more than `HELD`, as of nearly even
+probabilities, every step of the bisection reads the row, which is slow and right.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.common import Workspace, require
+from kernels.triton.sampling.order import (
+    LOWEST,
+    ONE,
+    at_least,
+    chunk_of,
+    cut,
+    id_of,
+    mass_of,
+    order,
+    share_of,
+    token_of,
+    value_of,
+)
+
+CHUNK = 4096  # logits of a program
+HELD = 4096  # elements that a program bisects in registers
+WARPS = 16
+ROUNDS = tl.constexpr(7)
+# int64 of a row in the workspace: what is known of it, then of its chunks, then elements.
+TOP, BOUND, COUNT, MASS, TOTAL, HEAD = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 8))
+
+
+@triton.jit
+def noisy(x, i, seed, step):
+    """x - log E, E = -log(1 - v) of a uniform v of 32 bits, exact where v is small."""
+    zero = tl.zeros_like(i)
+    low, high = step.to(tl.int32), (step >> 32).to(tl.int32)
+    bits, _, _, _ = tl.philox(seed, i, zero + low, zero + high, zero, ROUNDS)
+    v = (bits.to(tl.float32) + 0.5) * (2.0**-32)
+    series = v * (1.0 + v * (0.5 + v * (0.3333333333 + v * 0.25)))
+    return x - tl.log(tl.where(v < 0.0078125, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def scan_kernel(
+    logits, temperatures, top_ks, top_ps, seeds, steps, out, state, arrivals, V, size,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, row); PARTS chunks, SPAN of them with the empty ones up to a power of two."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    temperature, top_p = tl.load(temperatures + row), tl.load(top_ps + row)
+    top_k = tl.load(top_ks + row)
+    by_count = (top_k > 0) & (top_k < V)
+    drawn = temperature > 0
+    limited = drawn & (by_count | (top_p < 1.0))
+    own = state + row.to(tl.int64) * size
+    tops, sums, groups = own + HEAD, own + HEAD + SPAN, own + HEAD + 2 * SPAN
+    x, i = chunk_of(logits + row.to(tl.int64) * V, part, V, temperature, CHUNK)
+    if drawn and not limited:
+        x = noisy(x, i, tl.load(seeds + row), tl.load(steps + row))
+    elements = tl.where(i < V, order(x, i), LOWEST)
+    top = tl.max(elements, 0)
+    tl.store(tops + part, top)
+    if limited:
+        largest = tl.max(tl.reshape(elements, [CHUNK // GROUP, GROUP]), 1)
+        place = part * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+        tl.store(groups + place, largest)
+        tl.store(sums + part, tl.sum(mass_of(elements, value_of(top)), 0))
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.debug_barrier()
+        p = tl.arange(0, SPAN)
+        each = tl.load(tops + p, mask=p < PARTS, other=LOWEST, cache_modifier=".cg")
+        top = tl.max(each, 0)
+        tl.store(arrivals + row, 0)
+        if limited:
+            j = tl.arange(0, HELD)
+            real = j < PARTS * (CHUNK // GROUP)
+            largest = tl.load(groups + j, mask=real, other=LOWEST, cache_modifier=".cg")
+            most = value_of(top)
+            masses = mass_of(largest, most)
+            count, mass = at_least(largest, masses, LOWEST + 1)
+            whole = tl.load(sums + p, mask=p < PARTS, other=0, cache_modifier=".cg")
+            whole = tl.sum(whole.to(tl.float32) * (mass_of(each, most).to(tl.float32) / ONE), 0)
+            # Somewhat more than the share, since the sum is rounded here.
+            target = tl.where(by_count, top_k.to(tl.int64), (whole * top_p * 1.0001).to(tl.int64))
+            bound = top * 0 + LOWEST
+            if tl.where(by_count, count, mass) >= target:
+                bound, _, _ = cut(
+                    largest, masses, True, bound, top + 1, count, mass, target, not by_count,
+                    logits, V, temperature, most, CHUNK,
+                )  # fmt: skip
+            tl.store(own + TOP, top)
+            tl.store(own + BOUND, bound)
+            tl.store(own + COUNT, 0)
+            tl.store(own + MASS, 0)
+            tl.store(own + TOTAL, 0)
+        else:
+            tl.store(out + row, token_of(top, top))
+
+
+@triton.jit
+def best_of(elements, low, seed, step):
+    """The largest x - log E of the elements from `low` up."""
+    i = id_of(elements)
+    kept = (elements >= low) & (elements > LOWEST)
+    x = tl.where(kept, value_of(elements), 0.0)
+    return tl.max(tl.where(kept, order(noisy(x, i, seed, step), i), LOWEST), 0)
+
+
+@triton.jit
+def draw_kernel(
+    logits, temperatures, top_ks, top_ps, seeds, steps, out, state, arrivals, V, size,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, row), after `scan_kernel`."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    temperature, top_p = tl.load(temperatures + row), tl.load(top_ps + row)
+    top_k = tl.load(top_ks + row)
+    by_count = (top_k > 0) & (top_k < V)
+    if (temperature > 0) & (by_count | (top_p < 1.0)):
+        own = state + row.to(tl.int64) * size
+        line, candidates = logits + row.to(tl.int64) * V, own + HEAD + 2 * SPAN
+        top, bound = tl.load(own + TOP), tl.load(own + BOUND)
+        most = value_of(top)
+        x, i = chunk_of(line, part, V, temperature, CHUNK)
+        elements = tl.where(i < V, order(x, i), LOWEST)
+        masses = mass_of(elements, most)
+        likely = (elements >= bound) & (i < V)
+        number = likely.to(tl.int32)
+        first = tl.atomic_add(own + COUNT, tl.sum(number, 0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(own + MASS, tl.sum(tl.where(likely, masses, 0), 0), sem="relaxed")
+        tl.atomic_add(own + TOTAL, tl.sum(masses, 0), sem="relaxed")
+        place = first + tl.cumsum(number, 0) - 1
+        tl.store(candidates + place, elements, mask=likely & (place < HELD))
+        tl.debug_barrier()
+        last = tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PARTS - 1
+        if last:
+            tl.debug_barrier()
+            tl.store(arrivals + row, 0)
+            count = tl.load(own + COUNT, cache_modifier=".cg")
+            mass = tl.load(own + MASS, cache_modifier=".cg")
+            total = tl.load(own + TOTAL, cache_modifier=".cg")
+            low = bound
+            enough = by_count | (mass >= share_of(total, top_p))
+            if not enough:  # what bounds the cut was rounded
+                low, count, mass = low * 0 + LOWEST, count * 0 + V, total
+            held = enough & (count <= HELD)
+            j = tl.arange(0, HELD)
+            few = tl.load(
+                candidates + j, mask=(j < count) & held, other=LOWEST, cache_modifier=".cg"
+            )
+            few_masses = mass_of(few, most)
+            for turn in range(2):  # top_k, then top_p
+                by_mass = turn == 1
+                wanted = (by_mass & (top_p < 1.0)) | (by_count & (turn == 0))
+                if wanted:
+                    share = share_of(tl.where(by_count, mass, total), top_p)
+                    low, count, mass = cut(
+                        few, few_masses, held, low, top + 1, count, mass,
+                        tl.where(by_mass, share, top_k.to(tl.int64)), by_mass,
+                        line, V, temperature, most, CHUNK,
+                    )  # fmt: skip
+            seed, step = tl.load(seeds + row), tl.load(steps + row)
+            if held:
+                best = best_of(few, low, seed, step)
+            else:
+                best = low * 0 + LOWEST
+                for other in range(PARTS):
+                    x, i = chunk_of(line, other, V, temperature, CHUNK)
+                    elements = tl.where(i < V, order(x, i), LOWEST)
+                    best = tl.maximum(best, best_of(elements, low, seed, step))
+            tl.store(own + BOUND, low)
+            tl.store(out + row, token_of(best, top))
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    steps: Tensor,
+    workspace: Workspace,
+) -> Tensor:
+    """One token a row.
+
+    Args:
+        logits: fp32, bf16 or fp16 [B, V], contiguous; -inf for tokens that may not come.
+        temperature: fp32 [B]; 0 for the largest logit, of equals the lowest id.
+        top_k: int32 [B], most tokens to keep; 0 for all.
+        top_p: fp32 [B], in (0, 1]; 1 for all.
+        seeds: int64 [B], of the requests.
+        steps: int64 [B], how many tokens each has made.
+        workspace: Of the stream that this runs in.
+
+    Returns:
+        int64 [B]; -1 where a row holds NaN or infinity.
+
+    Raises:
+        ValueError: a shape or type does not fit, or the workspace is too small.
+    """
+    require(
+        logits.dim() == 2 and logits.is_contiguous() and logits.dtype.is_floating_point,
+        f"logits are {logits.dtype} {tuple(logits.shape)}; needed is float [B, V], contiguous",
+    )
+    rows, vocabulary = logits.shape
+    for name, t, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("seeds", seeds, torch.int64),
+        ("steps", steps, torch.int64),
+    ):
+        fits = t.shape == (rows,) and t.dtype == dtype and t.is_contiguous()
+        require(fits, f"{name} is {t.dtype} {tuple(t.shape)}; needed is {dtype} ({rows},)")
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    parts = triton.cdiv(vocabulary, CHUNK)
+    span = triton.next_power_of_2(parts)
+    size = HEAD.value + 2 * span + HELD
+    workspace.check(2 * size, 1)
+    most = min(workspace.parts.numel() // (2 * size), workspace.arrivals.numel())  # rows at once
+    for start in range(0, rows, most):
+        each = (logits, temperature, top_k, top_p, seeds, steps, out)
+        own = [t[start : start + most] for t in each]
+        for kernel in (scan_kernel, draw_kernel):
+            kernel[(parts, len(own[0]))](
+                *own, workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
+                PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
+                GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
+            )  # fmt: skip
+    return out

@@ -1,0 +1,150 @@
+"""`ptq explain`: what a recipe does to each module, step by step; reads headers only.
+
+ptq explain RECIPE [--set KEY=VALUE]... [--module PATTERN]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import RequestError
+from formats.families.experts import EXPERT
+from formats.scheme import LayerScheme
+from ptq.commands.check import add_recipe_arguments, overrides_of
+from ptq.commands.inspect import matches
+from ptq.methods.rotation import WRITERS
+from ptq.methods.specs import (
+    AWQSpec,
+    GPTQSpec,
+    RefineSpec,
+    RotationSpec,
+    RTNSpec,
+    ShiftSpec,
+    SmoothKSpec,
+    SmoothQuantSpec,
+)
+from ptq.plan.plan import ModulePlan, Plan, build_plan
+from ptq.recipe.schema import read_recipe
+
+
+def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
+    """Lines for every module of a plan: its fate, and each step on the way.
+
+    Args:
+        plan: Of a recipe.
+        pattern: Only modules whose name contains it, or matches it where it has `*` or `?`.
+
+    Raises:
+        RequestError: the pattern matches no module.
+    """
+    attentions = [f"{block}.self_attn" for block in plan.blocks]
+    known = [module.name for module in plan.modules] + attentions
+    if pattern is not None and not any(matches(name, pattern) for name in known):
+        raise RequestError(
+            f"--module {pattern!r} matches none of {len(known)} modules, such as {known[0]}"
+        )
+    chosen = [m for m in plan.modules if pattern is None or matches(m.name, pattern)]
+    for experts in _alike(chosen):
+        first, several = experts[0], len(experts) > 1
+        name, count = (_starred(first.name), f", {len(experts)} times") if several else ("", "")
+        yield f"{name or first.name}  {first.shape[0]} x {first.shape[1]}{count}"
+        for i, step in enumerate(steps(plan, first), 1):
+            yield f"  {i}. {_starred(step) if several else step}"
+    for attention in attentions:
+        if plan.recipe.scheme.kv_cache and (pattern is None or matches(attention, pattern)):
+            yield f"{attention}  cache"
+            yield f"  1. {cache_step(plan)}"
+
+
+def _alike(modules: Iterable[ModulePlan]) -> Iterable[list[ModulePlan]]:
+    """The same layer of all experts of a block that share their fate, and every other one alone."""
+    groups: dict[tuple[object, ...], list[ModulePlan]] = {}
+    for module in modules:
+        key = (_starred(module.name), module.shape, module.action, module.reason)
+        groups.setdefault(key, []).append(module)
+    return groups.values()
+
+
+def _starred(text: str) -> str:
+    return EXPERT.sub(".experts.*", text)
+
+
+def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
+    """What happens to a linear layer, in order."""
+    if module.action == "float":
+        yield f"stays as it is: {module.reason}"
+        for source in dict.fromkeys(g.source for g in plan.smoothing if module.name in g.routers):
+            yield f"but for powers of two in its columns, by which {source} is divided"
+        return
+    recipe, scheme = plan.recipe, plan.recipe.scheme_of(module.name)
+    for method in recipe.methods:
+        if isinstance(method, RotationSpec):
+            yield from _rotated(module, method)
+        elif isinstance(method, ShiftSpec) and module.name.endswith(("v_proj", "o_proj")):
+            yield "shift: its bias takes what centres V, where it has one"
+        elif isinstance(method, SmoothKSpec) and module.name.endswith(("q_proj", "k_proj")):
+            yield "smooth_k: its rows, or the norm after it, take factors that even out K"
+        elif isinstance(method, SmoothQuantSpec | AWQSpec):
+            yield from _folded(plan, module, method)
+        elif isinstance(method, RTNSpec):
+            yield f"rtn: rounded to the nearest, scales by {method.scale}"
+        elif isinstance(method, GPTQSpec):
+            order = "important columns first" if method.act_order else "columns in order"
+            sweeps = f", {method.sweeps} sweeps of descent after it" if method.sweeps else ""
+            yield f"gptq: solved column by column, {order}, scales by {method.scale}{sweeps}"
+        elif isinstance(method, RefineSpec) and not _fp8(scheme):
+            yield f"refine: roundings and scales moved by {method.iterations} steps of its block"
+    if scheme.static_input:
+        shared = f", shared by {module.fused_group}" if module.fused_group else ""
+        yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"
+    yield f"stored as {module.reason}"
+
+
+def _fp8(scheme: LayerScheme) -> bool:
+    return scheme.weights is not None and scheme.weights.dtype == "fp8_e4m3"
+
+
+def _rotated(module: ModulePlan, method: RotationSpec) -> Iterator[str]:
+    leaf = module.name.rpartition(".")[2]
+    if method.residual:
+        writes = leaf in WRITERS
+        yield f"rotation: its {'rows' if writes else 'columns'} turn with the residual stream"
+    if method.values and leaf in ("v_proj", "o_proj"):
+        yield f"rotation: its {'rows' if leaf == 'v_proj' else 'columns'} turn with each head's V"
+
+
+def _folded(plan: Plan, module: ModulePlan, method: SmoothQuantSpec | AWQSpec) -> Iterator[str]:
+    for group in plan.smoothing:
+        if group.kind not in method.targets:
+            continue
+        if module.name in group.consumers:
+            yield f"{method.name}: its columns take factors that {group.source} is divided by"
+        elif module.name == group.source:
+            readers = ", ".join(name.rpartition(".")[2] for name in group.consumers)
+            yield f"{method.name}: its rows are divided by factors that {readers} takes"
+
+
+def cache_step(plan: Plan) -> str:
+    """How K and V are cached."""
+    spec = plan.recipe.scheme.kv_cache
+    assert spec is not None
+    if spec.dynamic:
+        return f"K and V: {spec.dtype}, each head of each token scaled when it is cached"
+    method = plan.recipe.observers.kv_cache.method
+    return f"K (after RoPE) and V: {spec.dtype} {spec.granularity}, static scales by {method}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what happens to each module."""
+    summary = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="ptq explain", description=summary)
+    add_recipe_arguments(parser)
+    parser.add_argument("--module", metavar="PATTERN", help="only modules like this")
+    arguments = parser.parse_args(argv)
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
+    checkpoint = Checkpoint.open(loaded.recipe.model.path)
+    plan = build_plan(loaded.recipe, checkpoint, loaded.where, force=True)
+    print("\n".join(explain(plan, arguments.module)))
+    return 0

@@ -1,0 +1,93 @@
+"""`ptq run`: from a recipe to a quantized checkpoint and a report of what it cost.
+
+    python -m ptq.commands.run recipes/a8w8c8.yaml [--set KEY=VALUE]... [--output DIR] [--force]
+
+Exit codes: 0 where the thresholds of the recipe hold, 1 where they do not, 2 for errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+
+from formats.errors import RecipeError
+from ptq.commands.check import add_recipe_arguments, overrides_of, prepare
+from ptq.next_steps import forced_command, next_commands, typed_path
+from ptq.pipeline.resume import discard, unfinished
+from ptq.plan.preflight import is_taken
+from ptq.recipe.schema import LoadedRecipe, read_recipe
+from ptq.rooms import require_own
+
+REPORT_FOLDER = "report"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a recipe; 0 where its thresholds hold, 1 where they do not."""
+    require_own("inference")
+    from ptq.pipeline.driver import quantize  # after the check above: these import the engine
+    from ptq.report.report import make_report
+
+    arguments = _parse(argv)
+    loaded = _read(arguments)
+    output = loaded.recipe.output.path
+    plan, _ = prepare(loaded, force=arguments.force)
+    if unfinished(output):
+        print(f"{typed_path(output)}: an earlier run was stopped; going on where it was")
+    result = quantize(plan, force=arguments.force, keep=True)
+    shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
+    report = make_report(result, plan)
+    discard(output)
+    print()
+    print(format_table(report.summary_rows))
+    print()
+    for failure in report.failures:
+        print(f"FAILED: {failure}")
+    print(f"checkpoint: {typed_path(result.checkpoint)}")
+    print(f"report:     {typed_path(report.folder / 'report.html')}")
+    print("\nNext:")
+    for command in next_commands(result.checkpoint):
+        print(f"  {command}")
+    if shutil.which("ptq") is None:
+        print("(`ptq` is not on the path here; `python -m ptq.cli` stands for it)")
+    return 0 if report.passed else 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    summary = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(
+        prog="ptq run",
+        description=summary,
+        epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
+    )
+    add_recipe_arguments(parser)
+    parser.add_argument("--force", action="store_true", help="replace an existing output")
+    return parser.parse_args(argv)
+
+
+def _read(arguments: argparse.Namespace) -> LoadedRecipe:
+    """The recipe with its overrides.
+
+    Raises:
+        RecipeError: it is invalid, or its output exists and may not be replaced.
+    """
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
+    output = loaded.recipe.output.path
+    if is_taken(output) and not arguments.force:
+        again = forced_command(arguments.recipe, arguments.set, arguments.output)
+        raise RecipeError(
+            f"{typed_path(output)} exists already. Replace it with\n  {again}\n"
+            "or give another folder with --output"
+        )
+    return loaded
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first aligned to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -1,0 +1,80 @@
+"""`ptq solve`: another checkpoint from the statistics of a finished run, without running the model.
+
+    ptq solve output/a8w8c8 --set methods.0.smoothquant.alpha=0.95 --output output/again
+    ptq solve output/a8w8c8 --recipe recipes/a8w8c8_unsmoothed.yaml --output output/unsmoothed
+
+The run's own recipe is taken, or another one for the same model and data, with overrides. Other
+observers, granularities and schemes, another fixed alpha and, where the run kept Hessians
+(`statistics: {hessians: true}`), GPTQ and searched scales follow from the statistics; a search that
+measures the block's output needs samples and is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import RecipeError
+from ptq.next_steps import next_commands, typed_path
+from ptq.plan.plan import build_plan
+from ptq.recipe.schema import LoadedRecipe, read_recipe
+from ptq.result import RECIPE_FILE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Solve again; 0 where a checkpoint was written."""
+    from ptq.pipeline.artifact import Artifact  # these import the engine's rooms
+    from ptq.pipeline.driver import solve
+
+    arguments = _parse(argv)
+    loaded = _read(arguments)
+    checkpoint = Checkpoint.open(loaded.recipe.model.path)
+    plan = build_plan(loaded.recipe, checkpoint, loaded.where, force=arguments.force)
+    result = solve(plan, Artifact.load(arguments.run), force=arguments.force)
+    print(f"checkpoint: {typed_path(result.checkpoint)}")
+    print(f"solved in {result.seconds['total']:.1f} s, without running the model\n\nNext:")
+    print(f"  {shlex.join(['ptq', 'report', typed_path(loaded.recipe.output.path)])}")
+    for command in next_commands(result.checkpoint):
+        print(f"  {command}")
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ptq solve", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("run", type=Path, help="output folder of a finished run")
+    parser.add_argument(
+        "--recipe",
+        type=Path,
+        help="another recipe for the same model and data (default: the run's)",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--force", action="store_true", help="replace an existing output")
+    return parser.parse_args(argv)
+
+
+def _read(arguments: argparse.Namespace) -> LoadedRecipe:
+    """The recipe to solve.
+
+    Raises:
+        RecipeError: it is invalid, or asks for other data than the run saw.
+    """
+    overrides = [*arguments.set, f"output.path={json.dumps(str(arguments.output))}"]
+    own = arguments.run / RECIPE_FILE
+    loaded = read_recipe(arguments.recipe or own, overrides)
+    asked, seen = loaded.recipe.dataset, read_recipe(own).recipe.dataset
+    differ = [
+        name
+        for name in type(seen).model_fields
+        if name != "evaluation" and getattr(asked, name) != getattr(seen, name)
+    ]
+    if differ:
+        raise RecipeError(
+            f"dataset: {', '.join(differ)} differ from those of {typed_path(arguments.run)}, whose "
+            "statistics are to be used; leave the data as they were, or run the recipe"
+        )
+    return loaded

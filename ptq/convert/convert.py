@@ -1,0 +1,274 @@
+"""`ptq convert`: a checkpoint in another layout.
+
+    ptq convert SRC DST --to gptq|gptq_v2|awq|fp8_block|paddle
+    ptq convert SRC DST --to compressed_tensors [--tables DIR]
+    ptq convert SRC DST --to float [--dtype TYPE]
+
+The first from a compressed-tensors folder; the second from GPTQ, AWQ, FP8 blocks, bitsandbytes'
+int8 or neural-compressor's huggingface format, or from a model with PaddleNLP's tables of scales
+beside it; the third from all of these, and from bitsandbytes' nf4 and fp4.
+
+Integers are taken over bit for bit and nothing is quantized again, but for float weights under
+Paddle's tables; only scales are rounded, where the other layout holds them in fp16, and by how much
+is told. The folder is read back and compared with its source before it appears. `paddle` writes
+tables of scales and no weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.shards import ShardWriter
+from formats.command import run_command
+from formats.errors import CheckpointError, RequestError
+from formats.files import building_directory, fsync_path, write_bytes
+from formats.foreign.awq import awq_config, awq_layout, refuse_awq
+from formats.foreign.fp8_block import (
+    fp8_block_config,
+    fp8_block_layout,
+    refuse_fp8_block,
+)
+from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
+from formats.foreign.layout import SETTINGS_FILES, ForeignFolder, Layout
+from formats.foreign.neural_compressor import refuse_pickle
+from formats.foreign.paddle import paddle_tables
+from formats.scheme import Scheme
+from ptq.cli import version as own_version
+from ptq.convert.conversion import Conversion, compare, named, parts, require_same, unquantized
+from ptq.convert.from_foreign import import_folder, require_grid
+from ptq.convert.from_paddle import import_tables
+from ptq.convert.to_float import FLOATS, to_float
+
+TARGETS = ("gptq", "gptq_v2", "awq", "fp8_block", "compressed_tensors", "paddle", "float")
+SHARD_BYTES = 2 << 30
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    target: str,
+    *,
+    tables: str | Path | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> Conversion:
+    """Write a checkpoint in another layout; memory held is one layer and one shard.
+
+    Args:
+        source: Folder of a quantized checkpoint; with `tables`, of a float model.
+        out: Folder to make.
+        target: One of `TARGETS`.
+        tables: Folder of PaddleNLP's tables of scales, for `compressed_tensors`.
+        dtype: Type of the weights, for `float`; None for the one that config.json says.
+        force: Whether an existing `out` may be replaced.
+        shard_bytes: Most bytes of one weight file.
+        progress: Whether to show a bar.
+
+    Raises:
+        CheckpointError: the target cannot express the checkpoint, or a file is damaged; nothing is
+            left behind.
+    """
+    source, out = Path(source), Path(out)
+    _check_paths(source, out)
+    _check_options(target, tables, dtype)
+    refuse_pickle(source)
+    if tables is not None:
+        return import_tables(source, Path(tables), out, force, shard_bytes, progress)
+    foreign = ForeignFolder(source)
+    if target == "float":
+        return to_float(foreign, out, dtype, force, shard_bytes, progress)
+    method = foreign.quantization.get("quant_method", "compressed-tensors")
+    if method != "compressed-tensors":
+        require_grid(foreign)
+    if (target == "compressed_tensors") == (method == "compressed-tensors"):
+        found = f"the layout {method}" if foreign.quantization else "no quantized weights"
+        raise CheckpointError(
+            f"{source} has {found} and is not converted to {target}. Convert from "
+            "compressed-tensors to another layout, or from another to compressed_tensors; a float "
+            "model with PaddleNLP's scales to compressed_tensors with --tables"
+        )
+    if target == "compressed_tensors":
+        return import_folder(foreign, out, force, shard_bytes, progress)
+    checkpoint = Checkpoint.open(source)
+    if target == "paddle":
+        return _export_tables(checkpoint, out, force)
+    return _export(checkpoint, foreign, out, target, force, shard_bytes, progress)
+
+
+def _check_paths(source: Path, out: Path) -> None:
+    if source.resolve().is_relative_to(out.resolve()):
+        raise CheckpointError(f"{out} holds the source {source}; choose another output path")
+    if not source.is_dir():
+        raise CheckpointError(f"{source}: no such folder; give the folder of a quantized model")
+
+
+def _check_options(target: str, tables: str | Path | None, dtype: str | None) -> None:
+    for option, given, of in (("tables", tables, "compressed_tensors"), ("dtype", dtype, "float")):
+        if given is not None and target != of:
+            raise RequestError(f"--{option} goes with --to {of}, not with --to {target}")
+
+
+def _export_tables(checkpoint: Checkpoint, out: Path, force: bool) -> Conversion:
+    tables = paddle_tables(checkpoint)
+    with building_directory(out, replace=force) as folder:
+        for name, table in tables.items():
+            write_bytes(folder / name, (json.dumps(table, indent=1) + "\n").encode())
+            if json.loads((folder / name).read_bytes()) != table:
+                raise CheckpointError(f"{name} was read back with other numbers; check the disk")
+    note = (
+        "These are the tables of scales only; weights, config.json and tokenizer are not converted."
+    )
+    modules = len(checkpoint.quantized_modules)
+    return Conversion(modules=modules, scale_rounding=0.0, notes=(note,))
+
+
+def _export(
+    checkpoint: Checkpoint,
+    source: ForeignFolder,
+    out: Path,
+    target: str,
+    force: bool,
+    shard_bytes: int,
+    progress: bool,
+) -> Conversion:
+    modules = checkpoint.quantized_modules
+    checkpoint.require_one_scheme(target)
+    layout, quantization = _target(target, checkpoint.scheme, unquantized(source, modules))
+    with building_directory(out, replace=force) as folder:
+        shards = ShardWriter(folder, shard_bytes)
+        for name, module in parts(source, modules, "Converting", progress):
+            if module is None:
+                shards.add(name, source.tensor(name))
+                continue
+            with named(module):
+                assert layout.pack is not None
+                for leaf, tensor in layout.pack(checkpoint.weight(module)).items():
+                    shards.add(f"{module}.{leaf}", tensor)
+        shards.finish()
+        _write_documents(folder, source, quantization)
+        rounding = _verify(folder, layout, checkpoint, source, progress)
+    notes = _export_notes(target, checkpoint.scheme)
+    return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
+
+
+def _target(
+    target: str, scheme: Scheme, unquantized: Sequence[str]
+) -> tuple[Layout, dict[str, Any]]:
+    """A target's layout and `quantization_config`; CheckpointError if it cannot hold the scheme."""
+    {"awq": refuse_awq, "fp8_block": refuse_fp8_block}.get(target, refuse_gptq)(scheme)
+    spec = scheme.weights
+    assert spec is not None
+    if target == "awq":
+        return awq_layout(spec), awq_config(spec, unquantized)
+    if target == "fp8_block":
+        return fp8_block_layout(), fp8_block_config(unquantized)
+    version: Version = 2 if target == "gptq_v2" else 1
+    quantizer = f"ptq:{own_version()}"
+    return gptq_layout(spec, version), gptq_config(
+        spec, version=version, quantizer=quantizer, unquantized=unquantized
+    )
+
+
+def _write_documents(folder: Path, source: ForeignFolder, quantization: dict[str, Any]) -> None:
+    for file in source.auxiliary_files():
+        shutil.copyfile(file, folder / file.name)
+        fsync_path(folder / file.name)
+    documents = {"config.json": source.config | {"quantization_config": quantization}}
+    if quantization["quant_method"] == "gptq":
+        documents[SETTINGS_FILES[0]] = quantization
+    for name, value in documents.items():
+        write_bytes(folder / name, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _verify(
+    folder: Path, layout: Layout, checkpoint: Checkpoint, source: ForeignFolder, progress: bool
+) -> float:
+    """Compare what was written with its source; returns the scales' largest relative rounding."""
+    written, rounding = ForeignFolder(folder), 0.0
+    modules = written.modules(layout)
+    if modules != checkpoint.quantized_modules:
+        raise CheckpointError(f"{folder}: other layers were written than there are; write again")
+    for name, module in parts(source, modules, "Verifying", progress):
+        if module is None:
+            require_same(name, source.tensor(name), written.tensor(name))
+            continue
+        assert layout.unpack is not None
+        with named(module):
+            new = layout.unpack(written.layer(layout, module))
+        rounding = max(rounding, compare(module, checkpoint.weight(module), new))
+    return rounding
+
+
+def _export_notes(target: str, scheme: Scheme) -> tuple[str, ...]:
+    notes: list[str] = []
+    if scheme.kv_cache is not None:
+        notes.append(
+            f"The scheme of the cache ({scheme.kv_cache.dtype} {scheme.kv_cache.granularity}) and "
+            f"its scales are not part of the {target} format and were left out: whoever loads it "
+            "keeps the cache as it does by default."
+        )
+    if target.startswith("gptq") and scheme.weights and not scheme.weights.symmetric:
+        notes.append(
+            "Weights are asymmetric: vLLM refuses such GPTQ checkpoints, and GPTQModel takes "
+            "version 1 only from itself; for it, use gptq_v2."
+        )
+    return tuple(notes)
+
+
+def describe(done: Conversion, out: Path, target: str) -> list[str]:
+    """Lines for a terminal, of what `convert` returned."""
+    if target == "paddle":
+        return [f"{out}: tables of scales of {done.modules} quantized layers", *done.notes]
+    if target == "float":
+        exact = f"rounded, by at most {done.scale_rounding:.2g} of their value"
+        weights = exact if done.scale_rounding else "exact"
+        return [f"{out}: a float model of {done.modules} layers, weights {weights}", *done.notes]
+    if done.rounded:
+        return [
+            f"{out}: {done.modules} layers, rounded to the nearest with given scales",
+            *done.notes,
+        ]
+    rounding = (
+        f"rounded to fp16, by at most {done.scale_rounding:.2g} of their value"
+        if done.scale_rounding
+        else "exact"
+    )
+    first = f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
+    return [f"{first}; scales {rounding}", *done.notes]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert a checkpoint; 0 on success."""
+    parser = argparse.ArgumentParser(
+        prog="ptq convert", description="Write a quantized checkpoint in another layout."
+    )
+    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
+    parser.add_argument("out", type=Path, metavar="DST", help="folder to make")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")
+    parser.add_argument("--dtype", choices=FLOATS, help="type of float weights, else config.json's")
+    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    arguments = parser.parse_args(argv)
+    done = convert(
+        arguments.source,
+        arguments.out,
+        arguments.to,
+        tables=arguments.tables,
+        dtype=arguments.dtype,
+        force=arguments.force,
+        progress=True,
+    )
+    print("\n".join(describe(done, arguments.out, arguments.to)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

@@ -1,0 +1,176 @@
+"""A model and PaddleNLP's tables of scales as a checkpoint of ours.
+
+Float weights are rounded to the nearest with the tables' scales; int8 weights (per channel, in the
+compressed-tensors layout) are taken over, and must have the scales that the table says. Tables of
+inputs and of the cache may be empty, that of weights only where that of inputs is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.weights import StoredWeight
+from formats.checkpoint.write import CheckpointWriter
+from formats.errors import CheckpointError
+from formats.foreign.layout import ForeignFolder
+from formats.foreign.paddle import FILES
+from formats.foreign.paddle_tables import PaddleScales, read_paddle
+from formats.scale_table import Role, ScaleEntry, ScaleTable
+from formats.scheme import ActivationSpec, KVCacheSpec, Scheme, WeightSpec
+from kernels.numerics import INT8, dequantize, quantize, sqnr_db
+from ptq.convert.conversion import Conversion, parts, unquantized
+
+INT8_WEIGHTS = WeightSpec()
+CLIPPED = 1.01  # times the range of the table; more is told
+
+
+def import_tables(
+    source: Path, tables: Path, out: Path, force: bool, shard_bytes: int, progress: bool
+) -> Conversion:
+    """Write a model with the scales of a folder of tables.
+
+    Args:
+        source: Folder of a float model, or of one with int8 weights per channel.
+        tables: Folder of the three tables.
+        out: Folder to make; it and the others as in `ptq.convert.convert.convert`.
+
+    Raises:
+        CheckpointError: the tables do not fit the model, or a file is damaged.
+    """
+    checkpoint, folder = Checkpoint.open(source), ForeignFolder(source)
+    modules = _layers(checkpoint)
+    scales = read_paddle(
+        tables, checkpoint.config, {m: checkpoint.weight_shape(m) for m in modules}
+    )
+    scheme = _scheme(checkpoint, scales)
+    modules = modules if scheme.weights else ()
+    rows, beyond = list(_rows(scales)), ("", 0.0)
+    with CheckpointWriter(
+        out,
+        config=checkpoint.config,
+        scheme=scheme,
+        ignore=unquantized(folder, modules),
+        aux_files=checkpoint.auxiliary_files,
+        force=force,
+        shard_bytes=shard_bytes,
+    ) as writer:
+        for name, module in parts(folder, modules, "Converting", progress):
+            if module is None:
+                writer.add(name, checkpoint.tensor(name))
+                continue
+            weight, exact = _weight(checkpoint, module, scales.weights[module])
+            inputs = scales.inputs.get(module)
+            writer.add_linear(module, weight, torch.float32, input_scale=inputs)
+            rows.append(_weight_row(module, weight, exact))
+            reach = (exact.abs() / (weight.scale * INT8.top)).max().item()
+            beyond = max(beyond, (module, reach), key=lambda pair: pair[1])
+        for attention, (k, v) in scales.cache.items():
+            writer.set_kv_scales(attention, k, v)
+        writer.finish(ScaleTable(entries=tuple(rows)))
+    notes = (f"Scheme {scheme.wac}, with the scales of {tables}.", *_clipping(*beyond))
+    rounded = checkpoint.scheme.weights is None and bool(modules)
+    return Conversion(modules=len(modules), scale_rounding=0.0, rounded=rounded, notes=notes)
+
+
+def _layers(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Full names of the linear layers of the decoder blocks; CheckpointError if not float or w8."""
+    checkpoint.require_one_scheme("a set of PaddleNLP's tables")
+    scheme = checkpoint.scheme
+    if scheme.weights not in (None, INT8_WEIGHTS):
+        found = scheme.weights.text if scheme.weights else ""
+        raise CheckpointError(
+            f"{checkpoint.path}: found {found}; PaddleNLP's tables are read for a float model or "
+            "one with int8 weights per channel. Give the folder that the tables were made of"
+        )
+    if scheme.weights is not None:
+        return checkpoint.quantized_modules
+    end = "_proj.weight"
+    layers = tuple(n.removesuffix(".weight") for n in checkpoint.names() if n.endswith(end))
+    if not layers:
+        raise CheckpointError(f"{checkpoint.path}: found no linear layers *{end}; is it a decoder?")
+    return layers
+
+
+def _scheme(checkpoint: Checkpoint, scales: PaddleScales) -> Scheme:
+    if not scales.weights and (scales.inputs or checkpoint.scheme.weights is not None):
+        raise CheckpointError(
+            f"{FILES[1]} is empty, but {'inputs' if scales.inputs else 'the weights'} are "
+            "quantized; it must have the scales of the weights. Get the three tables of one run"
+        )
+    if not scales.weights and not scales.cache:
+        raise CheckpointError("all three tables are empty; there is nothing to quantize")
+    return Scheme(
+        weights=INT8_WEIGHTS if scales.weights else None,
+        activations=ActivationSpec() if scales.inputs else None,
+        kv_cache=KVCacheSpec() if scales.cache else None,
+    )
+
+
+def _weight(checkpoint: Checkpoint, module: str, scale: Tensor) -> tuple[StoredWeight, Tensor]:
+    """A layer's weight under a scale [N, 1], and the weight that it stands for, fp32 [N, K]."""
+    if checkpoint.scheme.weights is None:
+        exact = checkpoint.tensor(f"{module}.weight").float()
+        return StoredWeight(quantize(exact, scale, INT8), scale), exact
+    weight = checkpoint.weight(module)
+    if not torch.equal(weight.scale, scale):
+        raise CheckpointError(
+            f"{FILES[1]}: scales of {module} are not those of {checkpoint.path}, whose weights are "
+            "int8 already. Give the tables of this model, or the float model of these tables"
+        )
+    return weight, dequantize(weight.q, scale)
+
+
+def _weight_row(module: str, weight: StoredWeight, exact: Tensor) -> ScaleEntry:
+    ratio = sqnr_db(exact, dequantize(weight.q, weight.scale))
+    row = _row(f"{module}.weight_scale", "weight", weight.scale, exact.abs().max().item())
+    beyond = exact.abs() > weight.scale * (INT8.top + 0.5)
+    return row.model_copy(
+        update={
+            "clip_fraction": beyond.float().mean().item(),
+            "sqnr_db": ratio if isfinite(ratio) else None,
+        }
+    )
+
+
+def _rows(scales: PaddleScales) -> Iterator[ScaleEntry]:
+    for module, scale in scales.inputs.items():
+        yield _row(f"{module}.input_scale", "input", scale, scale.item() * INT8.top)
+    roles: tuple[Role, Role] = ("k_cache", "v_cache")
+    for attention, pair in scales.cache.items():
+        for role, scale in zip(roles, pair, strict=True):
+            absmax = scale.max().item() * INT8.top
+            yield _row(f"{attention}.{role[0]}_scale", role, scale, absmax)
+
+
+def _row(tensor: str, role: Role, scale: Tensor, absmax: float) -> ScaleEntry:
+    granularity = {"weight": "per_channel", "input": "per_tensor"}.get(role, "per_head")
+    return ScaleEntry(
+        module=tensor.rpartition(".")[0],
+        role=role,
+        dtype="int8",
+        granularity=granularity,
+        shape=tuple(scale.shape),
+        tensor=tensor,
+        scale_min=scale.min().item(),
+        scale_max=scale.max().item(),
+        statistic="imported",
+        absmax=absmax,
+        tokens=0,
+        clip_fraction=0.0,
+        sqnr_db=None,
+    )
+
+
+def _clipping(module: str, reach: float) -> tuple[str, ...]:
+    if reach <= CLIPPED:
+        return ()
+    return (
+        f"Weights of {module} reach {reach:.3g} times the range of their scale and were cut: are "
+        "these tables of this very model?",
+    )

@@ -1,0 +1,124 @@
+"""A quantized checkpoint of any layout as the float model that it stands for.
+
+Weights become (q - zero_point) * scale, or what a layout without an integer grid says, in fp32 and
+rounded once to the type asked for. Layers that are not quantized are copied bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.write import CheckpointWriter
+from formats.errors import CheckpointError
+from formats.foreign.layout import ForeignFolder, Layout
+from formats.scale_table import ScaleTable
+from formats.scheme import Scheme
+from kernels.numerics import dequantize
+from ptq.convert.conversion import Conversion, named, parts
+from ptq.convert.from_foreign import open_layout
+from ptq.convert.surplus import surplus_tensors
+
+FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 write it
+
+
+def to_float(
+    source: ForeignFolder,
+    out: Path,
+    dtype: str | None,
+    force: bool,
+    shard_bytes: int,
+    progress: bool,
+) -> Conversion:
+    """Write a folder's weights in floating point; arguments as in `ptq.convert.convert.convert`.
+
+    Raises:
+        CheckpointError: nothing is quantized, the type is not known, a weight does not fit it, or
+            a file is damaged.
+    """
+    scheme, modules, read = _open(source)
+    key, dtype = _type(source.config, dtype)
+    surplus, rounding = surplus_tensors(source, modules), 0.0
+    with CheckpointWriter(
+        out,
+        config=source.config | {key: dtype},
+        scheme=Scheme(),
+        aux_files=source.auxiliary_files(),
+        force=force,
+        shard_bytes=shard_bytes,
+    ) as writer:
+        for name, module in parts(source, modules, "Converting", progress):
+            if module is None:
+                if name not in surplus:
+                    writer.add(name, source.tensor(name))
+                continue
+            with named(module):
+                exact = read(module)
+            weight = exact.to(FLOATS[dtype])
+            rounding = max(rounding, _rounding(exact, weight))
+            writer.add(f"{module}.weight", weight)
+        writer.finish(ScaleTable(entries=()))
+    notes = tuple(_notes(scheme, dtype, rounding))
+    return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
+
+
+def _open(source: ForeignFolder) -> tuple[Scheme, tuple[str, ...], Callable[[str], Tensor]]:
+    """A folder's scheme, its quantized layers, and what gives a layer's weight in fp32 [N, K]."""
+    if source.quantization.get("quant_method", "compressed-tensors") != "compressed-tensors":
+        scheme, layout, modules = open_layout(source)
+        return scheme, modules, partial(_foreign_weight, source, layout, scheme)
+    checkpoint = Checkpoint.open(source.path)
+    if not checkpoint.scheme.quantizes_anything:
+        raise CheckpointError(f"{source.path} is a float model already; copy it as it is")
+    return checkpoint.scheme, checkpoint.quantized_modules, partial(_own_weight, checkpoint)
+
+
+def _own_weight(checkpoint: Checkpoint, module: str) -> Tensor:
+    weight, spec = checkpoint.weight(module), checkpoint.scheme_of(module).weights
+    assert spec is not None
+    return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
+
+
+def _foreign_weight(source: ForeignFolder, layout: Layout, scheme: Scheme, module: str) -> Tensor:
+    tensors = source.layer(layout, module)
+    if layout.values is not None:
+        return layout.values(tensors)
+    assert layout.unpack is not None
+    assert scheme.weights is not None
+    weight = layout.unpack(tensors)
+    return dequantize(weight.q, weight.scale, weight.zero_point, scheme.weights.block)
+
+
+def _type(config: dict[str, Any], dtype: str | None) -> tuple[str, str]:
+    """Key and value of config.json that say the type; the one asked for, or else the model's."""
+    key = next((key for key in TYPE_KEYS if key in config), TYPE_KEYS[0])
+    found = dtype or config.get(key)
+    if found not in FLOATS:
+        raise CheckpointError(
+            f"config.json: found dtype {found!r}; allowed: {', '.join(FLOATS)}. Say which type the "
+            "weights shall have with --dtype"
+        )
+    return key, found
+
+
+def _rounding(exact: Tensor, weight: Tensor) -> float:
+    """Largest relative difference of the values that are not zero."""
+    ratio = ((weight.float() - exact).abs() / exact.abs())[exact != 0]
+    return ratio.max().item() if ratio.numel() else 0.0
+
+
+def _notes(scheme: Scheme, dtype: str, rounding: float) -> Iterable[str]:
+    if rounding and dtype != "float32":
+        yield f"Weights are rounded to {dtype}; --dtype float32 keeps them exact."
+    if scheme.activations is not None:
+        yield f"The source's {scheme.activations.text} run in float now."
+    if scheme.kv_cache is not None:
+        spec = scheme.kv_cache
+        yield f"The source's cache, {spec.dtype} {spec.granularity}, and its scales are left out."

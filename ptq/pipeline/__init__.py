@@ -1,0 +1,1 @@
+"""The driver: block by block from a plan to a checkpoint; resumable."""

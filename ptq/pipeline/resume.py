@@ -1,0 +1,285 @@
+"""Runs that go on where they were killed: finished blocks, and the activations after the last.
+
+Beside the checkpoint that is being made, in `<output>/.resume`:
+
+    progress.json                  what the run is (`run_key`) and how many blocks are done
+    block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, its
+                                   cache scales under `k/<attention>`, `v/<attention>`
+    block-00003.json               its rows of the record
+    block-00003.statistics         what calibration saw of it
+    states-00003.safetensors       hidden states of every sample after it; of the last such block
+
+A block's files are whole on the disk before `progress.json` counts it, and states are stored, not
+computed again: a run that was killed at any moment and started again writes the same bytes as one
+that was not. States of a large model take seconds to write; they are left out after a block where
+writing them would take more than a tenth of the time, and a run goes on after the last that has
+them. A run of another recipe, model, data, code or device starts over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from calibrate.statistics import Statistics
+from formats.checkpoint.safetensors_files import SafetensorsFile
+from formats.errors import CheckpointError
+from formats.files import fsync_path, replace_file, sha256_file, writing
+from formats.scale_table import ScaleEntry
+from formats.scheme import Strict
+from ptq.methods.source import Source
+from ptq.recipe.schema import Recipe
+from ptq.result import BlockRow, Event, ModuleRow, SmoothingRow
+
+FOLDER = ".resume"
+PROGRESS = "progress.json"
+SHARE = 0.1  # most of a run's time that goes into writing states
+ROOMS = ("kernels", "formats", "calibrate", "ptq")  # whose code decides on a checkpoint's bytes
+
+
+class BlockRecord(Strict):
+    """Rows of the record that a block brings."""
+
+    entries: tuple[ScaleEntry, ...] = ()
+    events: tuple[Event, ...] = ()
+    smoothing: tuple[SmoothingRow, ...] = ()
+    modules: tuple[ModuleRow, ...] = ()
+    cost: BlockRow | None = None
+
+
+@dataclass
+class SolvedBlock:
+    """All that is left of a block once it is solved.
+
+    Attributes:
+        tensors: For the checkpoint, by their full name, in the order in which they are written.
+        kv_scales: Static scales of K and V by the name of the attention.
+        record: Rows of the record.
+        statistics: What calibration saw.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    record: BlockRecord = field(default_factory=BlockRecord)
+    statistics: Statistics = field(default_factory=Statistics)
+
+
+class Progress(Strict):
+    """How far a run has come, and which run it is."""
+
+    key: str
+    blocks: int
+
+
+def run_key(
+    recipe: Recipe, checkpoint: Source, fingerprint: str, device: torch.device | None = None
+) -> str:
+    """SHA-256 of all that decides on the bytes of a checkpoint.
+
+    These are the recipe but for its output and report, the tokens, the model (`model_key`), our
+    code, torch's version, and the GPU or the number of threads.
+    """
+    digest = hashlib.sha256()
+    digest.update(recipe.model_dump_json(exclude={"output", "report"}).encode())
+    threads = torch.get_num_threads()
+    where = device or torch.device("cpu")
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{threads} threads"
+    digest.update(f"{fingerprint} torch {torch.__version__} {name}\n".encode())
+    digest.update(model_key(checkpoint).encode())
+    root = Path(__file__).resolve().parents[2]
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def model_key(checkpoint: Source) -> str:
+    """SHA-256 of a model's files: names, sizes and times of change, the whole of small ones."""
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.path.iterdir()):
+        if path.is_file():
+            about = path.stat()
+            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+            digest.update(sha256_file(path).encode() if about.st_size < 1 << 24 else b"")
+    return digest.hexdigest()
+
+
+class ResumableRun:
+    """The store of one run; see the module's docstring.
+
+    Args:
+        output: The run's output folder.
+        key: From `run_key`; what another key has left is removed.
+
+    Attributes:
+        done: Blocks that are stored with the states after them.
+    """
+
+    def __init__(self, output: Path, key: str) -> None:
+        self._folder, self._key = output / FOLDER, key
+        self._pool = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
+        self.done = self._solved = 0
+        self._due = 0.0
+        try:
+            found = Progress.model_validate_json((self._folder / PROGRESS).read_bytes())
+        except (OSError, ValidationError):
+            found = None
+        if found is not None and found.key == key:
+            self.done = self._solved = found.blocks
+            return
+        _clear(self._folder)
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._progress(0)
+
+    def save(
+        self, solved: SolvedBlock, states: Sequence[Tensor], quantized: Sequence[Tensor] | None
+    ) -> None:
+        """Store the next block and, where they are due, the hidden states after it.
+
+        The block is written while the run goes on; what went wrong with it is raised by the next
+        call, or by `close`.
+
+        Args:
+            solved: The block.
+            states: Hidden states of the float model.
+            quantized: Those after the quantized blocks, where they are kept.
+        """
+        self._wait()
+        self._written = self._pool.submit(self._save_block, self._name(self._solved), solved)
+        self._solved += 1
+        begin = time.monotonic()
+        if begin < self._due:
+            return
+        self._wait()
+        hidden = {f"float/{i}": state for i, state in enumerate(states)}
+        hidden |= {f"quantized/{i}": state for i, state in enumerate(quantized or ())}
+        self._write(self._states(self._solved - 1), hidden)
+        before = self.done
+        self._progress(self._solved)
+        if before:
+            (self._folder / self._states(before - 1)).unlink(missing_ok=True)
+        end = time.monotonic()
+        self._due = end + (end - begin) / SHARE
+
+    def close(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self._wait()
+        finally:
+            self._pool.shutdown()
+
+    def _wait(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def _save_block(self, name: str, solved: SolvedBlock) -> None:
+        arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
+        for attention, (k, v) in solved.kv_scales.items():
+            arrays |= {f"k/{attention}": k, f"v/{attention}": v}
+        order = {"order": json.dumps(list(solved.tensors))}
+        self._write(f"{name}.safetensors", arrays, order)
+        replace_file(self._folder / f"{name}.json", solved.record.model_dump_json().encode())
+        solved.statistics.save(self._folder / f"{name}.statistics")
+
+    def block(self, index: int) -> SolvedBlock:
+        """A stored block.
+
+        Raises:
+            CheckpointError: its files are damaged.
+        """
+        path = self._folder / self._name(index)
+        try:
+            file = SafetensorsFile(Path(f"{path}.safetensors"))
+            order = json.loads(file.metadata["order"])  # a file sorts its tensors otherwise
+            tensors = {name: file.tensor(f"tensor/{name}") for name in order}
+            kv_scales = {
+                name: (file.tensor(f"k/{name}"), file.tensor(f"v/{name}"))
+                for name in (key[2:] for key in file.tensors if key.startswith("k/"))
+            }
+            record = BlockRecord.model_validate_json(Path(f"{path}.json").read_bytes())
+            statistics = Statistics.load(Path(f"{path}.statistics"))
+        except (OSError, ValueError, KeyError, CheckpointError) as error:
+            raise self._damaged(error) from error
+        return SolvedBlock(tensors, kv_scales, record, statistics)
+
+    def states(self) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Hidden states after the last stored block: of the float model, and quantized if kept.
+
+        Raises:
+            CheckpointError: their file is damaged.
+        """
+        try:
+            arrays = load_file(self._folder / self._states(self.done - 1))
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(error) from error
+        count = sum(key.startswith("float/") for key in arrays)
+        quantized = [arrays[f"quantized/{i}"] for i in range(count) if f"quantized/{i}" in arrays]
+        return [arrays[f"float/{i}"] for i in range(count)], quantized or None
+
+    def _progress(self, blocks: int) -> None:
+        progress = Progress(key=self._key, blocks=blocks)
+        replace_file(self._folder / PROGRESS, progress.model_dump_json().encode())
+        self.done = blocks
+
+    def _write(
+        self, name: str, arrays: dict[str, Tensor], metadata: dict[str, str] | None = None
+    ) -> None:
+        with writing(self._folder):
+            temporary = self._folder / f"{name}.tmp"
+            save_file({key: t.contiguous() for key, t in arrays.items()}, temporary, metadata)
+            fsync_path(temporary)
+            os.replace(temporary, self._folder / name)
+            fsync_path(self._folder)
+
+    def _damaged(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: what an earlier run left is damaged ({error}). Remove the folder and "
+            "run the recipe again"
+        )
+
+    @staticmethod
+    def _name(index: int) -> str:
+        return f"block-{index:05d}"
+
+    @staticmethod
+    def _states(index: int) -> str:
+        return f"states-{index:05d}.safetensors"
+
+
+def unfinished(output: Path) -> bool:
+    """Whether a run of this output folder was stopped before its end."""
+    return (output / FOLDER / PROGRESS).is_file()
+
+
+def discard(output: Path) -> None:
+    """Remove what is kept for going on, and the output folder where nothing else is in it."""
+    _clear(output / FOLDER)
+    with contextlib.suppress(OSError):
+        output.rmdir()
+
+
+def _clear(folder: Path) -> None:
+    """Remove the folder; what counts its blocks goes first: a kill leaves nothing to trust."""
+    (folder / PROGRESS).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""From a recipe and a model to what happens to each module."""

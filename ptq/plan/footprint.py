@@ -1,0 +1,182 @@
+"""How much a run holds at once: memory of the host and of a GPU, and room on the disk.
+
+The driver holds one block, the hidden states of all samples and one shard (`ptq.pipeline.driver`).
+What comes on top depends on the step: each has its own sum here, and the largest is the peak. The
+process itself stays out.
+
+    embedding   the whole table in fp32 beside the stored one
+    measuring   quantized weights as integers and in fp32; sums of squares of one layer in fp64
+    search      the weights of a group's consumers once more, and the outputs of a few samples
+    GPTQ        fp32 [in, in] for each distinct input; while the widest is factored, fp64 copies
+    refinement  weights with gradients, Adam's moments and what gradients are traced through
+
+Blocks run on a GPU where there is one: then the host holds the hidden states and what is written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ptq.methods.registry import block_specs, build_methods
+from ptq.methods.source import Source
+from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, SmoothQuantSpec
+from ptq.pipeline.measure import SAMPLES
+from ptq.plan.schedule import Schedule
+from ptq.plan.shapes import BlockShape, shard_bytes
+from ptq.recipe.schema import Recipe
+
+FLOAT = 4  # bytes of an fp32 element
+OCCUPIED = 6000  # bins of a histogram that magnitudes of activations fall into, at 16 bytes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a run holds; see the module's docstring.
+
+    Args:
+        recipe: The run.
+        source: The model; only its headers are read.
+        blocks: Its blocks.
+        checkpoint_bytes: Of the checkpoint that is written.
+        on_gpu: Whether blocks run on a GPU.
+    """
+
+    recipe: Recipe
+    source: Source
+    blocks: Sequence[BlockShape]
+    checkpoint_bytes: int
+    on_gpu: bool
+
+    def host(self) -> int:
+        """Peak bytes of host memory."""
+        work = 0 if self.on_gpu else max(self._steps())
+        start = 0 if self.on_gpu else self._embedding()
+        return max(start, 4 * self._widest_rest(), self._states() + work + self._written())
+
+    def device(self) -> int:
+        """Peak bytes of a GPU's memory; 0 where none is used."""
+        return max(self._embedding(), *self._steps()) if self.on_gpu else 0
+
+    def disk(self) -> int:
+        """Most bytes on the disk before the run ends: what it makes, and what it can go on with.
+
+        The states after a block are written before those after the one before it are removed.
+        """
+        resumable = self.checkpoint_bytes + 2 * self._copies * self._state_bytes
+        kept = self.recipe.statistics.hessians
+        hessians = sum(self._hessians(block) for block in self.blocks) if kept else 0
+        seen = 2 * self._histograms()
+        return self.checkpoint_bytes + hessians + seen + (resumable if self._needs_data else 0)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(self.recipe, build_methods(self.recipe.methods))
+
+    @property
+    def _needs_data(self) -> bool:
+        return self._schedule.needs_data
+
+    @property
+    def _copies(self) -> int:
+        """Sets of hidden states that a block gets: of the float model, and quantized."""
+        return 2 if any(method.quantized_path for method in self._schedule.methods) else 1
+
+    @property
+    def _tokens(self) -> int:
+        return self.recipe.dataset.calibration.sequence_length
+
+    @property
+    def _state_bytes(self) -> int:
+        """Of the hidden states of all samples; pinned memory comes in powers of two."""
+        samples = self.recipe.dataset.calibration.samples
+        samples = samples if self._needs_data else min(samples, SAMPLES)
+        sample = FLOAT * self._tokens * self.blocks[0].hidden
+        return samples * (1 << (sample - 1).bit_length() if self.on_gpu else sample)
+
+    def _states(self) -> int:
+        """Hidden states at their most, on the host.
+
+        A block's inputs and outputs while it is solved (refinement has targets, too); or what is
+        left of them and its bytes while they are stored. A GPU's pinned copies stay for reuse.
+        """
+        solving = 2 + (2 if self._copies == 2 else 0)
+        storing = self._copies if self._needs_data else 0
+        sets = solving + storing if self.on_gpu else max(solving, self._copies + storing)
+        return sets * self._state_bytes
+
+    def _steps(self) -> Iterator[int]:
+        """Bytes of each step of the largest block, where it runs."""
+        block = max(self.blocks, key=lambda shape: shape.elements)
+        weights, sums = FLOAT * block.elements, self._sums(block)
+        kept = weights + sums
+        integers = sum(math.prod(shape) for shape in block.quantized)
+        layer = max((math.prod(shape) for shape in block.quantized), default=0)
+        yield kept + self._activations(block)
+        yield kept + (1 + FLOAT) * integers + max(24 * layer, self._activations(block))
+        for spec in block_specs(self.recipe.methods):
+            if isinstance(spec, SmoothQuantSpec | AWQSpec):
+                consumers = [
+                    sum(math.prod(block.layers[n]) for group in tied for n in group.consumers)
+                    for tied in block.groups(spec.targets)
+                ]
+                outputs = spec.search_samples * FLOAT * self._tokens * block.hidden
+                moved = FLOAT * max(consumers, default=0) + 16 * layer
+                yield kept + outputs + moved + self._activations(block)
+            elif isinstance(spec, GPTQSpec):
+                widest = max((columns for _, columns in block.quantized), default=0)
+                yield kept + integers + (2 * FLOAT + 4 * 8) * widest**2
+            elif isinstance(spec, RefineSpec):
+                traced = spec.batch * 3 * self._activations(block)
+                yield kept + 44 * integers + traced
+
+    def _activations(self, block: BlockShape) -> int:
+        """What one sample needs on its way through a block, watched: histograms, fp64 powers."""
+        widest = max(max(shape) for shape in block.layers.values())
+        feed_forward = 3 * widest + 4 * block.hidden + block.query + 2 * block.cached
+        watched = 4 * 8 * widest
+        return self._tokens * (FLOAT * (feed_forward + self._tokens) + watched)
+
+    def _sums(self, block: BlockShape) -> int:
+        """Second moments that are accumulated, and the widest's mean where no step counts it."""
+        moments = {method.moments for method in self._schedule.methods}
+        if "full" not in moments and not self.recipe.statistics.hessians:
+            return 0
+        widest = max((columns for _, columns in block.quantized), default=0)
+        return self._hessians(block) + (0 if "full" in moments else FLOAT * widest**2)
+
+    def _hessians(self, block: BlockShape) -> int:
+        inputs = block.inputs(block.targets).values()
+        return sum(FLOAT * block.width(names) ** 2 for names in inputs)
+
+    def _embedding(self) -> int:
+        """The stored table, and the same in fp32."""
+        name = "model.embed_tokens.weight"
+        itemsize = self.source.dtype(name).itemsize
+        return math.prod(self.source.shape(name)) * (itemsize + FLOAT)
+
+    def _widest_rest(self) -> int:
+        """Bytes of the largest tensor outside of the blocks.
+
+        While one is checked, there are the one before it and two more of its size.
+        """
+        blocks = tuple(f"{block.name}." for block in self.blocks)
+        rest = [name for name in self.source.names() if not name.startswith(blocks)]
+        return max(
+            math.prod(self.source.shape(name)) * self.source.dtype(name).itemsize for name in rest
+        )
+
+    def _written(self) -> int:
+        """A shard with its bytes, the block that comes next, and statistics of all blocks."""
+        largest = max(block.elements for block in self.blocks)
+        shard = min(shard_bytes(largest), self.checkpoint_bytes)
+        return 2 * shard + largest + self._histograms()
+
+    def _histograms(self) -> int:
+        """Statistics of all inputs and caches."""
+        if not self._schedule.counts(0):
+            return 0
+        tensors = sum(len(block.inputs(block.layers)) for block in self.blocks)
+        heads = 2 * len(self.blocks) * self.blocks[0].kv_heads
+        return 16 * OCCUPIED * (tensors + heads)

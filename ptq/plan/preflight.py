@@ -1,0 +1,256 @@
+"""What is looked for before a run: each check gives the problems that it finds.
+
+Nothing here reads a weight: shapes come from the headers of the checkpoint's files and from
+transformers' own modelling code on the meta device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from calibrate.data import TokenSet, load_tokens
+from calibrate.experts import split_experts
+from calibrate.stream import SUPPORTED
+from formats.checkpoint.compressed_tensors import is_ignored
+from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.weights import scale_shape, storage_format
+from formats.scheme import KVCacheSpec, LayerScheme
+from kernels.devices import check_device
+from ptq.methods.source import Source
+from ptq.pipeline.resume import unfinished
+from ptq.recipe.problems import Problem, Where, recipe_error, suggestion
+from ptq.recipe.schema import Recipe
+from ptq.recipe.strict_yaml import Key
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+MODEL: Key = ("model", "path")
+PEER_FILES = ("peers", "peers.json")
+
+
+def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
+    """The model's configuration.
+
+    Raises:
+        RecipeError: of another family than those supported, quantized already, or not valid.
+    """
+    found = str(checkpoint.config.get("model_type"))
+    problems = []
+    if found not in SUPPORTED:
+        message = f"model_type {found!r} of {checkpoint.path} is not supported"
+        problems.append(Problem(where(MODEL), MODEL, f"{message}; {suggestion(found, SUPPORTED)}"))
+    if checkpoint.scheme.quantizes_anything:
+        message = (
+            f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
+            "model in FP16, BF16 or FP32"
+        )
+        problems.append(Problem(where(MODEL), MODEL, message))
+    if problems:
+        raise recipe_error(problems)
+    try:
+        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        message = f"{checkpoint.path / 'config.json'} is not a valid configuration: {reason}"
+        raise recipe_error([Problem(where(MODEL), MODEL, message)]) from error
+
+
+def meta_model(config: PretrainedConfig) -> nn.Module:
+    """The model with shapes only, its layers named as on disk."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    split_experts(model, config.model_type)
+    return model
+
+
+def check_tensors(
+    checkpoint: Checkpoint, config: PretrainedConfig, model: nn.Module
+) -> Iterator[tuple[Key, str]]:
+    """Tensors that the configuration asks for and the files do not have, or have otherwise."""
+    tied = "lm_head.weight" if config.tie_word_embeddings else ""
+    missing, misshaped = [], []
+    for name, tensor in model.state_dict().items():
+        if name not in checkpoint:
+            missing += [] if name == tied else [name]
+        elif checkpoint.shape(name) != tuple(tensor.shape):
+            shapes = f"{list(checkpoint.shape(name))}, needed is {list(tensor.shape)}"
+            misshaped.append(f"{name} is {shapes}")
+        elif not checkpoint.dtype(name).is_floating_point:
+            misshaped.append(f"{name} is {checkpoint.dtype(name)}, needed is a floating point type")
+    for names, verb in ((missing, "misses "), (misshaped, "does not fit its config.json: ")):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield MODEL, f"{checkpoint.path} {verb}{'; '.join(names[:3])}{more}"
+
+
+def check_tokenizer(checkpoint: Checkpoint, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
+    """A tokenizer that is missing, damaged or larger than the model's vocabulary."""
+    folder, vocabulary = checkpoint.path, config.vocab_size
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        files = ", ".join(TOKENIZER_FILES)
+        yield MODEL, f"{folder} has no tokenizer; needed is one of {files} beside the weights"
+        return
+    try:
+        if (folder / "tokenizer.json").is_file():
+            json.loads((folder / "tokenizer.json").read_bytes())
+        size = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        yield MODEL, f"the tokenizer of {folder} cannot be loaded: {' '.join(str(error).split())}"
+        return
+    if size > vocabulary:
+        yield (
+            MODEL,
+            f"the tokenizer of {folder} has {size} tokens, the model a vocabulary of {vocabulary}; "
+            "they do not belong together",
+        )
+
+
+def check_data(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """Local files of data that are not there."""
+    for field in ("name", "evaluation_name"):
+        source = getattr(recipe.dataset, field)
+        if source is not None and Path(source).is_absolute() and not Path(source).exists():
+            yield ("dataset", field), f"no such file: {source}"
+
+
+def read_data(recipe: Recipe) -> dict[str, TokenSet]:
+    """Tokens of both splits, so that a fault of the evaluation data shows before calibration.
+
+    Raises:
+        RecipeError: a source is missing, empty, unreadable or too short.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    return {
+        "calibration": load_tokens(recipe.dataset, tokenizer, "calibration"),
+        "evaluation": load_tokens(recipe.dataset, tokenizer, "evaluation"),
+    }
+
+
+def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
+    """Sequences that are longer than the model's positions."""
+    most = config.max_position_embeddings
+    for split in ("calibration", "evaluation"):
+        length = getattr(recipe.dataset, split).sequence_length
+        if length > most:
+            message = f"found {length}; the model has {most} positions"
+            yield ("dataset", split, "sequence_length"), message
+    speed = recipe.report.speed
+    if speed is not None and speed.prompt_tokens + speed.new_tokens > most:
+        total = f"{speed.prompt_tokens} prompt and {speed.new_tokens} new tokens"
+        yield ("report", "speed"), f"found {total}; the model has {most} positions"
+
+
+def check_patterns(
+    recipe: Recipe, linears: Mapping[str, object], quantized: Collection[str]
+) -> Iterator[tuple[Key, str]]:
+    """Entries of `ignore` and patterns of `layers` that match no linear layer.
+
+    Those of `layers` must match one that is quantized, too.
+    """
+    for i, layers in enumerate(recipe.layers):
+        for j, entry in enumerate(layers.match):
+            key, matched = ("layers", i, "match", j), [n for n in linears if is_ignored(n, [entry])]
+            if not matched:
+                yield key, f"{entry!r} matches no linear layer; {_nearest(entry, linears)}"
+            elif not any(name in quantized for name in matched):
+                yield (
+                    key,
+                    f"{entry!r} matches only layers that stay in float, such as {matched[0]}; "
+                    "leave it out, or ignore fewer",
+                )
+    for i, entry in enumerate(recipe.ignore):
+        if not any(is_ignored(name, [entry]) for name in linears):
+            yield ("ignore", i), f"{entry!r} matches no linear layer; {_nearest(entry, linears)}"
+
+
+def _nearest(entry: str, linears: Mapping[str, object]) -> str:
+    """What the writer of a pattern may have meant."""
+    text = re.sub(r"[^\w.]|\.(?=[*+?$])", "", entry.removeprefix("re:")).strip(".")
+    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    by_name = suggestion(text, list(linears)).partition("allowed: ")[0]
+    if "layers" in text and by_name:
+        return f"{by_name}A full name is needed, or `re:` and a pattern for its start"
+    by_kind = suggestion(text.rpartition(".")[2], [f"re:.*{kind}" for kind in kinds])
+    return f"{by_kind} (a full name, or `re:` and a pattern for its start)"
+
+
+def is_taken(path: Path) -> bool:
+    """Whether an output path holds anything but a run to go on with, or what `ptq peers` wrote."""
+    if unfinished(path) or not path.exists():
+        return False
+    return not path.is_dir() or any(entry.name not in PEER_FILES for entry in path.iterdir())
+
+
+def on_gpu(recipe: Recipe) -> bool:
+    """Whether blocks will be run and solved on a GPU."""
+    available = torch.cuda.is_available()
+    return recipe.device == "cuda" or (recipe.device == "auto" and available)
+
+
+def check_report_device(recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """A device for the report that nothing can run on here."""
+    try:
+        check_device(recipe.report.device)
+    except ValueError as error:
+        yield ("report", "device"), str(error)
+
+
+def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:
+    """An output folder that is taken, holds the model, or lies on a disk that is too small."""
+    key, path = ("output", "path"), recipe.output.path
+    if is_taken(path) and (not force or not path.is_dir()):
+        yield key, f"{path} exists already; give --force to replace it, or another --output"
+    if recipe.model.path.resolve().is_relative_to(path.resolve()):
+        yield key, f"{path} holds the model itself; give another --output"
+    parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        yield key, f"needs about {needed / 1e6:.0f} MB; {parent} has {free / 1e6:.0f} MB free"
+
+
+def predict_checkpoint(
+    checkpoint: Source,
+    config: PretrainedConfig,
+    quantized: Mapping[str, LayerScheme],
+    kv_cache: KVCacheSpec | None,
+) -> int:
+    """Bytes of the weights that will be written, with their scales.
+
+    A quantized layer [out, in] takes its bits an element, its scales and zero points, and an fp32
+    scale for a static input; all else keeps its type. A static cache takes fp32 scales.
+    """
+    total = 0
+    for name in checkpoint.names():
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        module, _, leaf = name.rpartition(".")
+        if module in quantized and leaf == "weight":
+            total += _weight_bytes(quantized[module], (shape[0], shape[1]), dtype)
+        else:
+            total += math.prod(shape) * dtype.itemsize
+    if kv_cache is not None and not kv_cache.dynamic:
+        heads = config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for role in ("k_cache", "v_cache"):
+            scales = math.prod(kv_cache.scale_shape(role, heads, dim))
+            total += config.num_hidden_layers * 4 * scales
+    return total
+
+
+def _weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Bytes of a quantized layer [out, in], without its bias, for a model in `dtype`."""
+    assert scheme.weights is not None
+    spec, scales = scheme.weights, math.prod(scale_shape(scheme.weights, shape))
+    packed = storage_format(scheme) == "pack-quantized"
+    total = math.prod(shape) * spec.bits // 8 + scales * (dtype.itemsize if packed else 4)
+    total += 16 if packed else 0  # its shape
+    total += 0 if spec.symmetric else scales * spec.bits // 8
+    return total + (4 if scheme.static_input else 0)

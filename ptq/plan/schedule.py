@@ -1,0 +1,55 @@
+"""When the samples run through a block, and what is seen of them: follows from the recipe alone.
+
+The driver goes by it, and the prediction of what a run takes counts by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ptq.methods.base import Method
+from ptq.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a recipe and its block methods ask of the samples."""
+
+    recipe: Recipe
+    methods: Sequence[Method]
+
+    @property
+    def passes(self) -> list[int]:
+        """Methods before which (or the end, before which) the samples must run again.
+
+        That is after those that changed the float block, unless what was seen before tells what
+        would be seen now.
+        """
+        return [
+            i + 1
+            for i, method in enumerate(self.methods)
+            if method.folds and not self._follows(method)
+        ]
+
+    def counts(self, first: int) -> bool:
+        """Whether the pass for the methods from `first` on counts magnitudes, or keeps maxima."""
+        if first == 0:  # what the artifact keeps
+            return self.recipe.static or self.recipe.statistics.histograms
+        return self.recipe.static and not self.by_maxima
+
+    @property
+    def by_maxima(self) -> bool:
+        """Whether static scales follow from maxima alone, and cut nothing."""
+        return self.recipe.observers.by_absmax and not any(m.clips for m in self.methods)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether anything follows from the calibration data but the errors that are reported."""
+        keep = self.recipe.statistics
+        kept = keep.histograms or keep.hessians
+        needed = any(method.needs != "weights" for method in self.methods)
+        return kept or needed or self.recipe.static
+
+    def _follows(self, method: Method) -> bool:
+        return method.rescales and (self.by_maxima or not self.recipe.static)

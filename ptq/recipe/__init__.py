@@ -1,0 +1,1 @@
+"""The recipe: its strict model, its reader and its problems."""

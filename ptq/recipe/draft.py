@@ -1,0 +1,260 @@
+"""A recipe on its way from text to a checked model: short forms, overrides, paths, problems."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from calibrate.data import TABLES, TEXT
+from formats.scheme import PRESETS
+from ptq.methods.specs import METHODS
+from ptq.recipe.problems import (
+    MISSING,
+    Origin,
+    Problem,
+    Where,
+    child,
+    describe,
+    recipe_error,
+    suggestion,
+)
+from ptq.recipe.strict_yaml import Key, parse
+
+M = TypeVar("M", bound=BaseModel)
+PATHS = (
+    ("model", "path"),
+    ("output", "path"),
+    ("dataset", "name"),
+    ("dataset", "evaluation_name"),
+)
+
+
+@dataclass
+class Draft:
+    """A recipe being read.
+
+    Attributes:
+        data: Mappings, lists and scalars; the top is a mapping.
+        origins: Where each value was written.
+        problems: What is wrong with values that were read or overridden.
+        unusable: Problems of short forms that stand for nothing.
+    """
+
+    data: Any
+    origins: dict[Key, Origin]
+    problems: list[Problem]
+    unusable: list[Problem] = field(default_factory=list)
+
+    def at(self, key: Key, message: str) -> Problem:
+        """A problem of the value at `key`."""
+        return Problem(Where(self.origins)(key), key, message)
+
+    def expand(self) -> list[Problem]:
+        """Replace the short forms: names of a preset, methods, peers; `speed: false` or `true`.
+
+        Returns:
+            Problems of values that stand for nothing, which are left as they are.
+        """
+        problems: list[Problem] = []
+        scheme, methods, report = (self.data.get(k) for k in ("scheme", "methods", "report"))
+        if isinstance(scheme, str):
+            if scheme in PRESETS:
+                self.data["scheme"] = PRESETS[scheme].model_dump(mode="json")
+            else:
+                message = f"unknown scheme {scheme!r}; {suggestion(scheme, PRESETS)}"
+                problems.append(self.at(("scheme",), message))
+        problems += self._expand_layers()
+        for i, item in enumerate(methods if isinstance(methods, list) else ()):
+            methods[i] = item = {item: {}} if isinstance(item, str) else item
+            message = _method_problem(item)
+            if message:
+                problems.append(self.at(("methods", i), message))
+            elif None in item.values():
+                methods[i] = {name: {} for name in item}
+        if isinstance(report, dict) and isinstance(report.get("speed"), bool):
+            report["speed"] = {} if report["speed"] else None
+        for i, item in enumerate(peers := self._peers()):
+            peers[i] = {"name": item} if isinstance(item, str) else item
+        return problems
+
+    def _expand_layers(self) -> list[Problem]:
+        """Presets of single layers, without the cache, of which they have none of their own."""
+        problems: list[Problem] = []
+        layers = self.data.get("layers")
+        for i, entry in enumerate(layers if isinstance(layers, list) else ()):
+            scheme, key = child(entry, "scheme"), ("layers", i, "scheme")
+            if isinstance(scheme, str) and scheme in PRESETS:
+                entry["scheme"] = scheme = PRESETS[scheme].model_dump(mode="json")
+                if scheme["kv_cache"] is None:
+                    del scheme["kv_cache"]
+            elif isinstance(scheme, str):
+                plain = [name for name, preset in PRESETS.items() if preset.kv_cache is None]
+                message = f"unknown scheme {scheme!r}; {suggestion(scheme, plain)}"
+                problems.append(self.at(key, message))
+            if isinstance(scheme, dict) and "kv_cache" in scheme:
+                problems.append(
+                    self.at(
+                        (*key, "kv_cache"),
+                        "found a cache in the scheme of single layers; it has one scheme in the "
+                        "whole model: give it under scheme, and leave it out here",
+                    )
+                )
+        return problems
+
+    def override(self, text: str) -> None:
+        """Apply one `key.key=value`."""
+        origin = Origin(f"--set {text}")
+        name, equals, value = text.partition("=")
+        document = parse(value)
+        if not equals or not name or document.faults:
+            why = document.faults[0].message if document.faults else "found no key=value"
+            self.problems.append(Problem(origin, (), f"{why}; write --set key.key=value"))
+            return
+        key: Key = ()
+        parent: Any = self.data
+        *path, last = name.split(".")
+        for part in path:
+            key = (*key, _index(parent, part))
+            inner = child(parent, key[-1])
+            if isinstance(parent, dict) and (inner is MISSING or inner is None):
+                inner = parent[part] = {}
+                self.origins[key] = origin
+            if not isinstance(inner, dict | list):
+                message = "no such item" if inner is MISSING else f"holds {inner!r}, not a mapping"
+                self.problems.append(Problem(origin, key, message))
+                return
+            parent = inner
+        key = (*key, _index(parent, last))
+        outside = isinstance(parent, list) and child(parent, key[-1]) is MISSING
+        if outside:
+            message = f"no such item; needed is an index from 0 to {len(parent) - 1}"
+            self.problems.append(Problem(origin, key, message))
+            return
+        _put(parent, key[-1], document.data)
+        self.origins = {k: v for k, v in self.origins.items() if k[: len(key)] != key}
+        self.origins[key] = origin
+
+    def anchor_paths(self, folder: Path) -> None:
+        """Make paths absolute: from the recipe's folder, or as typed from the current directory."""
+        for key in PATHS:
+            section = self.data.get(key[0])
+            value = section.get(key[1]) if isinstance(section, dict) else None
+            typed = key[0] == "output" or not Where(self.origins)(key).line
+            base = Path.cwd() if typed else folder
+            if isinstance(value, str) and (key[0] != "dataset" or _is_file(base, value)):
+                section[key[1]] = os.path.normpath(base / Path(value).expanduser())
+        for i, item in enumerate(self._peers()):
+            key = ("report", "peers", i, "python")
+            if isinstance(item, dict) and isinstance(item.get("python"), str):
+                base = folder if Where(self.origins)(key).line else Path.cwd()
+                item["python"] = os.path.normpath(base / Path(item["python"]).expanduser())
+
+    def _peers(self) -> list[Any]:
+        report = self.data.get("report")
+        peers = report.get("peers") if isinstance(report, dict) else None
+        return peers if isinstance(peers, list) else []
+
+    def check_model(self) -> None:
+        """Note a problem where the model's folder is none."""
+        model = self.data.get("model")
+        path = model.get("path") if isinstance(model, dict) else None
+        if isinstance(path, str) and not Path(path).is_dir():
+            written = Where(self.origins)(("model", "path")).line
+            start = "in a recipe are relative to its own folder"
+            start = start if written else "that are typed are relative to the current directory"
+            message = f"no such folder: {path}. Paths {start}"
+            self.problems.append(self.at(("model", "path"), message))
+
+    def laid_over(self, base: Draft) -> Draft:
+        """What this one says over what `base` says; where values came from is kept."""
+        origins = dict(base.origins)
+
+        def merge(key: Key, low: Any, high: Any) -> Any:
+            if isinstance(low, dict) and isinstance(high, dict):
+                merged = {k: merge((*key, k), low.get(k, MISSING), v) for k, v in high.items()}
+                return low | merged
+            if low is not MISSING:
+                for known in [k for k in origins if k[: len(key)] == key]:
+                    del origins[known]
+            return high
+
+        data = merge((), base.data, self.data)
+        return Draft(data, origins | self.origins, [*base.problems, *self.problems])
+
+    def validate(self, model: type[M]) -> M:
+        """The checked model of the data.
+
+        Raises:
+            RecipeError: with all problems noted so far and those found now.
+        """
+        result, problems = None, [*self.problems, *self.unusable]
+        told = {p.key for p in self.unusable}
+        told |= {p.key for p in self.problems if p.key and self._value(p.key) is None}
+        data = self.data | {"methods": _tagged(self.data.setdefault("methods", []))}
+        try:
+            result = model.model_validate_json(json.dumps(data))
+        except ValidationError as error:
+            found = describe(error, model, self.data)
+            problems += [
+                self.at(key, message)
+                for key, message in found
+                if not any(key[:n] in told for n in range(1, len(key) + 1))
+            ]
+        if problems or result is None:
+            raise recipe_error(problems)
+        return result
+
+    def _value(self, key: Key) -> Any:
+        value = self.data
+        for part in key:
+            value = child(value, part)
+        return None if value is MISSING else value
+
+
+def _put(parent: Any, key: str | int, value: Any) -> None:
+    parent[key] = value
+
+
+def _index(parent: Any, part: str) -> str | int:
+    """A part of an override's key: an index where its parent is a list."""
+    return int(part) if isinstance(parent, list) and part.isdecimal() else part
+
+
+def _is_file(base: Path, name: str) -> bool:
+    """Whether a dataset's name means something on this machine's disk."""
+    if name == "stdlib":
+        return False
+    looks_local = Path(name).suffix in (*TEXT, *TABLES) or name.startswith((".", "/", "~"))
+    return looks_local or (base / name).exists()
+
+
+def _method_problem(item: Any) -> str | None:
+    """What is wrong with an item of `methods`, its options aside."""
+    allowed = ", ".join(METHODS)
+    if not isinstance(item, dict) or len(item) != 1:
+        return f"needed is the name of one method, or `name: options`; allowed: {allowed}"
+    name, options = next(iter(item.items()))
+    if name not in METHODS:
+        return f"unknown method {name!r}; {suggestion(name, METHODS)}"
+    if not isinstance(options, dict | None):
+        return f"found {options!r}; needed are options of {name} as a mapping"
+    if options and "name" in options:
+        return f"unknown key 'name' in the options of {name}"
+    return None
+
+
+def _tagged(methods: Any) -> Any:
+    """Methods with their name among their options, where the model wants it."""
+    if not isinstance(methods, list):
+        return methods
+    return [item if _method_problem(item) else _tagged_method(item) for item in methods]
+
+
+def _tagged_method(item: dict[str, Any]) -> dict[str, Any]:
+    ((name, options),) = item.items()
+    return {"name": name, **(options or {})}

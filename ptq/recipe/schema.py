@@ -1,0 +1,400 @@
+"""The recipe: everything that a run needs, in one strict file.
+
+    model: {path: tiny-python}              # a folder, relative to the recipe's own
+    dataset:
+      name: stdlib                          # or a local file, or a name that `datasets` knows
+      calibration: {samples: 64, sequence_length: 512}
+      evaluation: {samples: 64, sequence_length: 512}
+    scheme: a8w8c8                          # a preset, or weights, activations and kv_cache
+    layers:                                 # optional; later entries go over earlier ones
+      - {match: ['re:.*down_proj'], scheme: a8w8_dynamic}    # or weights and activations
+    observers:
+      input: {method: absmax}
+      kv_cache: {method: absmax}
+    methods:
+      - smoothquant: {alpha: search}
+      - rtn
+    statistics: {histograms: false, hessians: false}   # kept beyond need, for `ptq solve`
+    device: auto                            # where blocks are solved: a GPU if there is one
+    ignore: [lm_head, 're:.*layers\\.0\\.mlp\\.down_proj']
+    output: {path: output/a8w8c8}           # relative to the current directory
+    report:
+      thresholds: {perplexity_ratio: 1.01, kl: 0.01}
+      speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
+      peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.peers.specs
+      device: cpu                           # or cuda: where the two models run for it
+
+A recipe may start from another one, `base: other.yaml`: what it says itself goes over what the base
+says, mappings key by key, lists and values as a whole.
+
+Paths of the model and of data are relative to the recipe's folder, so that a recipe and what it
+uses can be moved together. The output path, and every path given on the command line, is relative
+to the current directory. A loaded recipe holds absolute paths and every default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from calibrate.data import DatasetSpec
+from calibrate.observers import ObserverSpec
+from formats.checkpoint.compressed_tensors import is_ignored
+from formats.errors import RecipeError
+from formats.scheme import LayerScheme, Scheme, Strict
+from ptq.methods.specs import ORDER, ROUNDING, MethodSpec
+from ptq.peers.specs import PeerSpec
+from ptq.recipe.draft import Draft
+from ptq.recipe.problems import Origin, Problem, Where, recipe_error, suggestion
+from ptq.recipe.strict_yaml import dump, parse
+
+RESOLVED = "# Every setting of a run, defaults included: `ptq run` on this file repeats it.\n"
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _compiles(pattern: str) -> str:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
+
+
+class ModelSpec(Strict):
+    """The model to quantize: a local folder in the transformers layout with safetensors.
+
+    YAML: ``model: {path: tiny-python}``
+    """
+
+    path: Path
+
+
+class ObserversSpec(Strict):
+    """How clipping ranges are chosen for the static inputs of linear layers and for K and V.
+
+    YAML: ``observers: {input: {method: absmax}, kv_cache: {method: absmax}}``
+    """
+
+    input: ObserverSpec = ObserverSpec()
+    kv_cache: ObserverSpec = ObserverSpec()
+
+    @property
+    def by_absmax(self) -> bool:
+        """Whether static scales follow from maxima alone."""
+        return self.input.method == self.kv_cache.method == "absmax"
+
+
+class StatisticsSpec(Strict):
+    """What calibration keeps beyond what the recipe itself needs, so that `ptq solve` can use it.
+
+    `histograms` counts magnitudes where the scheme has no static scales, too; `hessians` keeps the
+    second moments of all inputs: fp32 [in, in] for each input of a block.
+
+    YAML: ``statistics: {histograms: true, hessians: true}``
+    """
+
+    histograms: bool = False
+    hessians: bool = False
+
+
+class LayersSpec(Strict):
+    """Linear layers that have another scheme than the rest of the model.
+
+    `match` holds full names, or `re:` patterns matched from the name's start; `scheme` is a preset
+    or weights and activations. The cache is that of the recipe's own scheme.
+
+    YAML: ``layers: [{match: ['re:.*down_proj'], scheme: a8w8_dynamic}]``
+    """
+
+    match: Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    scheme: LayerScheme
+
+    @field_validator("scheme")
+    @classmethod
+    def _quantizes(cls, scheme: LayerScheme) -> LayerScheme:
+        if scheme.weights is None:
+            raise ValueError(
+                "quantizes no weights; give weights, or name layers that stay in float in ignore"
+            )
+        return scheme
+
+
+class OutputSpec(Strict):
+    """The folder that receives the checkpoint, the report and the resolved recipe.
+
+    YAML: ``output: {path: output/a8w8c8}``
+    """
+
+    path: Path
+
+
+class ThresholdsSpec(Strict):
+    """What the quantized model must hold against the original; what is null is not checked.
+
+    `perplexity_ratio` and `kl` (mean KL divergence in nats) are upper bounds, `top1_agreement` (the
+    share of positions with the same most likely token) a lower one.
+
+    YAML: ``thresholds: {perplexity_ratio: 1.01, kl: 0.01, top1_agreement: 0.97}``
+    """
+
+    perplexity_ratio: Positive | None = None
+    kl: Positive | None = None
+    top1_agreement: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+
+
+class SpeedSpec(Strict):
+    """What the report's measurement of speed runs: equal requests of fixed lengths.
+
+    YAML: ``speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}``
+    """
+
+    batch: Count = 4
+    prompt_tokens: Count = 128
+    new_tokens: Annotated[int, Field(ge=2)] = 64
+
+
+class ReportSpec(Strict):
+    """What the report checks and measures.
+
+    `speed` is null (in YAML also `false`) where speed is not to be measured. `peers` are other
+    tools that quantize the same model, shown beside our own run; see `ptq.peers.specs`. `device`
+    is where both models run for it.
+    """
+
+    thresholds: ThresholdsSpec = ThresholdsSpec()
+    speed: SpeedSpec | None = SpeedSpec()
+    peers: tuple[PeerSpec, ...] = ()
+    device: Literal["cpu", "cuda"] = "cpu"
+
+    @field_validator("peers")
+    @classmethod
+    def _once(cls, peers: tuple[PeerSpec, ...]) -> tuple[PeerSpec, ...]:
+        names = [spec.name for spec in peers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"found {', '.join(names)}; give each peer once")
+        return peers
+
+
+class Recipe(Strict):
+    """One run, with nothing left open; see the module's docstring for its YAML.
+
+    Linear layers matched by `ignore` (full names, or `re:` patterns matched from the name's start)
+    stay in floating point, whatever `layers` says; `lm_head` always does. Methods work in the order
+    given, on each layer by its own scheme: `clip` leaves layers without static inputs alone,
+    `refine` those with fp8 weights.
+
+    Raises:
+        ValueError: methods do not fit the scheme, or a pattern is not a regular expression.
+    """
+
+    model: ModelSpec
+    dataset: DatasetSpec = DatasetSpec()
+    scheme: Scheme
+    layers: tuple[LayersSpec, ...] = ()
+    observers: ObserversSpec = ObserversSpec()
+    statistics: StatisticsSpec = StatisticsSpec()
+    methods: Annotated[tuple[MethodSpec, ...], Field(validate_default=True)] = ()
+    ignore: tuple[Pattern, ...] = ("lm_head",)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    output: OutputSpec
+    report: ReportSpec = ReportSpec()
+
+    @field_validator("scheme")
+    @classmethod
+    def _quantizes(cls, scheme: Scheme) -> Scheme:
+        if not scheme.quantizes_anything:
+            raise ValueError("quantizes nothing; give weights and activations, kv_cache, or both")
+        return scheme
+
+    @field_validator("layers")
+    @classmethod
+    def _beside_weights(
+        cls, layers: tuple[LayersSpec, ...], info: ValidationInfo
+    ) -> tuple[LayersSpec, ...]:
+        scheme: Scheme | None = info.data.get("scheme")
+        if layers and scheme is not None and scheme.weights is None:
+            raise ValueError(
+                f"the scheme {scheme.wac} quantizes no weights, of which layers could differ; give "
+                "scheme the weights of most layers, and name those that stay in float in ignore"
+            )
+        return layers
+
+    def scheme_of(self, name: str) -> LayerScheme:
+        """What `layers` and `scheme` want of a linear layer, by its full name."""
+        entry = self.entry_of(name)
+        return self.scheme.of_layers if entry is None else self.layers[entry].scheme
+
+    def entry_of(self, name: str) -> int | None:
+        """Index of the entry of `layers` that decides on a linear layer, if one does."""
+        matching = (i for i, entry in enumerate(self.layers) if is_ignored(name, entry.match))
+        return max(matching, default=None)
+
+    @property
+    def static(self) -> bool:
+        """Whether inputs or the cache have static scales, which follow from data."""
+        return self.scheme.static or any(entry.scheme.static_input for entry in self.layers)
+
+    @field_validator("methods")
+    @classmethod
+    def _fit_the_scheme(
+        cls, methods: tuple[MethodSpec, ...], info: ValidationInfo
+    ) -> tuple[MethodSpec, ...]:
+        scheme: Scheme | None = info.data.get("scheme")
+        names = [method.name for method in methods]
+        if len(set(names)) < len(names):
+            raise ValueError(f"found {', '.join(names)}; give each method once")
+        if scheme is not None and "smooth_k" in names and scheme.kv_cache is None:
+            raise ValueError(
+                f"found smooth_k, but the scheme {scheme.wac} leaves the cache in floating point; "
+                "remove it or quantize the cache"
+            )
+        layers: tuple[LayersSpec, ...] = info.data.get("layers", ())
+        schemes = [*([scheme] if scheme else []), *(entry.scheme for entry in layers)]
+        inputs = any(of_some.activations for of_some in schemes)
+        if scheme is not None and "shift" in names and not (inputs or scheme.kv_cache):
+            raise ValueError(
+                f"found shift, but the scheme {scheme.wac} leaves activations and the cache in "
+                "floating point; remove it or quantize one of them"
+            )
+        if scheme is not None and scheme.weights is None and names not in ([], ["smooth_k"]):
+            raise ValueError(
+                f"found {', '.join(names)}, but the scheme {scheme.wac} leaves weights and "
+                "activations in floating point; remove the methods but smooth_k, or quantize "
+                "weights"
+            )
+        if scheme is None or scheme.weights is None:
+            return methods
+        solving = names[:-1] if names[-1:] == ["refine"] else names
+        if not solving or solving[-1] not in ROUNDING:
+            raise ValueError(
+                f"found {', '.join(names) or 'none'}; the scheme {scheme.wac} quantizes weights, "
+                f"and the last method must do so: end the list with {' or '.join(ROUNDING)}, which "
+                "refine may follow"
+            )
+        if early := [name for name in solving[:-1] if name in (*ROUNDING, "refine")]:
+            raise ValueError(
+                f"found {', '.join(names)}; {early[0]} hands over quantized weights, which "
+                f"{solving[-1]} cannot solve again: keep one of them"
+            )
+        if "clip" in names:
+            _check_clip(scheme, schemes)
+        ranks = [rank for name in names for rank, kinds in enumerate(ORDER) if name in kinds]
+        if ranks != sorted(ranks):
+            right = [name for _, name in sorted(zip(ranks, names, strict=True), key=itemgetter(0))]
+            raise ValueError(
+                f"found {', '.join(names)}; each method must leave alone what those before it "
+                f"have made: the order is {', '.join(right)}"
+            )
+        kinds = {of_some.weights.dtype for of_some in schemes if of_some.weights}
+        if "refine" in names and kinds == {"fp8_e4m3"}:
+            raise ValueError("refine moves integers; it is not for fp8 weights")
+        return methods
+
+
+def _check_clip(scheme: Scheme, schemes: Sequence[LayerScheme]) -> None:
+    if not any(of_some.static_input for of_some in schemes):
+        raise ValueError(
+            f"clip chooses ranges of static inputs; the scheme {scheme.wac} has none: leave it out"
+        )
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML with every default spelled out; loading it gives an equal recipe."""
+    data: dict[str, Any] = recipe.model_dump(mode="json")
+    data["methods"] = [{options.pop("name"): options} for options in data["methods"]]
+    data["report"]["speed"] = data["report"]["speed"] or False
+    if not recipe.layers:
+        del data["layers"]
+    return RESOLVED + dump(data)
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe and where each of its values was written, for messages."""
+
+    recipe: Recipe
+    where: Where
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `read_recipe` without the origins."""
+    return read_recipe(path, overrides).recipe
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: The YAML file.
+        overrides: `key.key=value` each, the value in YAML; list items by their index from 0.
+
+    Raises:
+        RecipeError: tells everything that is wrong, each with its line or override, its key, what
+            was found and what is allowed.
+    """
+    draft = _read_draft(Path(path), ())
+    if not isinstance(draft.data, dict):
+        empty = draft.at((), "found no keys; a recipe needs model, scheme and output")
+        raise recipe_error(draft.problems or [empty])
+    draft.expand()
+    for text in overrides:
+        draft.override(text)
+    draft.unusable = draft.expand()
+    draft.anchor_paths(Path(path).absolute().parent)
+    draft.check_model()
+    return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))
+
+
+def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:
+    """A file as it stands, laid over its base, if it names one."""
+    document = parse(_read_text(path))
+    draft = Draft(
+        document.data,
+        {key: Origin(str(path), line) for key, line in document.lines.items()},
+        [Problem(Origin(str(path), f.line), f.key, f.message) for f in document.faults],
+    )
+    if not isinstance(draft.data, dict):
+        return draft
+    if above:  # a base: its paths are relative to its own folder
+        draft.anchor_paths(path.absolute().parent)
+    if above or "base" in draft.data:
+        draft.expand()
+    if "base" not in draft.data:
+        return draft
+    base = draft.data.pop("base")
+    if not isinstance(base, str):
+        message = f"found {base!r}; needed is the path of another recipe"
+        draft.problems.append(draft.at(("base",), message))
+        return draft
+    under = path.parent / base
+    chain = (*above, path.resolve())
+    if under.resolve() in chain:
+        circle = " -> ".join(p.name for p in (*chain, under))
+        draft.problems.append(draft.at(("base",), f"the bases go in a circle: {circle}"))
+        return draft
+    lower = _read_draft(under, chain)
+    return draft.laid_over(lower) if isinstance(lower.data, dict) else draft
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8"
+        ) from error
+    except OSError as error:
+        beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        near = f"; {suggestion(path.name, beside)}" if beside else ""
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}){near}") from error

@@ -1,0 +1,148 @@
+"""What a report holds: the data behind its pages, and `report.json` itself."""
+
+from __future__ import annotations
+
+from formats.scale_table import ScaleTable
+from formats.scheme import Strict
+from inference.accuracy import Accuracy
+from inference.bench.figures import Speed
+from ptq.peers.measure import PeerRow
+from ptq.plan.plan import ModelSummary
+from ptq.recipe.schema import ThresholdsSpec
+from ptq.report.outliers import OutlierRow
+from ptq.result import CalibrationSummary, QuantizationRecord
+
+
+class Check(Strict):
+    """One threshold of the recipe beside what was measured.
+
+    Attributes:
+        name: Its key in the recipe.
+        measured: The figure.
+        limit: The threshold.
+        upper: Whether the limit is an upper bound; otherwise it is a lower one.
+        holds: Whether the figure keeps it; a figure that is not a number never does.
+    """
+
+    name: str
+    measured: float
+    limit: float
+    upper: bool
+    holds: bool
+
+
+class Sizes(Strict):
+    """Bytes of the original and of the quantized model.
+
+    Attributes:
+        original_weights: Of the weight files.
+        quantized_weights: Of the weight files and the cache's scales.
+        original_kv: Of K and V of one token in all layers, in the original's own type.
+        quantized_kv: The same as the checkpoint's scheme stores them.
+        original_kv_here: The same as the engine held them while it measured: float caches are
+            fp32 on a CPU.
+        quantized_kv_here: Likewise.
+    """
+
+    original_weights: int
+    quantized_weights: int
+    original_kv: int
+    quantized_kv: int
+    original_kv_here: int
+    quantized_kv_here: int
+
+
+class SpeedPair(Strict):
+    """Speed of both models, measured in turns."""
+
+    original: Speed
+    quantized: Speed
+
+
+class KVScales(Strict):
+    """Static scales of one layer's cache, by KV head; the largest where channels have their own."""
+
+    module: str
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+
+
+class ReportData(Strict):
+    """Everything that was measured, and the verdict.
+
+    Attributes:
+        title: Model and scheme.
+        passed: Whether every threshold holds; True where the recipe has none.
+        checks: The recipe's thresholds beside what was measured.
+        failures: Sentences for those that do not hold.
+        model: The original.
+        scheme: Such as `a8w8c8`.
+        accuracy: Quantized against original.
+        sizes: Bytes of both.
+        speed: Tokens per second of both; None where the recipe does not ask for it.
+        evaluation: The tokens that accuracy was measured on.
+        quantization: Record of the run: times, memory, calibration tokens, smoothing, errors of
+            modules.
+        scale_table: Every scale with where it came from.
+        kv_scales: Scales of the cache, layer by layer.
+        outliers: Channels of the inputs that calibration saw, as quantized: after smoothing.
+        environment: Processor, threads and versions of the measurement.
+        seconds: Wall time of the comparison and of the measurement of speed.
+        recipe: The resolved recipe as YAML.
+        peers: What other tools made of the same model.
+    """
+
+    title: str
+    passed: bool
+    checks: tuple[Check, ...]
+    failures: tuple[str, ...]
+    model: ModelSummary
+    scheme: str
+    accuracy: Accuracy
+    sizes: Sizes
+    speed: SpeedPair | None
+    evaluation: CalibrationSummary
+    quantization: QuantizationRecord
+    scale_table: ScaleTable
+    kv_scales: tuple[KVScales, ...]
+    outliers: tuple[OutlierRow, ...]
+    environment: dict[str, str | int]
+    seconds: dict[str, float]
+    recipe: str
+    peers: tuple[PeerRow, ...] = ()
+
+
+LABELS = {
+    "perplexity_ratio": "perplexity ratio",
+    "kl": "mean KL (nats)",
+    "top1_agreement": "top-1 agreement",
+}
+
+
+def check_thresholds(thresholds: ThresholdsSpec, accuracy: Accuracy) -> tuple[Check, ...]:
+    """Hold what was measured against the recipe's thresholds; those that are null are left out."""
+    figures = (
+        ("perplexity_ratio", accuracy.perplexity_ratio, thresholds.perplexity_ratio, True),
+        ("kl", accuracy.kl_mean, thresholds.kl, True),
+        ("top1_agreement", accuracy.top1_agreement, thresholds.top1_agreement, False),
+    )
+    return tuple(
+        Check(
+            name=name,
+            measured=measured,
+            limit=limit,
+            upper=upper,
+            holds=measured <= limit if upper else measured >= limit,
+        )
+        for name, measured, limit, upper in figures
+        if limit is not None
+    )
+
+
+def failure(check: Check) -> str:
+    """A sentence for a threshold that does not hold."""
+    side = "above" if check.upper else "below"
+    return (
+        f"{LABELS[check.name]} {check.measured:.6g} is {side} the threshold {check.limit:g} "
+        f"(report.thresholds.{check.name})"
+    )

@@ -1,0 +1,280 @@
+"""`ptq report`: what the quantization cost, measured on the real kernels.
+
+    ptq report OUTPUT
+
+`ptq run` ends with the same. Both models run in this project's engine: the original as it came, the
+quantized one with its integer kernels and its quantized cache. The report lies in OUTPUT/report as
+one HTML file, as Markdown and as JSON. Exit codes: 0 where the thresholds of the recipe hold, 1
+where they do not, 2 for errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from calibrate.data import TokenSet, load_tokens
+from calibrate.statistics import Statistics
+from formats.checkpoint.read import Checkpoint
+from formats.files import building_directory, write_bytes
+from inference.accuracy import compare
+from inference.bench.command import measure_in_turns
+from inference.bench.figures import environment
+from inference.bench.worker import Load, run_once
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.models.kv_cache import blocks_for
+from ptq.next_steps import typed_path
+from ptq.peers.measure import PeerRow, measure_peers
+from ptq.plan.plan import Plan, build_plan
+from ptq.recipe.schema import ModelSpec, OutputSpec, Recipe, SpeedSpec, load_recipe, resolved_yaml
+from ptq.report.data import (
+    KVScales,
+    ReportData,
+    Sizes,
+    SpeedPair,
+    check_thresholds,
+    failure,
+)
+from ptq.report.html import render_html, render_markdown
+from ptq.report.outliers import activation_outliers
+from ptq.report.plots import draw_plots
+from ptq.report.summary import summary_rows
+from ptq.result import (
+    RECIPE_FILE,
+    STATISTICS_FILE,
+    CalibrationSummary,
+    QuantizationRecord,
+    QuantizationResult,
+    Stopwatch,
+    load_result,
+)
+
+REPORT_FOLDER = "report"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Outcome of a report.
+
+    Attributes:
+        passed: Whether every threshold of the recipe holds.
+        failures: A sentence for each that does not.
+        summary_rows: Head and rows of the table that a run ends with.
+        folder: Where report.html, report.md and report.json lie.
+        data: Everything that was measured.
+    """
+
+    passed: bool
+    failures: tuple[str, ...]
+    summary_rows: tuple[tuple[str, ...], ...]
+    folder: Path
+    data: ReportData
+
+
+def make_report(result: QuantizationResult, plan: Plan, *, progress: bool = True) -> Report:
+    """Compare a quantized checkpoint with its original, and write the report beside it.
+
+    Args:
+        result: The finished quantization.
+        plan: What it followed; its recipe says what is measured and where the output lies.
+        progress: Show progress bars.
+
+    Raises:
+        RecipeError: the evaluation text cannot be used.
+        CheckpointError: a checkpoint is damaged, or the report cannot be written.
+        EngineError: a model gives NaN or infinity.
+    """
+    data = measure(result, plan, progress=progress)
+    folder = plan.recipe.output.path / REPORT_FOLDER
+    write_report(data, folder)
+    return Report(data.passed, data.failures, tuple(summary_rows(data)), folder, data)
+
+
+def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) -> ReportData:
+    """Run both models and gather the report's data; arguments and errors as in `make_report`."""
+    recipe, watch = plan.recipe, Stopwatch()
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
+    config = engine_config(evaluation, recipe.report.speed)
+    with watch.phase("loading both models"):
+        device = recipe.report.device
+        original = Engine.from_pretrained(recipe.model.path, config=config, device=device)
+        quantized = Engine.from_pretrained(result.checkpoint, config=config, device=device)
+    with watch.phase("comparison"):
+        accuracy = compare(original, quantized, evaluation.sequences(), progress=progress)
+    with watch.phase("speed"):
+        speed = _measure_speed(original, quantized, recipe.report.speed)
+    peers: tuple[PeerRow, ...] = ()
+    if recipe.report.peers:
+        with watch.phase("other tools"):
+            calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
+            peers = measure_peers(recipe, original, calibration, evaluation, progress=progress)
+    checks = check_thresholds(recipe.report.thresholds, accuracy)
+    statistics = result.checkpoint.parent / STATISTICS_FILE
+    mixed = ", mixed" if quantized.checkpoint.own_schemes else ""
+    scheme = f"{quantized.checkpoint.scheme.wac}{mixed}"
+    seconds = watch.seconds()
+    seconds.pop("total")
+    return ReportData(
+        title=f"{recipe.model.path.name} in {scheme}",
+        passed=all(check.holds for check in checks),
+        checks=checks,
+        failures=tuple(failure(check) for check in checks if not check.holds),
+        model=plan.model,
+        scheme=scheme,
+        accuracy=accuracy,
+        sizes=_sizes(original, quantized),
+        speed=speed,
+        evaluation=shown_text(evaluation),
+        quantization=_record(result),
+        scale_table=result.scale_table,
+        kv_scales=_kv_scales(quantized.checkpoint),
+        outliers=tuple(activation_outliers(Statistics.load(statistics))),
+        environment=environment(recipe.report.device),
+        seconds=seconds,
+        recipe=resolved_yaml(_shown_recipe(recipe)),
+        peers=peers,
+    )
+
+
+def write_report(data: ReportData, folder: Path) -> None:
+    """Write report.html, report.md and report.json; the folder is replaced at once or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    page = render_html(data, draw_plots(data))
+    with building_directory(folder, replace=True) as temporary:
+        write_bytes(temporary / "report.html", page.encode())
+        write_bytes(temporary / "report.md", render_markdown(data).encode())
+        write_bytes(temporary / "report.json", (data.model_dump_json(indent=1) + "\n").encode())
+
+
+def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
+    """Room for the longest sequence, and for the measurement of speed at once."""
+    longest, places, blocks = max(evaluation.ids.shape[1], 2), 1, 1
+    if speed is not None:
+        total = speed.prompt_tokens + speed.new_tokens
+        longest, places = max(longest, total), speed.batch
+        blocks = places * blocks_for(total)
+    return EngineConfig(
+        max_batch_size=places, max_model_len=longest, kv_blocks=max(blocks, blocks_for(longest))
+    )
+
+
+def _measure_speed(
+    original: Engine, quantized: Engine, speed: SpeedSpec | None
+) -> SpeedPair | None:
+    if speed is None:
+        return None
+    load = Load(**speed.model_dump())
+    runners = [partial(run_once, engine) for engine in (original, quantized)]
+    before, after = measure_in_turns(runners, load)
+    return SpeedPair(original=before, quantized=after)
+
+
+def _sizes(original: Engine, quantized: Engine) -> Sizes:
+    shape = quantized.model.config
+    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    own = original.checkpoint.dtype("model.layers.0.self_attn.k_proj.weight").itemsize
+    return Sizes(
+        original_weights=original.checkpoint.nbytes,
+        quantized_weights=quantized.checkpoint.nbytes,
+        original_kv=elements * own,
+        quantized_kv=_cache_bytes(quantized, elements, own),
+        original_kv_here=original.kv_bytes_per_token,
+        quantized_kv_here=quantized.kv_bytes_per_token,
+    )
+
+
+def _cache_bytes(quantized: Engine, elements: int, own: int) -> int:
+    """Bytes of one token's K and V, with scales of its own, as the scheme stores them."""
+    spec, shape = quantized.checkpoint.scheme.kv_cache, quantized.model.config
+    if not quantized.quantized_kv or spec is None:
+        return elements * own
+    scales = 2 * shape.layers * shape.kv_heads * 4 if spec.dynamic else 0
+    return elements * spec.bits // 8 + scales
+
+
+def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
+    return tuple(
+        KVScales(
+            module=name, k=tuple(k.reshape(len(v), -1).amax(dim=1).tolist()), v=tuple(v.tolist())
+        )
+        for name, (k, v) in checkpoint.kv_scales.items()
+    )
+
+
+def _record(result: QuantizationResult) -> QuantizationRecord:
+    record: dict[str, Any] = {
+        name: getattr(result, name) for name in QuantizationRecord.model_fields
+    }
+    source = shown_path(result.calibration.source)
+    record["calibration"] = result.calibration.model_copy(update={"source": source})
+    return QuantizationRecord(**record)
+
+
+def shown_path(path: str | Path) -> str:
+    """A path for others to read: relative where it lies below the current directory, else a name.
+
+    A report is passed on; it does not tell where on this machine things lie.
+    """
+    typed = Path(typed_path(Path(path)))
+    return typed.name if typed.is_absolute() else str(typed)
+
+
+def shown_text(tokens: TokenSet) -> CalibrationSummary:
+    """What is told of a token set, to others."""
+    text = CalibrationSummary.of(tokens)
+    return text.model_copy(update={"source": shown_path(text.source)})
+
+
+def _shown_recipe(recipe: Recipe) -> Recipe:
+    data = {"name": shown_path(recipe.dataset.name)}
+    if recipe.dataset.evaluation_name is not None:
+        data["evaluation_name"] = shown_path(recipe.dataset.evaluation_name)
+    peers = tuple(
+        spec.model_copy(update={"python": spec.python and Path(shown_path(spec.python))})
+        for spec in recipe.report.peers
+    )
+    return recipe.model_copy(
+        update={
+            "model": ModelSpec(path=Path(shown_path(recipe.model.path))),
+            "dataset": recipe.dataset.model_copy(update=data),
+            "output": OutputSpec(path=Path(shown_path(recipe.output.path))),
+            "report": recipe.report.model_copy(update={"peers": peers}),
+        }
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
+    from ptq.commands.run import format_table
+
+    parser = argparse.ArgumentParser(
+        prog="ptq report",
+        description="Measure a finished run again and write its report.",
+        epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
+    )
+    parser.add_argument("output", type=Path, help="output directory of a finished `ptq run`")
+    output = parser.parse_args(argv).output
+    result = load_result(output)
+    here = f"output.path={json.dumps(str(output))}"  # it may have been moved since
+    recipe = load_recipe(output / RECIPE_FILE, [here])
+    plan = build_plan(recipe, Checkpoint.open(recipe.model.path), force=True)
+    report = make_report(result, plan)
+    print()
+    print(format_table(report.summary_rows))
+    print()
+    for text in report.failures:
+        print(f"FAILED: {text}")
+    print(f"report: {typed_path(report.folder / 'report.html')}")
+    return 0 if report.passed else 1

@@ -1,0 +1,85 @@
+"""The tables that sum a run up: original against quantized, and the thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ptq.report.data import LABELS, ReportData
+from ptq.report.format import percent, size_text
+
+Cells = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first column is aligned to the left, the others to the right.
+
+    Attributes:
+        columns: Heads.
+        rows: As many cells each.
+        caption: What it shows; a long table is folded under it.
+        folded: Whether it is too long to be shown at once.
+    """
+
+    columns: Cells
+    rows: Sequence[Cells]
+    caption: str = ""
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A headline, what its figures mean, a plot by its name, and tables."""
+
+    title: str
+    text: str
+    plots: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    code: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def summary_rows(data: ReportData) -> list[Cells]:
+    """The table that ends a run: head and rows of (what, original, quantized, change)."""
+    a, s = data.accuracy, data.sizes
+    rows = [
+        ("", "original", "quantized", "change"),
+        _ratio_row("weights", s.original_weights, s.quantized_weights, size_text),
+        _ratio_row("cache per token", s.original_kv, s.quantized_kv, size_text),
+        (
+            "perplexity",
+            f"{a.perplexity_original:.4g}",
+            f"{a.perplexity_quantized:.4g}",
+            f"x {a.perplexity_ratio:.4f}",
+        ),
+        ("mean KL (nats)", "", f"{a.kl_mean:.2g}", ""),
+        ("top-1 agreement", "", percent(a.top1_agreement), ""),
+        ("top-5 agreement", "", percent(a.top5_agreement), ""),
+    ]
+    if data.speed is not None:
+        o, q = data.speed.original, data.speed.quantized
+        for phase, key in (("prefill", "prefill_tokens_s"), ("decode", "decode_tokens_s")):
+            before, after = getattr(o, key).median, getattr(q, key).median
+            rows.append(_ratio_row(f"{phase} tokens/s", before, after, lambda x: f"{x:.0f}"))
+    return rows
+
+
+def check_rows(data: ReportData) -> Table:
+    """Thresholds beside what was measured."""
+    return Table(
+        ("threshold", "measured", "allowed", "verdict"),
+        [
+            (
+                LABELS[check.name],
+                f"{check.measured:.5g}",
+                f"{'at most' if check.upper else 'at least'} {check.limit:g}",
+                "holds" if check.holds else "MISSED",
+            )
+            for check in data.checks
+        ],
+    )
+
+
+def _ratio_row(name: str, before: float, after: float, text: Callable[[float], str]) -> Cells:
+    return name, text(before), text(after), f"x {after / before:.2f}"

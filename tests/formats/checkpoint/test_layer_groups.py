@@ -1,0 +1,144 @@
+"""Groups of `quantization_config`: which layer is of which, in what we write and in what we read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from formats.checkpoint.compressed_tensors import find_scheme, quantization_config, read_groups
+from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.targets import layer_targets
+from formats.errors import CheckpointError
+from formats.scheme import PRESETS
+from inference.engine import Engine
+from inference.models.layers import Placement, load_linear
+
+MAIN, OTHER = PRESETS["a8w8"].of_layers, PRESETS["a8w8_dynamic"].of_layers
+LEAVES = [f"self_attn.{leaf}_proj" for leaf in "qkvo"]
+LEAVES += [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+NAMES = [f"model.layers.{i}.{leaf}" for i in range(12) for leaf in LEAVES]
+FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+
+
+def fused(name: str) -> str:
+    module, _, leaf = name.removesuffix("_proj").rpartition(".")
+    return f"{module}.{FUSED.get(leaf, leaf)}_proj"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [r".*down_proj", r".*layers\.1\.", r".*layers\.(0|11)\.self_attn\.[qkv]", r".*(gate|up)_proj"],
+)
+def test_targets_mean_their_layers_alone_by_their_own_and_by_the_fused_name(other):
+    chosen = [name for name in NAMES if re.match(other, name)]
+    groups = [[name for name in NAMES if name not in chosen], chosen]
+    targets = layer_targets(groups)
+    for name in NAMES:
+        for called in (name, fused(name), f"language_model.{name}"):
+            found = [any(re.match(t.removeprefix("re:"), called) for t in ts) for ts in targets]
+            assert found == [name in names for names in groups], called
+
+
+def test_targets_of_experts():
+    names = [
+        f"model.layers.{block}.mlp.experts.{i}.{leaf}_proj"
+        for block in (0, 10)
+        for i in (1, 11)
+        for leaf in ("gate", "up", "down")
+    ]
+    gated = r"(gate_proj|up_proj|gate_up_proj)$"
+    down = [name for name in names if "down" in name]
+    first, second = layer_targets([[name for name in names if name not in down], down])
+    assert first == [rf"re:.*layers\.\d+\.mlp\.experts\.\d+\.{gated}"]
+    assert second == [r"re:.*layers\.\d+\.mlp\.experts\.\d+\.(down_proj)$"]
+    first, second = layer_targets([names[:2], names[2:]])
+    assert first == [rf"re:.*layers\.(0)\.mlp\.experts\.1\.{gated}"]
+    found = [any(re.match(target[3:], name) for target in second) for name in names]
+    assert found == [False] * 2 + [True] * 10
+
+
+def test_the_head_is_of_a_group_where_it_has_a_scheme_and_ignored_elsewhere():
+    for others in (MAIN, OTHER):
+        layers = dict.fromkeys(NAMES, MAIN) | {"lm_head": others}
+        config = quantization_config(MAIN, [], layers)
+        assert config is not None
+        assert config["ignore"] == []
+        groups = read_groups(config)
+        assert {name: find_scheme(name, groups) for name in layers} == layers
+    first, second = layer_targets([NAMES, ["lm_head"]])
+    assert not any(re.match(target[3:], "lm_head") for target in first)
+    assert second == ["re:.*lm_head$"]
+    config = quantization_config(MAIN, [], dict.fromkeys(NAMES, MAIN))
+    assert config is not None
+    assert config["ignore"] == ["lm_head"]
+
+
+def test_one_scheme_is_written_as_without_layers():
+    for preset in PRESETS.values():
+        alone = quantization_config(preset, ["lm_head"])
+        given = quantization_config(preset, ["lm_head"], dict.fromkeys(NAMES, preset.of_layers))
+        assert json.dumps(alone) == json.dumps(given)
+
+
+def test_groups_are_read_back_and_a_name_goes_before_a_class():
+    layers = {name: OTHER if "down" in name else MAIN for name in NAMES}
+    config = quantization_config(MAIN, ["lm_head"], layers)
+    assert config is not None
+    groups = read_groups(config)
+    assert [scheme for _, scheme in groups] == [MAIN, OTHER]
+    assert {name: find_scheme(name, groups) for name in NAMES} == layers
+    foreign = config["config_groups"]
+    foreign["group_0"]["targets"] = ["Linear"]
+    assert {name: find_scheme(name, read_groups(config)) for name in NAMES} == layers
+    foreign["group_1"]["targets"] = [NAMES[6]]
+    groups = read_groups(config)
+    assert [find_scheme(name, groups) for name in (NAMES[6], NAMES[13])] == [OTHER, MAIN]
+
+
+def edited(source, folder, *targets):
+    """A copy of a checkpoint of one group, with that group's targets, and one more group's."""
+    out = shutil.copytree(source, folder / "out")
+    shutil.rmtree(out / "quant")
+    config = json.loads((out / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_0"]["targets"] = targets[0]
+    for more in targets[1:]:
+        inputs = groups["group_0"]["input_activations"] | {"strategy": "token", "dynamic": True}
+        groups["group_1"] = groups["group_0"] | {"targets": more, "input_activations": inputs}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([["re:.*mlp.*"]], "q_proj|k_proj.*not expected"),
+        ([["Linear"], ["re:.*down_proj"]], "down_proj.input_scale and 1 more: not expected"),
+        ([["re:("]], "targets"),
+        ([[]], "targets"),
+    ],
+)
+def test_a_layer_must_have_the_tensors_of_its_own_scheme(
+    targets, message, tiny_llama, make_quantized, tmp_path
+):
+    source = make_quantized(tiny_llama, "a8w8")
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(edited(source, tmp_path, *targets))
+
+
+def test_layers_that_run_as_one_must_have_one_scheme(tiny_llama, make_quantized, tmp_path):
+    out = edited(make_quantized(tiny_llama, "a8w8_dynamic"), tmp_path, ["Linear"])
+    config = json.loads((out / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = groups["group_0"] | {"targets": ["re:.*k_proj"]}
+    (out / "config.json").write_text(json.dumps(config))
+    Engine.from_pretrained(out)  # two groups of one scheme are no matter
+    checkpoint = Checkpoint.open(out)
+    checkpoint._schemes["model.layers.0.self_attn.k_proj"] = MAIN
+    names = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"]
+    with pytest.raises(CheckpointError, match="layers that run as one differ in their scheme"):
+        load_linear(checkpoint, names, Placement(torch.device("cpu"), torch.float32))

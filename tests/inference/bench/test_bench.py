@@ -1,0 +1,158 @@
+"""Speed figures from known times, turns, memory of worker processes, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from formats.command import run_command
+from formats.errors import CheckpointError, EngineError, RequestError
+from inference.bench import command as bench
+from inference.bench.command import measure_in_turns, measure_speed
+from inference.bench.figures import describe, summarize
+from inference.bench.worker import EngineSource, Load, Run, Worker, run_once
+from inference.config import EngineConfig
+from inference.engine import Engine
+
+LOAD = Load(batch=2, prompt_tokens=10, new_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama) -> Engine:
+    config = EngineConfig(max_batch_size=2, max_model_len=64, kv_blocks=2)
+    return Engine.from_pretrained(tiny_llama, config=config)
+
+
+def a_run(prefill: float, decode: float = 0.5) -> Run:
+    return Run(prefill, decode, 4, [prefill, prefill / 2], [0.1, 0.2, 0.3, 0.4], 10**9, 64, 1000)
+
+
+def test_figures_follow_from_the_times():
+    speed = summarize(LOAD, [a_run(2.0), a_run(1.0), a_run(4.0)])
+    assert (speed.batch, speed.prompt_tokens, speed.new_tokens, speed.repeats) == (2, 10, 3, 3)
+    assert speed.prefill_tokens_s.model_dump() == {"median": 10.0, "low": 5.0, "high": 20.0}
+    assert speed.decode_tokens_s.median == 8.0
+    assert speed.first_token_ms.p50 == pytest.approx(1500)  # of 2, 1, 1, .5, 4, 2 seconds
+    assert speed.per_token_ms.p50 == pytest.approx(250)
+    assert (speed.per_token_ms.p90, speed.per_token_ms.p99) == pytest.approx((400, 400))
+    assert (speed.peak_memory_bytes, speed.kv_bytes_per_token, speed.weight_bytes) == (
+        10**9,
+        64,
+        1000,
+    )
+
+
+def test_models_take_turns_and_warm_ups_do_not_count():
+    order: list[str] = []
+
+    def runner(name: str):
+        def run(load: Load) -> Run:
+            assert load == LOAD
+            order.append(name)
+            return a_run(100.0 if len(order) <= 4 else 1.0)
+
+        return run
+
+    speeds = measure_in_turns([runner("A"), runner("B")], LOAD, warmup=2, repeats=3)
+    assert "".join(order) == "ABABABABAB"
+    assert all(speed.prefill_tokens_s.low == 20.0 for speed in speeds)
+
+
+def test_no_run_to_count_is_refused():
+    with pytest.raises(RequestError, match="at least one run"):
+        measure_in_turns([], LOAD, repeats=0)
+
+
+def test_a_real_run_counts_every_token(engine):
+    run = run_once(engine, Load(batch=2, prompt_tokens=20, new_tokens=8))
+    assert len(run.first_token_s) == 2
+    assert len(run.per_token_s) == 2 * 7
+    assert run.decode_tokens == 2 * 7
+    assert 0 < run.prefill_s < run.prefill_s + run.decode_s
+    assert all(0 < t <= run.prefill_s * 1.001 for t in run.first_token_s)
+    assert run.kv_bytes_per_token == engine.kv_bytes_per_token
+    assert run.weight_bytes == engine.checkpoint.nbytes
+    assert run.peak_memory_bytes > 50e6
+    engine.check_integrity()
+
+
+def test_prompts_in_chunks_count_decoded_tokens_once(tiny_llama):
+    config = EngineConfig(max_batch_size=3, max_model_len=64, max_batched_tokens=16)
+    chunked = Engine.from_pretrained(tiny_llama, config=config)
+    run = run_once(chunked, Load(batch=3, prompt_tokens=20, new_tokens=6))
+    assert len(run.per_token_s) == 3 * 5
+    assert run.decode_tokens < 3 * 5  # some came while other prompts were still computed
+
+
+def test_measure_speed_in_this_process(engine):
+    speed = measure_speed(engine, batch=1, prompt_tokens=8, new_tokens=4, warmup=0, repeats=2)
+    assert speed.repeats == 2
+    assert 0 < speed.decode_tokens_s.low <= speed.decode_tokens_s.median
+
+
+@pytest.mark.parametrize(("batch", "prompt"), [(3, 8), (2, 64)])
+def test_a_batch_that_cannot_run_at_once_is_refused(engine, batch, prompt):
+    with pytest.raises(RequestError, match="lower the batch") as caught:
+        measure_speed(engine, batch=batch, prompt_tokens=prompt, new_tokens=4)
+    assert caught.value.param == "batch"
+
+
+def test_a_worker_passes_errors_on(tmp_path, tiny_llama):
+    with (
+        Worker(EngineSource(str(tmp_path / "nothing"), EngineConfig())) as missing,
+        Worker(EngineSource(str(tiny_llama), EngineConfig())) as killed,
+    ):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            missing.run(LOAD)
+        killed._process.kill()
+        with pytest.raises(EngineError, match=r"exit code -9"):
+            killed.run(LOAD)
+
+
+def test_a_workers_memory_is_its_own(tiny_llama):
+    held = torch.ones(200_000_000)
+    with Worker(EngineSource(str(tiny_llama), EngineConfig())) as worker:
+        assert worker.run(LOAD).peak_memory_bytes < held.nbytes
+
+
+def test_the_command_compares_two_models(tiny_llama, make_quantized, tmp_path, capsys):
+    quantized, file = make_quantized(tiny_llama), tmp_path / "speed.json"
+    arguments = [str(quantized), "--against", str(tiny_llama), "--batch", "2", "1"]
+    arguments += ["--prompt", "8", "--new", "4", "--repeats", "2", "--json", str(file)]
+    assert bench.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "8 prompt + 4 new tokens a request, median of 2 runs" in out
+    assert f"batch 1: {quantized} runs prefill at" in out
+    data = json.loads(file.read_text())
+    rows = [(row["model"], row["batch"]) for row in data["results"]]
+    assert rows == [(str(m), b) for b in (1, 2) for m in (tiny_llama, quantized)]
+    original, int8 = data["results"][:2]
+    assert int8["kv_bytes_per_token"] * 4 == original["kv_bytes_per_token"]
+    assert int8["weight_bytes"] < original["weight_bytes"]
+    assert data["environment"]["threads"] >= 1
+
+
+def test_one_model_has_no_ratios():
+    lines = describe([[("model", summarize(LOAD, [a_run(1.0)]))]])
+    assert not any("the speed of" in line for line in lines)
+
+
+def test_a_wrong_path_is_told_before_anything_runs(tmp_path, capsys):
+    assert run_command(bench.main, [str(tmp_path / "nothing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_a_device_that_is_none_is_told_before_anything_is_loaded(tiny_llama, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "Worker", None)
+    assert run_command(bench.main, [str(tiny_llama), "--device", "cuda:99"]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("error: device: found 'cuda:99', but torch sees")
+
+
+@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--new", "1"], ["--prompt", "x"]])
+def test_useless_lengths_are_refused(arguments):
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["checkpoint", *arguments])
+    assert caught.value.code == 2

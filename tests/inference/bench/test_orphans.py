@@ -1,0 +1,80 @@
+"""Processes that are started for a measurement end when whoever started them is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PEER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from inference.bench.peers.interpreter import start
+
+process = start(sys.executable, Path({worker!r}), ["one", "two"], {{}}, stdout=1, stderr=2)
+process.stdin.write(b"a line\\n")
+process.stdin.flush()
+time.sleep(100)
+"""
+WORKER = """
+import os, subprocess, sys, time
+
+def main(arguments, lines):
+    told = [*arguments, lines.get().strip(), sys.stdin.read()]
+    child = subprocess.Popen(["sleep", "100"])
+    with open({pids!r}, "w") as file:
+        file.write(f"{{told}}\\n{{os.getpid()}} {{child.pid}}\\n")
+    time.sleep(100)
+"""
+ENGINE = """
+import multiprocessing, os, sys, time
+sys.path.insert(0, {root!r})
+
+def busy():
+    from inference.bench.worker import end_with_parent
+    end_with_parent()
+    with open({pids!r}, "w") as file:
+        file.write(f"\\n{{os.getpid()}}\\n")
+    time.sleep(100)
+
+if __name__ == "__main__":
+    multiprocessing.get_context("spawn").Process(target=busy, daemon=True).start()
+    time.sleep(100)
+"""
+
+
+def wait_for(condition) -> bool:
+    for _ in range(2400):
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def runs(pid: str) -> bool:
+    stat = Path("/proc", pid, "stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
+@pytest.mark.parametrize(("parent", "told"), [(PEER, "['one', 'two', 'a line', '']"), (ENGINE, "")])
+def test_what_a_killed_command_has_started_ends(parent, told, tmp_path):
+    pids, worker, script = tmp_path / "pids", tmp_path / "worker.py", tmp_path / "parent.py"
+    worker.write_text(WORKER.format(pids=str(pids)))
+    script.write_text(parent.format(root=str(ROOT), worker=str(worker), pids=str(pids)))
+    process = subprocess.Popen([sys.executable, str(script)])
+    try:
+        assert wait_for(lambda: pids.exists() and pids.read_text().endswith("\n"))
+        said, started = pids.read_text().splitlines()
+        assert said == told
+        time.sleep(0.2)
+        assert all(map(runs, started.split()))
+    finally:
+        process.kill()
+        process.wait()
+    assert wait_for(lambda: not any(map(runs, started.split()))), "still running"

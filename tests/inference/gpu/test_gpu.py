@@ -1,0 +1,403 @@
+"""The GPU's engine without a GPU: its kernels interpreted, in fp16, its loop as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from formats.errors import CheckpointError, EngineError
+from inference.bench.random_checkpoint import SHAPES, random_checkpoint
+from tests.kernels.triton_lab import interpreted
+
+SCHEMES = [
+    "float",
+    "w8",
+    "w4",
+    "a8w8c8",
+    "a8w8c8_dynamic",
+    "a8w4c8",
+    "fp8_c8",
+    "fp8_block",
+    "c8_fp8",
+]
+COARSE = ("a8w8c8", "a8w4c8", "fp8_c8", "fp8_block")  # few steps of a scale, or of e4m3's bits
+SHAPE = SHAPES["llama-1.1b"] | {
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "vocab_size": 384,
+    "max_position_embeddings": 512,
+}
+
+
+def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
+    (folder / "shape").mkdir()
+    (folder / "shape" / "config.json").write_text(json.dumps(SHAPE | overrides))
+    head = scheme not in ("float", "c8_fp8")
+    return str(random_checkpoint(folder, str(folder / "shape"), scheme, quantize_head=head))
+
+
+def engine_of(path: str, *, triton: bool = True, **config):
+    from transformers import AutoTokenizer
+
+    from formats.checkpoint.read import Checkpoint
+    from inference.config import EngineConfig
+    from inference.engine import Engine
+    from inference.models.load import load_model
+
+    checkpoint = Checkpoint.open(path)
+    model = load_model(checkpoint, triton=triton, dtype=torch.float16 if triton else torch.float32)
+    sizes = {"max_model_len": 192, "max_batch_size": 4} | config
+    return Engine(checkpoint, model, AutoTokenizer.from_pretrained(path), EngineConfig(**sizes))
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 384, (length,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_are_those_of_the_cpu(tmp_path, scheme):
+    path = checkpoint_of(tmp_path, scheme)
+    compare(path, 0.1 if scheme in COARSE else 0.03)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_c8", "fp8_block"])
+def test_e4m3_before_ada_runs_dequantized(tmp_path, scheme):
+    as_on_ampere(checkpoint_of(tmp_path, scheme), scheme == "fp8_c8")
+
+
+@interpreted
+def as_on_ampere(path: str, fp8_cache: bool):
+    from inference.gpu import decoder
+    from kernels.triton import common
+    from kernels.triton.attention import paged_cache
+    from kernels.triton.linear import dispatch as linear
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "capability", lambda: 80)
+        for module in (decoder, linear, paged_cache):
+            patch.setattr(module, "has_e4m3", lambda device: False)
+        if fp8_cache:
+            with pytest.raises(EngineError, match="use an int8 cache"):
+                engine_of(path)
+            return
+        compare.inner(path, 0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_families(make_model, family):
+    window = {"sliding_window": 16} if family == "mistral" else {}
+    compare(str(make_model(family, layers=1, tie_word_embeddings=False, **window)), 0.03)
+
+
+def test_a_tied_head_and_its_embedding_are_held_once(make_model):
+    path = str(make_model("llama", layers=1))
+    compare(path, 0.03)
+    held_once(path)
+
+
+@interpreted
+def held_once(path: str):
+    model = engine_of(path).model
+    layer = model.layers[0]
+    others = (layer.qkv, layer.o, layer.feed_forward)
+    assert model.embedding.data_ptr() == model.head.weight.weight.data_ptr()
+    assert model.weight_bytes == model.embedding.nbytes + sum(part.nbytes for part in others)
+
+
+@interpreted
+def compare(path: str, tolerance: float):
+    tokens = prompt(40)
+    wanted = engine_of(path, triton=False).score(tokens)
+    whole = engine_of(path).score(tokens)
+    chunks = engine_of(path, max_batched_tokens=30).score(tokens)
+    for found in (whole, chunks):
+        error = (found - wanted).norm() / wanted.norm()
+        assert error < tolerance, error
+
+
+def run(path: str, requests: list, *, eager: bool, **config) -> list:
+    """Tokens and reasons of requests (prompt, parameters); all arrive at once."""
+    from inference.scheduling.request import SamplingParams
+
+    engine = engine_of(path, eager=eager, **config)
+    names = [engine.add_request(p, SamplingParams(**params)) for p, params in requests]
+    found = {}
+    while engine.has_unfinished:
+        found |= {out.request_id: out for out in engine.step() if out.finished}
+        engine.check_integrity()
+    return [(found[name].token_ids, found[name].finish_reason) for name in names]
+
+
+def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
+    refused_at_once(checkpoint_of(tmp_path, "float", head_dim=24))
+
+
+@interpreted
+def refused_at_once(path: str):
+    from inference.models.load import load_model
+
+    with pytest.raises(CheckpointError, match="head_dim: found 24; GPUs run 16, 32, 64, 128, 256"):
+        load_model(path, triton=True)
+    assert torch.isfinite(engine_of(path, triton=False).score(prompt(5))).all()
+
+
+def test_steps_ahead_give_the_tokens_of_steps_one_by_one(tmp_path):
+    ahead_and_eager(checkpoint_of(tmp_path, "a8w8c8"))
+
+
+@interpreted
+def ahead_and_eager(path: str):
+    requests = [
+        (prompt(9, 1), {"max_tokens": 5, "ignore_eos": True}),
+        (prompt(70, 2), {"max_tokens": 1, "ignore_eos": True}),  # ends with its prompt
+        (prompt(5, 3), {"max_tokens": 7, "temperature": 0.9, "seed": 3, "ignore_eos": True}),
+        (prompt(3, 4), {"max_tokens": 4, "top_k": 5, "top_p": 0.8, "temperature": 1.0, "seed": 8}),
+        (prompt(20, 5), {"max_tokens": 3, "ignore_eos": True}),  # waits for a place
+    ]
+    wanted = run(path, requests, eager=True)
+    assert [len(tokens) for tokens, _ in wanted[:3]] == [5, 1, 7]
+    assert run(path, requests, eager=False) == wanted
+    assert run(path, requests, eager=False, max_batched_tokens=16) == wanted
+    few = run(path, requests, eager=False, kv_blocks=3)  # some give way and start over
+    assert few == wanted
+    stop = wanted[0][0][2]  # found out when a step more is on its way
+    requests[0][1]["stop_token_ids"] = (stop,)
+    found = run(path, requests, eager=False)
+    first = wanted[0][0].index(stop)
+    assert found[0] == (wanted[0][0][: first + 1], "stop")
+    assert found[1:] == wanted[1:]
+
+
+def test_what_needs_logits_is_chosen_on_the_host(tmp_path):
+    on_the_host(checkpoint_of(tmp_path, "float"))
+
+
+@interpreted
+def on_the_host(path: str):
+    from inference.scheduling.request import SamplingParams
+
+    engine, tokens = engine_of(path), prompt(9, 1)
+    plain = engine.generate([tokens], SamplingParams(max_tokens=6, ignore_eos=True))[0]
+    told = engine.generate(
+        [tokens, prompt(4, 2)],
+        [
+            SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+            SamplingParams(max_tokens=8, ignore_eos=True),
+        ],
+    )
+    assert told[0].token_ids == plain.token_ids
+    for token, logprobs in zip(plain.token_ids, told[0].logprobs, strict=True):
+        assert max(logprobs, key=logprobs.get) == token
+    assert len(told[0].prompt_logprobs) == len(tokens)
+    once = SamplingParams(
+        max_tokens=6, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0
+    )
+    output = engine.generate([tokens], once)[0]
+    assert len(set(output.token_ids)) == 6
+    never = SamplingParams(max_tokens=6, stop_token_ids=tuple(plain.token_ids[:1]), min_tokens=4)
+    output = engine.generate([tokens], never)[0]
+    assert plain.token_ids[0] not in output.token_ids[:4]
+
+
+@pytest.mark.parametrize("scheme", ["float", "w4", "a8w8c8", "a8w8c8_dynamic"])
+def test_numbers_that_are_not_finite_end_a_request(tmp_path, scheme):
+    """Integers between them hide none, though the largest of a row may not see them."""
+    not_finite(checkpoint_of(tmp_path, scheme))
+
+
+@interpreted
+def not_finite(path: str):
+    from inference.scheduling.request import SamplingParams
+
+    engine, params = engine_of(path), SamplingParams(max_tokens=2, ignore_eos=True)
+    engine.model.embedding[prompt(5)[4], 3] = float("nan")
+    broken, other = engine.generate([prompt(5), prompt(5)[:4]], params)
+    assert broken.finish_reason == "error"
+    assert "NaN or infinity" in broken.error
+    assert other.finish_reason == "length"
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_what_a_request_that_failed_left_in_the_cache_harms_no_other(tmp_path, triton):
+    others_live(checkpoint_of(tmp_path, "float"), triton)
+
+
+@interpreted
+def others_live(path: str, triton: bool):
+    """0 times NaN is NaN: pages have room behind a sequence's last token."""
+    from inference.scheduling.request import SamplingParams
+
+    engine = engine_of(path, triton=triton, kv_blocks=3, max_batched_tokens=100)
+    params = SamplingParams(max_tokens=3)
+    wanted = engine.generate([prompt(5)], params)[0].token_ids
+    broken = prompt(150)
+    engine.model.embedding[broken[9]] = float("inf")
+    assert engine.generate([broken], params)[0].finish_reason == "error"
+    output = engine.generate([prompt(5)], params)[0]
+    assert (output.token_ids, output.error) == (wanted, None)
+    name = engine.add_request(broken, params)
+    engine.step()
+    engine.abort(name)
+    assert all(torch.isfinite(engine.score(prompt(5))).all() for _ in range(3)), "in each block"
+    assert not torch.isfinite(engine.score(broken)).all()
+    assert torch.isfinite(engine.score(prompt(5))).all()
+
+
+def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
+    no_memory_for_graphs(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def no_memory_for_graphs(path: str):
+    import logging
+    from unittest.mock import patch
+
+    from inference.gpu.runner import GpuRunner
+    from inference.scheduling.request import SamplingParams
+
+    engine, params = engine_of(path), SamplingParams(max_tokens=1)
+    wanted = engine.generate([prompt(20)], params)[0].token_ids
+    engine.loop.runner._graphs = True
+    full = RuntimeError("CUDA error: out of memory\nSearch for ...")  # the driver's
+    with (
+        patch.object(GpuRunner, "_capture", side_effect=full) as capture,
+        patch.object(logging.Logger, "warning") as warning,
+    ):
+        for _ in range(4):
+            assert engine.generate([prompt(20)], params)[0].token_ids == wanted
+        assert capture.call_count == warning.call_count == 1
+        with pytest.raises(EngineError, match="memory is too small: warming up found no more"):
+            engine.warm_up()  # decodes have to have their graphs
+    assert "no memory for the CUDA graph" in warning.call_args.args[0]
+    engine.check_integrity()
+
+
+def test_warming_up_goes_on_without_memory_for_prompts(tmp_path):
+    warms_up_without_prompts(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def warms_up_without_prompts(path: str):
+    from unittest.mock import patch
+
+    from inference.gpu.runner import GpuRunner
+    from inference.gpu.steps import Size
+
+    asked: list[Size] = []
+
+    def capture(self, size):
+        asked.append(size)
+        if size.prompts:
+            raise torch.OutOfMemoryError("full")
+
+    engine = engine_of(path, max_batched_tokens=40)
+    engine.loop.runner._graphs = True
+    with patch.object(GpuRunner, "_capture", capture):
+        engine.warm_up()
+    assert [size.decodes for size in asked if not size.prompts] == [1, 2, 4]
+    assert {size.tokens for size in asked if size.prompts} == {16, 32, 48}
+    assert engine.loop.runner._short == {size for size in asked if size.prompts}
+
+
+def test_a_workspace_lives_as_long_as_the_engines_that_use_it(tmp_path):
+    owns_its_workspace(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def owns_its_workspace(path: str):
+    import gc
+    from unittest.mock import patch
+
+    from inference.gpu import layers
+    from inference.scheduling.request import SamplingParams
+    from kernels.triton.common import Workspace
+
+    gc.collect()  # engines of tests before
+    with patch.object(Workspace, "on", wraps=Workspace.on) as make:
+        first, second = engine_of(path), engine_of(path)
+        for engine in (first, second, first):
+            engine.generate([prompt(2)], SamplingParams(max_tokens=1))
+    assert make.call_count == 1
+    del first, engine
+    gc.collect()
+    assert len(layers._workspaces) == 1
+    del second
+    gc.collect()
+    assert not layers._workspaces
+
+
+def test_steps_run_on_the_device_of_their_model(tmp_path):
+    on_their_device(checkpoint_of(tmp_path, "w8"))
+
+
+@interpreted
+def on_their_device(path: str):
+    """Triton launches on the current one."""
+    from contextlib import contextmanager
+    from unittest.mock import patch
+
+    from inference.gpu import runner
+    from inference.scheduling.request import SamplingParams
+
+    inside: list[torch.device] = []
+    forward, seen = runner.forward, []
+
+    @contextmanager
+    def current(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def run(*args):
+        seen.append(list(inside))
+        return forward(*args)
+
+    engine = engine_of(path)
+    with patch.object(runner, "launches_on", current), patch.object(runner, "forward", run):
+        engine.generate([prompt(20)], SamplingParams(max_tokens=3, ignore_eos=True))
+        engine.score(prompt(3))
+    assert len(seen) == 4
+    assert all(devices == [engine.model.place.device] for devices in seen)
+
+
+def test_odd_sizes_run_dequantized(tmp_path):
+    """96 inputs are no multiple of 128: no kernel takes them."""
+    path = checkpoint_of(tmp_path, "a8w8_dynamic", hidden_size=96, head_dim=32, num_attention_heads=3,
+                         num_key_value_heads=3, intermediate_size=160)  # fmt: skip
+    compare(path, 0.03)
+    are_told(path)
+
+
+@interpreted
+def are_told(path: str):
+    import logging
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log = logging.getLogger("ptq.inference")
+    log.addHandler(handler)
+    try:
+        engine_of(path)
+    finally:
+        log.removeHandler(handler)
+    assert len(lines) == 5  # the head's 384 outputs have 96 inputs as well
+    assert lines[-1].startswith("model.layers.0.mlp.down_proj: no GPU kernel takes int8 weights")
+    assert lines[-1].endswith("of (96, 160); it runs dequantized, with the same numbers")
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:99"])
+def test_devices_that_are_none_are_refused(tiny_llama, device):
+    from inference.engine import Engine
+
+    with pytest.raises(EngineError, match="device: found"):
+        Engine.from_pretrained(tiny_llama, device=device)

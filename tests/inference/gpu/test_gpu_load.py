@@ -1,0 +1,182 @@
+"""How experts come onto a GPU, with the CPU in its place: by few calls, in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from formats.checkpoint.read import Checkpoint
+from formats.scheme import PRESETS, Scheme, WeightSpec
+from inference.bench.random_checkpoint import SHAPES, random_checkpoint
+from inference.bench.random_model import RandomCheckpoint
+from inference.models import layers
+from tests.kernels.triton_lab import interpreted
+
+ROOT = Path(__file__).resolve().parents[3]
+SLACK = 8 << 20  # scales, the allocator's own, objects
+ZEROS = WeightSpec(dtype="int4", granularity="group", group_size=64, symmetric=False)
+OWN = {
+    "w4_zeros": Scheme(weights=ZEROS),
+    "w8_zeros": Scheme(weights=WeightSpec(symmetric=False)),
+}
+SCHEMES = [
+    "float", "w8", "w4", "a8w8", "a8w8_dynamic", "a8w4", "a8w4_two_level", "fp8_tensor",
+    "fp8_channel", "fp8_block", *OWN,
+]  # fmt: skip
+KINDS = ("random", "stored")
+
+
+def shape_of(folder: Path, experts: int, hidden: int, inner: int, blocks: int = 1) -> str:
+    """The folder of a mixture's config.json."""
+    sizes = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": inner}
+    sizes |= {"num_hidden_layers": blocks, "vocab_size": 64, "max_position_embeddings": 128}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES["qwen3-30b-a3b"] | sizes))
+    return str(folder)
+
+
+def opened(kind: str, folder: Path, shape: str, scheme: str) -> Checkpoint:
+    if kind == "random":
+        return RandomCheckpoint(shape, scheme, "cpu")
+    return Checkpoint.open(random_checkpoint(folder, shape, scheme))
+
+
+def tensors(layer) -> dict[str, torch.Tensor]:
+    """What lies in memory of a layer, by name."""
+    named = {f.name: getattr(layer.weight, f.name) for f in fields(layer.weight)}
+    named |= {"input_scale": layer.rows.scale}
+    return {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.parametrize("inner", [128, 192])  # of the second, blocks of 128 and tiles have a rest
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_bytes_are_those_of_experts_one_by_one(tmp_path, scheme, inner):
+    one_by_one(str(tmp_path), scheme, inner)
+
+
+@interpreted
+def one_by_one(folder: str, scheme: str, inner: int):
+    from inference.gpu.experts import side_by_side
+
+    place = layers.Placement(torch.device("cpu"), torch.float16, True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, own in OWN.items():
+            patch.setitem(PRESETS, name, own)
+        checkpoint = opened("stored", Path(folder), shape_of(Path(folder), 5, 256, inner), scheme)
+        for leaves, size in (
+            (("gate_proj", "up_proj"), 512 * inner),
+            (("down_proj",), 256 * inner),
+        ):
+            names = [[f"model.layers.0.mlp.experts.{i}.{x}" for x in leaves] for i in range(5)]
+            wanted = [layers.load_linear(checkpoint, modules, place) for modules in names]
+            for together in (1, 2 * size, 5 * size):  # in parts of 1, 2 and 5
+                patch.setattr(layers, "TOGETHER", together)
+                stacks = list(layers.load_stacks(checkpoint, names, place))
+                assert len(stacks) == -(-5 * size // together) or together == 1
+                found, _ = side_by_side(iter(stacks), 5, "experts")
+                assert len(found) == len(wanted)
+                for one, other in zip(found, wanted, strict=True):
+                    assert type(one.weight) is type(other.weight)
+                    assert one.rows.dtype == other.rows.dtype
+                    equal(tensors(one), tensors(other))
+
+
+def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        one, other = found[name], tensor
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+        one, other = (t.contiguous().flatten().view(torch.uint8) for t in (one, other))
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_experts_take_no_more_calls(tmp_path, scheme, kind):
+    calls_of_experts(str(tmp_path), scheme, kind)
+
+
+@interpreted
+def calls_of_experts(folder: str, scheme: str, kind: str):
+    from inference.models.load import load_model
+
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, own in OWN.items():
+            patch.setitem(PRESETS, name, own)
+        for experts in (4, 12):
+            shape = shape_of(Path(folder) / str(experts), experts, 256, 128)
+            checkpoint = opened(kind, Path(folder), shape, scheme)
+            with Calls() as calls:
+                load_model(checkpoint, triton=True, dtype=torch.float16)
+            counts.append(calls.made)
+    more = counts[1] - counts[0]
+    assert sum(more.values()) <= 8, more
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of torch by what they do."""
+
+    made: Counter[str]
+
+    def __enter__(self):
+        self.made = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.made[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+LOADS = """
+import sys
+sys.path.insert(0, {root!r})
+import ptq
+import torch
+from formats.checkpoint.read import Checkpoint
+from formats.memory import peak_rss_bytes, release_freed_memory, rss_bytes
+from inference.models import layers
+from inference.models.load import load_model
+
+torch.set_num_threads(1)
+layers.TOGETHER = 1 << 21
+load_model(sys.argv[1], triton=True)  # what is imported or compiled at the first time
+for path in sys.argv[2:]:
+    checkpoint = Checkpoint.open(path)
+    release_freed_memory()
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is forgotten
+    before = rss_bytes()
+    model = load_model(checkpoint, triton=True)
+    print(peak_rss_bytes() - before, model.weight_bytes)
+    del model
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peaks from /proc")
+def test_no_more_than_some_experts_are_held_beside_the_packed_ones(tmp_path):
+    paths = [random_checkpoint(tmp_path, shape_of(tmp_path, 4, 256, 128), "a8w8")]
+    shape = shape_of(tmp_path, 48, 512, 512)
+    schemes = ("a8w8", "a8w4", "w4", "fp8_block")
+    paths += [random_checkpoint(tmp_path, shape, scheme) for scheme in schemes]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS.format(root=str(ROOT)), *map(str, paths)],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    for scheme, (held, packed) in zip(schemes, rows, strict=True):
+        beside = held - packed
+        assert beside < 4 * (1 << 21) + SLACK, (scheme, beside / 1e6, packed / 1e6)

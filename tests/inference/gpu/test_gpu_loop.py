@@ -1,0 +1,144 @@
+"""The GPU's loop, scheduler and tensors of steps with kernels that only check what they are given.
+
+A token follows from the ids that lie in the cache where a sequence's table says. So one that is
+written, read, kept or told in a wrong place or order changes what comes after it.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
+from inference.config import EngineConfig
+from inference.gpu import runner, steps
+from inference.gpu.loop import make_device_loop
+from inference.models.kv_cache import BlockManager, blocks_for
+from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.scheduling.request import SamplingParams
+from inference.scheduling.scheduler import Scheduler
+
+V, END = 40, 0
+CPU = torch.device("cpu")
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def logits_after(tokens: list[int]) -> torch.Tensor:
+    """Of a model that has no weights."""
+    seed = 0
+    for token in tokens:
+        seed = (seed * 1_000_003 + token + 1) % 2**61
+    return torch.rand(V, generator=torch.Generator().manual_seed(seed))
+
+
+def fake_forward(model: Any, cache: Any, batch: Any) -> torch.Tensor:
+    """`inference.gpu.decoder.forward` with a dict for a cache: the id in each slot."""
+    count, lengths, tables = len(batch.ids), batch.lengths.tolist(), batch.tables.tolist()
+    starts = range(count + 1) if batch.query_start is None else batch.query_start.tolist()
+    ids, positions, slots = (t.tolist() for t in (batch.ids, batch.positions, batch.slots))
+    written = [slot for slot in slots if slot >= 0]
+    assert len(set(written)) == len(written), "two tokens in one place"
+    cache.update((slot, token) for slot, token in zip(slots, ids, strict=True) if slot >= 0)
+    logits = torch.full((count, V), 0.5)
+    for s, length in enumerate(lengths):
+        own = range(starts[s], starts[s + 1])
+        assert s >= batch.decodes or len(own) == 1
+        if length:
+            tokens = [cache[tables[s][p // 64] * 64 + p % 64] for p in range(length)]
+            for row, end in zip(own, range(length - len(own) + 1, length + 1), strict=True):
+                assert (positions[row], ids[row]) == (end - 1, tokens[end - 1])
+                logits[row] = logits_after(tokens[:end])
+    return logits if batch.rows is None else logits[batch.rows]
+
+
+def fake_sample(logits, temperature, top_k, top_p, seeds, numbers, workspace) -> torch.Tensor:
+    """Greedy, or a token of the seed and its number."""
+    chosen = logits.argmax(1)
+    drawn = (seeds * 7919 + numbers * 104_729 + chosen) % V
+    return torch.where(temperature > 0, drawn, chosen)
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    monkeypatch.setattr(runner, "forward", fake_forward)
+    monkeypatch.setattr(runner, "sample", fake_sample)
+    monkeypatch.setattr(runner, "workspace_on", lambda device: SimpleNamespace())
+
+
+def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingParams]:
+    most = rng.choice([1, 2, rng.randint(1, 80), 150, 1000])
+    length = rng.choice([1, 2, 63, 64, rng.randint(1, limit - 1), limit - 1])
+    kinds = [
+        *[{}] * 4,
+        *[{"temperature": 1.0, "seed": rng.randint(0, 99)}] * 3,
+        {"logprobs": 2},
+        {"prompt_logprobs": 1},
+        {"frequency_penalty": 1.0},
+        {"min_tokens": min(most, rng.randint(1, 6))},
+        {"stop": (rng.choice("abc"), "de")},
+    ]
+    params = SamplingParams(max_tokens=most, ignore_eos=rng.random() < 0.7, **rng.choice(kinds))
+    return [rng.randint(1, V - 1) for _ in range(min(length, limit - 1))], params
+
+
+def serve(requests: list, rng: random.Random, config: EngineConfig, aborts: float = 0.0) -> dict:
+    """Tokens and reasons of requests that arrive when they like, by number."""
+    assert config.max_model_len is not None
+    assert config.kv_blocks is not None
+    model: Any = SimpleNamespace(place=SimpleNamespace(device=CPU), layers=[])
+    cache: Any = {}
+    blocks = BlockManager(config.kv_blocks)
+    scheduler = Scheduler(blocks, config.max_batch_size, config.max_batched_tokens)
+    active = ActiveRequests(scheduler, [])
+    loop = make_device_loop(model, cache, scheduler, config, active)
+    todo, found, idle = list(enumerate(requests)), {}, 0
+    hurry = rng.choice([0.1, 0.5, 1.0])
+    while todo or active:
+        while todo and (rng.random() < hurry or not active):
+            number, (prompt, params) = todo.pop()
+            ends = frozenset(() if params.ignore_eos else (END,))
+            limit = config.max_model_len
+            active.add(ActiveRequest(str(number), prompt, params, Letters(), ends, limit))
+        if active and rng.random() < aborts:
+            active.finish(active[rng.choice(list(active))], "abort")
+        outputs = loop.step()
+        idle = 0 if outputs else idle + 1
+        assert idle < 400, "nothing goes on"
+        for output in outputs:
+            told = output.prompt_logprobs
+            if output.finished:
+                assert told is None or len(told) == len(output.prompt_token_ids)
+                found[int(output.request_id)] = (output.token_ids, output.finish_reason)
+        blocks.check()
+    assert blocks.free == blocks.total
+    return found
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_requests_get_in_any_company_what_they_get_alone(seed, monkeypatch):
+    rng = random.Random(seed)
+    limit, seats = rng.choice([64, 65, 129, 200, 300]), rng.choice([1, 2, 3, 5, 13])
+    each = blocks_for(limit)
+    monkeypatch.setattr(steps, "MOST_TOKENS", rng.choice([16, 48, 2048]))
+    requests = [some_request(rng, limit) for _ in range(rng.randint(1, 20))]
+    alone = EngineConfig(max_batch_size=1, max_model_len=limit, kv_blocks=each, eager=True)
+    crowded = EngineConfig(
+        max_batch_size=seats,
+        max_batched_tokens=rng.choice([1, 2, 7, 16, 64, 100, 512]),
+        max_model_len=limit,
+        kv_blocks=each + rng.choice([0, 1, 3, each * seats]),
+    )
+    wanted = serve(requests, rng, alone)
+    assert len(wanted) == len(requests)
+    found = serve(requests, rng, crowded, aborts=0.02)
+    assert found == {number: wanted[number] for number in found}

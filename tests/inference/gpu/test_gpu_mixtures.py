@@ -1,0 +1,173 @@
+"""Mixtures of experts on the GPU's kernels, interpreted: all experts as one, without the host."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from tests.inference.test_gpu import engine_of, prompt, run
+
+from kernels.numerics import dequantize
+from tests.experts import MOE
+from tests.kernels.triton_lab import interpreted
+
+SCHEMES = [
+    ("qwen2_moe", "a8w8c8"),
+    ("mixtral", "a8w8_dynamic"),
+    ("qwen3_moe", "a8w4"),
+    ("qwen2_moe", "w4"),
+    ("mixtral", "fp8_block"),
+]
+
+
+TOLERANCE = {name: 0.1 for _, name in SCHEMES if name.startswith(("a8", "fp8"))}  # few steps
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_families(make_model, family):
+    compare(tiny(make_model, family), 0.02)
+
+
+@pytest.mark.parametrize(("family", "scheme"), SCHEMES)
+def test_schemes(make_model, make_quantized, family, scheme):
+    compare(str(make_quantized(tiny(make_model, family), scheme)), TOLERANCE.get(scheme, 0.02))
+
+
+def test_every_expert_has_its_input_scale(make_model, make_quantized):
+    compare(str(make_quantized(tiny(make_model, "mixtral"), "a8w8")), 0.1, scales_differ=True)
+
+
+def tiny(make_model, family: str, **sizes):
+    """A model of one block."""
+    return make_model(family, layers=1, **(MOE[family] | sizes))
+
+
+@interpreted
+def compare(path: str, tolerance: float, scales_differ: bool = False):
+    from inference.models import layers
+    from inference.models.feed_forward import MixtureOfExperts
+
+    read, tokens = layers._input_scale, prompt(11)
+
+    def of_expert(checkpoint, names, device, many):
+        numbers = [re.search(r"experts\.(\d+)\.", modules[0]) for modules in names]
+        factors = torch.tensor([0.3 + int(n[1]) if n else 1.0 for n in numbers])
+        return read(checkpoint, names, device, many) * factors.view(many)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if scales_differ:
+            patch.setattr(layers, "_input_scale", of_expert)
+        wanted = engine_of(path, triton=False).score(tokens)
+        engine = engine_of(path)
+        patch.setattr(MixtureOfExperts, "by_expert", refuse)
+        found = engine.score(tokens)
+    own = engine.model.layers[0].feed_forward
+    for part in (own.gate_up, own.down):
+        static = part.rows.scale
+        assert (static is not None and static.numel() == 4) is scales_differ
+    error = (found - wanted).norm() / wanted.norm()
+    assert error < tolerance, error
+
+
+@pytest.mark.parametrize("families", [("w4a16_zeros", "w8a16"), ("w8a8", "w16a16")])
+@interpreted
+def test_layers_of_an_expert_may_differ_in_their_kernels(families):
+    """Many rows of each expert, in strips that both kernels take."""
+    from inference.gpu.experts import GpuExperts
+    from inference.gpu.feed_forward import _all_at_once
+    from kernels.triton.linear.dispatch import Rows
+    from tests.kernels.strip_cases import make_weights
+
+    torch.manual_seed(0)
+    sizes = ((256, 128), (64, 128))  # outputs and inputs of gate and up, and of down
+    weights = [make_weights(name, 2, *size) for name, size in zip(families, sizes, strict=True)]
+    rows = [Rows(torch.int8 if "a8" in name else torch.float16) for name in families]
+    layers = [GpuExperts(own[0], wanted) for own, wanted in zip(weights, rows, strict=True)]
+    x, chosen = torch.randn(300, 128).half(), torch.randint(2, (300, 1), dtype=torch.int32)
+    found = _all_at_once(*layers, x, chosen, 2)
+    few = [_all_at_once(*layers, x[i : i + 1], chosen[i : i + 1], 2) for i in range(0, 300, 37)]
+    torch.testing.assert_close(found[::37], torch.cat(few), rtol=0.02, atol=0.02)
+
+
+def refuse(self, x: torch.Tensor, chosen: torch.Tensor, run):
+    raise AssertionError("experts run one by one")
+
+
+def test_steps_ahead_give_the_tokens_of_steps_one_by_one(make_model, make_quantized):
+    ahead_and_eager(str(make_quantized(tiny(make_model, "qwen2_moe"), "a8w8c8")))
+
+
+@interpreted
+def ahead_and_eager(path: str):
+    requests = [
+        (prompt(3, 1), {"max_tokens": 2, "ignore_eos": True}),
+        (prompt(2, 2), {"max_tokens": 3, "ignore_eos": True}),
+    ]
+    wanted = run(path, requests, eager=True)
+    assert [len(tokens) for tokens, _ in wanted] == [2, 3]
+    assert run(path, requests, eager=False) == wanted
+
+
+def test_experts_lie_side_by_side(make_model, make_quantized):
+    side_by_side(str(make_quantized(tiny(make_model, "mixtral"), "w4")))
+
+
+@interpreted
+def side_by_side(path: str):
+    own = engine_of(path).model.layers[0].feed_forward
+    for layers, whole in (
+        ([expert.gate_up for expert in own.experts], own.gate_up),
+        ([expert.down for expert in own.experts], own.down),
+    ):
+        for name in ("packed", "scale"):
+            tensors = [getattr(layer.weight, name) for layer in layers]
+            first = getattr(whole.weight, name)
+            places = [t.data_ptr() - first.data_ptr() for t in tensors]
+            assert places == [i * first.nbytes for i in range(len(tensors))]
+            assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+            assert not torch.equal(tensors[0], tensors[1])
+    held = [own.router.weight.weight]
+    held += [t for x in (own.gate_up, own.down) for t in (x.weight.packed, x.weight.scale)]
+    assert own.nbytes == sum(t.untyped_storage().nbytes() for t in held)
+
+
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 96}, {}])
+def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_quantized, sizes):
+    path = make_quantized(tiny(make_model, "mixtral", **sizes), "a8w8_dynamic")
+    one_by_one(str(path), "no kernel takes rows" if sizes else "not packed alike")
+
+
+@interpreted
+def one_by_one(path: str, reason: str):
+    from inference.models import layers
+    from kernels.triton.linear import dispatch as linear
+
+    lines: list[str] = []
+    log = logging.getLogger("ptq.inference")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    log.addHandler(handler)
+    pack, count = linear.pack, iter(range(100))
+
+    def unlike(*args, **kwargs):
+        """Every third layer is dequantized."""
+        own = pack(*args, **kwargs)
+        values = dequantize(*args[:3]).half()
+        return linear.DenseWeight(values, None) if next(count) % 3 == 0 else own
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "alike" in reason:
+            patch.setattr(linear, "pack", unlike)
+            patch.setattr(layers, "TOGETHER", 1)
+        engine = engine_of(path)
+    log.removeHandler(handler)
+    own = engine.model.layers[0].feed_forward
+    assert own.gate_up is None or own.down is None
+    told = [line for line in lines if reason in line]
+    assert told, lines
+    assert all(re.search(r"experts\.0\.\S+ and 3 more: .*without CUDA graphs", t) for t in told)
+    wanted = engine_of(path, triton=False).score(prompt(11))
+    error = (engine.score(prompt(11)) - wanted).norm() / wanted.norm()
+    assert error < 0.1, error

@@ -1,0 +1,86 @@
+"""How much more than the packed model is held while it is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference.bench.random_checkpoint import SHAPES, random_checkpoint
+from kernels.cpu import native
+
+ROOT = Path(__file__).resolve().parents[3]
+HIDDEN, INNER = 1024, 4096
+SLACK = 3 << 20  # scales, the allocator's own
+LOADS = """
+import sys
+sys.path.insert(0, {root!r})
+import ptq
+import torch
+from formats.checkpoint.read import Checkpoint
+from formats.memory import peak_rss_bytes, release_freed_memory, rss_bytes
+from inference.models.load import load_model
+
+torch.set_num_threads(1)
+load_model(sys.argv[1])  # what is imported, compiled or cached at the first time
+for path in sys.argv[2:]:
+    checkpoint = Checkpoint.open(path)
+    release_freed_memory()
+    open("/proc/self/clear_refs", "w").write("5")  # the peak is forgotten
+    before = rss_bytes()
+    model = load_model(checkpoint)
+    print(peak_rss_bytes() - before, model.weight_bytes)
+    del model
+"""
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peaks from /proc"),
+    pytest.mark.skipif(native.library() is None, reason="no compiled kernels"),
+]
+
+
+def write(folder: Path, scheme: str, **sizes: int) -> str:
+    """A random checkpoint of one block, whose gate and up projections are by far the largest."""
+    config = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+    shape = folder / "shape"
+    shape.mkdir(exist_ok=True)
+    config |= {"max_position_embeddings": 128} | sizes
+    (shape / "config.json").write_text(json.dumps(SHAPES["llama-1.1b"] | config))
+    return str(random_checkpoint(folder, str(shape), scheme))
+
+
+@pytest.fixture(scope="module")
+def loads(tmp_path_factory) -> dict[str, tuple[int, int]]:
+    """Bytes held at the peak of a load beyond those before it, and bytes of the packed model."""
+    folder = tmp_path_factory.mktemp("loads")
+    paths = {scheme: write(folder, scheme) for scheme in ("a8w4", "a8w8")}
+    paths["words"] = write(folder, "a8w4", vocab_size=6000)  # 12 MB, and the head as much
+    script = LOADS.format(root=str(ROOT))
+    small = write(folder, "a8w4", intermediate_size=256)
+    done = subprocess.run(
+        [sys.executable, "-c", script, small, *paths.values()],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed goes back at once
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    return dict(zip(paths, rows, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["a8w4", "a8w8"])
+def test_no_more_than_the_integers_of_one_layer_is_held_beside_the_packed_ones(loads, scheme):
+    held, packed = loads[scheme]
+    integers = 2 * INNER * HIDDEN  # of gate and up, side by side
+    assert packed < held < packed + integers + SLACK, (held / 1e6, packed / 1e6)
+
+
+def test_what_packing_takes_is_gone_before_the_embedding_comes(loads):
+    held, packed = loads["words"]
+    assert packed * 0.98 < held < packed + SLACK, (held / 1e6, packed / 1e6)

@@ -1,0 +1,132 @@
+"""Sampling against its definitions, and text that is only shown when it is certain."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from inference.models.kv_cache import BlockManager
+from inference.scheduling.detokenizer import Detokenizer
+from inference.scheduling.request import SamplingParams
+from inference.scheduling.sampler import keep_likely, penalize, sample, top_logprobs
+from inference.scheduling.scheduler import Scheduler, Sequence
+
+LOGITS = torch.tensor([1.0, -2.0, 3.0, 0.5, 3.0, -0.1])
+
+
+def test_greedy_takes_the_lowest_id_of_equals():
+    assert sample(LOGITS, [], [], SamplingParams(), (), None) == 2
+    assert sample(LOGITS, [], [], SamplingParams(), (2,), None) == 4
+
+
+def test_penalties():
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    got = penalize(LOGITS, [0, 1], [2, 2, 5], params)
+    want = [1 / 2, -4.0, 3 / 2 - 0.5 - 0.5, 0.5, 3.0, -0.2 - 0.5 - 0.25]
+    torch.testing.assert_close(got, torch.tensor(want))
+    assert LOGITS[0] == 1.0
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 1.0])
+def test_top_k_and_top_p(top_k, top_p):
+    got = {i for i, x in enumerate(keep_likely(LOGITS, top_k, top_p).tolist()) if x > -1e30}
+    ordered = sorted(range(6), key=lambda i: (-LOGITS[i].item(), i))[: top_k or 6]
+    weights = LOGITS[ordered].exp() / LOGITS[ordered].exp().sum()
+    reached = [w.item() for w in weights.cumsum(0)]
+    count = 1 + sum(total < top_p - 1e-6 for total in reached[:-1])
+    assert got == set(ordered[:count] if top_p < 1 else ordered)
+
+
+def test_samples_follow_the_distribution():
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(temperature=2.0, top_k=4)
+    drawn = [sample(LOGITS, [], [], params, (), generator) for _ in range(4000)]
+    share = torch.tensor(drawn).bincount(minlength=6) / 4000
+    want = torch.softmax(keep_likely(LOGITS / 2, 4, 1.0), dim=0)
+    assert (share - want).abs().max() < 0.03
+
+
+def test_top_logprobs_hold_the_chosen_token():
+    got = top_logprobs(LOGITS, 1, 2)
+    assert list(got) == [2, 4, 1]
+    assert got[1] == pytest.approx(torch.log_softmax(LOGITS, 0)[1].item())
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+
+def feed(text: str, stop=()) -> tuple[list[str], Detokenizer]:
+    detokenizer, shown = Detokenizer(Bytes(), stop), []
+    for byte in text.encode():
+        detokenizer.add(byte)
+        shown.append(detokenizer.text)
+        if detokenizer.stopped:
+            break
+    detokenizer.finish()
+    return [*shown, detokenizer.text], detokenizer
+
+
+def test_half_characters_are_held_back():
+    text = "naïve 你好 🙂!"
+    shown, _ = feed(text)
+    assert shown[-1] == text
+    assert all(text.startswith(part) for part in shown)
+    assert all(len(a) <= len(b) for a, b in itertools.pairwise(shown))
+
+
+def test_a_sequence_that_ends_within_a_character_shows_it_as_broken():
+    detokenizer = Detokenizer(Bytes())
+    for byte in b"ab\xf0\x9f":
+        detokenizer.add(byte)
+    assert detokenizer.text == "ab"
+    detokenizer.finish()
+    assert detokenizer.text == "ab\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "want"),
+    [
+        ("one STOP two", ("STOP",), "one "),
+        ("one STO two", ("STOP",), "one STO two"),
+        ("aab", ("ab",), "a"),
+        ("xyz", ("z", "yz"), "x"),
+        ("end ST", ("STOP",), "end ST"),
+        ("é!", ("é",), ""),
+    ],
+)
+def test_stop_texts(text, stop, want):
+    shown, detokenizer = feed(text, stop)
+    assert detokenizer.text == want
+    assert all(want.startswith(part) for part in shown)
+    assert detokenizer.stopped == (want != text)
+
+
+def test_the_scheduler_serves_in_order_and_preempts_the_last():
+    blocks = BlockManager(4)
+    scheduler = Scheduler(blocks, max_batch_size=3, max_batched_tokens=100)
+    a, b, c = (Sequence(name, [0] * 63) for name in "abc")
+    for sequence in (a, b, c):
+        scheduler.add(sequence)
+    first = scheduler.schedule()
+    assert [(s.sequence.name, s.count) for s in first] == [("a", 63), ("b", 37)]
+    scheduler.advance(first)
+    second = scheduler.schedule()
+    assert [(s.sequence.name, s.count) for s in second][-1] == ("c", 63)
+    scheduler.advance(second)
+    for sequence in (a, b, c):
+        sequence.tokens += [0, 0]  # each needs a second block; one is left
+    third = scheduler.schedule()
+    assert [s.sequence.name for s in third] == ["a", "b"]
+    assert (c.computed, c.preemptions) == (0, 1)
+    assert [s.name for s in scheduler.waiting] == ["c"]
+    scheduler.remove(a)
+    scheduler.remove(b)
+    assert [s.sequence.name for s in scheduler.schedule()] == ["c"]
+    blocks.check()

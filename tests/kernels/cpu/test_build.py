@@ -1,0 +1,106 @@
+"""The compiled kernels: built once, found again, and done without where there is no compiler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import build, native
+
+HAS_COMPILER = any(map(shutil.which, ("g++", "clang++", "c++")))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+
+
+QUICK = [flag for flag in build.FLAGS if flag != "-O3"]  # compiles in a third of the time
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path):
+    """No library in the package and an empty cache; `native.library` looks again."""
+    monkeypatch.setattr(build, "FLAGS", QUICK)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "packaged_folder", lambda: tmp_path / "package")
+    native.library.cache_clear()
+    yield tmp_path / "ptq"
+    native.library.cache_clear()
+
+
+@needs_compiler
+def test_compiles_at_first_use_into_the_cache(nowhere, caplog):
+    caplog.set_level(logging.INFO, logger="ptq.kernels")
+    loaded = native.library()
+    assert loaded is not None
+    assert [path.name for path in nowhere.iterdir()] == [build.library_name()]
+    assert "compiling" in caplog.text
+    native.library.cache_clear()
+    caplog.clear()
+    assert native.library() is not None
+    assert caplog.text == ""
+
+
+def test_without_a_compiler_one_warning_says_so(nowhere, monkeypatch, caplog):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.library() is None
+    assert native.library() is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no C++ compiler; looked for g++" in record.getMessage()
+    assert not nowhere.exists()
+
+
+def test_a_compiler_that_fails_is_quoted(nowhere, monkeypatch, tmp_path, caplog):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho out of order >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert native.library() is None
+    assert "out of order" in caplog.text
+
+
+@needs_compiler
+def test_several_processes_may_build_at_once(tmp_path):
+    code = "import sys; from pathlib import Path; from kernels.cpu import build; "
+    code += f"build.FLAGS = {QUICK}; print(build.build(Path(sys.argv[1])))"
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", code, str(tmp_path / "library")]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    paths = {process.communicate()[0].strip() for process in started}
+    (path,) = paths
+    assert os.listdir(tmp_path / "library") == [Path(path).name]
+    assert native.open_library(Path(path)).ptq_supports(0) == 1
+
+
+def test_the_name_follows_the_sources(monkeypatch, tmp_path):
+    copy = tmp_path / "csrc"
+    shutil.copytree(build.SOURCES, copy)
+    monkeypatch.setattr(build, "SOURCES", copy)
+    before = build.library_name()
+    with (copy / "simd.h").open("a") as file:
+        file.write("// changed\n")
+    assert build.library_name() != before
+
+
+@needs_compiler
+def test_a_weight_runs_on_the_instruction_set_that_packed_it():
+    import torch
+
+    q = torch.ones(4, 8, dtype=torch.int8)
+    with native.forced("portable"):
+        packed = native.pack(q, "int8", torch.ones(4, 1))
+        assert native.linear(q, packed, torch.tensor(1.0)).tolist() == [[8.0] * 4] * 4
+    if native.isa() != "portable":
+        with pytest.raises(ValueError, match="packed for another instruction set than"):
+            native.linear(q, packed, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="'sse9' does not run here"), native.forced("sse9"):
+        pass

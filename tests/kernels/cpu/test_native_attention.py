@@ -1,0 +1,204 @@
+"""Compiled attention and cache writes, on every instruction set that runs here.
+
+The twin says what is right. What the twin cannot say is that a query's row has the same bits in a
+decode step, in a prefill and in any chunk of one, for any number of threads: contexts here reach
+over several of the spans of 256 positions that threads share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.kernels.test_attention import KINDS, STORAGE, make_cache, make_scales
+
+import kernels.reference as reference
+from kernels.cpu import native, native_ops
+from kernels.ops import KV_BLOCK
+
+pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
+ALL_KINDS = (*KINDS, "fp8 per_token", "bf16")
+
+
+@pytest.fixture(params=native.supported())
+def isa(request):
+    """Runs a test on one instruction set."""
+    with native.forced(request.param):
+        yield request.param
+
+
+def cache_of(lengths, heads, dim, kind, seed=0):
+    """As `make_cache`, and of bf16."""
+    if kind != "bf16":
+        return make_cache(lengths, heads, dim, kind, seed)
+    cache = make_cache(lengths, heads, dim, "float", seed)
+    return replace(cache, k_pool=cache.k_pool.bfloat16(), v_pool=cache.v_pool.bfloat16())
+
+
+def attend(cache, spans, window=None):
+    return cache.attend(spans, window, native_ops.paged_attention)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize(
+    ("heads", "dim", "window"),
+    [((4, 2), 32, None), ((6, 1), 80, 50), ((3, 3), 20, 1), ((8, 4), 8, 200), ((37, 1), 7, 70)],
+)
+def test_equals_its_twin(isa, kind, heads, dim, window):
+    cache = cache_of([1, 64, 65, 600], heads, dim, kind)
+    spans = [(0, 0, 1), (1, 50, 64), (2, 60, 65), (3, 598, 600)]
+    got = attend(cache, spans, window)
+    want = cache.attend(spans, window, reference.paged_attention)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "window", "kind"),
+    [
+        ((4, 2), 64, None, "int8 per_channel"),
+        ((3, 1), 80, 300, "fp8 per_token"),
+        ((5, 5), 20, 70, "int8 per_head"),
+        ((9, 1), 64, 270, "fp8 per_head"),
+        ((2, 1), 40, None, "bf16"),
+        ((7, 1), 16, None, "float"),
+    ],
+)
+def test_decode_prefill_and_chunks_agree_bit_for_bit(isa, heads, dim, window, kind, with_threads):
+    length = 600
+    cache = cache_of([length, 130, 9], heads, dim, kind)
+    with_threads(1)
+    whole = attend(cache, [(0, 0, length)], window)[0]
+    for cut in (1, 63, 256, 599):
+        with_threads(1 + cut % 4)
+        parts = [attend(cache, [(0, a, b)], window)[0] for a, b in ((0, cut), (cut, length))]
+        assert torch.equal(torch.cat(parts), whole), cut
+    for position in (0, 63, 64, 255, 256, 300, 599):
+        for threads in (1, 4):
+            with_threads(threads)
+            alone = attend(cache, [(0, position, position + 1)], window)[0]
+            assert torch.equal(alone[0], whole[position]), (position, threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_the_batch_does_not_change_a_sequence(isa, threads, with_threads):
+    lengths = [1, 5, 64, 100, 129, 333, 40, 1100, 70, 200, 3, 17, 90, 128, 256, 31]
+    cache = make_cache(lengths)
+    with_threads(1)
+    decode = [(s, length - 1, length) for s, length in enumerate(lengths)]
+    alone = [attend(cache, [span])[0] for span in decode]
+    with_threads(threads)
+    for order in (range(16), reversed(range(16)), (7, 11, 5), (0, 7)):
+        order = list(order)
+        for s, out in zip(order, attend(cache, [decode[s] for s in order]), strict=True):
+            assert torch.equal(out, alone[s])
+    mixed = [(5, 300, 333), (7, 1099, 1100), (0, 0, 1), (9, 200, 200), (3, 0, 100), (7, 900, 1000)]
+    for span, out in zip(mixed, attend(cache, mixed), strict=True):
+        assert torch.equal(out, attend(cache, [span])[0])
+
+
+@pytest.mark.parametrize("dim", [64, 20])
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_lies_beyond_the_context_does_not_count(isa, dim, window):
+    cache = make_cache([70], (4, 2), dim, "float")
+    want = attend(cache, [(0, 60, 70)], window)[0]
+    last = int(cache.tables[0, 1])
+    for pool in (cache.k_pool, cache.v_pool):
+        pool[last, :, 6:] = torch.nan
+    assert torch.equal(attend(cache, [(0, 60, 70)], window)[0], want)
+
+
+def test_large_scores_and_nan(isa):
+    cache = make_cache([300], (4, 2), 32, "float")
+    cache.q[0] *= 1e4  # all weight on one position
+    got = attend(cache, [(0, 290, 300)])[0]
+    want = cache.attend([(0, 290, 300)], None, reference.paged_attention)[0]
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+    cache.q[0][295, 1, 3] = torch.nan
+    found = attend(cache, [(0, 290, 300)])[0].isnan()
+    assert found[5, 1].all()
+    assert found.sum() == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_may_be_part_of_a_wider_buffer(isa, dtype):
+    cache = make_cache([200], (4, 2), 32)
+    cache.q[0] = cache.q[0].to(dtype)
+
+    def inside(q, *rest):
+        wide = torch.full((len(q), 8, 32), torch.nan, dtype=dtype)
+        wide[:, 2:6] = q
+        return native_ops.paged_attention(wide[:, 2:6], *rest)
+
+    got = cache.attend([(0, 150, 200)], None, inside)[0]
+    assert got.dtype == dtype
+    assert torch.equal(got, attend(cache, [(0, 150, 200)])[0])
+
+
+def test_bad_arguments_are_told(isa):
+    cache = make_cache([100])
+    for table in (-1, len(cache.k_pool)):
+        broken = replace(cache, tables=torch.tensor([[0, table]]))
+        with pytest.raises(ValueError, match="block that the cache does not have"):
+            attend(broken, [(0, 99, 100)])
+    with pytest.raises(ValueError, match="has a block in its table"):
+        attend(replace(cache, tables=cache.tables[:, :1]), [(0, 99, 100)])
+    with pytest.raises(ValueError, match="scales of K and V"):
+        attend(replace(cache, k_scale=None), [(0, 99, 100)])
+    with pytest.raises(ValueError, match="needed is 1 at least"):
+        attend(cache, [(0, 99, 100)], 0)
+
+
+def write_both(kind, k, v, slots, blocks=5):
+    """Pools and scales as the kernel and as the twin leave them."""
+    heads, dim = k.shape[1:]
+    generator = torch.Generator().manual_seed(1)
+    bf16 = kind == "bf16"
+    k_scale, v_scale = make_scales("float" if bf16 else kind, generator, blocks, heads, dim)
+    if k_scale is not None and k_scale.dim() < 3:
+        k_scale, v_scale = k_scale * 0.3, v_scale * 0.3  # small enough to clamp
+    dtype = torch.bfloat16 if bf16 else STORAGE[kind.split()[0]]
+    found = []
+    for write in (native_ops.write_kv, reference.write_kv):
+        k_pool, v_pool = (torch.zeros(blocks, heads, KV_BLOCK, dim, dtype=dtype) for _ in "kv")
+        ks, vs = (None if s is None else s.clone() for s in (k_scale, v_scale))
+        write(k, v, k_pool, v_pool, slots, ks, vs, kind.endswith("per_token"))
+        found.append([k_pool, v_pool, ks, vs])
+    return found
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("dim", [16, 20, 7, 80])
+def test_write_kv_equals_its_twin(isa, kind, dim, with_threads):
+    with_threads(3)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(9, 9, dim, generator=generator)
+    qkv[3, 3:] = 0
+    qkv[4, 3:] *= 1e-4  # e4m3's subnormals
+    slots = torch.randperm(5 * KV_BLOCK, generator=generator)[:9]
+    for ours, twin in zip(*write_both(kind, qkv[:, 3:6], qkv[:, 6:], slots), strict=True):
+        assert ours is twin is None or torch.equal(ours.float(), twin.float())
+
+
+def test_bad_writes_are_told_and_left_out(isa):
+    x = torch.ones(2, 3, 16)
+    k_pool, v_pool = (torch.zeros(5, 3, KV_BLOCK, 16, dtype=torch.int8) for _ in "kv")
+    k_scale, v_scale = (torch.ones(5, 3, KV_BLOCK) for _ in "kv")
+
+    def write(slots, dynamic=True):
+        slots = torch.tensor(slots)
+        native_ops.write_kv(x, x, k_pool, v_pool, slots, k_scale, v_scale, dynamic)
+
+    for slot in (-1, 5 * KV_BLOCK):
+        with pytest.raises(ValueError, match="does not have"):
+            write([slot, slot])
+    assert not k_pool.any()
+    for bad in (torch.nan, torch.inf):
+        x[1, 2, 7] = bad
+        with pytest.raises(ValueError, match="must be finite"):
+            write([3, 4])
+        assert not k_pool[0, 2, 4].any()
+        assert bool((k_scale[0, 2, 4] == 1).all())
+    with pytest.raises(ValueError, match="dynamic scales need a place"):
+        write([3, 4], dynamic=False)

@@ -1,0 +1,263 @@
+"""Attention, rotation and cache write in Triton's interpreter against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_lab import interpreted
+
+PAGES = 12
+STORAGE = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+LENGTHS = (1, 65, 0, 200, 128)
+
+
+def make_cache(storage: str, dims: int, heads: int, dim: int):
+    """Random pages, tables, lengths and scales (None for dims 0); NaN scales where no token is."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (PAGES, heads, 64, dim)
+    pools = [torch.randint(-127, 128, shape, generator=generator).float() for _ in "kv"]
+    pools[1] = pools[1].transpose(2, 3).contiguous()
+    shape = {0: (), 1: (heads,), 2: (heads, dim), 3: (PAGES, heads, 64)}[dims]
+    scales = [torch.rand(shape, generator=generator) * 0.01 + 0.01 for _ in "kv"]
+    if dims == 0:
+        pools, scales = [pool * 0.015 for pool in pools], [None, None]
+    if dims == 2:
+        scales[1] = scales[1][:, 0].contiguous()
+    order = torch.randperm(PAGES, generator=generator)
+    tables = torch.zeros(len(LENGTHS), 4, dtype=torch.int32)
+    for s, length in enumerate(LENGTHS):
+        pages = -(-length // 64)
+        tables[s, :pages], order = order[:pages].int(), order[pages:]
+        if dims == 3 and length % 64:
+            for scale in scales:
+                scale[tables[s, pages - 1], :, length % 64 :] = float("nan")
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    return *(pool.to(STORAGE[storage]) for pool in pools), tables, lengths, *scales
+
+
+@pytest.mark.parametrize(
+    ("storage", "dims", "shape"),
+    [
+        ("int8", 1, (4, 2, 32, None, 1)),
+        ("int8", 2, (9, 1, 16, None, 3)),
+        ("int8", 3, (3, 3, 16, 70, 2)),
+        ("fp8", 1, (2, 1, 16, 64, 2)),
+        ("fp8", 3, (4, 1, 16, None, 3)),
+        ("fp16", 0, (3, 1, 16, 70, 2)),
+        ("bf16", 0, (4, 2, 32, None, 3)),
+    ],
+)
+@interpreted
+def test_decode_attention(storage, dims, shape):
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Cut
+
+    q_heads, heads, dim, window, splits = shape
+    cache, workspace = make_cache(storage, dims, heads, dim), Workspace.on("cpu", 1 << 16, 64)
+    q = torch.randn(len(LENGTHS), q_heads, dim, generator=torch.Generator().manual_seed(1))
+    wanted = twins.decode_attention(q, *cache, dim**-0.5, window)
+    got = decode_attention(q, *cache, dim**-0.5, workspace, window, Cut(4, splits))
+    assert distance(got, wanted) < 8e-4
+    assert not got[2].any()
+    assert not workspace.arrivals.any()
+
+
+@interpreted
+def test_sequences_that_are_not_split_need_no_workspace():
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Cut
+
+    cache = make_cache("int8", 1, 2, 16)
+    q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
+    got = decode_attention(q, *cache, 0.25, Workspace.on("cpu", 0, 0), cut=Cut(4, 1))
+    assert distance(got, twins.decode_attention(q, *cache, 0.25)) < 8e-4
+
+
+def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((got - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@interpreted
+def test_decode_attention_quantizes_its_result(splits):
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Cut
+
+    cache, workspace = make_cache("int8", 1, 2, 32), Workspace.on("cpu", 1 << 16, 64)
+    q = torch.randn(len(LENGTHS), 4, 32, generator=torch.Generator().manual_seed(1))
+    scale, dtype = torch.tensor([0.011]), torch.int8
+    wanted = twins.decode_attention(q, *cache, 0.2) / scale
+    got = decode_attention(q, *cache, 0.2, workspace, None, Cut(4, splits), scale, dtype)
+    assert got.dtype == dtype
+    assert (wanted.abs() > 127).any(), "some are cut off"
+    assert (got - wanted.clamp(-127, 127)).abs().max() < 0.52
+
+
+@pytest.mark.parametrize(
+    ("storage", "dims", "shape"),
+    [
+        ("int8", 1, (4, 1, 16, None, 0, 64)),
+        ("int8", 2, (3, 1, 16, None, 0, 32)),
+        ("int8", 3, (4, 2, 16, 70, 1, 64)),
+        ("fp8", 3, (2, 1, 16, None, 1, 64)),
+        ("bf16", 0, (2, 1, 32, None, 0, 64)),
+    ],
+)
+@interpreted
+def test_prefill_attention(storage, dims, shape):
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Block
+
+    q_heads, heads, dim, window, decodes, tokens = shape
+    cache, workspace = make_cache(storage, dims, heads, dim), Workspace.on("cpu", 1 << 16, 64)
+    starts = torch.tensor([0, 1, 34, 34, 100, 105]).int()  # lengths 1, 65, 0, 200, 128
+    q = torch.randn(107, q_heads, dim, generator=torch.Generator().manual_seed(1))
+    args = (*cache[:3], starts, *cache[3:], dim**-0.5)
+    wanted = twins.prefill_attention(q, *args, window)[:105]
+    got = prefill_attention(q, *args, workspace, window, decodes, block=Block(64, tokens, 4, 2))
+    assert distance(got[:105], wanted) < 8e-4
+
+
+@interpreted
+def test_prefill_attention_quantizes_and_refuses():
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+
+    k, v, tables, lengths, *scales = make_cache("int8", 1, 1, 16)
+    workspace, starts = Workspace.on("cpu", 1, 1), torch.tensor([0, 1, 5, 5, 5, 5])
+    q = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1))
+    args = (q, k, v, tables, starts, lengths, *scales, 0.25)
+    one, dtype = torch.tensor([0.02]), torch.int8
+    got = prefill_attention(*args, workspace, out_scale=one, out_dtype=dtype)
+    wanted = twins.prefill_attention(*args) / one
+    assert (got - wanted.clamp(-127, 127)).abs().max() < 0.52
+    with pytest.raises(ValueError, match="query_start is"):
+        prefill_attention(*args[:4], starts[1:], *args[5:], workspace)
+    with pytest.raises(ValueError, match="6 of 5 sequences decode"):
+        prefill_attention(*args, workspace, decodes=6)
+    with pytest.raises(ValueError, match="float32 takes no out_scale"):
+        prefill_attention(*args, workspace, out_scale=one)
+    with pytest.raises(ValueError, match="int8 needs out_scale"):
+        prefill_attention(*args, workspace, out_dtype=dtype)
+
+
+@interpreted
+def test_attention_refuses_what_does_not_fit():
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Cut
+
+    k, v, *rest = make_cache("int8", 1, 2, 32)
+    q, workspace = torch.randn(len(LENGTHS), 4, 32), Workspace.on("cpu", 100, 1)
+    with pytest.raises(ValueError, match="tokens last"):
+        decode_attention(q, k, k, *rest, 1.0, workspace)
+    with pytest.raises(ValueError, match="5 block tables for 4"):
+        decode_attention(q[:4], k, v, *rest, 1.0, workspace)
+    with pytest.raises(ValueError, match="needed is one of int8, float8_e4m3fn, bfloat16"):
+        decode_attention(q, k.float(), v.float(), *rest, 1.0, workspace)
+    with pytest.raises(ValueError, match=r"float16 has no scales"):
+        decode_attention(q, k.half(), v.half(), *rest, 1.0, workspace)
+    with pytest.raises(ValueError, match=r"int8 needs scales of K and of V"):
+        decode_attention(q, k, v, *rest[:2], None, None, 1.0, workspace)
+    with pytest.raises(ValueError, match="scales are"):
+        decode_attention(q, k, v, *rest[:2], rest[2][:1], rest[3], 1.0, workspace)
+    with pytest.raises(ValueError, match="make a larger one"):
+        decode_attention(q, k, v, *rest, 1.0, workspace, cut=Cut(4, 2))
+    decode_attention(q, k, v, *rest, 1.0, workspace, cut=Cut(4, 1))  # leaves no parts there
+
+
+def slots_of(tokens: int, kind: str) -> torch.Tensor:
+    """Anywhere; or runs: one from a place in a page on over its end, and its last tokens absent."""
+    if kind == "anywhere":
+        slots = torch.randperm(6 * 64, generator=torch.Generator().manual_seed(3))[:tokens]
+        slots[3] = -1
+        return slots
+    place = torch.arange(tokens) + int(kind)
+    slots = torch.tensor([4, 0, 5, 2, 1, 3])[place // 64] * 64 + place % 64
+    slots[-2:] = -1
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("storage", "dims", "tokens", "kind"),
+    [
+        ("int8", 1, 21, "anywhere"),
+        ("int8", 2, 21, "anywhere"),
+        ("int8", 3, 21, "anywhere"),
+        ("int8", 3, 258, "anywhere"),  # from here on 64 tokens and two heads a program
+        ("int8", 1, 258, "0"),
+        ("int8", 3, 258, "37"),
+        ("fp16", 0, 258, "48"),
+        ("bf16", 0, 21, "anywhere"),
+    ],
+)
+@pytest.mark.parametrize("norm", [False, True])
+@interpreted
+def test_rotation_and_cache_write(storage, dims, tokens, kind, norm):
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.rope_cache import rope_write
+
+    heads, dim, generator = 2, 16, torch.Generator().manual_seed(2)
+    joint = torch.randn(tokens, 8, dim, generator=generator).half()
+    q, k, v = joint.split([4, heads, heads], dim=1)
+    angle = (torch.rand(tokens, dim // 2, generator=generator) * 6).repeat(1, 2)
+    slots, dtype = slots_of(tokens, kind), STORAGE[storage]
+    shape = {0: (), 1: (heads,), 2: (heads, dim), 3: (6, heads, 64)}[dims]
+    more = {}
+    if norm:
+        more = {f"{x}_norm": torch.rand(dim, generator=generator) + 0.5 for x in "qk"}
+        more |= {"positions": torch.randperm(tokens, generator=generator), "eps": 1e-3}
+        more |= {"out_dtype": torch.float32}
+    found = []
+    for write in (rope_write, twins.rope_write):
+        pools = [torch.zeros(6, heads, *s, dtype=dtype) for s in ((64, dim), (dim, 64))]
+        scales = [torch.full(shape, 0.02) if dims else None for _ in "kv"]
+        scales[1] = scales[1] if dims != 2 else scales[1][:, 0].contiguous()
+        out = write(q, k, v, angle.cos(), angle.sin(), *pools, slots, *scales, **more)
+        found.append((out, *pools, *scales))
+    got, wanted = found
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-3, atol=1e-3)
+    assert got[2].any()
+    if dims == 0:  # the interpreter cuts bf16 off where torch rounds
+        near = {"rtol": 2**-7, "atol": 1e-5} if storage == "bf16" else {"rtol": 1e-3, "atol": 1e-5}
+        torch.testing.assert_close(got[1], wanted[1], **near)
+        torch.testing.assert_close(got[2], wanted[2], **near)
+        return
+    assert (got[1].int() - wanted[1].int()).abs().max() <= 1
+    assert (got[1] != wanted[1]).float().mean() < 1e-3
+    assert torch.equal(got[2], wanted[2])
+    torch.testing.assert_close(got[3], wanted[3], rtol=1e-6, atol=0)
+    assert torch.equal(got[4], wanted[4])
+
+
+@interpreted
+def test_cache_write_refuses_what_does_not_fit():
+    from kernels.triton.attention.rope_cache import rope_write
+
+    x, angle, slots = torch.zeros(3, 6, 16), torch.zeros(3, 16), torch.zeros(3, dtype=torch.int32)
+    pools = [torch.zeros(1, 2, *s, dtype=torch.int8) for s in ((64, 16), (16, 64))]
+    scales = [torch.ones(2) for _ in "kv"]
+    q, k, v = x.split([2, 2, 2], dim=1)
+    with pytest.raises(ValueError, match="k is"):
+        rope_write(q, k[:, :1], v, angle, angle, *pools, slots, *scales)
+    with pytest.raises(ValueError, match=r"sin is .2, 16.; needed is contiguous .3, 16."):
+        rope_write(q, k, v, angle, angle[:2], *pools, slots, *scales)
+    with pytest.raises(ValueError, match="q_norm and k_norm"):
+        rope_write(q, k, v, angle, angle, *pools, slots, *scales, q_norm=torch.ones(16))
+    with pytest.raises(ValueError, match="needs scales"):
+        rope_write(q, k, v, angle, angle, *pools, slots, None, None)

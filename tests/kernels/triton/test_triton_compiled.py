@@ -1,0 +1,303 @@
+"""What GPU kernels become for sm_80, sm_89 and sm_90: tensor cores where meant, nothing spilled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_lab import building_for, compiled
+
+CAPABILITIES = [80, 89, 90]
+FP8 = torch.float8_e4m3fn
+MMA = r"mma\.sync\S*{}"
+WGMMA = r"wgmma\.mma_async\S*{}"
+WAIT, ANNOUNCE = r"griddepcontrol\.wait", r"griddepcontrol\.launch_dependents"
+
+
+def expected(capability: int, kind: str) -> str:
+    """The tensor-core instruction of a product, by its operands' type."""
+    return (WGMMA if capability == 90 else MMA).format(kind)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_linear_layers(capability):
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.tuning import Tile
+
+    workspace = Workspace.on("cpu", 1 << 20, 64)
+    q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
+    x, one = torch.zeros(16, 1024, dtype=torch.int8), torch.ones(1)
+    ordinary = 1 + torch.arange(2048).reshape(256, 8) / 8192
+    w4, w8 = pack_w4a8(q, ordinary), pack_w8a8(q, scale[:, 0])
+    hopper = capability == 90
+    calls = []
+    for dtype, kind, tile in (
+        (torch.float16, r"f16\.f16", Tile(64, 64, 2, 3)),
+        (torch.bfloat16, r"bf16\.bf16", Tile(256, 16, 1, 5 if hopper else 3)),
+    )[: 2 if hopper else 1]:
+        weight, own = pack_w4a16(q, scale.to(dtype)), x.to(dtype)
+        calls.append((kind, lambda w=weight, y=own, t=tile: w4a16_linear(y, w, workspace, t)))
+        calls.append(("", lambda w=weight, d=dtype: dequantize_w4a16(w, d)))
+    for tile in (Tile(64, 16, 4, 4), Tile(256, 16, 1, 5))[: 2 if hopper else 1]:
+        calls.append((r"s8\.s8", lambda t=tile: w4a8_linear(x, one, w4, workspace, tile=t)))
+    calls.append((r"s8\.s8", lambda: w8a8_linear(x, one, w8, workspace, tile=Tile(64, 16, 3, 4))))
+    if capability >= 89:
+        f8, own8 = pack_w8a8(q.to(FP8), scale[:, 0]), x.to(FP8)
+        tile8 = Tile(64, 16, 3, 3)
+        calls.append((r"e4m3\.e4m3", lambda: w8a8_linear(own8, one, f8, workspace, tile=tile8)))
+    for kind, call in calls:
+        with building_for(capability) as built:
+            call()
+        (binary,) = built
+        assert binary.stack == 0, call
+        overlapped = hopper and bool(kind)
+        assert binary.count(WAIT) == binary.count(ANNOUNCE) == overlapped, (
+            "dequantize waits for all"
+        )
+        assert binary.registers <= 255
+        assert binary.shared <= (232448 if hopper else 101376), binary.shared
+        assert not kind or binary.count(expected(capability, kind)), (kind, capability)
+        assert not hopper or not binary.count(MMA.format(""))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_weights_of_16_bits(capability):
+    """Tiles of the rule, which fit; loads of several run ahead, by TMA where there is one."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear.w16a16 import w16a16_linear
+
+    hopper, workspace = capability == 90, Workspace.on("cpu", 1 << 20, 64)
+    weight = torch.zeros(512, 4096).bfloat16()
+    for rows in (1, 16, 64):
+        x = torch.zeros(rows, 4096).bfloat16()
+        with building_for(capability) as built:
+            w16a16_linear(x, weight, weight[:, 0].contiguous(), workspace, torch.float32)
+        (binary,) = built
+        assert binary.stack == 0
+        assert binary.shared <= (232448 if hopper else 101376), binary.shared
+        assert binary.count(expected(capability, r"bf16\.bf16"))
+        ahead = binary.count(r"cp\.async\.bulk\.tensor" if hopper else r"cp\.async\.c[ag]")
+        assert ahead >= 6 if hopper else ahead > 32, "no loads run ahead"
+        assert binary.count(WAIT) == binary.count(ANNOUNCE) == hopper
+
+
+@pytest.mark.parametrize("capability", [89, 120])
+@compiled
+def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability):
+    """As on Ada, Ampere but A100, and small Blackwells: many and few outputs, by the rule."""
+    from unittest.mock import patch
+
+    from kernels.triton import common, tuning
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear import w4a8, w8a8, weight_only
+    from kernels.triton.linear.fp8_block import fp8_block_linear, pack_fp8_block
+    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w8a16 import pack_w8a16, w8a16_linear
+    from kernels.triton.linear.w16a16 import w16a16_linear
+
+    q, ones = torch.zeros(512, 4096, dtype=torch.int8), torch.ones(512, 1)
+    w16, w8, f8 = q.bfloat16(), pack_w8a16(q, ones), pack_w8a8(q.to(FP8), ones)
+    blocks, of_runs = pack_fp8_block(q.to(FP8), torch.ones(4, 32)), torch.ones(64, 32)
+    fine = pack_w8a16(q, torch.ones(512, 128), None, q[:, ::32].contiguous())
+    workspace, one = Workspace.on("cpu", 1 << 20, 64), torch.ones(1)
+    w4 = pack_w4a8(q, 1 + torch.rand(512, 32), None, torch.ones(512, 32, dtype=torch.int8))
+    deep = {"outputs": 256, "rows": 16, "stages": 5}  # measured without zero points
+    table = {"w4a8": {"512x4096": {"16": deep}}}
+    for processors, rows in ((128, 16), (2, 16), (2, 64)):  # many outputs for two
+        x = torch.zeros(rows, 4096).bfloat16()
+        with (
+            patch.object(common, "shared_memory", lambda device: 101376),
+            patch.object(weight_only, "shared_memory", lambda device: 101376),
+            patch.object(w4a8, "shared_memory", lambda device: 101376),
+            patch.object(tuning, "_table", lambda path: table),
+            patch.object(tuning, "multiprocessors", lambda device, n=processors: n),
+            patch.object(w8a8, "multiprocessors", lambda device, n=processors: n),
+            building_for(capability) as built,
+        ):
+            tuning.gemm_tile.cache_clear()
+            w8a8.tile_of.cache_clear()
+            w16a16_linear(x, w16, None, workspace)
+            w8a16_linear(x, w8, workspace)
+            w8a16_linear(x, fine, workspace)
+            w4a8_linear(x.to(torch.int8), one, w4, workspace)
+            w8a8_linear(x.to(FP8), one, f8, workspace)
+            fp8_block_linear(x.to(FP8), of_runs[:rows], blocks, workspace)
+        assert len(built) == 6
+        for binary in built:
+            assert binary.shared <= 101376, binary.shared
+    tuning.gemm_tile.cache_clear()
+    w8a8.tile_of.cache_clear()
+
+
+@compiled
+def test_weights_go_to_the_tensor_cores_through_registers():
+    """No conversion of a 4-bit weight by shared memory: nothing is stored there but by loads."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.tuning import Tile
+
+    q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
+    x, tile = torch.zeros(16, 1024).half(), Tile(128, 16, 1, 5)
+    with building_for(90) as built:
+        w4a16_linear(x, pack_w4a16(q, scale), Workspace.on("cpu", 1, 1), tile)
+    assert built[0].count(r"st\.shared|stmatrix") <= 8, "the result's alone"
+    assert built[0].count(r"wgmma\.mma_async\S*f16\.f16 +\{[^}]*\}, *\{"), "left from registers"
+
+
+def make_cache(storage: torch.dtype, dims: int, dim: int = 128):
+    """Pages, tables, lengths and scales (None for dims 0) of 8 KV heads."""
+    table = torch.zeros(2, 2, dtype=torch.int32)
+    pools = [torch.zeros(4, 8, *s).to(storage) for s in ((64, dim), (dim, 64))]
+    shape = {0: (), 1: (8,), 3: (4, 8, 64)}[dims]
+    scales = [torch.ones(shape) if dims else None for _ in "kv"]
+    return *pools, table, table[:, 0].contiguous(), *scales
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "storage", "result"),
+    [
+        (80, 1, torch.int8, torch.int8),
+        (80, 0, torch.bfloat16, None),
+        (89, 1, FP8, FP8),
+        (90, 3, torch.int8, None),
+        (90, 0, torch.float16, torch.int8),
+    ],
+)
+@compiled
+def test_decode_attention(capability, dims, storage, result):
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Cut
+
+    q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
+    more = {"out_scale": torch.ones(1), "out_dtype": result} if result else {}
+    for cut in (Cut(4, 4, 3), Cut(2, 4))[: 2 if dims else 1]:
+        with building_for(capability) as built:
+            cache = make_cache(storage, dims)
+            decode_attention(q, *cache, 0.1, workspace, cut=cut, settled=dims != 3, **more)
+        (binary,) = built
+        assert binary.stack == 0
+        assert binary.count(WAIT) == (capability == 90)
+        assert not binary.count(ANNOUNCE), "the next kernel would crowd programs that do not start"
+        assert binary.count(MMA.format(r"f16\.b?f16"))
+        if cut.stages == 0:
+            assert binary.count(r"ld\.global\S*v4\.b32") >= 32, "pages, 16 bytes at a time"
+            assert binary.count("movmatrix") == 8
+            assert not binary.count("ldmatrix")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_rows_quantized_by_runs(capability):
+    from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+
+    x, weight = torch.zeros(2, 28672).bfloat16(), torch.ones(4096)
+    narrow = x[:, :4096].contiguous()
+    with building_for(capability) as built:
+        add_rms_norm(narrow, narrow, weight, 1e-6, dtype=FP8, group=128)
+        silu_mul(x, dtype=FP8, group=128)
+        quantize_rows(narrow, dtype=FP8, group=128)
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.registers <= 64, "rows of 14336 take 32 warps"
+        assert binary.count(r"div\.rn\.f32") <= 8, "scales alone are divided, not elements"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dims", "storage", "dim"),
+    [
+        (80, 1, torch.int8, 128),
+        (80, 0, torch.bfloat16, 256),
+        (89, 3, FP8, 64),
+        (90, 3, torch.int8, 128),
+        (90, 1, FP8, 256),
+        (90, 0, torch.bfloat16, 64),
+        (120, 0, torch.bfloat16, 128),
+    ],
+)
+@compiled
+def test_prefill_attention(capability, dims, storage, dim):
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import prefill_rule
+
+    q, workspace = torch.zeros(256, 32, dim).bfloat16(), Workspace.on("cpu", 1, 1)
+    *cache, k_scale, v_scale = make_cache(storage, dims, dim)
+    starts = torch.tensor([0, 128, 256])
+    for many in (False, True)[capability < 90 :]:
+        block = prefill_rule(many, dim, capability)
+        with building_for(capability) as built:
+            prefill_attention(
+                q, *cache[:3], starts, cache[3], k_scale, v_scale, 0.1, workspace, block=block
+            )
+        (binary,) = built
+        assert binary.stack == 0, block
+        assert binary.count(expected(capability, r"f16\.b?f16"))
+        assert capability != 90 or not binary.count(MMA.format(""))
+        assert binary.shared <= {80: 166912, 90: 232448}.get(capability, 101376)
+
+
+@pytest.mark.parametrize(("dims", "storage"), [(1, FP8), (3, torch.int8), (0, torch.bfloat16)])
+@compiled
+def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Block
+
+    q, workspace = torch.zeros(256, 32, 128).bfloat16(), Workspace.on("cpu", 1, 1)
+    *cache, k_scale, v_scale = make_cache(storage, dims)
+    args = (q, *cache[:3], torch.tensor([0, 128, 256]), cache[3], k_scale, v_scale, 0.1, workspace)
+    with building_for(90) as built:
+        prefill_attention(*args, out_scale=torch.ones(1), out_dtype=FP8, block=Block(128, 64, 4, 0))
+    (binary,) = built
+    assert binary.stack == 0
+    assert binary.count(WGMMA.format(r"f16\.b?f16")) == 24, (
+        "8 for scores and 4 for sums, two halves"
+    )
+    assert binary.count("setmaxnreg") >= 3
+    assert not binary.count("ldmatrix"), "pages go from memory to where wgmma reads them"
+
+
+@compiled
+def test_fp8_is_refused_where_it_is_not(monkeypatch):
+    from kernels.triton.attention.paged_cache import check_fp8
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    check_fp8(torch.int8, torch.device("cuda"))
+    with pytest.raises(ValueError, match="use an int8 cache"):
+        check_fp8(FP8, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_fp8(FP8, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("capability", "storage"), [(80, torch.int8), (89, FP8), (90, torch.int8)])
+@compiled
+def test_fused_rows_and_cache_write(capability, storage):
+    from kernels.triton.attention.rope_cache import rope_write
+    from kernels.triton.fused import add_rms_norm, silu_mul
+
+    x = torch.zeros(2, 4096).bfloat16()
+    k_pages, v_pages, _, _, *scales = make_cache(storage, 3)
+    with building_for(capability) as built:
+        add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=storage)
+        silu_mul(x, dtype=storage)
+        for tokens, more in (
+            (2, {"settled": True}),
+            (300, {"q_norm": x[0, :128], "k_norm": x[0, :128]}),
+        ):
+            q, k, v = torch.zeros(tokens, 48, 128).bfloat16().split([32, 8, 8], dim=1)
+            angle, slots = torch.zeros(tokens, 128), torch.zeros(tokens, dtype=torch.int64)
+            rope_write(q, k, v, angle, angle, k_pages, v_pages, slots, *scales, **more)
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.registers <= 128
+        assert binary.count(WAIT) >= (capability == 90)
+        assert bool(binary.count(ANNOUNCE)) == (capability == 90 and binary is not built[-1])
+        assert binary.count(r"div\.rn\.f32") <= 24, "scales alone are divided, not elements"
+    assert binary.count(r"st\.global\S*v4") >= 8, "columns leave in pieces of 16 bytes"

@@ -1,0 +1,241 @@
+"""Experts' kernels in Triton's interpreter: strips, rows of many weights at once, routing, sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.strip_cases import EXACT, FAMILIES, make_rows, make_weights
+from tests.kernels.triton_lab import building_for, compiled, interpreted
+
+EXPERTS = 4
+
+
+def make_chosen(tokens: int, each: int, experts: int, skew: bool = False) -> torch.Tensor:
+    """int32 [tokens, each], no expert twice; skewed, many tokens have the same first one."""
+    generator = torch.Generator().manual_seed(tokens)
+    rows = [torch.randperm(experts, generator=generator)[:each] for _ in range(tokens)]
+    chosen = torch.stack(rows).int()
+    if skew:
+        chosen[: tokens // 2] = torch.arange(each, dtype=torch.int32)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("tokens", "each", "experts", "rows"),
+    [(1, 2, 4, 16), (5, 8, 8, 16), (90, 4, 17, 16), (20, 2, 40, 16), (700, 2, 5, 64)],
+)
+@interpreted
+def test_strips_hold_the_pairs_of_an_expert_in_order(tokens, each, experts, rows):
+    from kernels.triton.experts.strips import cut
+
+    for skew in (False, True)[tokens < 9 :]:
+        chosen = make_chosen(tokens, each, experts, skew)
+        found = cut(chosen, experts, rows)
+        owners, pairs = [], []
+        for e in range(experts):
+            own = (chosen.flatten() == e).nonzero().flatten().tolist()
+            for start in range(0, len(own), rows):
+                owners.append(e)
+                strip = own[start : start + rows]
+                pairs.append(strip + [-1] * (rows - len(strip)))
+        absent = len(found.experts) - len(owners)
+        assert absent >= 0, "more strips than were foreseen"
+        assert found.experts.tolist() == owners + [-1] * absent
+        assert found.pairs[: len(pairs)].tolist() == pairs
+    assert found.count == tokens * each
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@interpreted
+def test_rows_of_experts_are_multiplied_by_their_weights(family):
+    """By tokens, then by pairs, against each expert alone; a batch of fewer tokens gives the bits."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.experts.strips import cut
+    from kernels.triton.linear.dispatch import linear
+
+    torch.manual_seed(0)
+    weights = make_weights(family, EXPERTS, 128, 256)
+    workspace, tokens, each = Workspace.on("cpu", 1 << 18, 64), 5, 2
+    chosen = make_chosen(tokens, each, EXPERTS, skew=True)
+    owners = chosen.flatten().long()
+    for rows in (tokens, tokens * each):
+        x, scales = make_rows(family, rows, 256)
+
+        def by_strips(x, scales, chosen):
+            strips = cut(chosen, EXPERTS, 16)
+            return linear(x, scales, weights[0], workspace, torch.float32, strips)
+
+        got = by_strips(x, scales, chosen)
+        source = torch.arange(tokens * each) // (tokens * each // rows)
+        wanted = torch.empty_like(got)
+        for e in range(EXPERTS):
+            own = source[owners == e]
+            part = None if scales is None else scales[own]
+            wanted[owners == e] = linear(x[own], part, weights[e], workspace, torch.float32)
+        if family in EXACT:
+            assert torch.equal(got, wanted)
+        assert (got - wanted).norm() < 1e-3 * wanted.norm()
+        few = 2 * rows // tokens
+        alone = by_strips(
+            x[:few].contiguous(), None if scales is None else scales[:few], chosen[:2]
+        )
+        assert torch.equal(alone, got[: 2 * each])
+    assert not workspace.arrivals.any()
+    with pytest.raises(ValueError, match="needed is one for each of 10 pairs"):
+        by_strips(*make_rows(family, 3, 256), chosen)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@interpreted
+def test_places_of_more_than_32_bits(family):
+    """As those of 128k tokens of 28672 inputs: the same sums, of all rows and of experts'."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.experts import strips
+    from kernels.triton.linear.dispatch import linear, w8a8
+    from kernels.triton.linear.w16a16 import w16a16_linear
+
+    large = torch.empty(1 << 24, 129, dtype=torch.int8, device="meta")
+    assert strips.rows_of(large, None)[1]["WIDE"]
+    assert not strips.rows_of(large[: 1 << 23], None)[1]["WIDE"]
+    torch.manual_seed(0)
+    weight, workspace = make_weights(family, 2, 128, 256)[0], Workspace.on("cpu", 1 << 18, 64)
+    x, scales = make_rows(family, 70, 256)
+    own = strips.cut(make_chosen(70, 1, 2), 2, 16)
+    found = []
+    for counted in (1 << 31, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (strips, w8a8):
+                patch.setattr(module, "COUNTED", counted)
+            found.append(linear(x, scales, weight, workspace, torch.float32, own))
+            if family == "w16a16":
+                found.append(w16a16_linear(x, weight.weight, weight.bias, workspace))
+            else:
+                found.append(linear(x, scales, weight, workspace, torch.float32))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w16a16"])
+@pytest.mark.parametrize(("experts", "outputs"), [(4, 1024), (8, 512), (1, 64), (128, 1536)])
+@interpreted
+def test_sums_of_many_strips_fit_in_a_workspace(family, experts, outputs):
+    """Few outputs of few experts are split, but not where their rows alone fill the device."""
+    from kernels.triton import tuning
+    from kernels.triton.common import Workspace
+    from kernels.triton.experts.strips import Strips, tile_of
+    from kernels.triton.linear.packed import grid_of
+
+    workspace, x = Workspace.on("meta"), torch.empty(1, device="meta")
+    for pairs in (2, 16, 256, 4096, 1 << 18):
+        most = min(pairs, experts)
+        for rows in (16, 64):
+            number = most + (pairs - most) // rows
+            own = torch.empty(number), torch.empty(number, rows, device="meta")
+            strips = Strips(*own, pairs, experts)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tuning, "multiprocessors", lambda device: 132)
+                tile = tile_of(family, x, outputs, 4096, strips)
+            assert grid_of(tile, pairs, outputs, workspace, strips)[2] == number
+
+
+@interpreted
+def test_routing():
+    from kernels.triton.experts.routing import route
+
+    logits = torch.randn(7, 60, generator=torch.Generator().manual_seed(0))
+    logits[3, 7:11] = 5.0  # equal: the lower numbers
+    for normalized in (False, True):
+        weights, chosen = route(logits, 3, normalized)
+        wanted, order = torch.sort(torch.softmax(logits, 1), dim=1, descending=True, stable=True)
+        wanted = wanted[:, :3] / (wanted[:, :3].sum(1, keepdim=True) if normalized else 1.0)
+        torch.testing.assert_close(weights, wanted)
+        assert torch.equal(chosen, order[:, :3].int())
+    with pytest.raises(ValueError, match="6 of 5 experts"):
+        route(torch.zeros(1, 5), 6, False)
+
+
+@interpreted
+def test_the_sum_of_a_tokens_experts():
+    from kernels.triton.experts.routing import combine
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    outputs, weights = random(8, 1100).half(), random(4, 2).abs()
+    shared, gate = random(4, 1100).half(), random(4, 1).half()
+    own = outputs.view(4, 2, 1100).float()
+    wanted = own[:, 0] * weights[:, :1] + own[:, 1] * weights[:, 1:]
+    assert torch.equal(combine(outputs, weights), wanted.half())
+    wanted += shared.float() * torch.sigmoid(gate.float())
+    torch.testing.assert_close(combine(outputs, weights, shared, gate), wanted.half())
+    with pytest.raises(ValueError, match=r"contiguous \[8, H\]"):
+        combine(outputs[:7], weights)
+    with pytest.raises(ValueError, match="an expert of all tokens"):
+        combine(outputs, weights, shared)
+
+
+@interpreted
+def test_rows_quantized_with_the_scale_of_their_expert():
+    from kernels.triton.fused import quantize_rows, silu_mul
+
+    scale = torch.tensor([0.01, 0.02, 0.05])
+    owners = torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).half()
+    rows, scales = quantize_rows(x, scale, torch.int8, experts=owners)
+    assert torch.equal(scales, scale[owners.long()][:, None])
+    for pair, e in enumerate(owners.tolist()):
+        wanted, _ = quantize_rows(x[pair // 2][None].contiguous(), scale[e : e + 1])
+        assert torch.equal(rows[pair], wanted[0])
+    both = x.repeat(2, 1)
+    rows, scales = silu_mul(both, scale, torch.int8, experts=owners)
+    for pair, e in enumerate(owners.tolist()):
+        wanted, _ = silu_mul(both[pair][None], scale[e : e + 1])
+        assert torch.equal(rows[pair], wanted[0])
+        assert scales[pair] == scale[e]
+    with pytest.raises(ValueError, match="experts are named for their scales"):
+        quantize_rows(x, None, torch.int8, experts=owners)
+
+
+@pytest.mark.parametrize(
+    ("capability", "families"),
+    [
+        (80, ("w4a8", "w16a16")),
+        (89, ("w8a8", "fp8_block")),
+        (90, ("w4a16", "w4a8_two_level", "w8a8", "fp8", "fp8_block", "w16a16")),
+    ],
+)
+@compiled
+def test_what_they_become(capability, families):
+    """Nothing is spilled, all products are the tensor cores'; strips that are not there end."""
+    from kernels.triton import tuning
+    from kernels.triton.common import Workspace
+    from kernels.triton.experts.routing import combine, route
+    from kernels.triton.experts.strips import cut
+    from kernels.triton.linear.dispatch import linear, tallest_strip
+
+    workspace = Workspace.on("cpu", 1 << 20, 1 << 12)
+    chosen = torch.zeros(4, 8, dtype=torch.int32)
+    hopper = capability == 90
+    with building_for(capability) as built:
+        route(torch.zeros(4, 128), 8, True)
+        cut(chosen, 128, 16)
+        combine(torch.zeros(32, 2048).half(), torch.zeros(4, 8))
+    for family in families:
+        weight = make_weights(family, 1, 1536, 1024)[0]
+        x, scales = make_rows(family, 4, 1024)
+        with building_for(capability) as own, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tuning, "multiprocessors", lambda device: 132)
+            for rows in (16, tallest_strip(weight)):
+                strips = cut(chosen, 128, rows)
+                own.pop()
+                linear(x, scales, weight, workspace, torch.bfloat16, strips)
+        product = r"wgmma\.mma_async" if hopper else r"mma\.sync"
+        assert all(binary.count(product) for binary in own), family
+        built += own
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.shared <= {80: 166912, 89: 101376, 90: 232448}[capability]
+        assert bool(binary.count(r"griddepcontrol\.wait")) == hopper

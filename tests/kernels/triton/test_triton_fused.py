@@ -1,0 +1,141 @@
+"""Fused rows in Triton's interpreter against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_lab import interpreted
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+@pytest.mark.parametrize("add", [False, True])
+@interpreted
+def test_fused_rows(static, dtype, add):
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    if static and dtype != torch.int8:
+        with pytest.raises(ValueError, match="take no scale"):
+            fused.silu_mul(random(2, 8), torch.ones(1), dtype)
+        return
+    x, other, weight, gate_up = random(5, 200), random(5, 201)[:, 1:], random(200), random(5, 400)
+    x[2], gate_up[2] = 0, 0
+    other = other.contiguous() if add else None
+    scale = torch.tensor([0.01]) if static else None  # small enough to clamp
+    pairs = [
+        (f.add_rms_norm(x, other, weight, 1e-5, scale, dtype), f.silu_mul(gate_up, scale, dtype))
+        for f in (fused, twins)
+    ]
+    for got, wanted in zip(*pairs, strict=True):
+        assert got[0].dtype == dtype
+        torch.testing.assert_close(got[0].float(), wanted[0].float(), rtol=1e-5, atol=1e-6)
+        if wanted[1] is None:
+            assert got[1] is None
+        else:
+            torch.testing.assert_close(got[1], wanted[1], rtol=1e-6, atol=0)
+    assert torch.equal(pairs[0][0][2], pairs[1][0][2])
+    if static:
+        assert pairs[0][0][0].abs().max() == 127
+
+
+@pytest.mark.parametrize("size", [200, 384, 40])
+@pytest.mark.parametrize(("dtype", "group"), [("int8", None), ("float8_e4m3fn", 128)])
+@interpreted
+def test_plain_rows_equal_their_twin_bit_for_bit(size, dtype, group):
+    """With the types that the interpreter has; e4m3 as bits too, as devices before Ada take it."""
+    import kernels.triton.reference as twins
+    from kernels.triton import common, fused
+
+    dtype, x = getattr(torch, dtype), random(9, size).float() * 3
+    x[2], x[3, 130:] = 0, 0
+    x[4] = torch.logspace(-9, 3, size)
+    assert fused.quantize_rows(x[:0], None, dtype, group)[0].shape == (0, size)
+    for scale, capability in ((None, 90), (torch.tensor([0.01]), 90), (None, 80)):
+        own = None if scale is not None else group
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common, "capability", lambda c=capability: c)
+            got = fused.quantize_rows(x, scale, dtype, own)
+        wanted = twins.quantize_rows(x, scale, dtype, own)
+        assert got[0].dtype == dtype
+        assert torch.equal(got[0].view(torch.int8), wanted[0].view(torch.int8))
+        assert torch.equal(got[1], wanted[1])
+        if own:
+            assert got[1].stride() == (1, 9)
+
+
+@interpreted
+def test_rows_of_the_widest_models():
+    """Feed-forward layers of 49152, as Qwen1.5-110B's, and of 53248, as Llama-3.1-405B's."""
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    x = random(3, 53248)
+    for got, wanted in zip(fused.quantize_rows(x), twins.quantize_rows(x), strict=True):
+        assert torch.equal(got, wanted)
+    got, wanted = (f.silu_mul(random(2, 2 * 49152), None, torch.float16) for f in (fused, twins))
+    torch.testing.assert_close(got[0], wanted[0])
+
+
+@interpreted
+def test_runs_of_fused_rows():
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    fp8 = torch.float8_e4m3fn
+    x, weight, gate_up = random(5, 200), random(200), random(5, 400)
+    for got, wanted in (
+        [f.add_rms_norm(x, x, weight, 1e-5, None, fp8, 128)[:2] for f in (fused, twins)],
+        [f.silu_mul(gate_up, None, fp8, 128) for f in (fused, twins)],
+    ):
+        torch.testing.assert_close(got[1], wanted[1], rtol=1e-6, atol=0)
+        off = got[0].float() != wanted[0].float()
+        assert off.float().mean() < 0.01, "ties that the order of a sum decides"
+
+
+@pytest.mark.parametrize(("dtype", "group"), [("int8", None), ("float8_e4m3fn", 128)])
+@interpreted
+def test_norms_of_rows_that_are_not_finite_say_so(dtype, group):
+    """In their scales: what is multiplied by integers of such a row is NaN again."""
+    from kernels.triton.fused import add_rms_norm
+
+    x = random(4, 256)
+    x[1, 7], x[2, 200] = float("nan"), -float("inf")
+    weight, dtype = torch.ones(256), getattr(torch, dtype)
+    q, scales, _ = add_rms_norm(x, None, weight, 1e-5, None, dtype, group)
+    assert scales[1:3].isnan().all()
+    for row in (0, 3):
+        alone = add_rms_norm(x[row : row + 1], None, weight, 1e-5, None, dtype, group)
+        assert torch.equal(q[row].float(), alone[0][0].float())
+        assert torch.equal(scales[row], alone[1][0])
+
+
+@interpreted
+def test_what_does_not_fit_is_refused():
+    from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+
+    x = random(2, 8)
+    with pytest.raises(ValueError, match=r"needed is \(8,\)"):
+        add_rms_norm(x, None, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="residual"):
+        add_rms_norm(x, x[:1], torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="odd number"):
+        silu_mul(random(2, 7))
+    with pytest.raises(ValueError, match="supported are"):
+        silu_mul(x, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows of 65537; the longest are of 65536"):
+        quantize_rows(torch.zeros(1, 65537))
+    with pytest.raises(ValueError, match="one element"):
+        silu_mul(x, torch.ones(2))
+    for scale, dtype, group in (
+        (None, torch.int8, 64),
+        (None, torch.float16, 128),
+        (torch.ones(1), torch.int8, 128),
+    ):
+        with pytest.raises(ValueError, match="may have groups of 128"):
+            quantize_rows(x, scale, dtype, group)

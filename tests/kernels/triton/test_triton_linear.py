@@ -1,0 +1,213 @@
+"""GPU linear layers in Triton's interpreter against their twins: every cut, bias, edge."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import kernels.reference as reference
+from tests.kernels.triton_lab import interpreted
+
+OUTPUTS, INPUTS = 128, 512
+
+
+def random(rows: int, bits: int, with_bias: bool, outputs: int = OUTPUTS):
+    """x int8, weight, its scales (of groups if 4 bits), bias."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randint(-127, 128, (rows, INPUTS), generator=generator, dtype=torch.int8)
+    low, high = (-8, 8) if bits == 4 else (-127, 128)
+    q = torch.randint(low, high, (outputs, INPUTS), generator=generator, dtype=torch.int8)
+    shape = (outputs, INPUTS // 128) if bits == 4 else (outputs,)
+    scale = torch.rand(shape, generator=generator) * 0.01 + 0.005
+    bias = torch.randn(outputs, generator=generator) if with_bias else None
+    return x, q, scale, bias
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def make_workspace():
+    from kernels.triton.common import Workspace
+
+    return Workspace.on("cpu", 1 << 18, 64)
+
+
+@pytest.mark.parametrize(
+    ("cut", "with_bias"), [((128, 16, 3), True), ((64, 64, 1), False), ((64, 128, 2), True)]
+)
+@interpreted
+def test_w4a16(cut, with_bias):
+    import kernels.triton.reference as twins
+    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.tuning import Tile
+
+    workspace = make_workspace()
+    for rows in (1, 17):
+        x, q, scale, bias = random(rows, 4, with_bias)
+        x, scale = (x.float() / 50).half(), scale.half()
+        weight = pack_w4a16(q, scale, bias)
+        assert weight.nbytes == q.numel() // 2 + scale.nbytes + (4 * OUTPUTS if with_bias else 0)
+        got = w4a16_linear(x, weight, workspace, Tile(*cut))
+        assert relative(got, twins.grouped_linear(x, q, scale, bias)) < 6e-4
+    assert not workspace.arrivals.any()
+
+
+@interpreted
+def test_w4a16_gives_back_every_weight():
+    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16
+
+    q = (torch.arange(OUTPUTS * 256).reshape(OUTPUTS, 256) * 7919 // 3 % 16 - 8).to(torch.int8)
+    scale = 2.0 ** torch.arange(2).expand(OUTPUTS, 2)
+    got = dequantize_w4a16(pack_w4a16(q, scale), torch.float16)
+    assert torch.equal(got, q.half() * scale.repeat_interleave(128, 1).half())
+
+
+@pytest.mark.parametrize(("cut", "per_row"), [((128, 16, 3), True), ((64, 64, 1), False)])
+@interpreted
+def test_w4a8(cut, per_row):
+    import kernels.triton.reference as twins
+    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.tuning import Tile
+
+    workspace = make_workspace()
+    for rows in (1, 17):
+        x, q, scale, bias = random(rows, 4, True)
+        own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
+        got = w4a8_linear(x, own, pack_w4a8(q, scale, bias), workspace, torch.float32, Tile(*cut))
+        assert relative(got, twins.grouped_linear(x, q, scale, bias, own)) < 1e-6
+
+
+@pytest.mark.parametrize("cut", [(64, 16, 1), (128, 16, 3), (64, 64, 1, 2)])
+@pytest.mark.parametrize(("per_row", "with_bias"), [(False, True), (True, False)])
+@interpreted
+def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
+    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.tuning import Tile
+
+    workspace = make_workspace()
+    for rows in (1, 17, 70):
+        x, q, scale, bias = random(rows, 8, with_bias)
+        q[0], x[0] = -128, 127  # the former is one of others' checkpoints
+        own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
+        weight = pack_w8a8(q, scale, bias)
+        got = w8a8_linear(x, own, weight, workspace, torch.float32, Tile(*cut))
+        assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
+    assert w8a8_linear(x[:0], own[:1], weight, workspace).shape == (0, OUTPUTS)
+
+
+@interpreted
+def test_fp8():
+    import kernels.triton.reference as twins
+    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.tuning import Tile
+
+    x, q, scale, bias = random(9, 8, True)
+    x, q = (t.float().div(40).to(torch.float8_e4m3fn) for t in (x, q))
+    own = torch.rand(9, 1)
+    for inputs in (512, 384):
+        xs, qs = x[:, :inputs].contiguous(), q[:, :inputs].contiguous()
+        weight = pack_w8a8(qs, scale, bias)
+        got = w8a8_linear(xs, own, weight, make_workspace(), torch.float32, Tile(64, 16, 3))
+        assert relative(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
+
+
+@pytest.mark.parametrize("generation", [80, 90])
+@interpreted
+def test_w16a16(generation):
+    import kernels.triton.reference as twins
+    from kernels.triton.linear import w16a16
+    from kernels.triton.tuning import Tile
+
+    before, w16a16.capability = w16a16.capability, lambda: generation  # by pointers, by TMA
+    workspace, generator = make_workspace(), torch.Generator().manual_seed(0)
+    tiles = (None, Tile(64, 16, 3, 2), Tile(64, 8, 1, 2, 4, False, 256))
+    try:
+        for rows, (outputs, inputs) in ((3, (128, 512)), (20, (192, 1280)), (40, (64, 256))):
+            x, w = (torch.randn(n, inputs, generator=generator).half() for n in (rows, outputs))
+            bias = torch.randn(outputs, generator=generator).half()
+            for own, tile in ((bias, tiles[0]), (None, tiles[1]), (bias, tiles[2])):
+                got = w16a16.w16a16_linear(x, w, own, workspace, torch.float32, tile)
+                assert relative(got, twins.float_linear(x, w, own)) < 1e-6
+                assert not workspace.arrivals.any()
+    finally:
+        w16a16.capability = before
+    assert w16a16.w16a16_linear(x, w, None, workspace).dtype == torch.float16
+    assert w16a16.w16a16_linear(x[:0], w, None, workspace).shape == (0, 64)
+    assert not w16a16.takes(x, w), "no GPU"
+    refused = [
+        (x, w[:63], "N in 64s"),
+        (x.float(), w, "contiguous float16"),
+        (x, w.float(), "[N, K]"),
+    ]
+    refused += [
+        (x, w.T.contiguous().T, "contiguous float16"),
+        (x[:, :128].contiguous(), w, "128 inp"),
+    ]
+    for bad, weight, message in refused:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            w16a16.w16a16_linear(bad, weight, None, workspace)
+    with pytest.raises(ValueError, match="256 inputs are no multiple of 512"):
+        w16a16.w16a16_linear(x, w, None, workspace, tile=Tile(64, 16, inputs=512))
+
+
+@interpreted
+def test_what_does_not_fit_is_refused():
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.tuning import Tile
+
+    workspace = make_workspace()
+    x, q, scale, _ = random(3, 4, False)
+    for pack in (pack_w4a16, pack_w4a8):
+        with pytest.raises(ValueError, match="N in 64s"):
+            pack(q[:100], scale[:100])
+        with pytest.raises(ValueError, match=r"outside of \[-8, 7\]"):
+            pack(q + 3, scale)
+        with pytest.raises(ValueError, match="one for each group"):
+            pack(q, scale[:, :3])
+    with pytest.raises(ValueError, match="float16 or bfloat16"):
+        w4a16_linear(x.float(), pack_w4a16(q, scale), workspace)
+    with pytest.raises(ValueError, match="256 inputs, the weight 512"):
+        w4a8_linear(x[:, :256].contiguous(), torch.ones(1), pack_w4a8(q, scale), workspace)
+    with pytest.raises(ValueError, match="2 scales for 3 rows"):
+        w4a8_linear(x, torch.ones(2), pack_w4a8(q, scale), workspace)
+    weight = pack_w8a8(q, scale[:, 0])
+    with pytest.raises(ValueError, match="multiple of 256"):
+        w8a8_linear(x, torch.ones(1), weight, workspace, tile=Tile(256, 16))
+    with pytest.raises(ValueError, match="make a larger one"):
+        w8a8_linear(x, torch.ones(1), weight, Workspace.on("cpu", 100, 1), tile=Tile(64, 16, 2))
+    with pytest.raises(ValueError, match="contiguous int8"):
+        w8a8_linear(x.float(), torch.ones(1), weight, workspace)
+
+
+@interpreted
+def test_stages_are_left_out_only_where_memory_is_small():
+    """On Hopper no tile of the rule or of its table changes with the groups of a weight."""
+    import json
+
+    from kernels.triton import tuning
+    from kernels.triton.linear.packed import fitting
+    from kernels.triton.tuning import Tile, rule
+
+    table = json.loads((tuning.FOLDER / "NVIDIA_H100_80GB_HBM3.json").read_text())
+    families = {"w4a16": (64, 256), "w8a16": (128, 256), "w4a8": (64, 128)}
+    families["w4a8_two_level"] = families["w4a8"]
+    for family, sizes in families.items():
+        tiles = {
+            rule(family, processors, rows, outputs, 4096)
+            for processors in (1, 132)
+            for rows in (1, 32, 64, 512)
+            for outputs in (64, 4096, 28672)
+        }
+        measured = [entry for shape in table.get(family, {}).values() for entry in shape.values()]
+        for tile in tiles | {Tile(**entry) for entry in measured}:
+            spread = 128 * tile.outputs if family == "w4a8" else 0
+            for group in (0, 32, 64, 128):
+                assert fitting(tile, *sizes, group, 232448 - spread) == tile
+                small = fitting(tile, *sizes, group, 101376 - spread)
+                assert 1 < small.stages <= tile.stages

@@ -1,0 +1,197 @@
+"""Sampling in Triton's interpreter: what is kept, what is drawn, and that batches do not matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_lab import building_for, compiled, interpreted
+
+V = 300
+
+
+def rows(*each: tuple[float, int, float], sharp: float = 3.0, dtype: str = "float32"):
+    """Logits with equals among them, and the parameters of the rows (temperature, k, p)."""
+    generator = torch.Generator().manual_seed(len(each))
+    logits = torch.randn(len(each), V, generator=generator) * sharp
+    logits[:, 150:250] = logits[:, :100]
+    logits[:, 7], logits[:, 260:290] = -torch.inf, 0.0
+    logits[:, 270] = -0.0
+    temperature, k, p = zip(*each, strict=True)
+    return (
+        logits.to(getattr(torch, dtype)),
+        torch.tensor(temperature),
+        torch.tensor(k, dtype=torch.int32),
+        torch.tensor(p),
+        torch.arange(len(each)) * 2**33 + 5,
+        torch.arange(len(each)) + 2**32 * 3,
+    )
+
+
+EACH = [
+    (0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 1, 1.0), (1.3, 50, 1.0), (1.0, 0, 0.9), (0.5, 40, 0.7),
+    (2.0, 0, 0.9999), (1.0, V, 1.0), (3.0, 170, 0.95), (0.0, 5, 0.5), (1.0, 3000, 1e-6),
+]  # fmt: skip
+
+
+def kept(logits, temperature, workspace, size):
+    """What a row's draw kept, from the element that its cut leaves in the workspace."""
+    from kernels.triton.sampling.sample import BOUND
+
+    bounds = workspace.parts.view(torch.int64)[BOUND.value :: size][: len(logits)]
+    x = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None] + 0.0
+    bits = x.view(torch.int32)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    return ((key << 32) | (0x7FFFFFFF - torch.arange(x.shape[1]))) >= bounds[:, None]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "held", "sharp", "dtype", "each"),
+    [
+        (128, 128, 3.0, "float32", EACH[3:6]),
+        (256, 32, 0.1, "float32", EACH[5:6]),
+        (512, 512, 2.0, "float16", EACH),
+    ],
+)
+@interpreted
+def test_equals_its_twin(chunk, held, sharp, dtype, each):
+    """Also where many are equal, and where the kept do not fit in registers."""
+    import kernels.triton.reference as twins
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling.sample import sample as sampling
+
+    workspace, arguments = Workspace.on("cpu", 1 << 16, 64), rows(*each, sharp=sharp, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "CHUNK", chunk)
+        patch.setattr(sampling, "HELD", held)
+        got = sampling.sample(*arguments, workspace)
+        one = [t[:1].contiguous() for t in arguments]
+        parts = 1 << (-(-V // chunk) - 1).bit_length()
+        found = kept(*arguments[:2], workspace, sampling.HEAD.value + 2 * parts + held)
+        alone = sampling.sample(*one, workspace)
+    assert torch.equal(got, twins.sample(*arguments))
+    wanted = twins.likely(*arguments[:4])
+    for row, (temperature, k, p) in enumerate(each):
+        if temperature and (0 < k < V or p < 1):
+            assert torch.equal(found[row], wanted[row]), each[row]
+    assert alone == got[0], "a token depends on its batch"
+    assert not workspace.arrivals.any()
+
+
+@interpreted
+def test_more_rows_than_the_workspace_holds_come_in_turn():
+    import kernels.triton.reference as twins
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling.sample import sample as sampling
+
+    arguments, size = rows(*EACH[:5]), 8 + 2 + 512
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "CHUNK", 512)
+        patch.setattr(sampling, "HELD", 512)
+        for workspace in (Workspace.on("cpu", 5 * size, 64), Workspace.on("cpu", 1 << 16, 2)):
+            assert torch.equal(sampling.sample(*arguments, workspace), twins.sample(*arguments))
+            assert not workspace.arrivals.any()
+
+
+def test_the_twin_keeps_what_the_engine_keeps():
+    import kernels.triton.reference as twins
+
+    keep_likely = pytest.importorskip("inference.scheduling.sampler").keep_likely
+    logits, temperature, k, p, _, _ = rows(*EACH)
+    wanted = twins.likely(logits, temperature, k, p)
+    for row in range(len(EACH)):
+        if temperature[row] > 0:
+            x = keep_likely(logits[row] / temperature[row], min(int(k[row]), V), float(p[row]))
+            possible = x > -torch.inf
+            assert torch.equal(wanted[row] & (logits[row] > -torch.inf), possible), EACH[row]
+
+
+@interpreted
+def test_what_is_drawn_is_distributed_as_it_should():
+    """Chi-square of 20000 steps of one request, of all tokens and of the likely."""
+    import kernels.triton.reference as twins
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling.sample import sample as sampling
+
+    draws, tokens = 20000, 32
+    logits = torch.randn(1, tokens, generator=torch.Generator().manual_seed(0)).expand(draws, -1)
+    for k, p in ((0, 1.0), (20, 0.9)):
+        arguments = (
+            logits.contiguous(), torch.full((draws,), 0.8), torch.full((draws,), k).int(),
+            torch.full((draws,), p), torch.full((draws,), 11), torch.arange(draws),
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampling, "CHUNK", tokens)
+            patch.setattr(sampling, "HELD", tokens)
+            few = [t[:4].contiguous() for t in arguments]
+            got = sampling.sample(*few, Workspace.on("cpu", 1 << 20, 1 << 13))
+        drawn = twins.sample(*arguments)
+        assert torch.equal(got, drawn[:4])
+        kept = twins.likely(*(t[:1] for t in arguments[:4]))[0]
+        share = torch.softmax(torch.where(kept, logits[0] / 0.8, -torch.inf), 0) * draws
+        counts = drawn.bincount(minlength=tokens)
+        assert not counts[~kept].any()
+        chi = ((counts - share)[kept] ** 2 / share[kept]).sum()
+        freedom = int(kept.sum()) - 1
+        assert chi < freedom + 4 * (2 * freedom) ** 0.5
+
+
+@interpreted
+def test_more_rows_than_the_workspace_holds():
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling.sample import HEAD, HELD, sample
+
+    arguments, size = rows(*EACH[:7]), HEAD.value + 2 + HELD
+    wanted = sample(*arguments, Workspace.on("cpu"))
+    for elements, tiles in ((2 * size, 64), (6 * size, 64), (1 << 24, 2)):
+        workspace = Workspace.on("cpu", elements, tiles)
+        assert torch.equal(sample(*arguments, workspace), wanted)
+        assert not workspace.arrivals.any()
+
+
+@interpreted
+def test_what_does_not_fit_is_refused():
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling.sample import sample
+
+    workspace, arguments = Workspace.on("cpu", 1 << 10, 64), rows(*EACH[:2])
+    for i, t, message in (
+        (0, arguments[0].t(), r"needed is float \[B, V\], contiguous"),
+        (1, arguments[1][:1], "temperature is"),
+        (2, arguments[2].long(), r"top_k is torch.int64 \(2,\); needed is torch.int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample(*arguments[:i], t, *arguments[i + 1 :], workspace)
+    with pytest.raises(ValueError, match="make a larger one"):
+        sample(*arguments, workspace)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@compiled
+def test_compiled(capability):
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling.sample import sample
+
+    arguments = rows(*EACH)
+    kind = torch.float32 if capability == 90 else torch.bfloat16
+    logits = torch.zeros(len(EACH), 128256, dtype=kind)
+    with building_for(capability) as built:
+        sample(logits, *arguments[1:], Workspace.on("cpu", 1 << 20, 64))
+    assert len(built) == 2
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.registers <= 128
+
+
+@interpreted
+def test_rows_that_are_not_finite_are_told():
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling.sample import sample as sampling
+
+    each = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (1.0, 0, 0.5)]
+    for bad in (torch.nan, -torch.nan, torch.inf):
+        logits, *rest = rows(*each)
+        logits[:3, 77] = bad
+        got = sampling.sample(logits, *rest, Workspace.on("cpu", 1 << 16, 64))
+        assert got[:3].tolist() == [-1, -1, -1]
+        assert got[3] >= 0

@@ -1,0 +1,154 @@
+"""Which tile is chosen: the device's table, else a rule whose tiles always fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+import kernels.bench.tune as tune
+import kernels.triton.tuning as tuning
+from kernels.triton.tuning import (
+    Block,
+    Cut,
+    Tile,
+    attention_cut,
+    bucket,
+    gemm_tile,
+    prefill_block,
+    rule,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Tables are read once; tests read their own."""
+    caches = (gemm_tile, attention_cut, prefill_block, tuning._table)
+    for found in caches:
+        found.cache_clear()
+    yield
+    for found in caches:
+        found.cache_clear()
+
+
+def test_buckets_are_powers_of_two_from_16_on():
+    assert [bucket(n) for n in (1, 16, 17, 64, 65, 4096)] == [16, 16, 32, 64, 128, 4096]
+
+
+@pytest.mark.parametrize(
+    "family", ["w4a16", "w4a8_two_level", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"]
+)
+@pytest.mark.parametrize("rows", [1, 16, 64, 256, 4096])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(28672, 4096), (64, 128), (192, 512), (4096, 14336)]
+)
+def test_the_rule_gives_tiles_that_divide_the_outputs(family, rows, outputs, inputs):
+    for processors in (1, 108, 132):
+        tile = rule(family, processors, rows, outputs, inputs)
+        assert outputs % tile.outputs == 0
+        assert not tile.persistent
+        assert 1 <= tile.splits <= max(1, inputs // 1024)
+        assert tile.rows >= min(bucket(rows), 64)
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8", "fp8_block", "w16a16"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (192, 512), (4096, 14336)])
+def test_tuning_has_candidates_that_divide_the_outputs(family, outputs, inputs):
+    for rows in (1, 64):
+        found = list(tune.tiles(family, rows, outputs, inputs, 132))
+        assert found
+        assert all(outputs % tile.outputs == 0 for tile in found)
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w8a16", "w8a8", "fp8_block", "w16a16"])
+@pytest.mark.parametrize("processors", [108, 132, 188])
+def test_sums_of_candidates_fit_in_a_workspace(family, processors, monkeypatch):
+    monkeypatch.setattr(tune, "_whole", lambda *sizes: iter(()))  # what asks for the device
+    for rows, outputs in itertools.product((16, 64, 256, 1024), (4096, 22016, 28672)):
+        for tile in tune.tiles(family, rows, outputs, 4096, processors):
+            tiles = outputs // tile.outputs * -(-rows // tile.rows)
+            sums = tiles * tile.outputs * tile.rows * tile.splits
+            assert tile.splits == 1 or sums <= tuning.PARTS
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
+    """Of the families that the device has."""
+    pytest.importorskip("triton")
+    from kernels.bench import problems
+    from kernels.triton import common
+
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(common, "capability", lambda: capability)
+    asked = []
+    monkeypatch.setattr(problems, "gemm", lambda family, *sizes: asked.append((family, sizes[0])))
+    monkeypatch.setattr(tune, "best", lambda problem, candidates: (Tile(64, 32, 2, 7), 1.0))
+    layers = [family for family in tune.FAMILIES if family not in (*tune.ATTENTION, *tune.PROMPTS)]
+    sizes = ("--shapes", "128x256", "--rows", "16", "64", "256")
+    assert tune.tune(tune.parse(["--families", *layers, *sizes]), CPU) == 0
+    for family in layers:
+        runs = not family.endswith("_many") or capability == 90
+        runs &= family != "fp8" or capability >= 89
+        for rows in (16, 64, 256):
+            chosen = family != "w16a16" or rows <= 64
+            chosen &= not family.endswith("_many") or rows > 16
+            assert ((family, rows) in asked) == (runs and chosen)
+            found = tuning.measured_tile(family, CPU, rows, 128, 256)
+            assert found == (Tile(64, 32, 2, 7) if runs and chosen else None)
+
+
+def test_16_bit_weights_are_split_where_tiles_are_few():
+    assert rule("w16a16", 132, 1, 28672, 4096) == Tile(64, 16, 1, 5)
+    assert rule("w16a16", 132, 16, 4096, 14336) == Tile(64, 16, 1, 5, inputs=256)
+    assert rule("w16a16", 132, 1, 1024, 4096) == Tile(64, 16, 4, 5, inputs=256)
+    assert rule("w16a16", 132, 1, 1024, 4224).inputs == 128
+    assert rule("w16a16", 132, 33, 28672, 4096) == Tile(128, 64, 1, 3)
+
+
+def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    table = {
+        "w8a8": {"128x256": {"16": {"outputs": 64, "rows": 16, "splits": 2, "stages": 3}}},
+        "attention": {"16x64": {"warps": 2, "splits": 7}},
+        "prefill": {"128x256": {"rows": 64, "tokens": 32, "warps": 4, "stages": 9}},
+    }
+    (tmp_path / "cpu.json").write_text(json.dumps(table))
+    assert gemm_tile("w8a8", CPU, 3, 128, 256) == Tile(64, 16, 2, 3)
+    assert gemm_tile("w8a8", CPU, 17, 128, 256) == rule("w8a8", 1, 17, 128, 256)
+    assert attention_cut(CPU, 2, 8, 64) == Cut(2, 7)
+    assert attention_cut(CPU, 2, 8, 65).splits != 7
+    assert attention_cut(CPU, 2, 8, 64, 3).splits != 7
+    assert prefill_block(CPU, 130, 128, 1) == Block(64, 32, 4, 9)
+    assert prefill_block(CPU, 130, 128, 0).stages != 9
+
+
+def test_a_device_without_an_entry_takes_that_of_its_chip(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(tuning, "LIKE", {"cpu": "twin"})
+    tables = {"cpu": {"1x1": {"16": {"outputs": 64, "rows": 16}}}, "twin": {}}
+    tables["twin"] = {"1x1": {"16": {"outputs": 128, "rows": 16}}, "2x2": tables["cpu"]["1x1"]}
+    for name, own in tables.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"w8a8": own}))
+    assert gemm_tile("w8a8", CPU, 1, 1, 1) == Tile(64, 16)
+    assert gemm_tile("w8a8", CPU, 1, 2, 2) == Tile(64, 16)
+    assert gemm_tile("w8a8", CPU, 1, 128, 3) == rule("w8a8", 1, 1, 128, 3)
+
+
+def test_devices_that_are_alike_have_a_table():
+    assert all((tuning.FOLDER / f"{name}.json").exists() for name in tuning.LIKE.values())
+
+
+def test_tables_in_the_package_can_be_read():
+    tables = list(tuning.FOLDER.glob("*.json"))
+    assert tables
+    for path in tables:
+        for family, shapes in json.loads(path.read_text()).items():
+            for entry in shapes.values():
+                if family.startswith(("attention", "prefill")):
+                    (Cut if family.startswith("attention") else Block)(**entry)
+                    continue
+                assert all(Tile(**tile).outputs % 64 == 0 for tile in entry.values())

@@ -1,0 +1,189 @@
+"""4-bit weights times many rows on Hopper, without a GPU: what is compiled, who does what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.kernels.triton_lab import SHARED, assembler_says, building_for, compiled, interpreted
+
+
+def ordinary(outputs: int, groups: int) -> torch.Tensor:
+    """Scales that do not have two levels."""
+    return 1 + torch.arange(outputs * groups).reshape(outputs, groups) / 8192
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8"])
+@compiled
+def test_weights_go_through_registers_and_products_do_not_wait(family):
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear import w4_many
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.tuning import Tile
+
+    workspace = Workspace.on("cpu", 1 << 16, 64)
+    q, scale = torch.zeros(512, 1024, dtype=torch.int8), ordinary(512, 8)
+    bias, x = torch.zeros(512), torch.zeros(200, 1024, dtype=torch.int8)
+    with building_for(90) as built:
+        if family == "w4a16":
+            large, small = Tile(256, 128, 1, 4, 8, True), Tile(128, 64, 4, 6, 8, True)
+            w4_many.w4a16_linear(x.bfloat16(), pack_w4a16(q, scale), workspace, large)
+            weight = pack_w4a16(q, scale.half(), bias)
+            w4_many.w4a16_linear(x.half(), weight, workspace, small)
+            w4_many.w4a16_linear(x.half(), weight, workspace, Tile(128, 256, 4, 6, 8, True))
+        else:
+            tile = Tile(256, 128, 4, 5, 8, True)
+            weight = pack_w4a8(q, scale, bias)
+            w4_many.w4a8_linear(x, torch.ones(1), weight, workspace, tile=tile)
+    kinds = [r"bf16\.bf16", r"f16\.f16", r"f16\.f16"] if family == "w4a16" else [r"s8\.s8"]
+    for kind, binary in zip(kinds, built, strict=True):
+        assert binary.stack <= (8 if "n256k16" in binary.ptx else 0), "predicates, no part of a sum"
+        assert binary.shared <= SHARED
+        assert binary.count(rf"wgmma\.mma_async\S*{kind} +\{{[^}}]*\}}, *\{{"), "left in registers"
+        assert not binary.count(r"mma\.sync")
+        assert binary.count(r"cp\.async\.bulk\.tensor\S*global\.mbarrier") == (
+            4 if family == "w4a16" else 3
+        ), "loaded by one warp"
+        assert binary.count(r"cp\.async\.bulk\.tensor\S*shared::cta") >= 2, "stored by TMA"
+        assert "serialized" not in assembler_says(binary.ptx)
+
+
+@pytest.mark.parametrize(
+    ("tile", "groups"),
+    [((256, 128, 4, 5), 8), ((128, 256, 1, 4), 32), ((128, 64, 1, 6), 1)],
+)
+@compiled
+def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups):
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear import w4_many
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.tuning import Tile
+
+    workspace = Workspace.on("cpu", 1 << 16, 64)
+    q, x = torch.zeros(512, 1024, dtype=torch.int8), torch.zeros(200, 1024, dtype=torch.int8)
+    weight = pack_w4a8(q, torch.arange(groups).expand(512, groups) % 16 + 1.0, torch.zeros(512))
+    with building_for(90) as built:
+        w4_many.w4a8_linear(x, torch.ones(1), weight, workspace, tile=Tile(*tile, 8, True))
+    (binary,) = built
+    assert binary.stack <= 8, "predicates kept from tile to tile, no part of a sum"
+    assert binary.shared <= SHARED
+    assert binary.count(r"wgmma\.mma_async\S*s8\.s8 +\{[^}]*\}, *\{"), "left in registers"
+    assert binary.count("prmt") <= 128, "of multipliers alone"
+    assert not binary.count(r"fma\.rn"), "rounded twice, as the twin is"
+    assert "serialized" not in assembler_says(binary.ptx)
+
+
+class Program:
+    """The little of the language that the division of work is made of, of one program."""
+
+    def __init__(self, number: int, programs: int) -> None:
+        self.number, self.programs = number, programs
+
+    def program_id(self, axis):
+        return self.number
+
+    def num_programs(self, axis):
+        return self.programs
+
+    maximum, minimum = staticmethod(max), staticmethod(min)
+    where = staticmethod(lambda condition, a, b: a if condition else b)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "groups", "processors", "splits"),
+    [(224, 32, 132, 4), (16, 112, 132, 8), (3, 2, 132, 4), (324, 3, 132, 4), (5, 7, 4, 1)],
+)
+@compiled
+def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, splits):
+    from kernels.triton.linear.dispatch.hopper import runs as runs_gluon
+
+    from kernels.triton.linear.w4_many import division
+
+    programs, cut, share = division(tiles, groups, processors, splits)
+    assert programs <= processors
+    sizes = (1, 64, tiles, groups, cut, share)
+    seen, contributors = Counter(), Counter()
+    pieces, piece = runs_gluon.pieces.fn, runs_gluon.piece.fn
+    for number in range(programs):
+        language = Program(number, programs)
+        with mock.patch.multiple(runs_gluon, gl=language, pieces=pieces):
+            own = [piece(item, sizes) for item in range(sum(pieces(sizes)))]
+        for tile, low, high in own:
+            assert 0 <= low < high <= groups
+            seen.update((tile, g) for g in range(low, high))
+            contributors[tile] += high - low < groups
+    assert seen == Counter({(t, g): 1 for t in range(tiles) for g in range(groups)})
+    for tile, count in contributors.items():
+        if count:  # as many as `sum_parts` waits for
+            begin = tile * groups
+            assert count == (begin + groups - 1) // share - begin // share + 1
+            assert begin < cut
+
+
+@compiled
+def test_a_workspace_holds_what_is_left_of_the_longest_prompts():
+    """Tiles that are not cut, however many, take no place."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear import w4_many
+    from kernels.triton.linear.w4a8 import pack_w4a8
+
+    rows, outputs = 1 << 15, 128 * 129
+    tile = w4_many.rule("w4a8", 132, rows, outputs)
+    assert tile.splits > 1
+    weight = pack_w4a8(torch.zeros(outputs, 128, dtype=torch.int8), ordinary(outputs, 1))
+    x, one = torch.zeros(rows, 128, dtype=torch.int8), torch.ones(1)
+    with mock.patch.object(w4_many, "multiprocessors", return_value=132), building_for(90) as built:
+        w4_many.w4a8_linear(x, one, weight, Workspace.on("cpu"), tile=tile)
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w4a8_two_level"])
+@pytest.mark.parametrize("rows", [1, 33, 64, 65, 128, 4096])
+@pytest.mark.parametrize("outputs", [64, 128, 4096, 6144, 28672])
+@compiled
+def test_the_rule_gives_tiles_that_fit(family, rows, outputs):
+    from kernels.triton.linear.w4_many import rule
+
+    tile = rule(family, 132, rows, outputs)
+    if outputs == 64 or rows == 1:
+        assert tile is None
+    elif tile is not None:
+        assert tile.persistent
+        assert outputs % tile.outputs == 0
+        elements = 2 if family == "w4a16" else 1
+        halves = tile.stages if elements == 2 and tile.rows > 128 else 2 * tile.stages
+        stages = halves * 64 * tile.rows * elements + -(-halves // 2) * tile.outputs * (64 + 4)
+        results = 2 * 64 * 2 * (32 if tile.rows > 128 and elements == 2 else 64)
+        assert stages + 16 * tile.stages + results + 512 <= SHARED
+
+
+@interpreted
+def test_other_devices_and_weights_get_the_other_kernels():
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear import w4_many, w4a8, w4a16
+    from kernels.triton.tuning import Tile
+
+    workspace = Workspace.on("cpu", 1 << 16, 64)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-8, 8, (64, 256), generator=generator, dtype=torch.int8)
+    x = torch.randint(-127, 128, (3, 256), generator=generator, dtype=torch.int8)
+    scale, one = torch.rand(64, 2, generator=generator), torch.ones(1)
+    weight = w4a16.pack_w4a16(q, scale)
+    got = w4_many.w4a16_linear(x.half(), weight, workspace)
+    assert torch.equal(got, w4a16.w4a16_linear(x.half(), weight, workspace))
+    for scales in (scale, scale[:, :1]):
+        weight8 = w4a8.pack_w4a8(q, scales)
+        got = w4_many.w4a8_linear(x, one, weight8, workspace)
+        assert torch.equal(got, w4a8.w4a8_linear(x, one, weight8, workspace))
+    many = Tile(128, 64, 1, 6, 8, True)
+    with pytest.raises(ValueError, match="64 outputs; needed are 128 or 256"):
+        w4_many.w4a16_linear(x.half(), weight, workspace, many)
+    fine = w4a8.pack_w4a8(q, torch.rand(64, 8))
+    with pytest.raises(ValueError, match="groups of 32 inputs"):
+        w4_many.w4a8_linear(x, one, fine, workspace, tile=many)
+    with pytest.raises(ValueError, match="results in torch.float32"):
+        w4_many.w4a16_linear(x.half(), weight, workspace, many, torch.float32)

@@ -1,0 +1,169 @@
+"""Solving again from a run's statistics gives what a run of its own would give."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from calibrate.observers import ObserverSpec
+from formats.errors import CheckpointError, RecipeError
+from ptq.commands.solve import main
+from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.pipeline.artifact import HESSIANS_FOLDER, Artifact
+from ptq.pipeline.driver import quantize_tokens, solve
+from ptq.recipe.schema import ObserversSpec, StatisticsSpec
+from ptq.result import SmoothingRow
+from tests.ptq.quantizing import add_outliers, edit_model, make_plan, random_tokens
+
+RTN = (RTNSpec(),)
+PERCENTILE = ObserverSpec(method="percentile", percentile=99.0)
+AVERAGED = ObserverSpec(method="averaged_absmax")
+
+
+@pytest.fixture(scope="module")
+def seen(tiny_llama, tmp_path_factory) -> Artifact:
+    """A run that keeps everything."""
+    output = tmp_path_factory.mktemp("seen") / "run"
+    plan = make_plan(tiny_llama, output, methods=RTN, statistics=StatisticsSpec(hessians=True))
+    quantize_tokens(plan, random_tokens(), progress=False)
+    return Artifact.load(output)
+
+
+def files(result) -> list[bytes]:
+    folder = result.checkpoint
+    names = ("model.safetensors", "quant/kv_scales.safetensors", "config.json")
+    return [(folder / name).read_bytes() for name in names if (folder / name).is_file()]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "methods", "observers"),
+    [
+        ("a8w8c8", RTN, None),
+        ("a8w8c8", RTN, ObserversSpec(input=PERCENTILE, kv_cache=AVERAGED)),
+        ("a8w8", RTN, ObserversSpec(input=AVERAGED)),
+        ("c8", (), ObserversSpec(kv_cache=ObserverSpec(method="mse"))),
+        ("w4", (GPTQSpec(),), None),
+        ("w4", (RTNSpec(scale="weighted_mse"),), None),
+        ("a8w4_two_level", (GPTQSpec(),), None),
+    ],
+)
+def test_it_equals_a_run_of_its_own(seen, tiny_llama, tmp_path, scheme, methods, observers):
+    plans = [
+        make_plan(tiny_llama, tmp_path / name, scheme, methods=methods, observers=observers)
+        for name in ("run", "solved")
+    ]
+    run = quantize_tokens(plans[0], random_tokens(), progress=False)
+    solved = solve(plans[1], seen, progress=False)
+    assert files(solved) == files(run)
+    scales = [
+        [e.model_copy(update={"sqnr_db": None}) for e in r.scale_table.entries]
+        for r in (run, solved)
+    ]
+    assert scales[0] == scales[1]
+    assert Artifact.load(tmp_path / "solved").statistics == seen.statistics
+
+
+def test_smoothing_follows_from_maxima(seen, tiny_llama, tmp_path):
+    """With its source divided and every static scale known without running it."""
+    methods = (SmoothQuantSpec(alpha=0.7), RTNSpec())
+    plan = make_plan(tiny_llama, tmp_path / "solved", methods=methods)
+    solved = solve(plan, seen, progress=False)
+    assert {row.alpha for row in solved.smoothing} == {0.7}
+    assert {row.error for row in solved.smoothing} == {None}
+    again = quantize_tokens(
+        make_plan(tiny_llama, tmp_path / "run", methods=methods), random_tokens(), progress=False
+    )
+    kept = [row.source for row in again.smoothing if row.alpha is None]  # a run may decide not to
+    stored, expected = (load_file(r.checkpoint / "model.safetensors") for r in (solved, again))
+    compared = 0
+    for row in solved.smoothing:
+        if row.source in kept or any(
+            c.rpartition(".")[0] in s for s in kept for c in row.consumers
+        ):
+            continue
+        for consumer in row.consumers:
+            for leaf in ("weight", "weight_scale", "input_scale"):
+                name = f"{consumer}.{leaf}"
+                assert torch.equal(stored[name], expected[name]), name
+                compared += 1
+    assert compared
+
+
+def test_what_needs_samples_is_refused_all_at_once(seen, tiny_llama, tmp_path):
+    methods = (SmoothQuantSpec(), GPTQSpec(), RefineSpec())
+    plan = make_plan(tiny_llama, tmp_path / "a", "w4", methods=methods)
+    with pytest.raises(RecipeError) as caught:
+        solve(plan, seen, progress=False)
+    assert "give alpha a number, such as --set methods.0.smoothquant.alpha=0.5" in str(caught.value)
+    assert "refine runs samples" in str(caught.value)
+    row = {"source": "s", "consumers": (), "error": None, "scale_min": 1, "scale_max": 1}
+    rows = [SmoothingRow(**row, alpha=alpha, candidates=()) for alpha in (1.0, None, 0.5, 0.85)]
+    record = seen.record.model_copy(update={"smoothing": tuple(rows)})
+    with pytest.raises(RecipeError, match=r"alpha=0\.85 \(the middle of those found\)"):
+        solve(plan, replace(seen, record=record), progress=False)
+    assert not (tmp_path / "a").exists()
+    plan = make_plan(tiny_llama, tmp_path / "a", "w4", methods=(AWQSpec(), RTNSpec()))
+    with pytest.raises(RecipeError, match="awq runs samples"):
+        solve(plan, seen, progress=False)
+    plan = make_plan(
+        tiny_llama,
+        tmp_path / "a",
+        methods=(SmoothQuantSpec(alpha=0.5), RTNSpec()),
+        observers=ObserversSpec(input=PERCENTILE),
+    )
+    with pytest.raises(RecipeError, match="only maxima are known"):
+        solve(plan, seen, progress=False)
+
+
+def test_what_a_run_did_not_keep_is_refused_with_the_setting(tiny_llama, tmp_path):
+    lean = make_plan(tiny_llama, tmp_path / "lean", "w8", methods=RTN)
+    quantize_tokens(lean, random_tokens(), progress=False)
+    plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=(GPTQSpec(),))
+    with pytest.raises(RecipeError) as caught:
+        solve(plan, Artifact.load(tmp_path / "lean"), progress=False)
+    assert "statistics.hessians=true" in str(caught.value)
+    assert "statistics.histograms=true" in str(caught.value)
+    kept = make_plan(
+        tiny_llama, tmp_path / "kept", "w8", methods=RTN, statistics=StatisticsSpec(histograms=True)
+    )
+    quantize_tokens(kept, random_tokens(), progress=False)
+    observers = ObserversSpec(kv_cache=PERCENTILE)
+    plan = make_plan(tiny_llama, tmp_path / "out", "c8", methods=(), observers=observers)
+    solve(plan, Artifact.load(tmp_path / "kept"), progress=False)
+
+
+def test_another_model_and_damage_are_refused(seen, tiny_llama, tmp_path):
+    other = edit_model(tiny_llama, tmp_path / "other", add_outliers)
+    with pytest.raises(RecipeError, match="is not the model"):
+        solve(make_plan(other, tmp_path / "out", methods=RTN), seen, progress=False)
+    folder = tmp_path / "copy"
+    shutil.copytree(seen.folder, folder)
+    path = next((folder / HESSIANS_FOLDER).iterdir())
+    path.write_bytes(path.read_bytes()[:100])
+    plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=(GPTQSpec(),))
+    with pytest.raises(CheckpointError, match=path.name):
+        solve(plan, Artifact.load(folder), progress=False)
+    assert not (tmp_path / "out" / "checkpoint").exists()
+
+
+def test_hessians_of_an_earlier_run_are_not_taken_for_those_of_the_next(tiny_llama, tmp_path):
+    for keep in (True, False):
+        plan = make_plan(
+            tiny_llama, tmp_path / "run", methods=RTN, statistics=StatisticsSpec(hessians=keep)
+        )
+        quantize_tokens(plan, random_tokens(), force=True, progress=False)
+        assert (tmp_path / "run" / HESSIANS_FOLDER).is_dir() == keep
+
+
+def test_the_command(seen, tmp_path, capsys):
+    output = tmp_path / "again"
+    arguments = [str(seen.folder), "--output", str(output)]
+    assert main([*arguments, "--set", "observers.kv_cache.method=percentile"]) == 0
+    assert "ptq report" in capsys.readouterr().out
+    assert (output / "checkpoint" / "config.json").is_file()
+    with pytest.raises(RecipeError, match="calibration differ"):
+        main([*arguments, "--force", "--set", "dataset.calibration.samples=9"])

@@ -1,0 +1,92 @@
+"""Folders as other software writes them, made of a tiny model without that software."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from formats.foreign.gptq import pack_gptq
+from formats.scheme import WeightSpec
+from ptq.methods.rounding import round_weight
+
+NF4 = [-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0]
+NF4 += [0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]
+BNB = {"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}
+NF4_CONFIG = BNB | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+INT8_CONFIG = BNB | {"load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": 6.0}
+INC_CONFIG = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": False,
+    "desc_act": False,
+    "damp_percent": 0,
+    "model_file_base_name": "model",
+}
+
+
+def make_folder(
+    model: Path, out: Path, layer: Callable[[Tensor], dict[str, Tensor]], quantization: dict
+) -> Path:
+    """A copy of a model whose linear layers are what `layer` makes of their weights."""
+    shutil.copytree(model, out)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(out / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        made = layer(tensor.float()) if module.endswith("_proj") else {"": tensor}
+        tensors |= {f"{module}.{leaf}" if leaf else name: new for leaf, new in made.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config: dict[str, Any] = json.loads((out / "config.json").read_bytes())
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return out
+
+
+def int8_layer(weight: Tensor) -> dict[str, Tensor]:
+    """LLM.int8: rows scaled to 127."""
+    largest = weight.abs().amax(dim=1)
+    return {
+        "weight": (weight * (127 / largest)[:, None]).round().to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+
+
+def nf4_layer(weight: Tensor) -> dict[str, Tensor]:
+    """Codes of the nearest value in blocks of 64, magnitudes quantized in blocks of 256."""
+    rows, columns = weight.shape
+    codes, blocks = torch.tensor(NF4), weight.reshape(-1, 64)
+    largest = blocks.abs().amax(dim=1)
+    nearest = (blocks / largest[:, None])[..., None].sub(codes).abs().argmin(-1).flatten()
+    offset = largest.mean()
+    parts = (largest - offset).reshape(-1, min(256, len(largest)))
+    nested = parts.abs().amax(dim=1)
+    steps = (parts / nested[:, None] * 127 + 128).round().flatten()
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+    state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset.item()}
+    text = json.dumps(state).encode()
+    return {
+        "weight": (nearest[::2] * 16 + nearest[1::2]).to(torch.uint8)[:, None],
+        "weight.absmax": steps.to(torch.uint8),
+        "weight.quant_map": codes,
+        "weight.nested_absmax": nested,
+        "weight.nested_quant_map": (torch.arange(256.0) - 128) / 127,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(text), dtype=torch.uint8),
+    }
+
+
+def inc_layer(weight: Tensor) -> dict[str, Tensor]:
+    """neural-compressor: GPTQ's words, no g_idx, a placeholder, and a bias of zeros."""
+    spec = WeightSpec(dtype="int4", granularity="group", group_size=32, symmetric=False)
+    made = pack_gptq(round_weight(weight, spec, torch.float16), 32, 4)
+    del made["g_idx"]
+    return made | {
+        "scale_bf16_to_fp8": torch.zeros(1, dtype=torch.bfloat16),
+        "bias": torch.zeros(len(weight)),
+    }

@@ -1,0 +1,111 @@
+"""Scales of weights: what each search promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from formats.checkpoint.weights import scale_shape
+from formats.scheme import WeightSpec
+from kernels.numerics import TYPES, dequantize, quantize
+from ptq.methods.gptq import output_errors
+from ptq.methods.rounding import FACTORS, choose_qparams, round_weight
+
+GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32)
+SPECS = (
+    GROUPS,
+    GROUPS.model_copy(update={"symmetric": False}),
+    GROUPS.model_copy(update={"two_level": True}),
+    WeightSpec(dtype="int4"),
+    WeightSpec(),
+    WeightSpec(dtype="int8", granularity="group", group_size=64),
+    WeightSpec(dtype="fp8_e4m3", granularity="block"),
+    WeightSpec(dtype="fp8_e4m3", granularity="per_tensor"),
+)
+
+
+def problem(rows=48, columns=192) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, columns, generator=generator) * torch.logspace(-1, 1, columns)
+    weight = torch.randn(rows, columns, generator=generator)
+    weight[:, ::17] *= 4  # worth cutting
+    return weight, x.T @ x / len(x)
+
+
+def error(weight, scale, zeros, spec) -> torch.Tensor:
+    q = quantize(weight, scale, TYPES[spec.dtype], zeros, spec.block)
+    return weight - dequantize(q, scale, zeros, spec.block)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text)
+def test_scales_have_a_place_for_every_block(spec):
+    weight, moments = problem()
+    for search in ("absmax", "mse", "weighted_mse"):
+        stored = round_weight(weight, spec, torch.bfloat16, search, moments)
+        assert stored.scale.shape == scale_shape(spec, (48, 192))
+        assert torch.equal(stored.scale.bfloat16().float(), stored.scale)
+        assert (stored.zero_point is None) == spec.symmetric
+
+
+@pytest.mark.parametrize("spec", SPECS[:6], ids=lambda spec: spec.text)
+def test_each_search_lowers_its_own_error(spec):
+    weight, moments = problem()
+    measures = {
+        "mse": lambda e: e.square().sum(),
+        "weighted_mse": lambda e: (e.square() * moments.diagonal()).sum(),
+    }
+    if spec.granularity == "per_channel":  # one group: the whole output
+        measures["output_mse"] = lambda e: output_errors(e, moments).sum()
+    start = error(weight, *choose_qparams(weight, spec, torch.float32), spec)
+    for search, measure in measures.items():
+        found = error(weight, *choose_qparams(weight, spec, torch.float32, search, moments), spec)
+        assert measure(found) <= measure(start) * (1 if spec.dtype == "int8" else 0.97)
+
+
+def test_output_mse_is_the_error_of_each_groups_output():
+    weight, moments = problem()
+    groups = slice(64, 96)
+    whole, _ = choose_qparams(weight, GROUPS, torch.float32, "output_mse", moments)
+    alone, _ = choose_qparams(
+        weight[:, groups], GROUPS, torch.float32, "output_mse", moments[groups, groups]
+    )
+    assert torch.equal(whole[:, 2:3], alone)
+
+
+def test_half_precision_scales_stay_positive():
+    stored = round_weight(torch.zeros(4, 64), GROUPS, torch.float16)
+    assert (stored.scale.half() > 0).all()
+    assert (stored.q == 0).all()
+
+
+def test_two_rounds_are_one():
+    """A dequantized weight rounds to itself where its largest values were not cut."""
+    weight, _ = problem()
+    spec = WeightSpec()
+    stored = round_weight(weight, spec, torch.float32)
+    again = round_weight(dequantize(stored.q, stored.scale), spec, torch.float32)
+    assert torch.equal(again.q, stored.q)
+
+
+def test_output_mse_of_blocks_of_rows_and_columns():
+    """A block's scale is the best of those tried for the outputs of all its rows, edges included."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(130, 200, generator=generator)
+    weight[:, :128] *= torch.rand(1, 128, generator=generator) ** 4
+    x = torch.randn(500, 200, generator=generator)
+    moments, spec = x.T @ x / 500, WeightSpec(dtype="fp8_e4m3", granularity="block")
+    scale, _ = choose_qparams(weight, spec, torch.float32, "output_mse", moments)
+    start, _ = choose_qparams(weight, spec, torch.float32)
+    assert scale.shape == start.shape == (2, 2)
+    for i, rows in enumerate((slice(0, 128), slice(128, 130))):
+        for j, columns in enumerate((slice(0, 128), slice(128, 200))):
+            part, h = weight[rows, columns], moments[columns, columns]
+
+            def error(s: torch.Tensor, part=part, h=h) -> float:
+                kind = TYPES["fp8_e4m3"]
+                left = part - dequantize(quantize(part, s, kind), s)
+                return ((left @ h) * left).sum().item()
+
+            tried = [error(start[i, j] * factor) for factor in FACTORS]
+            assert error(scale[i, j]) == pytest.approx(min(tried), rel=1e-5)
+            assert scale[i, j] <= start[i, j]

@@ -1,0 +1,114 @@
+"""Shift: V is centred, the function stays, and families without biases are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from calibrate.stream import BlockStream
+from formats.checkpoint.read import Checkpoint
+from inference.engine import Engine
+from ptq.methods.shift import Shift
+from ptq.methods.source import config_of
+from ptq.methods.specs import RotationSpec, RTNSpec, ShiftSpec, SmoothQuantSpec
+from ptq.methods.views import source_of
+from ptq.pipeline.driver import quantize_tokens
+from ptq.pipeline.passes import block_work, observe
+from tests.ptq.quantizing import edit_model, make_plan, random_tokens
+
+IDS = torch.arange(1, 60) * 7 % 384
+SHIFTED = (ShiftSpec(), RTNSpec())
+
+
+def shifted_work(model, tmp_path, methods: tuple = SHIFTED):
+    """Block 0 as the method sees it, and the method after its pass."""
+    plan = make_plan(model, tmp_path / "plan", methods=methods)
+    source, method = source_of(Checkpoint.open(model), methods), Shift(ShiftSpec())
+    stream = BlockStream(config_of(source), source.tensor)
+    stream.start(random_tokens().sequences())
+    work = block_work(plan, source, stream.load(0))
+    observe(work, [method])
+    return work, method
+
+
+@pytest.mark.parametrize(("dtype", "loss"), [(torch.float32, 3e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_v_is_centred_and_the_function_stays(make_model, tmp_path, family, dtype, loss):
+    work, method = shifted_work(make_model(family), tmp_path)
+    work.dtype_of = lambda _: dtype
+    before = [work.block.run(sample) for sample in range(3)]
+    method.solve(work)
+    method.commit(work)
+    low, high = [], []
+
+    def extremes(_: torch.Tensor, v: torch.Tensor) -> None:
+        low.append(v.amin(dim=0))
+        high.append(v.amax(dim=0))
+
+    for sample in range(len(work.block.inputs)):
+        out = work.block.run(sample, on_kv=extremes)
+        if sample < 3:
+            assert (out - before[sample]).norm() / before[sample].norm() < loss
+    least, most = torch.stack(low).amin(dim=0), torch.stack(high).amax(dim=0)
+    assert torch.allclose(least, -most, atol=0.02 * most.max().item())
+    attention = work.block.attention
+    assert set(work.folded) == {f"{attention}.v_proj.bias", f"{attention}.o_proj.bias"}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_families_without_a_place_for_it_are_told(make_model, tmp_path, family):
+    work, method = shifted_work(make_model(family), tmp_path)
+    method.solve(work)
+    method.commit(work)
+    (event,) = work.events
+    names = "o_proj" if family == "qwen2" else "v_proj and o_proj"
+    assert event.message == f"not shifted: {names} of this family cannot have a bias"
+    assert not work.folded
+
+
+def plant(tensors: dict[str, torch.Tensor]) -> None:
+    """A large constant in the values of one channel: what all tokens have in common."""
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight"):
+            tensor[:, 3] = 0.5
+        if name.endswith("v_proj.weight"):
+            tensor[[7, 40], 3] = 2.0
+
+
+def test_it_lowers_the_error_and_others_open_the_checkpoint(make_model, tmp_path):
+    """Biases are written, config.json tells of them, and transformers computes the same."""
+    model = make_model("llama", tie_word_embeddings=False)
+    model = edit_model(model, tmp_path / "model", plant)
+    smooth = SmoothQuantSpec(alpha=0.5, search_samples=2)
+    exact, found = Engine.from_pretrained(model).score(IDS).log_softmax(-1), {}
+    for name, methods in {
+        "plain": (RTNSpec(),),
+        "shifted": SHIFTED,
+        "all": (RotationSpec(), ShiftSpec(), smooth, RTNSpec()),
+    }.items():
+        plan = make_plan(model, tmp_path / name, methods=methods)
+        result = quantize_tokens(plan, random_tokens(), progress=False)
+        checkpoint = Checkpoint.open(result.checkpoint, verify=True)
+        sizes = sum(checkpoint.tensor(n).nbytes for n in checkpoint.names())
+        sizes += sum(s.nbytes for pair in checkpoint.kv_scales.values() for s in pair)
+        assert plan.prediction.checkpoint_bytes == sizes
+        scored = Engine.from_pretrained(result.checkpoint).score(IDS).log_softmax(-1)
+        found[name] = (exact.exp() * (exact - scored)).sum(-1).mean().item()
+        if name != "plain":
+            assert checkpoint.config["attention_bias"] is True
+            theirs = AutoModelForCausalLM.from_pretrained(result.checkpoint, dtype=torch.float32)
+            bias = theirs.model.layers[1].self_attn.o_proj.bias
+            assert torch.equal(
+                bias, checkpoint.tensor("model.layers.1.self_attn.o_proj.bias").float()
+            )
+            with torch.no_grad():
+                logits = theirs(IDS[None]).logits[0].log_softmax(-1)
+            assert (exact.exp() * (exact - logits)).sum(-1).mean().item() < 2 * found["plain"]
+    assert found["shifted"] < 0.8 * found["plain"]
+    assert found["all"] < found["plain"]
+
+
+def test_schemes_that_do_not_fit(tiny_llama, tmp_path):
+    with pytest.raises(ValueError, match="leaves activations and the cache in"):
+        make_plan(tiny_llama, tmp_path, "w4", methods=SHIFTED)

@@ -1,0 +1,145 @@
+"""K smoothing: factors that keep the function and spare the cache its outliers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from formats.checkpoint.read import Checkpoint
+from formats.scheme import PRESETS, KVCacheSpec, Scheme
+from inference.engine import Engine
+from ptq.methods.smooth_k import SmoothK, key_factors
+from ptq.methods.specs import RTNSpec, SmoothKSpec, SmoothQuantSpec
+from ptq.pipeline.driver import quantize_tokens
+from ptq.pipeline.passes import observe
+from tests.ptq.quantizing import edit_model, make_plan, observed_work, random_tokens
+
+FAMILIES = {
+    "llama": {"num_attention_heads": 6, "head_dim": 24, "hidden_size": 96},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"num_key_value_heads": 1},
+}
+IDS = torch.arange(1, 90) * 7 % 384
+
+
+def plant(tensors: dict[str, torch.Tensor]) -> None:
+    """Channels of K that are far larger than the others, and of Q that are smaller."""
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.weight"):
+            tensor[[5, 9]] *= 30
+        if name.endswith("k_norm.weight"):  # then it alone decides
+            tensor[[5, 9]] *= 20
+        if name.endswith("q_proj.weight"):
+            tensor[[5, 9]] /= 16
+
+
+def divergence(found: Path, exact: Path) -> float:
+    a, b = (Engine.from_pretrained(model).score(IDS).log_softmax(-1) for model in (exact, found))
+    return (a.exp() * (a - b)).sum(-1).mean().item()
+
+
+def test_factors_are_those_of_the_paper():
+    absmax = torch.tensor([[8.0, 1.0, 2.0, 0.5], [0.0, 3.0, 0.0, 3.0]])  # pairs (0, 2), (1, 3)
+    factors = key_factors(absmax, 0.5)
+    assert factors[0].tolist() == pytest.approx([8**0.25, 8**-0.25] * 2)
+    assert factors[1].tolist() == [1.0] * 4  # a dead pair, and one that is alone
+    assert key_factors(absmax, 1.0, exact=True)[0].tolist() == [4.0, 0.25, 4.0, 0.25]
+
+
+@pytest.mark.parametrize("scheme", ["c8", "a8w8c8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_function_stays(make_model, tmp_path, family, scheme):
+    model = edit_model(make_model(family, **FAMILIES[family]), tmp_path / "model", plant)
+    methods = (SmoothKSpec(), *((RTNSpec(),) if scheme != "c8" else ()))
+    work = observed_work(make_plan(model, tmp_path / "out", PRESETS[scheme], methods=methods))
+    seen = work.observed(work.block.attention, "k_cache").channel_absmax.clone()
+    before = [work.block.run(sample) for sample in range(3)]
+    method = SmoothK(SmoothKSpec(alpha=1.0))
+    method.solve(work)
+    normed = family == "qwen3"
+    rounded = scheme == "c8" or family in ("qwen2", "qwen3")
+    basis = seen.amax(dim=0, keepdim=True).expand_as(seen) if normed else seen
+    factors = method.factors
+    assert factors is not None
+    assert torch.equal(factors, key_factors(basis, 1.0, exact=rounded))
+    assert factors.max() / factors.min() > 8
+    method.commit(work)
+    for sample, expected in enumerate(before):
+        assert (work.block.run(sample) - expected).norm() / expected.norm() < 3e-6
+    observe(work)
+    after = work.observed(work.block.attention, "k_cache").channel_absmax
+    assert torch.allclose(after, (seen / factors).float(), rtol=1e-4)
+    parts = {"k_norm", "q_norm"} if normed else {"k_proj", "q_proj"}
+    leaves = {"weight"} if scheme == "c8" or normed else set()
+    leaves |= {"bias"} if family == "qwen2" else set()
+    names = {f"model.layers.0.self_attn.{part}.{leaf}" for part in parts for leaf in leaves}
+    assert set(work.folded) == names
+    for name, tensor in work.folded.items():  # powers of two: stored without loss
+        module, _, leaf = name.rpartition(".")
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(work.module(module).get_parameter(leaf), tensor.float())
+
+
+@pytest.mark.parametrize("granularity", ["per_head", "per_token_head"])
+def test_alone_it_spares_the_cache_and_others_open_the_checkpoint(
+    tiny_llama, tmp_path, granularity
+):
+    model = edit_model(tiny_llama, tmp_path / "model", plant)
+    scheme, found = Scheme(kv_cache=KVCacheSpec(granularity=granularity)), {}
+    for name, methods in {"plain": (), "smooth": (SmoothKSpec(),)}.items():
+        plan = make_plan(model, tmp_path / name, scheme, methods=methods)
+        result = quantize_tokens(plan, random_tokens(), progress=False)
+        found[name] = divergence(result.checkpoint, model)
+    assert found["smooth"] < 0.7 * found["plain"]
+    assert {row.source for row in result.smoothing} == {
+        f"model.layers.{i}.self_attn.k_proj" for i in range(2)
+    }
+    logits = []
+    for folder in (model, result.checkpoint):
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            logits.append(theirs(IDS[None]).logits)
+    assert torch.allclose(logits[0], logits[1], atol=1e-4)
+    k, q = (Checkpoint.open(f).tensor("model.layers.0.self_attn.k_proj.weight") for f in
+            (model, result.checkpoint))  # fmt: skip
+    assert not torch.equal(k, q)
+
+
+def test_static_scales_are_those_of_the_smoothed_keys(tiny_llama, tmp_path):
+    model = edit_model(tiny_llama, tmp_path / "model", plant)
+    methods = (SmoothQuantSpec(alphas=(0.8,), search_samples=2), SmoothKSpec(), RTNSpec())
+    plan = make_plan(model, tmp_path / "out", methods=methods)
+    result = quantize_tokens(plan, random_tokens(), progress=False)
+    name = "model.layers.0.self_attn"
+    stats = next(r for r in result.scale_table.entries if r.tensor == f"{name}.k_scale")
+    k, _ = Checkpoint.open(result.checkpoint).kv_scales[name]
+    assert k.max().item() == pytest.approx(stats.absmax / 127, rel=1e-6)
+    plain = make_plan(model, tmp_path / "plain", methods=(methods[0], methods[2]))
+    other = quantize_tokens(plain, random_tokens(), progress=False)
+    assert k.max() < Checkpoint.open(other.checkpoint).kv_scales[name][0].max() / 3
+    assert divergence(result.checkpoint, model) < divergence(other.checkpoint, model)
+
+
+def test_what_does_not_help_is_left_alone(tiny_llama, tmp_path):
+    """With a scale for each channel there is nothing to even out."""
+    scheme = Scheme(kv_cache=KVCacheSpec(granularity="per_channel"))
+    work = observed_work(make_plan(tiny_llama, tmp_path, scheme, methods=(SmoothKSpec(),)))
+    before = {name: p.clone() for name, p in work.block.module.named_parameters()}
+    method = SmoothK(SmoothKSpec())
+    method.solve(work)
+    method.commit(work)
+    (row,) = work.smoothing
+    assert row.alpha is None
+    assert [event.kind for event in work.events] == ["fallback"]
+    assert all(torch.equal(p, before[n]) for n, p in work.block.module.named_parameters())
+
+
+def test_schemes_and_orders_that_do_not_fit(tiny_llama, tmp_path):
+    with pytest.raises(ValueError, match="leaves the cache in floating point"):
+        make_plan(tiny_llama, tmp_path, "a8w8", methods=(SmoothKSpec(), RTNSpec()))
+    with pytest.raises(ValueError, match="the order is smoothquant, smooth_k, rtn"):
+        make_plan(tiny_llama, tmp_path, methods=(SmoothKSpec(), SmoothQuantSpec(), RTNSpec()))

@@ -1,0 +1,284 @@
+"""SmoothQuant: the equation, folding without loss, and a search that keeps what is better."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from kernels.numerics import dequantize, fake_quantize_activations
+from ptq.methods.base import replaced
+from ptq.methods.migration import Choice, SmoothedGroup, fold_vector, source_channel
+from ptq.methods.piecewise import pieces_of, search_pieces
+from ptq.methods.rtn import round_to_nearest
+from ptq.methods.smoothquant import SmoothQuant, smoothing_scale
+from ptq.methods.specs import RTNSpec, SmoothQuantSpec
+from ptq.pipeline.passes import observe
+from tests.ptq.quantizing import (
+    add_outliers,
+    edit_model,
+    fold_alpha,
+    make_plan,
+    observed_work,
+    per_channel,
+)
+
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"num_key_value_heads": 1},
+}
+
+
+def methods(**options) -> tuple:
+    return SmoothQuantSpec(**options), RTNSpec()
+
+
+def test_scale_is_equation_4():
+    x, w = torch.tensor([8.0, 2.0, 0.0, 3.0]), torch.tensor([0.5, 2.0, 1.0, 0.0])
+    scale = smoothing_scale(x, w, 0.75)
+    assert scale.dtype == torch.float64
+    assert scale.tolist() == pytest.approx([8**0.75 / 0.5**0.25, 2**0.75 / 2**0.25, 1.0, 1.0])
+    assert smoothing_scale(x, w, 1.0)[0] == 8.0
+    assert smoothing_scale(x, w, 0.0)[0] == 2.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_folding_a_vector_loses_nothing(dtype):
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(512, generator=generator).to(dtype).float()
+    scale = torch.rand(512, generator=generator).double() * 30 + 0.01
+    folded, effective = fold_vector(vector, scale, dtype)
+    assert folded.dtype == dtype
+    assert torch.equal((folded.double() * effective).float(), vector)
+    assert not torch.equal(effective, scale)
+    assert torch.allclose(effective, scale, rtol=2**-7)
+
+
+def test_folding_keeps_channels_that_leave_the_range_of_the_type():
+    vector, scale = torch.tensor([0.0, 1e-4, 1e4, 1.0]), torch.tensor([3.0, 1e5, 1e-4, 2.0])
+    folded, effective = fold_vector(vector, scale, torch.float16)
+    assert effective.tolist() == [3.0, 1.0, 1.0, 2.0]
+    assert folded.tolist() == [*vector.half().tolist()[:3], 0.5]
+
+
+def test_query_heads_of_a_group_read_one_kv_head():
+    kv = torch.arange(2 * 3).reshape(2, 3)  # [kv heads, head_dim]
+    expected = kv.repeat_interleave(4, dim=0).flatten()  # as transformers' repeat_kv
+    assert torch.equal(source_channel(6, 24, head_dim=3), expected)
+    assert torch.equal(source_channel(6, 6, head_dim=3), torch.arange(6))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_smoothing_preserves_the_float_function(make_model, tmp_path, family):
+    plan = make_plan(make_model(family, **FAMILIES[family]), tmp_path, methods=methods())
+    work = observed_work(plan)
+    before = [work.block.run(sample) for sample in range(3)]
+    norm = work.module("model.layers.0.input_layernorm").get_parameter("weight").clone()
+    assert {group.kind for group in work.groups} == set(SmoothQuantSpec().targets)
+    for group in [SmoothedGroup(work, group) for group in work.groups]:
+        folding = fold_alpha(group, 0.7)
+        assert folding.scale.max() / folding.scale.min() > 1.5
+        group.commit(folding)
+    for sample, expected in enumerate(before):
+        error = (work.block.run(sample) - expected).norm() / expected.norm()
+        assert error < 3e-6
+    assert not torch.equal(
+        work.module("model.layers.0.input_layernorm").get_parameter("weight"), norm
+    )
+    for name, tensor in work.folded.items():
+        module, _, leaf = name.rpartition(".")
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(work.module(module).get_parameter(leaf), tensor.float())
+    vectors = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    vectors |= {"self_attn.v_proj.bias"} if family in ("llama", "qwen2") else set()
+    vectors |= {"mlp.up_proj.bias"} if family == "llama" else set()
+    assert set(work.folded) == {f"model.layers.0.{name}" for name in vectors}
+
+
+def test_smoothing_bounds_inputs_as_predicted(tiny_llama, tmp_path):
+    """The largest smoothed input is max_j max|X_j| / s_j, without running the samples."""
+    work = observed_work(make_plan(tiny_llama, tmp_path, methods=methods()))
+    predicted = {}
+    for group in [SmoothedGroup(work, group) for group in work.groups]:
+        folding = fold_alpha(group, 0.8)
+        predicted[group.group.consumers[0]] = (group.x_absmax / folding.scale).max().item()
+        group.commit(folding)
+    observe(work)
+    for name, absmax in predicted.items():
+        assert work.observed(name, "input").absmax == pytest.approx(absmax, rel=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["a8w8", "a8w8_dynamic"])
+def test_trial_equals_the_real_thing(tiny_llama, tmp_path, scheme):
+    """The error that the search sees is that of the folded block with its layers rounded."""
+    plan = make_plan(tiny_llama, tmp_path, scheme, methods=methods())
+    work = observed_work(plan)
+    reference = [work.block.run(sample) for sample in range(3)]
+    for index in range(4):
+        work = observed_work(plan)
+        group = SmoothedGroup(work, work.groups[index])
+        folding = fold_alpha(group, 0.6)
+        tried = group.error(folding, reference)
+        group.commit(folding)
+        observe(work)
+        solved = round_to_nearest(work)
+        with ExitStack() as stack:
+            for name in group.group.consumers:
+                scale = solved[name].input_scale
+                stack.enter_context(
+                    replaced(
+                        work.block.linears[name],
+                        solved[name].dequantized(),
+                        lambda x, scale=scale: fake_quantize_activations(x, scale),
+                    )
+                )
+            outputs = [work.block.run(sample) for sample in range(3)]
+        real = sum(
+            (y.double() - r.double()).square().sum().item()
+            for y, r in zip(outputs, reference, strict=True)
+        )
+        assert tried == pytest.approx(real, rel=0.02), group.group.kind
+
+
+def test_trial_of_v_includes_the_quantized_cache(tiny_llama, tmp_path):
+    errors = {}
+    for scheme in ("a8w8", "a8w8c8"):
+        work = observed_work(make_plan(tiny_llama, tmp_path, scheme, methods=methods()))
+        reference = [work.block.run(sample) for sample in range(2)]
+        group = next(g for g in work.groups if g.kind == "attention_output")
+        smoothed = SmoothedGroup(work, group)
+        errors[scheme] = smoothed.error(fold_alpha(smoothed, 0.5), reference)
+    assert errors["a8w8c8"] > 1.05 * errors["a8w8"]
+
+
+def test_trials_leave_the_block_as_it_was(tiny_llama, tmp_path):
+    work = observed_work(make_plan(tiny_llama, tmp_path, methods=methods()))
+    before = {name: p.clone() for name, p in work.block.module.named_parameters()}
+    output = work.block.run(0)
+    method = SmoothQuant(SmoothQuantSpec(search_samples=2))
+    method.prepare(work)
+    method.solve(work)
+    assert all(torch.equal(p, before[n]) for n, p in work.block.module.named_parameters())
+    assert torch.equal(work.block.run(0), output)
+    method.commit(work)
+    assert not torch.equal(
+        work.module("model.layers.0.mlp.up_proj").get_parameter("weight"),
+        before["mlp.up_proj.weight"],
+    )
+
+
+def test_search_finds_the_outliers_of_down_proj(tiny_llama, tmp_path):
+    model = edit_model(tiny_llama, tmp_path / "outliers", add_outliers)
+    work = observed_work(make_plan(model, tmp_path / "out", "a8w8", methods=methods()))
+    method = SmoothQuant(SmoothQuantSpec(search_samples=3))
+    method.prepare(work)
+    method.solve(work)
+    rows = {row.source: row for row in work.smoothing}
+    assert len(rows) == 4
+    for row in rows.values():
+        assert row.error == min(candidate.error for candidate in row.candidates)
+        assert [c.alpha for c in row.candidates] == [None, *SmoothQuantSpec().alphas]
+    down = rows["model.layers.0.mlp.up_proj"]
+    assert down.alpha is not None
+    assert down.error < down.unsmoothed_error / 50
+    assert down.scale_max / down.scale_min > 50
+
+
+def test_a_strength_that_does_harm_is_not_applied(tiny_llama, tmp_path):
+    """One token with an enormous value: all of it in the weights would drown the other columns."""
+    spec = SmoothQuantSpec(alpha=1.0, search_samples=2, targets=("mlp_output",))
+    plan = make_plan(tiny_llama, tmp_path, "a8w8_dynamic", methods=(spec, RTNSpec()))
+    work = observed_work(plan)
+    work.observed("model.layers.0.mlp.down_proj", "input").channel_absmax[0] = 1e4
+    weight = work.module("model.layers.0.mlp.up_proj").get_parameter("weight").clone()
+    method = SmoothQuant(spec)
+    method.prepare(work)
+    method.solve(work)
+    method.commit(work)
+    (row,) = work.smoothing
+    assert row.alpha is None
+    assert (row.scale_min, row.scale_max) == (1.0, 1.0)
+    assert row.candidates[1].error > 10 * row.error == 10 * row.unsmoothed_error
+    assert [(e.kind, e.module) for e in work.events] == [("fallback", row.source)]
+    assert torch.equal(work.module("model.layers.0.mlp.up_proj").get_parameter("weight"), weight)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "skipped"),
+    [
+        (r"re:.*down_proj", {"mlp.up_proj"}),
+        (r"re:.*(gate|up)_proj", {"mlp.up_proj"}),
+        (r"re:.*o_proj", {"self_attn.v_proj"}),
+    ],
+)
+def test_groups_with_float_members_are_skipped(tiny_llama, tmp_path, ignore, skipped):
+    plan = make_plan(tiny_llama, tmp_path, methods=methods(), ignore=("lm_head", ignore))
+    work = observed_work(plan)
+    method = SmoothQuant(SmoothQuantSpec())
+    method.prepare(work)
+    events = {e.module for e in work.events if e.kind == "smoothing_skipped"}
+    assert events == {f"model.layers.0.{name}" for name in skipped}
+    assert not events & {group.source for group in method.groups}
+    assert method.groups
+
+
+def test_weights_of_v_and_up_round_to_the_same_integers(tiny_llama, tmp_path):
+    """Dividing the rows of a source changes its scales, not its integers."""
+    work = observed_work(make_plan(tiny_llama, tmp_path, methods=methods()))
+    up = work.module("model.layers.0.mlp.up_proj")
+    q, scale = per_channel(up.get_parameter("weight"))
+    group = SmoothedGroup(work, next(g for g in work.groups if g.kind == "mlp_output"))
+    folding = fold_alpha(group, 0.9)
+    group.commit(folding)
+    q_after, scale_after = per_channel(up.get_parameter("weight"))
+    assert (q != q_after).float().mean() < 1e-3
+    restored = dequantize(q_after, scale_after) * folding.scale[:, None].float()
+    assert torch.allclose(restored, dequantize(q, scale), atol=scale.max().item() * 1.01)
+
+
+def test_pieces_are_quantiles_of_the_magnitudes():
+    magnitude = torch.tensor([1.0, 9.0, 3.0, 7.0, 2.0, 8.0, 3.0])
+    assert pieces_of(magnitude, 3).tolist() == [2, 0, 1, 0, 2, 0, 1]
+    assert pieces_of(magnitude, 1).tolist() == [0] * 7
+
+
+def test_pieces_are_searched_from_the_largest_down():
+    """Each piece ends with its own best strength, and what is tried is told by the error alone."""
+    scales: dict[float | None, torch.Tensor] = {
+        a: torch.full((6,), s).double() for a, s in ((None, 1.0), (0.5, 2.0), (1.0, 4.0))
+    }
+    piece, wanted = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([4.0, 4, 1, 1, 2, 2]).double()
+    tried: list[list[float]] = []
+
+    def error(scale: torch.Tensor) -> float:
+        tried.append(scale[::2].tolist())
+        return (scale - wanted).square().sum().item()
+
+    found = search_pieces(piece, scales, Choice((0.5,), scales[0.5], 10.0), error)
+    assert found.alphas == (1.0, None, 0.5)
+    assert torch.equal(found.scale, wanted)
+    assert found.error == 0.0
+    assert tried[:4] == [[1, 2, 2], [4, 2, 2], [4, 1, 2], [4, 4, 2]]
+
+
+def test_pieces_are_never_worse_and_keep_the_function(tiny_llama, tmp_path):
+    model = edit_model(tiny_llama, tmp_path / "outliers", add_outliers)
+    errors = {}
+    for pieces in (1, 3):
+        work = observed_work(make_plan(model, tmp_path / "out", "a8w8", methods=methods()))
+        before = work.block.run(0)
+        method = SmoothQuant(SmoothQuantSpec(pieces=pieces, search_samples=3))
+        method.prepare(work)
+        method.solve(work)
+        method.commit(work)
+        assert (work.block.run(0) - before).norm() / before.norm() < 3e-6
+        errors[pieces] = [row.error for row in work.smoothing]
+        assert {len(row.pieces) for row in work.smoothing} == ({3} if pieces == 3 else {0})
+    assert all(new <= old for new, old in zip(errors[3], errors[1], strict=True))
+    assert any(new < old for new, old in zip(errors[3], errors[1], strict=True))
+    assert any(" / " in row.strength for row in work.smoothing)
+    with pytest.raises(ValueError, match="only a search"):
+        SmoothQuantSpec(alpha=0.5, pieces=2)

@@ -1,0 +1,271 @@
+"""A run that is killed goes on where it was and ends with the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, RecipeError
+from formats.scheme import PRESETS
+from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.pipeline import driver as pipeline
+from ptq.pipeline import resume
+from ptq.pipeline.resume import FOLDER, ResumableRun, run_key, unfinished
+from ptq.plan.preflight import is_taken
+from tests.ptq.quantizing import make_plan, random_tokens
+
+ROOT = Path(__file__).resolve().parents[3]
+SOLVES = {
+    "a8w8c8": (SmoothQuantSpec(alphas=(0.5, 0.9), search_samples=2), RTNSpec()),
+    "w4": (GPTQSpec(), RefineSpec(iterations=3, batch=2)),
+}
+
+
+def files(checkpoint: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(checkpoint).as_posix(): path.read_bytes()
+        for path in checkpoint.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture(autouse=True)
+def after_every_block(monkeypatch) -> None:
+    """States are stored after every block, however little time it took."""
+    monkeypatch.setattr(resume, "SHARE", 1e9)
+
+
+@pytest.fixture(scope="module")
+def model(make_model) -> Path:
+    return make_model("llama", layers=4)
+
+
+class Stop(BaseException):
+    """Stands for a kill: nothing of ours catches it."""
+
+
+@pytest.mark.parametrize("scheme", SOLVES)
+@pytest.mark.parametrize("stopped_at", [1, 2, 3, 4])
+def test_a_stopped_run_goes_on(model, tmp_path, monkeypatch, scheme, stopped_at):
+    whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
+    expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
+    plan = make_plan(model, tmp_path / "out", scheme, methods=SOLVES[scheme])
+    save, saved = ResumableRun.save, []
+
+    def save_and_stop(self, *arguments):
+        save(self, *arguments)
+        saved.append(1)
+        if len(saved) == stopped_at:
+            raise Stop
+
+    monkeypatch.setattr(ResumableRun, "save", save_and_stop)
+    with pytest.raises(Stop):
+        pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert unfinished(tmp_path / "out")
+    assert not is_taken(tmp_path / "out")
+    states = list((tmp_path / "out" / FOLDER).glob("states-*"))
+    assert 1 <= len(states) <= 2
+    monkeypatch.setattr(ResumableRun, "save", save)
+    found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert found.resumed_blocks == stopped_at
+    assert files(found.checkpoint) == files(expected.checkpoint)
+    for name in ("statistics.safetensors",):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert (found.modules, found.smoothing, found.events) == (
+        expected.modules,
+        expected.smoothing,
+        expected.events,
+    )
+    assert not unfinished(tmp_path / "out")
+    assert is_taken(tmp_path / "out")
+
+
+def test_states_are_left_out_where_they_take_too_long(model, tmp_path, monkeypatch):
+    """A run then goes on after the last block that has them."""
+    monkeypatch.setattr(resume, "SHARE", 1e-9)
+    scheme, output = "w4", tmp_path / "out"
+    plan = make_plan(model, output, scheme, methods=SOLVES[scheme])
+    save, saved = ResumableRun.save, []
+
+    def save_and_stop(self, *arguments):
+        save(self, *arguments)
+        saved.append(self.done)
+        if len(saved) == 3:
+            raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableRun, "save", save_and_stop)
+        with pytest.raises(Stop):
+            pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert saved == [1, 1, 1]
+    found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert found.resumed_blocks == 1
+    whole = make_plan(model, tmp_path / "whole", scheme, methods=SOLVES[scheme])
+    expected = pipeline.quantize_tokens(whole, random_tokens(), progress=False)
+    assert files(found.checkpoint) == files(expected.checkpoint)
+
+
+def test_the_order_of_tensors_is_kept(tmp_path):
+    """It decides on which shard a tensor goes to."""
+    names = ["z.weight", "a.scale", "m.bias", "a.weight"]
+    tensors = {name: torch.full((3,), i, dtype=torch.int8) for i, name in enumerate(names)}
+    tensors["a.scale"] = torch.ones(2)
+    run = ResumableRun(tmp_path, "key")
+    run.save(resume.SolvedBlock(tensors=tensors), [torch.ones(2, 4)], None)
+    found = run.block(0).tensors
+    assert list(found) == names
+    assert all(torch.equal(found[name], tensors[name]) for name in names)
+
+
+def test_another_run_starts_over(model, tmp_path):
+    checkpoint, output = Checkpoint.open(model), tmp_path / "out"
+    recipe = make_plan(model, output).recipe
+    key = run_key(recipe, checkpoint, "f")
+    assert key == run_key(make_plan(model, tmp_path / "elsewhere").recipe, checkpoint, "f")
+    others = {
+        run_key(recipe, checkpoint, "other tokens"),
+        run_key(make_plan(model, output, "a8w8").recipe, checkpoint, "f"),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        others.add(run_key(recipe, checkpoint, "f"))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(others | {key}) == 4
+    ResumableRun(output, key)._progress(3)
+    assert ResumableRun(output, key).done == 3
+    (output / FOLDER / "block-00000.json").write_text("of the first run")
+    assert ResumableRun(output, "another").done == 0
+    assert not (output / FOLDER / "block-00000.json").exists()
+
+
+def test_damaged_leftovers_are_named(model, tmp_path):
+    run = ResumableRun(tmp_path, "key")
+    run._progress(1)
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.block(0)
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.states()
+
+
+def test_an_error_of_the_recipe_leaves_nothing_to_go_on_with(model, tmp_path, monkeypatch):
+    plan = make_plan(model, tmp_path / "out", methods=(RTNSpec(),))
+    monkeypatch.setattr(pipeline, "module_rows", lambda *_: (_ for _ in ()).throw(RecipeError("x")))
+    with pytest.raises(RecipeError):
+        pipeline.quantize_tokens(plan, random_tokens(), progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+SERVER = """
+import os
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/ptq"]
+import ptq
+import torch
+torch.set_num_threads(1)
+from tests.ptq.quantizing import make_plan, random_tokens
+from ptq.methods.specs import GPTQSpec, RefineSpec
+from ptq.pipeline import resume
+from ptq.pipeline.driver import quantize_tokens
+resume.SHARE = 1e9
+methods = (GPTQSpec(), RefineSpec(iterations=3, batch=2))
+tokens = random_tokens()
+for line in sys.stdin:
+    model, output = line.split()
+    child = os.fork()
+    if not child:
+        quantize_tokens(make_plan(Path(model), Path(output), "w4", methods=methods), tokens, progress=False)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Runs:
+    """Runs of one recipe in processes of their own, forked from one that has imported everything."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(ROOT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, output: Path, kill_after: float | None = None) -> int:
+        """Exit code of a run, which is killed after so many seconds if it has not ended."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(self._model, output, file=self._server.stdin, flush=True)
+        child = int(self._server.stdout.readline())
+        if kill_after is not None:
+            time.sleep(kill_after)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(child, signal.SIGKILL)
+        return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+@pytest.fixture
+def runs(model):
+    server = Runs(model)
+    yield server
+    server.close()
+
+
+def test_kill_9_at_twenty_random_moments(runs, tmp_path):
+    """Whatever the moment, the same command ends with the bytes of a run that was left alone."""
+    whole, output = tmp_path / "whole", tmp_path / "out"
+    assert runs.run(whole) == 0  # the first one is slower
+    shutil.rmtree(whole)
+    begin = time.perf_counter()
+    assert runs.run(whole) == 0
+    seconds = time.perf_counter() - begin
+    expected, moments = files(whole), random.Random(0)
+    kills = hits = 0
+    while kills < 20:
+        begin, fresh = time.perf_counter(), not output.exists()
+        code = runs.run(output, kill_after=moments.uniform(0.0, seconds))
+        assert code in (0, -signal.SIGKILL)
+        kills += code != 0
+        if code == 0 and fresh:  # faster than the first one: later kills are to hit runs at work
+            seconds = min(seconds, time.perf_counter() - begin)
+        hits += code != 0 and not is_taken(output)
+        if code == 0 or is_taken(output):  # it ended, or was killed after its end
+            assert differing(output, expected) == []
+            shutil.rmtree(output)
+    assert runs.run(output) == 0
+    assert differing(output, expected) == []
+    assert hits >= 5  # that many at least hit a run at work
+    assert PRESETS["w4"] == Checkpoint.open(output / "checkpoint", verify=True).scheme
+
+
+def differing(output: Path, expected: dict[str, bytes]) -> list[str]:
+    """Files of a finished output that are not as expected; those that tell times may differ.
+
+    A kill while what is no longer needed is removed leaves some of it; the next run removes it.
+    """
+    found = {name: data for name, data in files(output).items() if not name.startswith(FOLDER)}
+    timed = {"quantization.json", "recipe.yaml"}
+    return [
+        name
+        for name in sorted(found.keys() | expected.keys())
+        if name not in (timed & found.keys()) and found.get(name) != expected.get(name)
+    ]

@@ -1,0 +1,266 @@
+"""The plan of a run, and what is looked for before it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import PTQError, RecipeError
+from ptq.plan.plan import Plan, SmoothingGroup, build_plan
+from ptq.recipe.schema import Recipe, load_recipe, read_recipe
+
+SIZES = (
+    "calibration: {samples: 2, sequence_length: 32}, evaluation: {samples: 2, sequence_length: 32}"
+)
+RECIPE = """\
+model: {{path: {model}}}
+dataset: {{{sizes}}}
+scheme: a8w8c8
+methods: [smoothquant, rtn]
+output: {{path: {output}}}
+"""
+
+
+def recipe_file(folder: Path, model: Path, extra: str = "") -> Path:
+    path = folder / "r.yaml"
+    path.write_text(RECIPE.format(model=model, output=folder / "out", sizes=SIZES) + extra)
+    return path
+
+
+def plan(folder: Path, model: Path, extra: str = "", *overrides: str, force: bool = False) -> Plan:
+    loaded = read_recipe(recipe_file(folder, model, extra), overrides)
+    checkpoint = Checkpoint.open(loaded.recipe.model.path)
+    return build_plan(loaded.recipe, checkpoint, loaded.where, force=force)
+
+
+def problems(folder: Path, model: Path, extra: str = "", *overrides: str) -> list[str]:
+    """Lines of the error of a plan, the test's folder taken off."""
+    with pytest.raises(PTQError) as caught:
+        plan(folder, model, extra, *overrides)
+    lines = str(caught.value).replace(f"{folder}/", "").splitlines()
+    return [line.strip() for line in lines if "problems with" not in line]
+
+
+def copy(model: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(model, folder / "model"))
+
+
+def edit_config(model: Path, **values: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_linear_layer_of_every_family_is_planned(family, make_model, tmp_path):
+    made = plan(tmp_path, make_model(family))
+    assert len(made.modules) == 15
+    assert made.blocks == ("model.layers.0", "model.layers.1")
+    assert [m.name for m in made.modules if m.action == "float"] == ["lm_head"]
+    by_name = {m.name: m for m in made.modules}
+    down = by_name["model.layers.1.mlp.down_proj"]
+    assert (down.shape, down.fused_group) == ((128, 256), None)
+    assert "static int8 inputs per_tensor" in down.reason
+    key = by_name["model.layers.0.self_attn.k_proj"]
+    assert (key.shape, key.fused_group) == ((64, 128), "model.layers.0.self_attn.qkv_proj")
+    assert made.quantized == tuple(name for name in by_name if name != "lm_head")
+
+
+def test_smoothing_groups_of_a_block(tiny_llama, tmp_path):
+    groups = [g for g in plan(tmp_path, tiny_llama).smoothing if g.block == "model.layers.1"]
+    base = "model.layers.1."
+    assert groups[0] == SmoothingGroup(
+        kind="attention_input",
+        block="model.layers.1",
+        source=base + "input_layernorm",
+        consumers=tuple(f"{base}self_attn.{x}_proj" for x in "qkv"),
+    )
+    assert [(g.source, g.consumers) for g in groups[1:]] == [
+        (base + "self_attn.v_proj", (base + "self_attn.o_proj",)),
+        (base + "post_attention_layernorm", (base + "mlp.gate_proj", base + "mlp.up_proj")),
+        (base + "mlp.up_proj", (base + "mlp.down_proj",)),
+    ]
+
+
+def test_smoothing_follows_the_methods(tiny_llama, tmp_path):
+    assert plan(tmp_path, tiny_llama, "", "methods=[rtn]").smoothing == ()
+    only = "methods.0.smoothquant={targets: [mlp_output]}"
+    assert {g.kind for g in plan(tmp_path, tiny_llama, "", only).smoothing} == {"mlp_output"}
+
+
+def test_a_cache_only_scheme_leaves_every_layer_in_float(tiny_llama, tmp_path):
+    made = plan(tmp_path, tiny_llama, "", "scheme=c8", "methods=[]")
+    assert made.quantized == ()
+    assert made.modules[0].reason == "scheme c8 quantizes the cache only"
+    table = made.to_table()
+    assert list(table.columns) == ["name", "action", "reason", "shape", "fused_group"]
+    assert set(table["action"]) == {"float"}
+
+
+def test_ignored_layers_stay_in_float_and_so_does_the_head(tiny_llama, tmp_path):
+    made = plan(
+        tmp_path, tiny_llama, "ignore: ['re:.*down_proj', model.layers.0.self_attn.o_proj]\n"
+    )
+    kept = {m.name: m.reason for m in made.modules if m.action == "float"}
+    assert kept == {
+        "lm_head": "outside of the decoder blocks",
+        "model.layers.0.mlp.down_proj": "ignored by 're:.*down_proj'",
+        "model.layers.1.mlp.down_proj": "ignored by 're:.*down_proj'",
+        "model.layers.0.self_attn.o_proj": "ignored by 'model.layers.0.self_attn.o_proj'",
+    }
+
+
+def test_predicted_bytes_are_those_of_the_tensors(tiny_llama, tmp_path):
+    linears = 4 * 128 * 128 - 2 * 64 * 128 + 3 * 128 * 256  # elements of a block's layers
+    channels = 2 * 128 + 2 * 64 + 2 * 256 + 128
+    norms, embedding = 2 * (2 * 128 * 2) + 128 * 2, 384 * 128 * 2
+    kv = 2 * 2 * 2 * 4  # blocks, K and V, heads, fp32
+    expected = 2 * (linears + 4 * (channels + 7)) + norms + embedding + kv
+    assert plan(tmp_path, tiny_llama).prediction.checkpoint_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("model.layers.0.mlp.dwon_proj", "did you mean 'model.layers.0.mlp.down_proj'?"),
+        ("re:.*dwon_proj", "did you mean 're:.*down_proj'?"),
+        ("down_proj", "did you mean 're:.*down_proj'?"),
+        ("re:layers.*", "a full name, or `re:` and a pattern"),
+    ],
+)
+def test_an_ignored_layer_that_does_not_exist(entry, expected, tiny_llama, tmp_path):
+    (found,) = problems(tmp_path, tiny_llama, f"ignore:\n  - lm_head\n  - '{entry}'\n")
+    assert found.startswith(f"r.yaml:8: ignore.1: {entry!r} matches no linear layer; ")
+    assert expected in found
+
+
+def test_fused_layers_stay_together(tiny_llama, tmp_path):
+    extra = "ignore: ['re:.*q_proj', 're:.*1.mlp.up_proj']\n"
+    found = problems(tmp_path, tiny_llama, extra)
+    assert [line.split("; ")[0] for line in found] == [
+        "r.yaml:6: ignore.0: model.layers.0.self_attn.qkv_proj fuses q_proj, k_proj, v_proj, but only q_proj is ignored",
+        "r.yaml:6: ignore.0: model.layers.1.self_attn.qkv_proj fuses q_proj, k_proj, v_proj, but only q_proj is ignored",
+        "r.yaml:6: ignore.1: model.layers.1.mlp.gate_up_proj fuses gate_proj, up_proj, but only up_proj is ignored",
+    ]
+
+
+def test_ignoring_everything_is_an_error(tiny_llama, tmp_path):
+    (found,) = problems(tmp_path, tiny_llama, "ignore: ['re:.*']\n")
+    assert found.startswith("r.yaml:6: ignore: leaves no layer to the scheme a8w8c8")
+
+
+def test_an_unsupported_family(tiny_llama, tmp_path):
+    edit_config(model := copy(tiny_llama, tmp_path), model_type="qwen33")
+    (found,) = problems(tmp_path, model)
+    assert found.startswith("r.yaml:1: model.path: model_type 'qwen33' of model is not supported")
+    assert "did you mean 'qwen3'? allowed: llama, mistral, qwen2, qwen3" in found
+
+
+def test_a_model_with_code_of_its_own_is_refused(tiny_llama, tmp_path):
+    edit_config(model := copy(tiny_llama, tmp_path), auto_map={"AutoModel": "evil.Model"})
+    (found,) = problems(tmp_path, model)
+    assert "trust_remote_code" in found
+
+
+def test_a_configuration_that_does_not_fit_the_files(tiny_llama, tmp_path):
+    edit_config(model := copy(tiny_llama, tmp_path), intermediate_size=512, num_hidden_layers=3)
+    missing, misshaped = problems(tmp_path, model)
+    assert missing.startswith("r.yaml:1: model.path: model misses model.layers.2.")
+    assert "model.layers.0.mlp.gate_proj.weight is [256, 128], needed is [512, 128]" in misshaped
+
+
+def test_a_configuration_that_is_not_valid(tiny_llama, tmp_path):
+    edit_config(model := copy(tiny_llama, tmp_path), hidden_size="wide")
+    (found,) = problems(tmp_path, model)
+    assert found.startswith("r.yaml:1: model.path: model/config.json is not a valid configuration")
+    assert "hidden_size" in found
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(None, "has no tokenizer"), ("{", "cannot be loaded")],
+)
+def test_a_tokenizer_that_is_missing_or_damaged(content, expected, tiny_llama, tmp_path):
+    model = copy(tiny_llama, tmp_path)
+    (model / "tokenizer.json").unlink()
+    if content is not None:
+        (model / "tokenizer.json").write_text(content)
+    (found,) = problems(tmp_path, model)
+    assert found.startswith("r.yaml:1: model.path: ")
+    assert expected in found
+
+
+def test_a_tokenizer_of_another_model(make_model, tmp_path):
+    model = copy(make_model(vocab_size=256), tmp_path)
+    (found,) = problems(tmp_path, model)
+    assert "tokens, the model a vocabulary of 256; they do not belong together" in found
+
+
+def test_sequences_longer_than_the_model_and_missing_data(tiny_llama, tmp_path):
+    found = problems(
+        tmp_path,
+        tiny_llama,
+        "report:\n  speed: {prompt_tokens: 500, new_tokens: 20}\n",
+        "dataset.evaluation.sequence_length=513",
+        "dataset.name=/nowhere/text.jsonl",
+    )
+    assert found == [
+        "r.yaml:7: report.speed: found 500 prompt and 20 new tokens; the model has 512 positions",
+        "--set dataset.name=/nowhere/text.jsonl: dataset.name: no such file: /nowhere/text.jsonl",
+        "--set dataset.evaluation.sequence_length=513: dataset.evaluation.sequence_length: found 513; the model has 512 positions",
+    ]
+
+
+def test_an_output_that_is_taken(tiny_llama, tmp_path):
+    (tmp_path / "out").mkdir()
+    assert plan(tmp_path, tiny_llama).blocks  # empty is free
+    (tmp_path / "out" / "x").touch()
+    (found,) = problems(tmp_path, tiny_llama)
+    assert found.startswith("r.yaml:5: output.path: out exists already; give --force")
+    assert plan(tmp_path, tiny_llama, force=True).blocks
+
+
+def test_an_output_around_the_model(tiny_llama, tmp_path):
+    model = copy(tiny_llama, tmp_path / "out")
+    with pytest.raises(RecipeError, match="holds the model itself"):
+        plan(tmp_path, model, force=True)
+
+
+def test_a_disk_that_is_too_small(tiny_llama, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("ptq.plan.preflight.shutil.disk_usage", lambda _: usage)
+    (found,) = problems(tmp_path, tiny_llama)
+    assert "has 0 MB free" in found
+
+
+def test_all_problems_at_once(tiny_llama, tmp_path):
+    model = copy(tiny_llama, tmp_path)
+    (model / "tokenizer.json").unlink()
+    found = problems(
+        tmp_path, model, "ignore: [lm_haed]\n", "dataset.calibration.sequence_length=600"
+    )
+    assert [line.split(": ")[1] for line in found] == [
+        "model.path",
+        "ignore.0",
+        "dataset.calibration.sequence_length",
+    ]
+
+
+def test_a_recipe_without_a_file_has_no_lines(tiny_llama, tmp_path):
+    loaded = load_recipe(recipe_file(tmp_path, tiny_llama))
+    recipe = Recipe.model_validate(dict(loaded) | {"ignore": ("nothing",)})
+    with pytest.raises(RecipeError, match=r"^recipe: ignore\.0: 'nothing' matches no linear layer"):
+        build_plan(recipe, Checkpoint.open(recipe.model.path))
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tiny_llama, tmp_path, monkeypatch):
+    from formats.scheme import PRESETS
+
+    loaded = load_recipe(recipe_file(tmp_path, tiny_llama))
+    checkpoint = Checkpoint.open(tiny_llama)
+    monkeypatch.setattr(checkpoint, "scheme", PRESETS["a8w8"])
+    with pytest.raises(RecipeError, match=r"is quantized already \(a8w8\); give the original"):
+        build_plan(loaded, checkpoint)

@@ -1,0 +1,407 @@
+"""The report: thresholds, figures of a real run, a page that needs nothing else, and the command."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from calibrate.data import load_tokens
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, RequestError
+from inference.accuracy import compare
+from inference.engine import Engine
+from ptq.commands import compare as runs
+from ptq.peers.measure import PeerRow
+from ptq.peers.specs import PEERS, Peer
+from ptq.pipeline.driver import quantize
+from ptq.plan.plan import build_plan
+from ptq.recipe.schema import Recipe, ThresholdsSpec, load_recipe
+from ptq.report.data import ReportData, check_thresholds, failure
+from ptq.report.html import render_html, render_markdown
+from ptq.report.outliers import OutlierRow, distinct_inputs
+from ptq.report.plots import draw_plots
+from ptq.report.report import Report, make_report, report, shown_path, write_report
+from ptq.report.sections import sections
+from ptq.report.summary import summary_rows
+from ptq.result import Event, load_result
+
+RECIPE = """\
+model: {{path: {model}}}
+dataset:
+  name: text.py
+  calibration: {{samples: 4, sequence_length: 48}}
+  evaluation: {{samples: 4, sequence_length: 48}}
+scheme: a8w8c8
+methods: [{{smoothquant: {{alphas: [0.5, 0.9], search_samples: 2}}}}, rtn]
+output: {{path: {output}}}
+report:
+  speed: {{batch: 2, prompt_tokens: 16, new_tokens: 4}}
+  thresholds: {{perplexity_ratio: 1.5, kl: 5.0, top1_agreement: 0.01}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_llama) -> Path:
+    """A folder with a recipe of the tiny model and its text."""
+    folder = tmp_path_factory.mktemp("a-private-place")
+    (folder / "r.yaml").write_text(RECIPE.format(model=tiny_llama, output=folder / "out"))
+    text = "".join(f"def f{i}(x, y):\n    return x * {i} + y\n\n" for i in range(200))
+    (folder / "text.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(folder) -> Report:
+    """The report of a finished run."""
+    plan = build_plan(recipe := load_recipe(folder / "r.yaml"), Checkpoint.open(recipe.model.path))
+    return make_report(quantize(plan, progress=False), plan, progress=False)
+
+
+class Page(HTMLParser):
+    """Collects what a page refers to, its text, and whether its elements are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.words: list[str] = []
+        self.stack: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img", "br"):
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def thresholds(data: ReportData, **limits: float) -> ReportData:
+    checks = check_thresholds(ThresholdsSpec(**limits), data.accuracy)
+    failures = tuple(failure(check) for check in checks if not check.holds)
+    passed = not failures
+    return data.model_copy(update={"checks": checks, "failures": failures, "passed": passed})
+
+
+def test_the_figures_are_those_of_the_two_engines(made, folder):
+    recipe: Recipe = load_recipe(folder / "r.yaml")
+    original = Engine.from_pretrained(recipe.model.path)
+    quantized = Engine.from_pretrained(folder / "out" / "checkpoint")
+    tokens = load_tokens(recipe.dataset, original.tokenizer, "evaluation")
+    data = made.data
+    assert data.accuracy == compare(original, quantized, tokens.sequences())
+    assert data.accuracy.kl_mean > 0
+    assert data.evaluation.fingerprint == tokens.fingerprint
+    assert data.evaluation.fingerprint != data.quantization.calibration.fingerprint
+    assert data.sizes.original_weights == original.checkpoint.nbytes
+    assert data.sizes.quantized_weights == quantized.checkpoint.nbytes < original.checkpoint.nbytes
+    assert data.sizes.original_kv == 2 * 2 * 2 * 32 * 2  # K and V, layers, heads, dim, bf16
+    assert data.sizes.quantized_kv == data.sizes.original_kv // 2
+    assert data.sizes.quantized_kv_here == quantized.kv_bytes_per_token == data.sizes.quantized_kv
+    assert data.scale_table == quantized.checkpoint.scale_table
+    assert [row.module for row in data.kv_scales] == list(quantized.checkpoint.kv_scales)
+    assert data.speed is not None
+    assert data.speed.quantized.batch == 2
+
+
+def test_a_run_that_keeps_its_thresholds_passes(made):
+    assert made.passed
+    assert made.failures == ()
+    assert [check.name for check in made.data.checks] == [
+        "perplexity_ratio",
+        "kl",
+        "top1_agreement",
+    ]
+
+
+def test_summary_rows_hold_both_models(made):
+    head, *rows = made.summary_rows
+    assert head == ("", "original", "quantized", "change")
+    names = [row[0] for row in rows]
+    assert names[:3] == ["weights", "cache per token", "perplexity"]
+    assert names[-2:] == ["prefill tokens/s", "decode tokens/s"]
+    assert all(len(row) == 4 for row in rows)
+    assert rows[1][1:] == ("512 B", "256 B", "x 0.50")
+
+
+@pytest.mark.parametrize(
+    ("limits", "holds"),
+    [
+        ({"perplexity_ratio": 1.02}, True),
+        ({"perplexity_ratio": 1.0199}, False),
+        ({"kl": 0.5}, True),
+        ({"kl": 0.49}, False),
+        ({"top1_agreement": 0.9}, True),
+        ({"top1_agreement": 0.91}, False),
+        ({"kl": 0.49, "top1_agreement": 0.9}, False),
+        ({}, True),
+    ],
+)
+def test_thresholds_decide(made, limits, holds):
+    measured = {"perplexity_ratio": 1.02, "kl_mean": 0.5, "top1_agreement": 0.9}
+    data = made.data.model_copy(update={"accuracy": made.data.accuracy.model_copy(update=measured)})
+    judged = thresholds(data, **limits)
+    assert judged.passed is holds
+    words = {"holds", "MISSED"} & set(Page(render_html(judged, {})).words)
+    assert ("MISSED" in words) is not holds
+    verdict = "passed" if holds and limits else "failed" if limits else "open"
+    assert f'class="verdict {verdict}"' in render_html(judged, {})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_a_number_never_holds(made, value):
+    broken = made.data.accuracy.model_copy(update={"perplexity_ratio": value, "kl_mean": value})
+    checks = check_thresholds(ThresholdsSpec(perplexity_ratio=2.0, kl=2.0), broken)
+    assert [check.holds for check in checks] == [False, False]
+
+
+def test_a_failure_says_what_was_measured_and_allowed(made):
+    accuracy = made.data.accuracy.model_copy(update={"top1_agreement": 0.8, "kl_mean": 0.25})
+    texts = [
+        failure(check)
+        for check in check_thresholds(ThresholdsSpec(kl=0.1, top1_agreement=0.9), accuracy)
+    ]
+    assert texts == [
+        "mean KL (nats) 0.25 is above the threshold 0.1 (report.thresholds.kl)",
+        "top-1 agreement 0.8 is below the threshold 0.9 (report.thresholds.top1_agreement)",
+    ]
+
+
+def test_the_page_is_whole_and_loads_nothing(made):
+    text = (made.folder / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.stack == []
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert len(page.references) == page.tags.count("img") == 6
+    assert all(ref.startswith("data:image/svg+xml;base64,") for ref in page.references)
+    assert not re.search(r"https?:|@import|url\(", text)
+    for reference in page.references:
+        svg = base64.b64decode(reference.partition(",")[2]).decode()
+        assert svg.startswith("<svg")
+        outside = set(re.findall(r"https?://[^\"'<>) ]+", svg))
+        assert outside <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_names_are_text_and_never_markup(made):
+    evil = "<script>alert('&')</script>|`x`"
+    event = Event(module=evil, kind="clipping", message=evil)
+    record = made.data.quantization.model_copy(update={"events": (event,)})
+    data = made.data.model_copy(update={"title": evil, "quantization": record, "recipe": evil})
+    page = Page(text := render_html(data, draw_plots(data)))
+    assert "<script" not in text
+    assert page.words.count(evil) == 3  # in the head, as headline, and as recipe
+    assert any(word == f"{evil}: {evil} (clipping)" for word in page.words)
+    shown = render_markdown(data)
+    assert "<script" not in shown.replace(f"```yaml\n{evil}\n```", "")
+
+
+def test_markdown_tables_have_equal_rows(made):
+    text = (made.folder / "report.md").read_text(encoding="utf-8")
+    widths: list[int] = []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            widths.append(len(re.findall(r"(?<!\\)\|", line)))
+        else:
+            assert len(set(widths)) <= 1, text
+            widths = []
+    assert text.count("\n## ") == len(list(sections(made.data)))
+
+
+def test_json_holds_everything_and_reads_back(made):
+    text = (made.folder / "report.json").read_text(encoding="utf-8")
+    assert ReportData.model_validate_json(text) == made.data
+    accuracy = json.loads(text)["accuracy"]
+    assert accuracy["perplexity_ratio"] == made.data.accuracy.perplexity_ratio
+    assert {"kl_mean", "tokens"} <= set(accuracy)
+
+
+def test_the_report_does_not_tell_where_things_lie(made, folder, tiny_llama):
+    for file in made.folder.iterdir():
+        text = file.read_text(encoding="utf-8")
+        assert str(tiny_llama.parent) not in text, file
+        assert "a-private-place" not in text, file
+
+
+def test_paths_are_shown_relative_or_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert shown_path(tmp_path / "a" / "b") == "a/b"
+    assert shown_path("/elsewhere/model") == "model"
+    assert shown_path("stdlib") == "stdlib"
+
+
+def test_equal_data_give_equal_files(made, tmp_path):
+    write_report(made.data, tmp_path / "again")
+    for name in ("report.html", "report.md", "report.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (made.folder / name).read_bytes(), name
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(made, tmp_path, monkeypatch):
+    folder = tmp_path / "report"
+    write_report(made.data, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ptq.report.report.render_markdown", full)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        write_report(made.data.model_copy(update={"title": "new"}), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_reports_without_speed_smoothing_or_cache_have_fewer_sections(made):
+    record = made.data.quantization.model_copy(update={"smoothing": (), "modules": ()})
+    empty = {"speed": None, "kv_scales": (), "outliers": (), "quantization": record}
+    data = made.data.model_copy(update=empty)
+    titles = [section.title for section in sections(data)]
+    assert "Cache scales" not in titles
+    assert "Activations and smoothing" not in titles
+    assert set(draw_plots(data)) == {"perplexity", "divergence", "sizes"}
+    assert not any("tokens/s" in row[0] for row in summary_rows(data))
+    Page(render_html(data, draw_plots(data)))
+
+
+def test_lossless_layers_and_equal_models_can_be_drawn(made):
+    lossless = {"output_sqnr_db": None, "baseline_output_sqnr_db": None}
+    rows = tuple(row.model_copy(update=lossless) for row in made.data.quantization.modules)
+    record = made.data.quantization.model_copy(update={"modules": rows})
+    zero = {f"kl_{name}": 0.0 for name in ("mean", "p50", "p90", "p99", "max")}
+    accuracy = made.data.accuracy.model_copy(
+        update=zero | {"perplexity_ratio_ci": None, "perplexity_original_ci": None}
+    )
+    data = made.data.model_copy(update={"quantization": record, "accuracy": accuracy})
+    assert all(svg.endswith("</svg>\n") for svg in draw_plots(data).values())
+
+
+def test_layers_that_share_an_input_are_shown_once():
+    def row(name: str, absmax: float, role: str = "input") -> OutlierRow:
+        return OutlierRow(
+            module=name,
+            role=role,
+            absmax=absmax,
+            median=1.0,
+            ratio=absmax,
+            channels=(3,),
+            magnitudes=(absmax,),
+        )
+
+    rows = [row(f"m.{i}.attn.{n}_proj", 5.0) for i in (0, 1) for n in "kqv"]
+    rows += [row("m.0.attn.o_proj", 2.0), row("m.0.attn", 9.0, "k_cache")]
+    assert [r.module for r in distinct_inputs(rows)] == [
+        "m.0.attn.q_proj",
+        "m.1.attn.q_proj",
+        "m.0.attn.o_proj",
+    ]
+
+
+def test_the_command_measures_a_moved_run_again(made, folder, tmp_path, monkeypatch, capsys):
+    moved = tmp_path / "moved"
+    shutil.copytree(folder / "out", moved, ignore=shutil.ignore_patterns("report"))
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["moved"]) == 0
+    out = capsys.readouterr().out
+    assert "perplexity" in out
+    assert "report: moved/report/report.html" in out
+    again = json.loads((moved / "report" / "report.json").read_text())
+    assert again["accuracy"] == json.loads(made.data.accuracy.model_dump_json())
+    text = (moved / "recipe.yaml").read_text()
+    (moved / "recipe.yaml").write_text(text.replace("kl: 5.0", "kl: 1.0e-09"))
+    assert report.main(["moved"]) == 1
+    assert "FAILED: mean KL (nats) " in capsys.readouterr().out
+
+
+def test_other_tools_stand_beside_the_run(made):
+    better = made.data.accuracy.model_copy(update={"kl_mean": 0.125, "kl_mean_ci": (0.1, 0.15)})
+    about = {"method": "int4, RTN", "package": "p", "version": "1.5", "threads": 3}
+    rows = (
+        PeerRow(name="a|b", seconds=7.25, peak_rss_bytes=9_000_000, accuracy=better, **about),
+        PeerRow(name="c", error="it <broke>", **about),
+    )
+    record = made.data.quantization.model_copy(update={"smoothing": (), "modules": ()})
+    empty = {"kv_scales": (), "outliers": (), "quantization": record}  # fewer plots to draw
+    data = made.data.model_copy(update=empty | {"peers": rows})
+    (section,) = [s for s in sections(data) if s.title == "Beside other tools"]
+    assert [s for s in sections(made.data) if s.title == "Beside other tools"] == []
+    ((head, own, first, second),) = [[t.columns, *t.rows] for t in section.tables]
+    assert len(head) == len(own) == len(first) == len(second)
+    assert own[:3] == (
+        "this run",
+        "a8w8c8, smoothquant, rtn",
+        f"{data.accuracy.perplexity_ratio:.4f}",
+    )
+    assert first[4:6] == ("0.125", "0.1 to 0.15")
+    assert first[7:] == ("7.2 s", "9 MB", "3", "p 1.5")
+    assert second[2:8] == ("", "", "", "", "", "could not run")
+    plots = draw_plots(data)
+    assert set(plots) == {"perplexity", "divergence", "sizes", "peers"}
+    assert plots["peers"].count("<!-- a|b -->") == 1
+    assert "<!-- c -->" not in plots["peers"]
+    page = Page(render_html(data, plots))
+    assert "c could not run: it <broke>" in page.words
+    assert page.tags.count("img") == 4
+    assert "| a\\|b | int4, RTN |" in render_markdown(data)
+    failed = data.model_copy(update={"peers": rows[1:]})
+    assert "peers" not in draw_plots(failed)
+
+
+def test_a_peer_that_fails_does_not_fail_the_report(folder, made, tmp_path, monkeypatch):
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text("raise ValueError('broken')")
+    monkeypatch.setitem(PEERS, "fake", Peer("rounding", "torch", adapter))
+    peers = json.dumps([{"name": "fake", "python": sys.executable}])
+    out = Path(shutil.copytree(folder / "out", tmp_path / "out"))
+    settings = [f"report.peers={peers}", "report.speed=false", f"output.path={out}"]
+    recipe = load_recipe(folder / "r.yaml", settings)
+    plan = build_plan(recipe, Checkpoint.open(recipe.model.path), force=True)
+    report = make_report(load_result(out), plan, progress=False)
+    assert [(row.name, row.error) for row in report.data.peers] == [("fake", "ValueError: broken")]
+    assert report.passed
+    assert report.data.accuracy == made.data.accuracy
+    assert "fake could not run: ValueError: broken" in (report.folder / "report.md").read_text()
+    for file in report.folder.iterdir():
+        assert str(Path(sys.executable).parent) not in file.read_text(encoding="utf-8"), file
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"quantization\.json"):
+        report.main([str(tmp_path)])
+
+
+def test_runs_of_one_model_compare(made, tmp_path, capsys):
+    outputs = [tmp_path / name for name in ("first", "second", "third")]
+    for output, kl in zip(outputs, (0.5, 0.25, 0.75), strict=True):
+        (output / "report").mkdir(parents=True)
+        data = json.loads((made.folder / "report.json").read_text())
+        data["accuracy"]["kl_mean"] = kl
+        if output.name == "third":
+            data["evaluation"]["fingerprint"] = "other"
+        (output / "report" / "report.json").write_text(json.dumps(data))
+    files = ["--markdown", str(tmp_path / "t.md"), "--plot", str(tmp_path / "p.svg")]
+    assert runs.main([*map(str, outputs[:2]), *files]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "t.md").read_text()
+    rows = [line.split(" | ") for line in printed.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| `second`", "| `first`"]
+    assert rows[0][1:3] == ["a8w8c8", "smoothquant, rtn"]
+    assert [row[6] for row in rows] == ["0.2500", "0.5000"]
+    assert all(row[8].startswith("x ") for row in rows)
+    svg = (tmp_path / "p.svg").read_text()
+    assert svg.count("<!-- first -->") == svg.count("<!-- second -->") == 1
+    with pytest.raises(RequestError, match="third and first were not measured on the same tokens"):
+        runs.main([str(path) for path in outputs])
+    with pytest.raises(RequestError, match="two of the outputs"):
+        runs.main([str(outputs[0]), str(outputs[0])])
