@@ -14,19 +14,24 @@ FAMILIES = (
 EXACT = ("w8a8", "w4a8_two_level", "w4a8_whole")  # sums of integers
 
 
-def make_weights(family: str, experts: int, outputs: int, inputs: int, bias: bool = True) -> list:
-    """A weight of each expert, random, views of one tensor a field as an engine has them."""
-    own = [_weight(family, outputs, inputs, bias) for _ in range(experts)]
+def make_weights(family: str, experts: int, outputs: int, inputs: int) -> tuple[list, list]:
+    """Random weights of experts: (packed, views of one tensor a field as an engine has them; plain).
+
+    A plain one is what a layer does to rows of fp64, by torch alone.
+    """
+    made = [_weight(family, outputs, inputs) for _ in range(experts)]
+    own, plain = [weight for weight, _ in made], [function for _, function in made]
     held = {}
     for field in fields(own[0]):
         if isinstance(getattr(own[0], field.name), torch.Tensor):
             held[field.name] = torch.stack([getattr(weight, field.name) for weight in own])
-    return [
+    packed = [
         replace(weight, **{name: t[e] for name, t in held.items()}) for e, weight in enumerate(own)
     ]
+    return packed, plain
 
 
-def _weight(family: str, outputs: int, inputs: int, with_bias: bool):
+def _weight(family: str, outputs: int, inputs: int):
     from kernels.triton.linear.dispatch import DenseWeight
     from kernels.triton.linear.fp8_block import pack_fp8_block
     from kernels.triton.linear.w4a8 import pack_w4a8
@@ -35,22 +40,40 @@ def _weight(family: str, outputs: int, inputs: int, with_bias: bool):
     from kernels.triton.linear.w8a16 import pack_w8a16
 
     base, _, kind = family.partition("_")
-    bias = torch.randn(outputs) if with_bias else None
+    bias = torch.randn(outputs)
     low, high = (-8, 8) if base.startswith("w4") else (-127, 128)
     q = torch.randint(low, high, (outputs, inputs), dtype=torch.int8)
-    groups = 1 if kind == "whole" else inputs // 64
+    groups = 1 if kind == "whole" or base in ("w8a8", "fp8") else inputs // 64
     scale = torch.rand(outputs, groups) * 0.01 + 0.005
     zeros = torch.randint(-8, 8, scale.shape, dtype=torch.int8) if kind == "zeros" else None
     if kind == "two_level":
         scale = torch.randint(1, 17, scale.shape) * 2.0**-10
+    stored = q.to(FP8) if base == "fp8" else q
     if family == "w16a16":
-        return DenseWeight((q.float() / 100).half(), None if bias is None else bias.half())
-    if family == "fp8_block":
-        return pack_fp8_block(q.to(FP8), torch.rand(-(-outputs // 128), inputs // 128), bias)
-    if base in ("w8a8", "fp8"):
-        return pack_w8a8(q.to(FP8) if base == "fp8" else q, scale[:, 0], bias)
-    make = {"w4a16": pack_w4a16, "w8a16": pack_w8a16, "w4a8": pack_w4a8}[base]
-    return make(q, scale, bias, zeros)
+        stored, scale, bias = (q.float() / 100).half(), torch.ones(1, 1), bias.half()
+        weight = DenseWeight(stored, bias)
+    elif family == "fp8_block":
+        blocks = torch.rand(-(-outputs // 128), inputs // 128)
+        scale = blocks.repeat_interleave(128, 0)[:outputs]
+        weight = pack_fp8_block(stored, blocks, bias)
+    elif base in ("w8a8", "fp8"):
+        weight = pack_w8a8(stored, scale[:, 0], bias)
+    else:
+        make = {"w4a16": pack_w4a16, "w8a16": pack_w8a16, "w4a8": pack_w4a8}[base]
+        weight = make(q, scale, bias, zeros)
+    each = inputs // scale.shape[1]
+    values = stored.double()
+    if zeros is not None:
+        values = values - zeros.double().repeat_interleave(each, 1)
+    values = values * scale.double().repeat_interleave(each, 1)
+    return weight, lambda x: x @ values.T + bias.double()
+
+
+def plain_rows(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Rows of `make_rows` in fp64."""
+    if scales is None:
+        return x.double()
+    return x.double() * scales.double().repeat_interleave(x.shape[1] // scales.shape[1], 1)
 
 
 def make_rows(family: str, rows: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor | None]:

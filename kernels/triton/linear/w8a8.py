@@ -8,8 +8,9 @@ cores, which keep about 14 bits, for fp32 every 128 inputs; many rows' every `SE
 where there are more than `FAST_INPUTS`.
 
 int8 weights lie [K / 128, N, 128]: at one step of the sum all programs read one contiguous stretch,
-and the same array is a matrix of K / 128 * N rows for the TMA unit. fp8 weights stay [N, K], of
-which that is a view, since cuBLASLt, which takes calls of most rows, wants them so.
+and the same array is a matrix of K / 128 * N rows for the TMA unit. fp8 weights stay [N, K], since
+cuBLASLt, which takes calls of most rows, wants them so, and longer stretches of a row are read at a
+step.
 
 Two kernels. Up to some tens of rows, and on other devices than sm_90 always, the weight is the left
 operand (wgmma wants 64 rows there, x has fewer), the sum is split where outputs are few. Beyond,
@@ -71,10 +72,20 @@ MANY = tuple(
 
 
 class W8A8Weight(PackedWeight):
-    """A weight packed for `w8a8_linear`, `scale` fp32 [N].
+    """A weight packed for `w8a8_linear`: int8 [K / 128, N, 128] or e4m3 [N, K], `scale` fp32 [N].
 
-    `packed` is int8 or e4m3 [K / 128, N, 128], the latter a view of [N, K].
+    Both are contiguous: the kernels rely on it, and copies of a weight keep it.
     """
+
+    @property
+    def outputs(self) -> int:
+        """N."""
+        return len(self.scale)
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.packed.numel() // self.outputs
 
 
 def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weight:
@@ -96,9 +107,9 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
     of_rows = q.shape[:-1]
     outputs = of_rows.numel()
     require(scale.numel() == outputs, f"{scale.numel()} scales for {outputs} outputs")
-    packed = q.contiguous().view(*of_rows, -1, BLOCK).transpose(-3, -2)
+    packed = q.contiguous()
     if q.dtype == torch.int8:
-        packed = packed.contiguous()
+        packed = packed.view(*of_rows, -1, BLOCK).transpose(-3, -2).contiguous()
     flat = scale.detach().float().reshape(of_rows).contiguous()
     return W8A8Weight(packed, flat, lay_bias(bias, q))
 
@@ -187,8 +198,7 @@ def w8a8_linear(
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    (rows, places), (blocks, outputs, _) = rows_of(xq, strips), weight.packed.shape
-    inputs = blocks * BLOCK
+    (rows, places), outputs, inputs = rows_of(xq, strips), weight.outputs, weight.inputs
     check_inputs(xq, (weight.packed.dtype,), inputs)
     check_input_scale(x_scale, len(xq))
     family, number = FAMILY[xq.dtype], len(strips.experts) if strips else 0
@@ -264,12 +274,13 @@ def _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places) -> 
     integers, parts = xq.dtype == torch.int8, workspace.parts
     if tile.splits > 1 and integers:
         parts = parts.view(torch.int32)
-    step, pitch, _ = weight.packed.stride()
+    require(weight.packed.is_contiguous(), "the packed weight is not contiguous")
     block = BLOCK if integers or inputs % tile.inputs else tile.inputs
+    step, pitch = (outputs * BLOCK, BLOCK) if integers else (block, inputs)
     places["WIDE"] |= outputs * inputs > COUNTED
     w8a8_kernel[grid](
         xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
-        M=rows, N=outputs, K=inputs, step=step * (block // BLOCK), pitch=pitch, **places,
+        M=rows, N=outputs, K=inputs, step=step, pitch=pitch, **places,
         OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages, BLOCK=block,
         PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None,
         SUM=tl.int32 if integers else tl.float32, **overlap(),
@@ -292,7 +303,7 @@ def _launch_many(xq, x_scale, weight, workspace, out, tile) -> None:
         not long or tile.rows * tile.outputs <= LONG,
         f"{tile} for {inputs} inputs; of more than {FAST_INPUTS} a tile has {LONG} results at most",
     )
-    packed = weight.packed.view(-1, BLOCK) if xq.dtype == torch.int8 else matrix_of(weight)
+    packed = weight.packed.view(-1, weight.packed.shape[-1])
     w8a8_many_kernel[(programs,)](
         describe(xq, [tile.rows, BLOCK]),
         describe(packed, [tile.outputs, BLOCK]),
@@ -304,16 +315,11 @@ def _launch_many(xq, x_scale, weight, workspace, out, tile) -> None:
     )  # fmt: skip
 
 
-def matrix_of(weight: W8A8Weight) -> Tensor:
-    """fp8 weights as they were, [N, K]: a view."""
-    return weight.packed.transpose(0, 1).reshape(weight.packed.shape[1], -1)
-
-
 def _library_linear(xq, x_scale, weight, out_dtype) -> Tensor:
     """fp8 by cuBLASLt; the scale of a tensor is spread over the rows."""
     out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         xq,
-        matrix_of(weight).t(),
+        weight.packed.t(),
         scale_a=x_scale.reshape(-1, 1).expand(xq.shape[0], 1).contiguous(),
         scale_b=weight.scale.reshape(1, -1),
         out_dtype=out_dtype,

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from tests.inference.test_gpu import engine_of, prompt, run
 
 from kernels.numerics import dequantize
 from tests.experts import MOE
+from tests.inference.gpu.test_gpu import engine_of, prompt, run
 from tests.kernels.triton_lab import interpreted
 
 SCHEMES = [
@@ -84,7 +84,7 @@ def test_layers_of_an_expert_may_differ_in_their_kernels(families):
     sizes = ((256, 128), (64, 128))  # outputs and inputs of gate and up, and of down
     weights = [make_weights(name, 2, *size) for name, size in zip(families, sizes, strict=True)]
     rows = [Rows(torch.int8 if "a8" in name else torch.float16) for name in families]
-    layers = [GpuExperts(own[0], wanted) for own, wanted in zip(weights, rows, strict=True)]
+    layers = [GpuExperts(own[0], wanted) for (own, _), wanted in zip(weights, rows, strict=True)]
     x, chosen = torch.randn(300, 128).half(), torch.randint(2, (300, 1), dtype=torch.int32)
     found = _all_at_once(*layers, x, chosen, 2)
     few = [_all_at_once(*layers, x[i : i + 1], chosen[i : i + 1], 2) for i in range(0, 300, 37)]

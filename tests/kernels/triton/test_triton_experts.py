@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.strip_cases import EXACT, FAMILIES, make_rows, make_weights
+from tests.kernels.strip_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 EXPERTS = 4
@@ -49,13 +49,16 @@ def test_strips_hold_the_pairs_of_an_expert_in_order(tokens, each, experts, rows
 @pytest.mark.parametrize("family", FAMILIES)
 @interpreted
 def test_rows_of_experts_are_multiplied_by_their_weights(family):
-    """By tokens, then by pairs, against each expert alone; a batch of fewer tokens gives the bits."""
+    """By tokens, then by pairs, against fp64 and each expert alone; fewer tokens give the bits.
+
+    An expert alone is no witness by itself: where a kernel misreads a weight, it does so twice.
+    """
     from kernels.triton.common import Workspace
     from kernels.triton.experts.strips import cut
     from kernels.triton.linear.dispatch import linear
 
     torch.manual_seed(0)
-    weights = make_weights(family, EXPERTS, 128, 256)
+    weights, plain = make_weights(family, EXPERTS, 128, 256)
     workspace, tokens, each = Workspace.on("cpu", 1 << 18, 64), 5, 2
     chosen = make_chosen(tokens, each, EXPERTS, skew=True)
     owners = chosen.flatten().long()
@@ -68,19 +71,21 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
 
         got = by_strips(x, scales, chosen)
         source = torch.arange(tokens * each) // (tokens * each // rows)
-        wanted = torch.empty_like(got)
+        wanted, alone = torch.empty_like(got).double(), torch.empty_like(got)
         for e in range(EXPERTS):
             own = source[owners == e]
             part = None if scales is None else scales[own]
-            wanted[owners == e] = linear(x[own], part, weights[e], workspace, torch.float32)
+            wanted[owners == e] = plain[e](plain_rows(x[own], part))
+            alone[owners == e] = linear(x[own], part, weights[e], workspace, torch.float32)
         if family in EXACT:
-            assert torch.equal(got, wanted)
-        assert (got - wanted).norm() < 1e-3 * wanted.norm()
+            assert torch.equal(got, alone)
+        for found in (got, alone):
+            assert (found - wanted).norm() < 1e-3 * wanted.norm()
         few = 2 * rows // tokens
-        alone = by_strips(
+        first = by_strips(
             x[:few].contiguous(), None if scales is None else scales[:few], chosen[:2]
         )
-        assert torch.equal(alone, got[: 2 * each])
+        assert torch.equal(first, got[: 2 * each])
     assert not workspace.arrivals.any()
     with pytest.raises(ValueError, match="needed is one for each of 10 pairs"):
         by_strips(*make_rows(family, 3, 256), chosen)
@@ -92,14 +97,15 @@ def test_places_of_more_than_32_bits(family):
     """As those of 128k tokens of 28672 inputs: the same sums, of all rows and of experts'."""
     from kernels.triton.common import Workspace
     from kernels.triton.experts import strips
-    from kernels.triton.linear.dispatch import linear, w8a8
+    from kernels.triton.linear import w8a8
+    from kernels.triton.linear.dispatch import linear
     from kernels.triton.linear.w16a16 import w16a16_linear
 
     large = torch.empty(1 << 24, 129, dtype=torch.int8, device="meta")
     assert strips.rows_of(large, None)[1]["WIDE"]
     assert not strips.rows_of(large[: 1 << 23], None)[1]["WIDE"]
     torch.manual_seed(0)
-    weight, workspace = make_weights(family, 2, 128, 256)[0], Workspace.on("cpu", 1 << 18, 64)
+    weight, workspace = make_weights(family, 2, 128, 256)[0][0], Workspace.on("cpu", 1 << 18, 64)
     x, scales = make_rows(family, 70, 256)
     own = strips.cut(make_chosen(70, 1, 2), 2, 16)
     found = []
@@ -224,7 +230,7 @@ def test_what_they_become(capability, families):
         cut(chosen, 128, 16)
         combine(torch.zeros(32, 2048).half(), torch.zeros(4, 8))
     for family in families:
-        weight = make_weights(family, 1, 1536, 1024)[0]
+        weight = make_weights(family, 1, 1536, 1024)[0][0]
         x, scales = make_rows(family, 4, 1024)
         with building_for(capability) as own, pytest.MonkeyPatch.context() as patch:
             patch.setattr(tuning, "multiprocessors", lambda device: 132)

@@ -99,8 +99,7 @@ class Program:
 )
 @compiled
 def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, splits):
-    from kernels.triton.linear.dispatch.hopper import runs as runs_gluon
-
+    from kernels.triton.linear.hopper import runs as runs_gluon
     from kernels.triton.linear.w4_many import division
 
     programs, cut, share = division(tiles, groups, processors, splits)

@@ -70,7 +70,7 @@ def test_the_rule_gives_tiles_that_fit(rows, outputs):
 @pytest.mark.parametrize(("strips", "columns"), [(1, 5), (16, 3), (37, 4)])
 @compiled
 def test_programs_take_every_tile_once_strip_by_strip(strips, columns):
-    from kernels.triton.linear.dispatch.hopper import w8 as w8_gluon
+    from kernels.triton.linear.hopper import w8 as w8_gluon
 
     tiles, programs, found = strips * columns, 4, {}
     sizes = (strips, columns * 128, tiles, 8)
