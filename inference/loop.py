@@ -10,10 +10,10 @@ from torch import Tensor
 from inference.config import EngineConfig
 from inference.cpu.runner import run_slices
 from inference.models.decoder import LlamaModel
-from inference.models.kv_cache import KVPool
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.request import RequestOutput
 from inference.scheduling.scheduler import Scheduler, Slice
+from kernels.attention_inputs import KVPool
 
 if TYPE_CHECKING:
     from inference.gpu.loop import DeviceLoop

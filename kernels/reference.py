@@ -1,27 +1,60 @@
-"""A plain torch twin of every op in `kernels.ops`: the specification, slow and without tricks.
+"""Every op of `kernels.ops` but attention in plain torch: its specification, and what runs where
+there are no compiled kernels.
 
-Integer products are taken in int64, everything else in fp64 where rounding is not part of the
-contract. The arguments and results are those of the op of the same name.
+Arguments and results are those of the op of the same name. Two promises hold here as there: what is
+rounded to integers has the same bits as in the compiled kernels, and a row has the same bits
+whatever other rows share the call. For the second, only operations are used whose result for an
+element does not depend on where the element lies: `torch.exp` has one code for whole vectors and
+for remainders, `torch.sigmoid` and `F.silu` have two, which differ in the last bit.
+
+Integer products: the integers are held in fp32, where products of two of them add up exactly as
+long as the sum stays below 2^24. 127 * 128 * 1024 does, so inputs are cut into runs of at most 1024
+and the runs' sums, exact integers each, are added in int32. That is exact on every processor;
+torch's own int8 products are not (without VNNI, oneDNN multiplies with an instruction that
+saturates) or are ten times slower than fp32 (`torch._int_mm`, without VNNI).
+
+Float products: how MKL cuts a product, and with it the order of its sums, depends on how many rows
+there are (with AVX-512 at any number of them, with AVX2 at 1 to 3). Rows therefore go through
+products of 16 at a time, the last of them padded.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.numerics import TINY_SCALE
+from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.numerics import (
+    FP8,
+    INT8,
+    block_absmax,
+    choose_scale,
+    fake_quantize_activations,
+    quantize,
+)
+
+RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 128 * 1024 < 2^24
+ROWS = 16  # of one float product
+_BY_STORAGE = {kind.storage: kind for kind in (INT8, FP8)}
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
-    """clamp(round_half_even(x / scale), -127, 127)."""
-    return torch.round(x.float() / scale.float().reshape(())).clamp(-127, 127).to(torch.int8)
+    """See `kernels.ops.quantize_static`."""
+    return quantize(x, scale.reshape(()))
 
 
 def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One scale a row: absmax / 127."""
-    scale = torch.stack([row.float().abs().max() / 127 for row in x]).clamp(min=TINY_SCALE)
-    quantized = [quantize_static(row, s) for row, s in zip(x, scale, strict=True)]
-    return torch.stack(quantized), scale.reshape(-1, 1)
+    """See `kernels.ops.quantize_per_token`."""
+    if x.shape[0] == 0:
+        return x.to(torch.int8), x.new_empty((0, 1), dtype=torch.float32)
+    scale = choose_scale(block_absmax(x, (1, -1)))
+    return quantize(x, scale), scale
+
+
+def fake_quantize_fp8(x: Tensor, scale: Tensor | None, group: int) -> Tensor:
+    """See `kernels.ops.fake_quantize_fp8`."""
+    return fake_quantize_activations(x, scale, FP8, group)
 
 
 def int8_linear(
@@ -32,106 +65,78 @@ def int8_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """acc * (x_scale * w_scale) + bias; `q` int8 [N, K] as in the checkpoint."""
-    accumulated = xq.long() @ q.long().T
-    scale = x_scale.float().reshape(-1, 1) * w_scale.float().reshape(1, -1)
-    out = accumulated.float() * scale
+    """acc * (x_scale * w_scale) + bias, with acc exact; see `kernels.ops.linear`.
+
+    Args:
+        xq: int8 [T, K], in [-127, 127].
+        x_scale: fp32, one element or [T, 1].
+        q: Integers [N, K] in [-128, 127], as int8 or held in fp32.
+        w_scale: fp32 [N].
+        bias: fp32 [N] or None.
+        out_dtype: Element type of the result.
+
+    Returns:
+        [T, N].
+    """
+    x, weight = xq.float(), q.float()
+    if x.shape[1] <= RUN:
+        total = F.linear(x, weight)
+    else:
+        runs = zip(x.split(RUN, dim=1), weight.split(RUN, dim=1), strict=True)
+        total = torch.as_tensor(sum(F.linear(a, w).to(torch.int32) for a, w in runs)).float()
+    scale = x_scale.reshape(-1, 1) if x_scale.numel() > 1 else x_scale.reshape(())
+    out = total * (scale * w_scale)
     return (out if bias is None else out + bias).to(out_dtype)
 
 
 def float_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + bias in fp64."""
-    out = x.double() @ weight.double().T
-    return (out if bias is None else out + bias.double()).to(weight.dtype)
+    """x W^T + bias in the type of `weight`, [N, K]; see `kernels.ops.linear`."""
+    out = product(x.to(weight.dtype), weight.T)
+    return out if bias is None else out + bias
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """Float `x` [..., T, K] times `y` [..., K, N], in products of 16 rows."""
+    rows = x.shape[-2]
+    parts = F.pad(x, (0, 0, 0, -rows % ROWS)).split(ROWS, dim=-2)
+    return torch.cat([part @ y for part in parts], dim=-2)[..., :rows, :]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight."""
-    wide = x.double()
-    norm = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
-    return (wide / norm * weight.double()).to(x.dtype)
+    """See `kernels.ops.rms_norm`."""
+    wide = x.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (weight.float() * (wide * inverse)).to(x.dtype)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """gate * sigmoid(gate) * up."""
-    wide = gate.double()
-    return (wide * torch.sigmoid(wide) * up.double()).to(gate.dtype)
+    """See `kernels.ops.silu_mul`."""
+    wide = gate.float()
+    return (wide / (1.0 + torch.exp(-wide)) * up.float()).to(gate.dtype)
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates the pair (x_i, x_{i + D/2}) of each token by its angle."""
-
-    def rotate(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        c, s = cos[:, None, :half].double(), sin[:, None, :half].double()
-        a, b = x[..., :half].double(), x[..., half:].double()
-        return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
-
-    return rotate(q), rotate(k)
+    """See `kernels.ops.apply_rope`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    dynamic: bool = False,
-) -> None:
-    """Token by token, head by head."""
-    for x, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
-        size, top = pool.shape[2], 127.0 if pool.dtype == torch.int8 else 448.0
-        for token, slot in enumerate(slots.tolist()):
-            for head in range(pool.shape[1]):
-                row, place = x[token, head].float(), (slot // size, head, slot % size)
-                if scale is not None and dynamic:
-                    scale[place] = (row.abs().max() / top).clamp(min=TINY_SCALE)
-                    row = row / scale[place]
-                elif scale is not None:
-                    row = row / scale[head]
-                if scale is not None:
-                    row = (row.round() if pool.dtype == torch.int8 else row).clamp(-top, top)
-                pool[place] = row.to(pool.dtype)
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def paged_attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softmax_scale: float,
-    sliding_window: int | None = None,
-) -> Tensor:
-    """Softmax of each query over its visible positions, one query and head at a time, in fp64."""
-    out = torch.zeros_like(q)
-    group = q.shape[1] // k_pool.shape[1]
-    for s, context in enumerate(context_len.tolist()):
-        k, v = (
-            _values(pool, scale, block_tables[s]).transpose(1, 2).flatten(0, 1)
-            for pool, scale in ((k_pool, k_scale), (v_pool, v_scale))
-        )  # [positions, Hkv, D]
-        first, last = query_start[s : s + 2].tolist()
-        for row in range(first, last):
-            position = context - (last - row)
-            begin = 0 if sliding_window is None else max(0, position + 1 - sliding_window)
-            for head in range(q.shape[1]):
-                keys, values = (x[begin : position + 1, head // group] for x in (k, v))
-                weights = torch.softmax(keys @ q[row, head].double() * softmax_scale, dim=0)
-                out[row, head] = (weights @ values).to(q.dtype)
-    return out
-
-
-def _values(pool: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
-    """What cached numbers stand for: fp64 [blocks, Hkv, 64, D]."""
-    values = pool[blocks].double()
-    if scale is None:
-        return values
-    if scale.dim() == 3:  # one for each cached token
-        return values * scale[blocks].double()[..., None]
-    return values * scale.double().reshape(1, scale.shape[0], 1, -1)
+def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
+    """See `kernels.ops.write_kv`."""
+    block, offset = slots // KV_BLOCK, slots % KV_BLOCK
+    for x, held, scale in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
+        if scale is None:
+            held[block, :, offset] = x.to(held.dtype)
+            continue
+        kind = _BY_STORAGE[held.dtype]
+        if pool.dynamic:
+            own = choose_scale(block_absmax(x, (1, 1, -1)), kind)  # [T, Hkv, 1]
+            scale[block, :, offset] = own[..., 0]
+        else:
+            own = scale.reshape(1, scale.shape[0], -1)  # [1, Hkv, 1 or D]
+        held[block, :, offset] = quantize(x, own, kind)

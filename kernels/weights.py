@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu import linear as cpu_linear
 from kernels.cpu import native
 from kernels.numerics import TYPES, dequantize
 
@@ -123,7 +122,7 @@ def pack_quantized_weight(
     bias = None if bias is None else bias.float()
     if integer_inputs and dtype == "int8" and group is None and zero_point is None:
         flat = scale.detach().float().reshape(-1).contiguous()
-        return Int8Weight(cpu_linear.pack_int8(q), flat, bias)
+        return Int8Weight(q.float().contiguous(), flat, bias)
     values = dequantize(q, scale.float(), zero_point, (1, group or -1))
     return FloatWeight(values.contiguous(), bias)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 
 from inference.models.feed_forward import SwiGLU
-from inference.models.kv_cache import KVPool
 from inference.models.layers import Linear
+from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
 from kernels.weights import PackedWeight
 
@@ -72,9 +72,6 @@ def _block(layer: Layer, pool: KVPool, window: int | None) -> BlockSpec | None:
         post_norm=layer.post_norm,
         gate_up=gate_up,
         down=down,
-        k_pool=pool.k,
-        v_pool=pool.v,
-        k_scale=pool.k_scale,
-        v_scale=pool.v_scale,
+        pool=pool,
         window=window,
     )

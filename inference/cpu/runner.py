@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from inference.models.decoder import Batch, LlamaModel
-from inference.models.kv_cache import BlockManager, KVPool
+from inference.models.kv_cache import BlockManager
 from inference.scheduling.scheduler import Slice
-from kernels.ops import KV_BLOCK
+from kernels.attention_inputs import KV_BLOCK, KVPool
 
 
 class Layout(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor
 from inference.gpu.feed_forward import feed_forward, inputs_of, on_gpu
 from inference.gpu.layers import workspace_on
 from inference.models.decoder import Layer, LlamaModel
-from inference.models.kv_cache import KVPool
+from kernels.attention_inputs import KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write

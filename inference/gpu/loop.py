@@ -20,10 +20,11 @@ from inference.config import EngineConfig
 from inference.gpu.runner import GpuRunner, Launched
 from inference.gpu.steps import Draw, Work
 from inference.models.decoder import LlamaModel
-from inference.models.kv_cache import KVPool, blocks_for
+from inference.models.kv_cache import blocks_for
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.request import RequestOutput
 from inference.scheduling.scheduler import Scheduler, Slice
+from kernels.attention_inputs import KVPool
 
 
 class DeviceLoop:

@@ -36,9 +36,10 @@ from inference.gpu.steps import (
     whole_values,
 )
 from inference.models.decoder import LlamaModel
-from inference.models.kv_cache import BlockManager, KVPool
+from inference.models.kv_cache import BlockManager
 from inference.models.memory import ran_out
 from inference.scheduling.scheduler import PENDING, Slice
+from kernels.attention_inputs import KVPool
 from kernels.devices import launches_on
 from kernels.triton.common import Workspace
 from kernels.triton.sampling.sample import sample

@@ -24,8 +24,8 @@ from formats.memory import release_freed_memory
 from inference.cpu.fused import fuse
 from inference.models import SUPPORTED_MODEL_TYPES
 from inference.models.feed_forward import FeedForward, Routing, load_feed_forward
-from inference.models.kv_cache import KVPool
 from inference.models.layers import Linear, Placement, load_linear
+from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu.decoder import FusedDecoder
 from kernels.ops import apply_rope, paged_attention, rms_norm, write_kv
 
@@ -273,20 +273,16 @@ class LlamaModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, c.eps), rms_norm(k, layer.k_norm, c.eps)
         q, k = apply_rope(q, k, cos, sin)
-        write_kv(k, v, pool.k, pool.v, batch.slots, pool.k_scale, pool.v_scale, pool.dynamic)
-        out = paged_attention(
-            q,
-            pool.k,
-            pool.v,
+        write_kv(k, v, pool, batch.slots)
+        inputs = AttentionInputs(
+            pool,
             batch.block_tables,
-            batch.query_start,
             batch.context_len,
-            pool.k_scale,
-            pool.v_scale,
-            c.head_dim**-0.5,
-            window,
+            batch.query_start,
+            softmax_scale=c.head_dim**-0.5,
+            sliding_window=window,
         )
-        return out.flatten(-2)
+        return paged_attention(q, inputs).flatten(-2)
 
     def _vector(self, name: str) -> Tensor:
         return self._checkpoint.tensor(name).to(self.place.device, self.dtype)

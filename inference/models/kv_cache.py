@@ -12,8 +12,8 @@ from torch import Tensor
 from formats.errors import EngineError
 from formats.scheme import KVCacheSpec
 from inference.models.layers import Placement
+from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import TYPES
-from kernels.ops import KV_BLOCK
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 
@@ -87,32 +87,6 @@ class BlockManager:
 def blocks_for(tokens: int) -> int:
     """Blocks that hold so many tokens."""
     return -(-tokens // KV_BLOCK)
-
-
-@dataclass(frozen=True)
-class KVPool:
-    """Cache of one layer.
-
-    Attributes:
-        k: [blocks, Hkv, 64, D], int8 or fp8 with scales, float without.
-        v: Likewise; for the GPU's kernels [blocks, Hkv, D, 64].
-        k_scale: Static: fp32 [Hkv] or [Hkv, D]; dynamic: [blocks, Hkv, 64]; or None.
-        v_scale: Static: fp32 [Hkv]; dynamic: [blocks, Hkv, 64]; or None.
-        dynamic: Whether scales are taken from the data and cached with them.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    dynamic: bool = False
-
-    @property
-    def nbytes_per_token(self) -> int:
-        """Bytes of one token's K and V, and of its scales where it has its own."""
-        tensors = [self.k, self.v]
-        tensors += [s for s in (self.k_scale, self.v_scale) if s is not None and self.dynamic]
-        return sum(tensor[0].nbytes for tensor in tensors) // KV_BLOCK
 
 
 def forget(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:

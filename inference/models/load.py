@@ -14,12 +14,12 @@ from formats.errors import CheckpointError, EngineError
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.models.decoder import LlamaModel
-from inference.models.kv_cache import KVPool, make_pool
+from inference.models.kv_cache import make_pool
 from inference.models.layers import Placement
 from inference.models.memory import OF_CACHE, OF_WEIGHTS, memory_for
+from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.devices import check_device
 from kernels.numerics import TYPES
-from kernels.ops import KV_BLOCK
 
 
 def load_model(

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.models.kv_cache import KVPool, forget
+from inference.models.kv_cache import forget
 from inference.scheduling.detokenizer import Detokenizer
 from inference.scheduling.request import FinishReason, RequestOutput, SamplingParams
 from inference.scheduling.sampler import sample, top_logprobs
 from inference.scheduling.scheduler import PENDING, Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
+from kernels.attention_inputs import KVPool
 
 
 class ActiveRequest:

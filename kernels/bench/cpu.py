@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels.ops as ops
+from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.cpu import native
 from kernels.cpu.structures import FORMATS, STORAGE_NAMES
 from kernels.weights import PackedWeight, Weight, pack_float_weight, pack_quantized_weight
@@ -213,7 +214,7 @@ def attention_cases(contexts: Sequence[int], heads: int = 32, kv: int = 8) -> It
     """One decoded token over a paged cache of each type; torch's is given a contiguous one."""
     dim = 64
     for context in contexts:
-        blocks = context // ops.KV_BLOCK
+        blocks = context // KV_BLOCK
         q = torch.randn(1, heads, dim)
         k = torch.randn(1, kv, context, dim)
         grouped = q.view(1, kv, heads // kv, dim)
@@ -226,14 +227,18 @@ def attention_cases(contexts: Sequence[int], heads: int = 32, kv: int = 8) -> It
         table = torch.randperm(blocks)[None]
         start, length = torch.tensor([0, 1]), torch.tensor([context])
         for kind in (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32):
-            pool = (torch.randn(blocks, kv, ops.KV_BLOCK, dim) * 20).to(kind)
+            pool = (torch.randn(blocks, kv, KV_BLOCK, dim) * 20).to(kind)
             scale = None if kind in (torch.bfloat16, torch.float32) else torch.full((kv,), 0.05)
-            pools = cycle([(pool, pool.clone()) for _ in range(1 + CACHES // (2 * pool.nbytes))])
+            rest = (table, length, start, dim**-0.5)
+            inputs = cycle(
+                [
+                    AttentionInputs(KVPool(pool, pool.clone(), scale, scale), *rest)
+                    for _ in range(1 + CACHES // (2 * pool.nbytes))
+                ]
+            )
 
-            def ours(args=(table, start, length, scale, scale), pools=pools, q=q) -> Tensor:
-                k_pool, v_pool = next(pools)
-                t, s, n, k_scale, v_scale = args
-                return ops.paged_attention(q, k_pool, v_pool, t, s, n, k_scale, v_scale, dim**-0.5)
+            def ours(inputs=inputs, q=q) -> Tensor:
+                return ops.paged_attention(q, next(inputs))
 
             operations = 4 * heads * dim * context
             name = f"attention {STORAGE_NAMES[kind]}"

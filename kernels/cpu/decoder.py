@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.attention_inputs import KVPool
 from kernels.cpu import native
-from kernels.cpu.native_attention import check_pools
+from kernels.cpu.native_attention import check_pool
 from kernels.cpu.structures import FORMATS, STORAGE_NAMES, pointer
 
 KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
@@ -83,7 +84,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A decoder block and its cache; norms are fp32, the cache as `kernels.ops` tells."""
+    """A decoder block and its cache; norms are fp32."""
 
     input_norm: Tensor
     qkv: LinearSpec
@@ -93,10 +94,7 @@ class BlockSpec:
     post_norm: Tensor
     gate_up: LinearSpec
     down: LinearSpec
-    k_pool: Tensor
-    v_pool: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    pool: KVPool
     window: int | None
 
 
@@ -135,7 +133,7 @@ class FusedDecoder:
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec
         dim = spec.cos.shape[1]
-        kv_heads = spec.blocks[0].k_pool.shape[1]
+        kv_heads = spec.blocks[0].pool.k.shape[1]
         self._blocks = (_Block * len(spec.blocks))(*[self._block(b) for b in spec.blocks])
         self._vocabulary = native.header(spec.head.packed).outputs
         self._decoder = _Decoder(
@@ -198,14 +196,14 @@ class FusedDecoder:
         return _Layer(spec.packed.data_ptr(), pointer(spec.scale), spec.group, KINDS[spec.inputs])
 
     def _block(self, spec: BlockSpec) -> _Block:
-        cache = (spec.k_pool, spec.v_pool, spec.k_scale, spec.v_scale)
-        kinds = check_pools(*cache)
+        pool, kinds = spec.pool, check_pool(spec.pool)
+        cache = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         norms = (spec.input_norm, spec.post_norm, spec.q_norm, spec.k_norm)
         return _Block(
             *map(self._layer, (spec.qkv, spec.o, spec.gate_up, spec.down)),
             *map(pointer, (*norms, *cache)),
             spec.window or 0,
-            spec.k_pool.shape[0],
-            FORMATS[STORAGE_NAMES[spec.k_pool.dtype]],
+            pool.k.shape[0],
+            FORMATS[STORAGE_NAMES[pool.k.dtype]],
             *kinds,
         )

@@ -1,7 +1,7 @@
-"""Cache writes and attention on the CPU, of the compiled kernels.
+"""Cache writes and attention of the compiled kernels.
 
 The functions have the contracts of those of the same name in `kernels.ops`. Caches of other types
-than fp32, bf16, int8 and e4m3 are left to `kernels.cpu.attention`.
+than fp32, bf16, int8 and e4m3 are left to plain torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.cpu import attention as torch_attention
+import kernels.reference as reference
+import kernels.reference_attention as reference_attention
+from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.cpu import native
 from kernels.cpu.structures import (
     FORMATS,
@@ -26,105 +28,76 @@ from kernels.cpu.structures import (
     pointer,
 )
 
-KV_BLOCK = torch_attention.KV_BLOCK
 _POOLS = {dtype: FORMATS[name] for dtype, name in STORAGE_NAMES.items()}
 _QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    dynamic: bool,
-) -> None:
+def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
     """See `kernels.ops.write_kv`.
 
     Raises:
         ValueError: shapes or types do not fit, a slot is not of the pool, or scales are to be taken
             from NaN or infinity; tokens with such a problem are not written, others may be.
     """
-    if k_pool.dtype not in _POOLS:
-        torch_attention.write_kv(k, v, k_pool, v_pool, slots, k_scale, v_scale, dynamic)
+    if pool.k.dtype not in _POOLS:
+        reference.write_kv(k, v, pool, slots)
         return
-    kinds = check_pools(k_pool, v_pool, k_scale, v_scale)
-    if k.shape != v.shape or k.shape[1:] != k_pool.shape[1::2] or len(slots) != len(k):
+    kinds = check_pool(pool)
+    if k.shape != v.shape or k.shape[1:] != pool.k.shape[1::2] or len(slots) != len(k):
         raise ValueError(
             f"k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; needed are "
-            f"[T, {k_pool.shape[1]}, {k_pool.shape[3]}] twice, as the cache has, and [T]"
+            f"[T, {pool.k.shape[1]}, {pool.k.shape[3]}] twice, as the cache has, and [T]"
         )
-    if dynamic != (kinds[0] == SCALE_TOKEN):
+    if pool.dynamic != (kinds[0] == SCALE_TOKEN):
         raise ValueError("dynamic scales need a place for each token, and static ones have none")
     keys, values, problem = native.tokens(k), native.tokens(v), c_int32(0)
     if keys.stride(0) != values.stride(0):
         keys, values = keys.contiguous(), values.contiguous()
     slots = slots.to(torch.int64).contiguous()
     args = WriteKvArgs(
-        *map(pointer, (keys, values, k_pool, v_pool, k_scale, v_scale, slots)),
+        *map(pointer, (keys, values, pool.k, pool.v, pool.k_scale, pool.v_scale, slots)),
         len(k),
         keys.stride(0),
-        *k_pool.shape[1::2],
-        _POOLS[k_pool.dtype],
+        *pool.k.shape[1::2],
+        _POOLS[pool.k.dtype],
         *kinds,
-        k_pool.shape[0],
+        pool.k.shape[0],
         addressof(problem),
     )
     native.loaded().ptq_write_kv(byref(args), torch.get_num_threads())
     native.report(problem)
 
 
-def paged_attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softmax_scale: float,
-    sliding_window: int | None,
-) -> Tensor:
+def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """See `kernels.ops.paged_attention`.
 
     Raises:
         ValueError: shapes or types do not fit, or a sequence needs a block that is not there.
     """
-    if k_pool.dtype not in _POOLS:
-        return torch_attention.paged_attention(
-            q,
-            k_pool,
-            v_pool,
-            block_tables,
-            query_start,
-            context_len,
-            k_scale,
-            v_scale,
-            softmax_scale,
-            sliding_window,
-        )
-    kinds = check_pools(k_pool, v_pool, k_scale, v_scale)
-    _check_queries(q, k_pool, block_tables, query_start, context_len, sliding_window)
+    pool = inputs.pool
+    if pool.k.dtype not in _POOLS:
+        return reference_attention.paged_attention(q, inputs)
+    kinds, starts = check_pool(pool), reference_attention.query_starts(inputs)
+    _check_queries(q, inputs, starts)
     queries, out, problem = native.tokens(q), torch.empty(q.shape), c_int32(0)
-    tables, starts, contexts = (
-        t.to(torch.int64).contiguous() for t in (block_tables, query_start, context_len)
+    tables, contexts = (
+        t.to(torch.int64).contiguous() for t in (inputs.block_tables, inputs.context_len)
     )
+    begins = torch.tensor(starts)
+    cache = (pool.k, pool.v, pool.k_scale, pool.v_scale)
     args = AttentionArgs(
-        *map(pointer, (queries, out, k_pool, v_pool, k_scale, v_scale, tables, starts, contexts)),
+        *map(pointer, (queries, out, *cache, tables, begins, contexts)),
         len(contexts),
         tables.shape[1],
         queries.stride(0),
         q.shape[1] * q.shape[2],
         q.shape[1],
-        *k_pool.shape[1::2],
-        sliding_window or 0,
-        _POOLS[k_pool.dtype],
+        *pool.k.shape[1::2],
+        inputs.sliding_window or 0,
+        _POOLS[pool.k.dtype],
         *kinds,
-        softmax_scale,
-        k_pool.shape[0],
+        inputs.softmax_scale,
+        pool.k.shape[0],
         addressof(problem),
         None,
     )
@@ -134,32 +107,31 @@ def paged_attention(
     return out.to(q.dtype)
 
 
-def check_pools(
-    k_pool: Tensor, v_pool: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
-) -> tuple[int, int]:
+def check_pool(pool: KVPool) -> tuple[int, int]:
     """Kinds of the scales of K and V; ValueError where cache and scales do not fit."""
-    shape = k_pool.shape
+    shape = pool.k.shape
     if (
-        v_pool.shape != shape
-        or v_pool.dtype != k_pool.dtype
+        pool.v.shape != shape
+        or pool.v.dtype != pool.k.dtype
         or len(shape) != 4
         or shape[2] != KV_BLOCK
-        or not (k_pool.is_contiguous() and v_pool.is_contiguous())
+        or not (pool.k.is_contiguous() and pool.v.is_contiguous())
     ):
         raise ValueError(
-            f"pools are {k_pool.dtype} {tuple(shape)} and {v_pool.dtype} {tuple(v_pool.shape)}; "
+            f"pools are {pool.k.dtype} {tuple(shape)} and {pool.v.dtype} {tuple(pool.v.shape)}; "
             f"needed are two of one type, contiguous [blocks, Hkv, {KV_BLOCK}, D]"
         )
-    kinds = _scale_kind(k_scale, k_pool), _scale_kind(v_scale, v_pool)
+    kinds = _scale_kind(pool.k_scale, pool.k), _scale_kind(pool.v_scale, pool.v)
     allowed = [(SCALE_NONE, SCALE_NONE)]
-    if k_pool.dtype in _QUANTIZED:
+    if pool.k.dtype in _QUANTIZED:
         head, channel, token = SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN
         allowed = [(head, head), (channel, head), (token, token)]
     if kinds not in allowed:
         raise ValueError(
-            f"scales of K and V are {_shape(k_scale)} and {_shape(v_scale)} for a cache of "
-            f"{k_pool.dtype} {tuple(shape)}; a quantized cache needs [Hkv] or [Hkv, D] for K and "
-            f"[Hkv] for V, or [blocks, Hkv, {KV_BLOCK}] for both, contiguous fp32; a float one none"
+            f"scales of K and V are {_shape(pool.k_scale)} and {_shape(pool.v_scale)} for a cache "
+            f"of {pool.k.dtype} {tuple(shape)}; a quantized cache needs [Hkv] or [Hkv, D] for K "
+            f"and [Hkv] for V, or [blocks, Hkv, {KV_BLOCK}] for both, contiguous fp32; a float one "
+            "none"
         )
     return kinds
 
@@ -177,38 +149,32 @@ def _scale_kind(scale: Tensor | None, pool: Tensor) -> int:
     return kinds.get(scale.shape, -1) if fits else -1
 
 
-def _check_queries(
-    q: Tensor,
-    k_pool: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    sliding_window: int | None,
-) -> None:
+def _check_queries(q: Tensor, inputs: AttentionInputs, starts: list[int]) -> None:
     """ValueError where queries, tables and lengths do not fit one another."""
-    if q.dim() != 3 or q.shape[2] != k_pool.shape[3] or q.shape[1] % k_pool.shape[1]:
+    shape, contexts = inputs.pool.k.shape, inputs.context_len.tolist()
+    if q.dim() != 3 or q.shape[2] != shape[3] or q.shape[1] % shape[1]:
         raise ValueError(
-            f"q is {tuple(q.shape)} for a cache of {tuple(k_pool.shape)}; needed is [T, Hq, D] "
+            f"q is {tuple(q.shape)} for a cache of {tuple(shape)}; needed is [T, Hq, D] "
             "with the cache's D and a multiple of its heads"
         )
-    starts, contexts = query_start.tolist(), context_len.tolist()
     counts = [b - a for a, b in pairwise(starts)]
     if len(counts) != len(contexts) or starts[0] != 0 or starts[-1] != len(q) or min(counts) < 0:
         raise ValueError(
             f"query_start is {starts} for {len(q)} queries of {len(contexts)} sequences; needed "
             f"are {len(contexts) + 1} numbers that rise from 0 to {len(q)}"
         )
-    places = block_tables.shape[1] * KV_BLOCK
-    if len(block_tables) != len(contexts) or not all(
+    tables, window = inputs.block_tables, inputs.sliding_window
+    places = tables.shape[1] * KV_BLOCK
+    if len(tables) != len(contexts) or not all(
         count <= context <= places for count, context in zip(counts, contexts, strict=True)
     ):
         raise ValueError(
             f"contexts are {contexts} with {counts} queries and block tables of "
-            f"{tuple(block_tables.shape)}; a context holds its queries and has a block in its "
+            f"{tuple(tables.shape)}; a context holds its queries and has a block in its "
             f"table for each {KV_BLOCK} tokens"
         )
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"the sliding window is {sliding_window}; needed is 1 at least, or None")
+    if window is not None and window < 1:
+        raise ValueError(f"the sliding window is {window}; needed is 1 at least, or None")
 
 
 def _shape(scale: Tensor | None) -> str:

@@ -1,4 +1,4 @@
-"""Ops on the CPU, of the compiled kernels: the row-wise ones, and those of `native_attention`.
+"""The ops on rows of the compiled kernels; attention's are in `native_attention`.
 
 The functions have the contracts of those of the same name in `kernels.ops`. The kernels take fp32;
 activations of other types are widened on the way in and rounded on the way out.
@@ -12,20 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import native
-from kernels.cpu.native_attention import paged_attention, write_kv
 from kernels.cpu.structures import FORMATS, QuantizeArgs, pointer
-
-__all__ = [  # by these names `kernels.ops` finds them
-    "apply_rope",
-    "fake_quantize_fp8",
-    "linear",
-    "paged_attention",
-    "quantize_per_token",
-    "quantize_static",
-    "rms_norm",
-    "silu_mul",
-    "write_kv",
-]
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:

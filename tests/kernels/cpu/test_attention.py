@@ -1,4 +1,4 @@
-"""Paged attention against its twin, and its promise: one query, one result, in any batch."""
+"""Paged attention against fp64, and its promise: one query, one result, in any batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
-import kernels.reference as reference
-from kernels.ops import KV_BLOCK, paged_attention, write_kv
+from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
+from kernels.numerics import TINY_SCALE
+from kernels.ops import paged_attention, write_kv
+
+pytestmark = pytest.mark.usefixtures("backend")
 
 KINDS = ("float", "int8 per_head", "int8 per_channel", "int8 per_token", "fp8 per_head")
 STORAGE = {"float": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -19,30 +23,71 @@ STORAGE = {"float": torch.float32, "int8": torch.int8, "fp8": torch.float8_e4m3f
 class Cache:
     """Sequences of random K and V in a paged cache, with the queries of all their positions."""
 
-    q: list[torch.Tensor]
-    k_pool: torch.Tensor
-    v_pool: torch.Tensor
-    tables: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
+    q: list[Tensor]
+    pool: KVPool
+    tables: Tensor
 
-    def attend(self, spans, window=None, attention=paged_attention) -> list[torch.Tensor]:
+    def attend(self, spans, window=None, attention=paged_attention) -> list[Tensor]:
         """Attention of positions [begin, end) of sequences: `spans` is (sequence, begin, end)."""
         q = torch.cat([self.q[s][b:e] for s, b, e in spans])
         counts = [e - b for _, b, e in spans]
-        out = attention(
-            q,
-            self.k_pool,
-            self.v_pool,
+        inputs = AttentionInputs(
+            self.pool,
             self.tables[[s for s, _, _ in spans]],
-            torch.tensor([0, *itertools.accumulate(counts)]),
             torch.tensor([e for _, _, e in spans]),
-            self.k_scale,
-            self.v_scale,
+            torch.tensor([0, *itertools.accumulate(counts)]),
             q.shape[-1] ** -0.5,
             window,
         )
-        return list(out.split(counts))
+        return list(attention(q, inputs).split(counts))
+
+
+def naive_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Softmax of each query over its visible positions, one query and head at a time, in fp64."""
+    out, starts = torch.zeros_like(q), inputs.query_start
+    group, pool = q.shape[1] // inputs.pool.k.shape[1], inputs.pool
+    assert starts is not None
+    for s, context in enumerate(inputs.context_len.tolist()):
+        k, v = (
+            dequantized(held, scale, inputs.block_tables[s]).transpose(1, 2).flatten(0, 1)
+            for held, scale in ((pool.k, pool.k_scale), (pool.v, pool.v_scale))
+        )  # [positions, Hkv, D]
+        first, last = starts[s : s + 2].tolist()
+        for row in range(first, last):
+            position = context - (last - row)
+            begin = max(0, position + 1 - (inputs.sliding_window or context))
+            for head in range(q.shape[1]):
+                keys, values = (x[begin : position + 1, head // group] for x in (k, v))
+                scores = keys @ q[row, head].double() * inputs.softmax_scale
+                out[row, head] = (torch.softmax(scores, dim=0) @ values).to(q.dtype)
+    return out
+
+
+def dequantized(held: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """What cached numbers stand for: fp64 [blocks, Hkv, 64, D]."""
+    values = held[blocks].double()
+    if scale is None:
+        return values
+    if scale.dim() == 3:  # one for each cached token
+        return values * scale[blocks].double()[..., None]
+    return values * scale.double().reshape(1, scale.shape[0], 1, -1)
+
+
+def naive_write(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
+    """Token by token, head by head."""
+    for x, held, scale in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
+        top = 127.0 if held.dtype == torch.int8 else 448.0
+        for token, slot in enumerate(slots.tolist()):
+            for head in range(held.shape[1]):
+                row, place = x[token, head].float(), (slot // KV_BLOCK, head, slot % KV_BLOCK)
+                if scale is not None and pool.dynamic:
+                    scale[place] = (row.abs().max() / top).clamp(min=TINY_SCALE)
+                    row = row / scale[place]
+                elif scale is not None:
+                    row = row / scale[head]
+                if scale is not None:
+                    row = (row.round() if held.dtype == torch.int8 else row).clamp(-top, top)
+                held[place] = row.to(held.dtype)
 
 
 def make_scales(kind, generator, blocks, heads, dim) -> tuple:
@@ -65,9 +110,8 @@ def make_cache(lengths, heads=(4, 2), dim=32, kind="int8 per_head", seed=0) -> C
     shape = (len(order), kv_heads, KV_BLOCK, dim)
     dtype = STORAGE[kind.split()[0]]
     stale = torch.randint(-127, 128, shape, generator=generator).to(dtype)  # of earlier requests
-    k_pool, v_pool = stale.clone(), stale.flip(0).clone()
-    k_scale, v_scale = make_scales(kind, generator, len(order), kv_heads, dim)
-    dynamic = kind.endswith("per_token")
+    scales = make_scales(kind, generator, len(order), kv_heads, dim)
+    pool = KVPool(stale.clone(), stale.flip(0).clone(), *scales, kind.endswith("per_token"))
     tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)
     queries, taken = [], 0
     for s, length in enumerate(lengths):
@@ -77,19 +121,19 @@ def make_cache(lengths, heads=(4, 2), dim=32, kind="int8 per_head", seed=0) -> C
         position = torch.arange(length)
         slots = own[position // KV_BLOCK] * KV_BLOCK + position % KV_BLOCK
         k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in "kv")
-        write_kv(k, v, k_pool, v_pool, slots, k_scale, v_scale, dynamic)
+        write_kv(k, v, pool, slots)
         queries.append(torch.randn(length, q_heads, dim, generator=generator) * 3)
-    return Cache(queries, k_pool, v_pool, tables, k_scale, v_scale)
+    return Cache(queries, pool, tables)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3), (8, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 1, 50, 200])
-def test_equals_its_twin(heads, kind, window):
+def test_equals_attention_in_fp64(heads, kind, window):
     cache = make_cache([1, 64, 65, 150], heads, 32, kind)
     spans = [(0, 0, 1), (1, 0, 64), (2, 60, 65), (3, 140, 150)]
     got = cache.attend(spans, window)
-    want = cache.attend(spans, window, reference.paged_attention)
+    want = cache.attend(spans, window, naive_attention)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
@@ -129,7 +173,7 @@ def test_the_batch_does_not_change_a_sequence(threads, with_threads):
 def test_a_long_prefill_is_cut_without_a_trace(monkeypatch):
     cache = make_cache([500])
     whole = cache.attend([(0, 0, 500)])[0]
-    monkeypatch.setattr("kernels.cpu.attention.SCORES_AT_ONCE", 500 * 4 * 7)
+    monkeypatch.setattr("kernels.reference_attention.SCORES_AT_ONCE", 500 * 4 * 7)
     assert torch.equal(cache.attend([(0, 0, 500)])[0], whole)
 
 
@@ -140,22 +184,32 @@ def test_no_queries_give_no_rows():
     assert torch.equal(got[1], cache.attend([(1, 0, 20)])[0])
 
 
+def written_by(writes, kind, k, v, slots, blocks=5) -> list[list[Tensor | None]]:
+    """Pools and scales as each of some `write_kv` leaves them; the scales clamp."""
+    generator = torch.Generator().manual_seed(1)
+    bf16, (heads, dim) = kind == "bf16", k.shape[1:]
+    scales = make_scales("float" if bf16 else kind, generator, blocks, heads, dim)
+    scales = [s if s is None or s.dim() == 3 else s * 0.3 for s in scales]
+    dtype = torch.bfloat16 if bf16 else STORAGE[kind.split()[0]]
+    found = []
+    for write in writes:
+        pool = KVPool(
+            *(torch.zeros(blocks, heads, KV_BLOCK, dim, dtype=dtype) for _ in "kv"),
+            *(None if s is None else s.clone() for s in scales),
+            dynamic=kind.endswith("per_token"),
+        )
+        write(k, v, pool, slots)
+        found.append([pool.k, pool.v, pool.k_scale, pool.v_scale])
+    return found
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "fp8 per_token"])
-def test_write_kv_equals_its_twin(kind):
+def test_write_kv_puts_every_token_in_its_place(kind):
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(9, 3, 16, generator=generator) for _ in "kv")
     slots = torch.randperm(5 * KV_BLOCK, generator=generator)[:9]
-    k_scale, v_scale = make_scales(kind, generator, 5, 3, 16)
-    if k_scale is not None and k_scale.dim() < 3:
-        k_scale, v_scale = k_scale * 0.3, v_scale * 0.3  # small enough to clamp
-    dtype, dynamic = STORAGE[kind.split()[0]], kind.endswith("per_token")
-    found = []
-    for write in (write_kv, reference.write_kv):
-        pools = [torch.zeros(5, 3, KV_BLOCK, 16, dtype=dtype) for _ in "kv"]
-        scales = [None if s is None else s.clone() for s in (k_scale, v_scale)]
-        write(k, v, *pools, slots, *scales, dynamic)
-        found.append([*pools, *scales])
-    for ours, twin in zip(*found, strict=True):
-        assert ours is twin is None or torch.equal(ours.float(), twin.float())
+    found, wanted = written_by((write_kv, naive_write), kind, k, v, slots)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours is theirs is None or torch.equal(ours.float(), theirs.float())
     top = {"int8": 127, "fp8": 448}.get(kind.split()[0])
-    assert top is None or found[0][0].float().abs().max() == top
+    assert top is None or found[0].float().abs().max() == top

@@ -11,11 +11,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.test_attention import KINDS, STORAGE, make_cache, make_scales
 
-import kernels.reference as reference
-from kernels.cpu import native, native_ops
-from kernels.ops import KV_BLOCK
+from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.cpu import native, native_attention
+from tests.kernels.cpu.test_attention import (
+    KINDS,
+    make_cache,
+    naive_attention,
+    naive_write,
+    written_by,
+)
 
 pytestmark = pytest.mark.skipif(not native.supported(), reason="no C++ compiler")
 ALL_KINDS = (*KINDS, "fp8 per_token", "bf16")
@@ -33,11 +38,11 @@ def cache_of(lengths, heads, dim, kind, seed=0):
     if kind != "bf16":
         return make_cache(lengths, heads, dim, kind, seed)
     cache = make_cache(lengths, heads, dim, "float", seed)
-    return replace(cache, k_pool=cache.k_pool.bfloat16(), v_pool=cache.v_pool.bfloat16())
+    return replace(cache, pool=KVPool(cache.pool.k.bfloat16(), cache.pool.v.bfloat16()))
 
 
 def attend(cache, spans, window=None):
-    return cache.attend(spans, window, native_ops.paged_attention)
+    return cache.attend(spans, window, native_attention.paged_attention)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -49,7 +54,7 @@ def test_equals_its_twin(isa, kind, heads, dim, window):
     cache = cache_of([1, 64, 65, 600], heads, dim, kind)
     spans = [(0, 0, 1), (1, 50, 64), (2, 60, 65), (3, 598, 600)]
     got = attend(cache, spans, window)
-    want = cache.attend(spans, window, reference.paged_attention)
+    want = cache.attend(spans, window, naive_attention)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
@@ -104,8 +109,8 @@ def test_what_lies_beyond_the_context_does_not_count(isa, dim, window):
     cache = make_cache([70], (4, 2), dim, "float")
     want = attend(cache, [(0, 60, 70)], window)[0]
     last = int(cache.tables[0, 1])
-    for pool in (cache.k_pool, cache.v_pool):
-        pool[last, :, 6:] = torch.nan
+    for held in (cache.pool.k, cache.pool.v):
+        held[last, :, 6:] = torch.nan
     assert torch.equal(attend(cache, [(0, 60, 70)], window)[0], want)
 
 
@@ -113,7 +118,7 @@ def test_large_scores_and_nan(isa):
     cache = make_cache([300], (4, 2), 32, "float")
     cache.q[0] *= 1e4  # all weight on one position
     got = attend(cache, [(0, 290, 300)])[0]
-    want = cache.attend([(0, 290, 300)], None, reference.paged_attention)[0]
+    want = cache.attend([(0, 290, 300)], None, naive_attention)[0]
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
     cache.q[0][295, 1, 3] = torch.nan
     found = attend(cache, [(0, 290, 300)])[0].isnan()
@@ -126,10 +131,10 @@ def test_queries_may_be_part_of_a_wider_buffer(isa, dtype):
     cache = make_cache([200], (4, 2), 32)
     cache.q[0] = cache.q[0].to(dtype)
 
-    def inside(q, *rest):
+    def inside(q, inputs):
         wide = torch.full((len(q), 8, 32), torch.nan, dtype=dtype)
         wide[:, 2:6] = q
-        return native_ops.paged_attention(wide[:, 2:6], *rest)
+        return native_attention.paged_attention(wide[:, 2:6], inputs)
 
     got = cache.attend([(0, 150, 200)], None, inside)[0]
     assert got.dtype == dtype
@@ -138,34 +143,16 @@ def test_queries_may_be_part_of_a_wider_buffer(isa, dtype):
 
 def test_bad_arguments_are_told(isa):
     cache = make_cache([100])
-    for table in (-1, len(cache.k_pool)):
+    for table in (-1, len(cache.pool.k)):
         broken = replace(cache, tables=torch.tensor([[0, table]]))
         with pytest.raises(ValueError, match="block that the cache does not have"):
             attend(broken, [(0, 99, 100)])
     with pytest.raises(ValueError, match="has a block in its table"):
         attend(replace(cache, tables=cache.tables[:, :1]), [(0, 99, 100)])
     with pytest.raises(ValueError, match="scales of K and V"):
-        attend(replace(cache, k_scale=None), [(0, 99, 100)])
+        attend(replace(cache, pool=replace(cache.pool, k_scale=None)), [(0, 99, 100)])
     with pytest.raises(ValueError, match="needed is 1 at least"):
         attend(cache, [(0, 99, 100)], 0)
-
-
-def write_both(kind, k, v, slots, blocks=5):
-    """Pools and scales as the kernel and as the twin leave them."""
-    heads, dim = k.shape[1:]
-    generator = torch.Generator().manual_seed(1)
-    bf16 = kind == "bf16"
-    k_scale, v_scale = make_scales("float" if bf16 else kind, generator, blocks, heads, dim)
-    if k_scale is not None and k_scale.dim() < 3:
-        k_scale, v_scale = k_scale * 0.3, v_scale * 0.3  # small enough to clamp
-    dtype = torch.bfloat16 if bf16 else STORAGE[kind.split()[0]]
-    found = []
-    for write in (native_ops.write_kv, reference.write_kv):
-        k_pool, v_pool = (torch.zeros(blocks, heads, KV_BLOCK, dim, dtype=dtype) for _ in "kv")
-        ks, vs = (None if s is None else s.clone() for s in (k_scale, v_scale))
-        write(k, v, k_pool, v_pool, slots, ks, vs, kind.endswith("per_token"))
-        found.append([k_pool, v_pool, ks, vs])
-    return found
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -177,7 +164,8 @@ def test_write_kv_equals_its_twin(isa, kind, dim, with_threads):
     qkv[3, 3:] = 0
     qkv[4, 3:] *= 1e-4  # e4m3's subnormals
     slots = torch.randperm(5 * KV_BLOCK, generator=generator)[:9]
-    for ours, twin in zip(*write_both(kind, qkv[:, 3:6], qkv[:, 6:], slots), strict=True):
+    writes = (native_attention.write_kv, naive_write)
+    for ours, twin in zip(*written_by(writes, kind, qkv[:, 3:6], qkv[:, 6:], slots), strict=True):
         assert ours is twin is None or torch.equal(ours.float(), twin.float())
 
 
@@ -187,8 +175,8 @@ def test_bad_writes_are_told_and_left_out(isa):
     k_scale, v_scale = (torch.ones(5, 3, KV_BLOCK) for _ in "kv")
 
     def write(slots, dynamic=True):
-        slots = torch.tensor(slots)
-        native_ops.write_kv(x, x, k_pool, v_pool, slots, k_scale, v_scale, dynamic)
+        pool = KVPool(k_pool, v_pool, k_scale, v_scale, dynamic)
+        native_attention.write_kv(x, x, pool, torch.tensor(slots))
 
     for slot in (-1, 5 * KV_BLOCK):
         with pytest.raises(ValueError, match="does not have"):

@@ -1,0 +1,153 @@
+"""Attention over the paged cache in plain torch: batched fp32 matrix products.
+
+It runs where there are no compiled kernels, and for caches of types that those do not hold.
+
+The cache's integers are multiplied as they are: the scale of K (of a head, or of each of its
+channels), like 1/sqrt(D), is folded into the query and the scale of V into the output. Where each
+token has scales of its own, that of K multiplies its score and that of V its weight.
+
+For a query with scores s_t over its visible positions, out = sum_t e^(s_t - m) v_t / sum_t
+e^(s_t - m) with m = max_t s_t. Scores and products are taken block by block of 64 positions, always
+whole blocks, masked, and the blocks' partial sums are added in order. Invisible positions add
+exact zeros, so that neither the length of the longest sequence in the batch nor the cut of a
+prefill into chunks changes a bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels.attention_inputs import KV_BLOCK, AttentionInputs
+from kernels.reference import product
+
+SCORES_AT_ONCE = 1 << 22  # elements; bounds the memory of a long prefill
+
+
+def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
+    """See `kernels.ops.paged_attention`."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    starts, contexts = query_starts(inputs), inputs.context_len.tolist()
+    for first, last in _equal_runs(starts):  # sequences with as many queries each
+        own, rows = slice(first, last), slice(starts[first], starts[last])
+        shape = (last - first, starts[first + 1] - starts[first])
+        _attend_alike(
+            q[rows].unflatten(0, shape),
+            out[rows].unflatten(0, shape),
+            contexts[own],
+            replace(inputs, block_tables=inputs.block_tables[own]),
+        )
+    return out
+
+
+def query_starts(inputs: AttentionInputs) -> list[int]:
+    """Where each sequence's queries begin, and where the last one's end."""
+    if inputs.query_start is None:
+        return list(range(len(inputs.context_len) + 1))
+    return inputs.query_start.tolist()
+
+
+def _attend_alike(q: Tensor, out: Tensor, contexts: list[int], inputs: AttentionInputs) -> None:
+    """Attention of sequences with n queries each: [S, n, Hq, D], as many at once as memory allows.
+
+    Args:
+        q: The queries.
+        out: Where results go, of the same shape.
+        contexts: Tokens of each sequence.
+        inputs: With the block tables of these sequences.
+    """
+    count, longest = q.shape[1], max(contexts)
+    step = max(1, SCORES_AT_ONCE // max(1, len(contexts) * q.shape[2] * longest))
+    context = torch.tensor(contexts)[:, None]
+    for begin in range(0, count, step):
+        end = min(count, begin + step)
+        position = context - count + torch.arange(begin, end)  # [S, n]
+        blocks = -(-(longest - count + end) // KV_BLOCK)
+        part = replace(inputs, block_tables=inputs.block_tables[:, :blocks])
+        out[:, begin:end] = _attend_part(q[:, begin:end], position, part).to(out.dtype)
+
+
+def _attend_part(q: Tensor, position: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Attention of queries [S, n, Hq, D] at positions [S, n]: fp32 of the shape of `q`."""
+    pool, table = inputs.pool, inputs.block_tables
+    kv_heads = pool.k.shape[1]
+    group = q.shape[2] // kv_heads
+    fold = torch.full((kv_heads, 1, 1), inputs.softmax_scale)
+    per_token, static_v = None, None
+    if pool.k_scale is not None and pool.v_scale is not None:
+        if pool.k_scale.dim() == 3:
+            per_token = (pool.k_scale[table], pool.v_scale[table])
+        else:
+            fold = fold * pool.k_scale.reshape(kv_heads, 1, -1)
+            static_v = pool.v_scale.reshape(-1, 1, 1)
+    rows = q.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4)
+    result = _attend(
+        rows.flatten(2, 3).float() * fold,  # [S, Hkv, n * group, D]
+        pool.k[table],  # [S, blocks, Hkv, 64, D]
+        pool.v[table],
+        position.repeat_interleave(group, dim=1),
+        inputs.sliding_window,
+        per_token,
+    )
+    if static_v is not None:
+        result = result * static_v
+    return result.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+
+def _equal_runs(starts: list[int]) -> list[tuple[int, int]]:
+    """Runs [first, last) of neighbouring sequences with equally many, at least one, queries."""
+    counts = [b - a for a, b in itertools.pairwise(starts)]
+    runs, first = [], 0
+    for i in range(1, len(counts) + 1):
+        if i == len(counts) or counts[i] != counts[first]:
+            if counts[first] > 0:
+                runs.append((first, i))
+            first = i
+    return runs
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: Tensor,
+    sliding_window: int | None,
+    scales: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Attention of one batch of equally many queries.
+
+    Args:
+        q: fp32 [S, Hkv, R, D], scaled.
+        k: [S, B, Hkv, 64, D], as cached.
+        v: Likewise.
+        position: int64 [S, R], position of each row's query.
+        sliding_window: Positions seen, or None.
+        scales: Of each token's K and V, fp32 [S, B, Hkv, 64] both, or None.
+
+    Returns:
+        fp32 [S, Hkv, R, D], before a static scale of V.
+    """
+    blocks = k.shape[1]
+    scores = product(q.unsqueeze(1), k.float().transpose(-1, -2))  # [S, B, Hkv, R, 64]
+    if scales is not None:
+        scores = scores * scales[0].unsqueeze(3)
+    key = torch.arange(blocks * KV_BLOCK).view(1, blocks, 1, 1, KV_BLOCK)
+    own = position[:, None, None, :, None]
+    hidden = key > own
+    if sliding_window is not None:
+        hidden = hidden | (key <= own - sliding_window)
+    scores = scores.masked_fill_(hidden, -torch.inf)
+    top = scores.amax(dim=(1, 4), keepdim=True).clamp_(min=-1e30)  # finite if all is hidden
+    weights = torch.exp(scores.sub_(top))
+    sums = weights.sum(dim=-1, keepdim=True)  # [S, B, Hkv, R, 1]
+    if scales is not None:
+        weights = weights * scales[1].unsqueeze(3)
+    products = product(weights, v.float())  # [S, B, Hkv, R, D]
+    numerator, denominator = products[:, 0], sums[:, 0]
+    for block in range(1, blocks):
+        numerator = numerator + products[:, block]
+        denominator = denominator + sums[:, block]
+    return numerator / denominator.clamp(min=1e-30)
