@@ -61,7 +61,7 @@ def usage() -> str:
         "Post-training quantization of language models, and the runtime for what it makes.\n\n"
         f"commands:\n{rows}\n\n"
         "`ptq COMMAND --help` tells a command's arguments; `ptq --version` the version. Each\n"
-        "command is also `python -m` of its module, such as `python -m ptq.commands.run`."
+        "command is also `python -m` of its module, such as `python -m ptq.run`."
     )
 
 

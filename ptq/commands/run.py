@@ -1,6 +1,6 @@
 """`ptq run`: from a recipe to a quantized checkpoint and a report of what it cost.
 
-    python -m ptq.commands.run recipes/a8w8c8.yaml [--set KEY=VALUE]... [--output DIR] [--force]
+    python -m ptq.run recipes/a8w8c8.yaml [--set KEY=VALUE]... [--output DIR] [--force]
 
 Exit codes: 0 where the thresholds of the recipe hold, 1 where they do not, 2 for errors.
 """

@@ -45,7 +45,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def run_recipe(name: str, folder: Path, *more: str) -> tuple[int, str, dict]:
     """Run a recipe into `folder/output/<name>`: exit code, standard output, report data."""
-    done = command("ptq.commands.run", str(ROOT / "recipes" / f"{name}.yaml"), *more, cwd=folder)
+    done = command("ptq.run", str(ROOT / "recipes" / f"{name}.yaml"), *more, cwd=folder)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     report = json.loads((folder / "output" / name / "report" / "report.json").read_text())
     return done.returncode, done.stdout, report
@@ -98,7 +98,7 @@ def test_the_resolved_recipe_reruns_to_the_same_bytes(flagship, tmp_path) -> Non
     first = flagship[0] / "output" / "a8w8c8"
     again = tmp_path / "again"
     done = command(
-        "ptq.commands.run",
+        "ptq.run",
         str(first / "recipe.yaml"),
         "--set",
         f"output.path={again}",

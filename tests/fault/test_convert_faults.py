@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.ptq.foreign_folders import (
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
+from ptq.convert.convert import convert
+from tests.ptq.convert.foreign_folders import (
     INC_CONFIG,
     INT8_CONFIG,
     NF4_CONFIG,
@@ -18,10 +22,6 @@ from tests.ptq.foreign_folders import (
     make_folder,
     nf4_layer,
 )
-
-from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError
-from ptq.convert.convert import convert
 
 UP = "model.layers.1.mlp.up_proj"
 STATE = f"{UP}.weight.quant_state.bitsandbytes__nf4"

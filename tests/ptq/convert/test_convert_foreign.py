@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.ptq.foreign_folders import (
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, RequestError
+from formats.scheme import PRESETS, Scheme, WeightSpec
+from kernels.numerics import dequantize
+from ptq.convert.convert import convert
+from ptq.convert.convert import convert as command
+from tests.ptq.convert.foreign_folders import (
     INC_CONFIG,
     INT8_CONFIG,
     NF4_CONFIG,
@@ -18,13 +25,6 @@ from tests.ptq.foreign_folders import (
     make_folder,
     nf4_layer,
 )
-
-from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError, RequestError
-from formats.scheme import PRESETS, Scheme, WeightSpec
-from kernels.numerics import dequantize
-from ptq.convert.convert import convert
-from ptq.convert.convert import convert as command
 
 UP = "model.layers.1.mlp.up_proj"
 

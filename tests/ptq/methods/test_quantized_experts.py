@@ -18,7 +18,8 @@ from ptq.methods.gptq import GPTQ
 from ptq.methods.migration import SmoothedGroup, power_of_two
 from ptq.methods.smoothquant import SmoothQuant
 from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
-from ptq.pipeline.driver import quantize_tokens, resume
+from ptq.pipeline import resume
+from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe, starved_experts
 from ptq.pipeline.resume import ResumableRun
 from ptq.report.plots import one_of_experts

@@ -19,7 +19,8 @@ from ptq.commands.explain import explain
 from ptq.methods.hadamard import hadamard_matrix, random_rotation
 from ptq.methods.rotation import RotatedCheckpoint
 from ptq.methods.specs import GPTQSpec, RotationSpec, RTNSpec, SmoothQuantSpec
-from ptq.pipeline.driver import quantize_tokens, resume
+from ptq.pipeline import resume
+from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun
 from tests.experts import MOE
 from tests.ptq.quantizing import edit_model, make_plan, random_tokens

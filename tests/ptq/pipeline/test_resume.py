@@ -172,7 +172,7 @@ SERVER = """
 import os
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests/ptq"]
+sys.path.insert(0, sys.argv[1])
 import ptq
 import torch
 torch.set_num_threads(1)

@@ -21,7 +21,8 @@ from ptq.methods.clip import Clip
 from ptq.methods.refine import _rounded_inputs
 from ptq.methods.rtn import round_to_nearest
 from ptq.methods.specs import ClipSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
-from ptq.pipeline.driver import quantize_tokens, resume
+from ptq.pipeline import resume
+from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun
 from tests.experts import MOE
 from tests.ptq.quantizing import make_plan, observed_work, random_tokens

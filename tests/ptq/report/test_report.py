@@ -24,11 +24,12 @@ from ptq.peers.specs import PEERS, Peer
 from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
 from ptq.recipe.schema import Recipe, ThresholdsSpec, load_recipe
+from ptq.report import report
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import OutlierRow, distinct_inputs
 from ptq.report.plots import draw_plots
-from ptq.report.report import Report, make_report, report, shown_path, write_report
+from ptq.report.report import Report, make_report, shown_path, write_report
 from ptq.report.sections import sections
 from ptq.report.summary import summary_rows
 from ptq.result import Event, load_result
