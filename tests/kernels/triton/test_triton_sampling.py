@@ -58,7 +58,7 @@ def test_equals_its_twin(chunk, held, sharp, dtype, each):
     """Also where many are equal, and where the kept do not fit in registers."""
     import kernels.triton.reference as twins
     from kernels.triton.common import Workspace
-    from kernels.triton.sampling.sample import sample as sampling
+    from kernels.triton.sampling import sample as sampling
 
     workspace, arguments = Workspace.on("cpu", 1 << 16, 64), rows(*each, sharp=sharp, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def test_equals_its_twin(chunk, held, sharp, dtype, each):
 def test_more_rows_than_the_workspace_holds_come_in_turn():
     import kernels.triton.reference as twins
     from kernels.triton.common import Workspace
-    from kernels.triton.sampling.sample import sample as sampling
+    from kernels.triton.sampling import sample as sampling
 
     arguments, size = rows(*EACH[:5]), 8 + 2 + 512
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def test_what_is_drawn_is_distributed_as_it_should():
     """Chi-square of 20000 steps of one request, of all tokens and of the likely."""
     import kernels.triton.reference as twins
     from kernels.triton.common import Workspace
-    from kernels.triton.sampling.sample import sample as sampling
+    from kernels.triton.sampling import sample as sampling
 
     draws, tokens = 20000, 32
     logits = torch.randn(1, tokens, generator=torch.Generator().manual_seed(0)).expand(draws, -1)
@@ -186,7 +186,7 @@ def test_compiled(capability):
 @interpreted
 def test_rows_that_are_not_finite_are_told():
     from kernels.triton.common import Workspace
-    from kernels.triton.sampling.sample import sample as sampling
+    from kernels.triton.sampling import sample as sampling
 
     each = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (1.0, 0, 0.5)]
     for bad in (torch.nan, -torch.nan, torch.inf):
