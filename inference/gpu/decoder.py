@@ -28,7 +28,7 @@ from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import has_e4m3
 from kernels.triton.fused import add_rms_norm
-from kernels.triton.linear.dispatch import Rows
+from kernels.triton.linear.dispatch import InputFormat
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def forward(model: LlamaModel, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
 
 
 def _norm(
-    total: Tensor, delta: Tensor | None, weight: Tensor, eps: float, wanted: Rows
+    total: Tensor, delta: Tensor | None, weight: Tensor, eps: float, wanted: InputFormat
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(rows as a layer wants them, their scales, total + delta)."""
     x, residual = (total, None) if delta is None else (delta, total)
     rest = (wanted.scale, wanted.dtype, wanted.group)
-    return add_rms_norm(x, residual, weight, eps, *rest, settled=True)
+    return add_rms_norm(x, residual, weight, eps, *rest, residual_ready=True)
 
 
 def _attend(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
-from kernels.triton.experts.strips import Strips
-from kernels.triton.linear.dispatch import GpuWeight, Rows, linear, takes_strips
+from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.dispatch import GpuWeight, InputFormat, linear, takes_sorted_rows
 
 log = logging.getLogger("ptq.inference")
 
@@ -27,7 +27,7 @@ class GpuExperts:
     """
 
     weight: GpuWeight
-    rows: Rows
+    rows: InputFormat
 
     def scaled_by(self, chosen: Tensor) -> Tensor | None:
         """`chosen`, the experts of pairs, where each has an input scale of its own."""
@@ -39,10 +39,10 @@ class GpuExperts:
         return as_wanted(x, self.rows, self.scaled_by(chosen))
 
     def run(
-        self, rows: Tensor, scales: Tensor | None, strips: Strips, dtype: torch.dtype
+        self, rows: Tensor, scales: Tensor | None, sorted_rows: SortedRows, dtype: torch.dtype
     ) -> Tensor:
         """What the pairs' experts make of rows of tokens or pairs: [P, N] in `dtype`."""
-        return linear(rows, scales, self.weight, workspace_on(rows.device), dtype, strips)
+        return linear(rows, scales, self.weight, workspace_on(rows.device), dtype, sorted_rows)
 
 
 def side_by_side(
@@ -75,7 +75,7 @@ def side_by_side(
         layers += _apart(stack, size)
         scales.append(stack.rows.scale)
     first = layers[0]
-    if not why and not takes_strips(first.weight):
+    if not why and not takes_sorted_rows(first.weight):
         why = "no kernel takes rows of each at once"
     if why:
         log.warning("%s: %s; experts run one by one, and steps without CUDA graphs", name, why)
@@ -124,7 +124,7 @@ def _form(stack: GpuLinear) -> list:
     return [type(stack.weight), forms, own.dtype, own.group, own.scale is None]
 
 
-def _rows(first: Rows, scales: list[Tensor]) -> Rows:
+def _rows(first: InputFormat, scales: list[Tensor]) -> InputFormat:
     """How all want their input: a scale for each expert becomes one where it is the same."""
     if first.scale is None:
         return first

@@ -1,7 +1,7 @@
 """Feed-forward layers of a step on a GPU: SwiGLU, or a mixture of them.
 
 The experts of a mixture run as one, on rows that are sorted on the device
-(`kernels.triton.experts.strips`): nothing is asked of the host, and a step can be captured. Only
+(`kernels.triton.experts.sorting`): nothing is asked of the host, and a step can be captured. Only
 many tokens of prompts go through large experts one by one, in steps that are not captured: there
 the kernels for many rows are ahead by more than launches cost.
 """
@@ -18,9 +18,9 @@ from inference.gpu.layers import GpuLinear
 from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU
 from inference.models.layers import Linear
 from kernels.triton.experts.routing import combine, route
-from kernels.triton.experts.strips import cut
+from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import silu_mul
-from kernels.triton.linear.dispatch import Rows, tallest_strip
+from kernels.triton.linear.dispatch import InputFormat, tallest_tile
 from kernels.triton.tuning import bucket
 
 MANY_ROWS = 64  # an expert, on average
@@ -46,9 +46,9 @@ def as_one(own: FeedForward, tokens: int | None) -> bool:
     return few or own.gate_up.weight.nbytes < LARGE
 
 
-def inputs_of(own: FeedForward, dtype: torch.dtype) -> Rows:
+def inputs_of(own: FeedForward, dtype: torch.dtype) -> InputFormat:
     """How the layer wants its input; mixtures quantize their rows themselves."""
-    return on_gpu(own.gate_up).rows if isinstance(own, SwiGLU) else Rows(dtype)
+    return on_gpu(own.gate_up).rows if isinstance(own, SwiGLU) else InputFormat(dtype)
 
 
 def feed_forward(
@@ -95,19 +95,19 @@ def _all_at_once(
     gate_up: GpuExperts, down: GpuExperts, x: Tensor, chosen: Tensor, experts: int
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
-    tallest = min(tallest_strip(gate_up.weight), tallest_strip(down.weight))
-    height = strip_height(chosen.numel(), experts, tallest)
-    strips, numbers = cut(chosen, experts, height), chosen.view(-1)
-    settled = replace(strips, settled=True)
+    tallest = min(tallest_tile(gate_up.weight), tallest_tile(down.weight))
+    height = tile_height(chosen.numel(), experts, tallest)
+    pairs, numbers = sort_by_expert(chosen, experts, height), chosen.view(-1)
+    ready = replace(pairs, metadata_ready=True)
     rows, scales = gate_up.quantized(x, numbers)
-    y = gate_up.run(rows, scales, strips if rows is x else settled, x.dtype)
+    y = gate_up.run(rows, scales, pairs if rows is x else ready, x.dtype)
     wanted, by = down.rows, down.scaled_by(numbers)
     rows, scales = silu_mul(y, wanted.scale, wanted.dtype, wanted.group, by)
-    return down.run(rows, scales, settled, x.dtype)
+    return down.run(rows, scales, ready, x.dtype)
 
 
-def strip_height(pairs: int, experts: int, tallest: int) -> int:
-    """Rows of a strip: twice as many as an expert has on average, so that few have two strips.
+def tile_height(pairs: int, experts: int, tallest: int) -> int:
+    """Rows of a tile: twice as many as an expert has on average, so that few have two tiles.
 
     Of more than 64 products of a row cost more than weights: no more are wasted than there.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 from formats.scheme import ActivationSpec
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
-from kernels.triton.linear.dispatch import FP8, GpuWeight, Rows, linear
+from kernels.triton.linear.dispatch import FP8, GpuWeight, InputFormat, linear
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
 
@@ -30,15 +30,17 @@ def workspace_on(device: torch.device) -> Workspace:
 
 def rows_of(
     activations: ActivationSpec | None, input_scale: Tensor | None, dtype: torch.dtype
-) -> Rows:
+) -> InputFormat:
     """How a layer of a scheme wants its input; `dtype` is the model's float type."""
     if activations is None:
-        return Rows(dtype)
+        return InputFormat(dtype)
     kind = torch.int8 if activations.dtype == "int8" else FP8
-    return Rows(kind, input_scale, None if activations.group == -1 else activations.group)
+    return InputFormat(kind, input_scale, None if activations.group == -1 else activations.group)
 
 
-def as_wanted(x: Tensor, own: Rows, by: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def as_wanted(
+    x: Tensor, own: InputFormat, by: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Float rows [T, K] as a layer wants them, and their scales.
 
     Args:
@@ -61,7 +63,7 @@ class GpuLinear:
     """
 
     weight: GpuWeight
-    rows: Rows
+    rows: InputFormat
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[T, K] float -> [T, N] in `dtype`, by default the type of `x`."""

@@ -195,10 +195,10 @@ def _float_linear(weight: Tensor, bias: Tensor | None, place: Placement) -> Line
     if not place.triton:
         return Linear(pack_float_weight(weight, bias, place.dtype))
     from inference.gpu.layers import GpuLinear
-    from kernels.triton.linear.dispatch import DenseWeight, Rows
+    from kernels.triton.linear.dispatch import DenseWeight, InputFormat
 
     held = DenseWeight(weight.to(place.dtype), None if bias is None else bias.to(place.dtype))
-    return GpuLinear(held, Rows(place.dtype))
+    return GpuLinear(held, InputFormat(place.dtype))
 
 
 def _quantized_linear(

@@ -78,20 +78,20 @@ def store_row(
 def add_rms_norm_kernel(
     x, residual, weight, total, out, scales, scale, eps, pitch, SIZE, WIDTH: tl.constexpr,
     ADD: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    OVERLAP: tl.constexpr, SETTLED: tl.constexpr,
+    OVERLAP: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
     """One row a program; WIDTH is SIZE rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     real = i < SIZE
     w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
-    if ADD and SETTLED:
+    if ADD and READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     wait(OVERLAP)
     announce(OVERLAP)
     h = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
     if ADD:
-        if not SETTLED:
+        if not READY:
             before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
         h += before.to(tl.float32)
         rounded = h.to(total.dtype.element_ty)
@@ -196,7 +196,7 @@ def add_rms_norm(
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
-    settled: bool = False,
+    residual_ready: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Norm of x + residual.
 
@@ -208,7 +208,7 @@ def add_rms_norm(
         scale: fp32, one element, or None for a scale a row (or none, in a float type).
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
         group: 128 for a scale each run of so many, None for a scale a row.
-        settled: Whether `residual` was there before the kernel ahead of this started: it is then
+        residual_ready: Whether it was there before the kernel ahead of this started: it is then
             read while that runs.
 
     Returns:
@@ -227,7 +227,7 @@ def add_rms_norm(
     if x.shape[0]:
         add_rms_norm_kernel[(x.shape[0],)](
             x, residual, weight, total, storage(out), scales, scale, eps, x.shape[0], size,
-            ADD=residual is not None, SETTLED=settled,
+            ADD=residual is not None, READY=residual_ready,
             **_shape(size, scale is not None, group, out),
         )  # fmt: skip
     return out, scales, total

@@ -131,11 +131,11 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def gemm_tile(
-    family: str, device: torch.device, rows: int, outputs: int, inputs: int, strips: int = 1
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int, row_tiles: int = 1
 ) -> Tile:
-    """The tile of a GEMM of a family: measured, else by `rule`, as that of several strips is."""
-    found = measured_tile(family, device, rows, outputs, inputs) if strips == 1 else None
-    return found or rule(family, multiprocessors(device), rows, outputs, inputs, strips)
+    """The tile of a GEMM of a family: measured, else by `rule`; of experts' `row_tiles` by rule."""
+    found = measured_tile(family, device, rows, outputs, inputs) if row_tiles == 1 else None
+    return found or rule(family, multiprocessors(device), rows, outputs, inputs, row_tiles)
 
 
 def measured_tile(
@@ -192,34 +192,34 @@ def prefill_rule(many: bool, dim: int, capability: int) -> Block:
 
 
 def rule(
-    family: str, processors: int, rows: int, outputs: int, inputs: int, strips: int = 1
+    family: str, processors: int, rows: int, outputs: int, inputs: int, row_tiles: int = 1
 ) -> Tile:
     """The largest tile that still gives every SM one; a split of the inputs where none does.
 
     A split keeps at least 8 runs of 128 inputs, since every split costs a pass over the parts. Of
-    some strips at once, each with a weight, `rows` and `outputs` are those of each.
+    several row tiles, each with a weight of its own, `rows` and `outputs` are those of each.
     """
     if family == "w8a16" and rows > 64:
         return Tile(128 if outputs % 128 == 0 else 64, 64, stages=3)
     if family == "w16a16":
-        return _sixteen_bits(processors, rows, outputs, inputs, strips)
+        return _sixteen_bits(processors, rows, outputs, inputs, row_tiles)
     if rows > 64:
         big = outputs % 128 == 0
         return Tile(128 if big else 64, 128, stages=3, warps=8 if big else 4)
     tall = bucket(rows)
     sizes = (256, 128, 64) if tall == 16 and family.startswith("w4") else (128, 64)
     sizes = [size for size in sizes if outputs % size == 0]
-    size = next((s for s in sizes if strips * outputs // s >= 0.8 * processors), sizes[-1])
-    tiles = strips * (outputs // size)
+    size = next((s for s in sizes if row_tiles * outputs // s >= 0.8 * processors), sizes[-1])
+    tiles = row_tiles * (outputs // size)
     splits = max(1, min(round(2 * processors / tiles), inputs // 1024, 8))
     return Tile(size, tall, splits if tiles < 0.8 * processors else 1)
 
 
-def _sixteen_bits(processors: int, rows: int, outputs: int, inputs: int, strips: int) -> Tile:
+def _sixteen_bits(processors: int, rows: int, outputs: int, inputs: int, row_tiles: int) -> Tile:
     """16-bit weights: steps of 512 bytes where few programs must read everything."""
     if rows > 16:
         return Tile(128 if outputs % 128 == 0 else 64, min(bucket(rows), 64), stages=3)
-    tiles = strips * (outputs // 64)
+    tiles = row_tiles * (outputs // 64)
     few = tiles <= 0.6 * processors
     splits = max(1, min(processors // (2 * tiles), inputs // 1024))
     return Tile(64, 16, splits, 5, inputs=256 if few and inputs % 256 == 0 else 128)

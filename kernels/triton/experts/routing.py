@@ -5,7 +5,7 @@
 
 Of equal probabilities that of the expert with the lower number comes first. The last term is that
 of an expert which every token goes to, where there is one. What lies between is
-`kernels.triton.experts.strips`.
+`kernels.triton.experts.sorting`.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false

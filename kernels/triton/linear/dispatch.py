@@ -12,7 +12,7 @@
 | float, few rows                   | float                          | `w16a16`     |
 | any other, and any other size     | the same, as floats            | cuBLAS       |
 
-Rows of experts go to the same kernels, all experts' at once (`kernels.triton.experts.strips`).
+Rows of experts go to the same kernels, all experts' at once (`kernels.triton.experts.sorting`).
 Two levels (`kernels.two_level`) are seen in the scales; sums over whole rows are then exact.
 Behind `w4a16`, `w4a8` and `w8a8` is a second kernel each, for many rows on Hopper (`w4_gluon`,
 `w8_gluon`); behind `fp8_block` and `w16a16` cuBLASLt and cuBLAS.
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from kernels.numerics import dequantize
 from kernels.triton.common import Workspace, has_e4m3
-from kernels.triton.experts.strips import Strips
+from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.fp8_block import Fp8BlockWeight, fp8_block_linear, pack_fp8_block
 from kernels.triton.linear.packed import fits_tiles
 from kernels.triton.linear.w4_many import w4a8_linear, w4a16_linear
@@ -45,7 +45,7 @@ FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class Rows:
+class InputFormat:
     """How a linear layer wants the rows of its input.
 
     Attributes:
@@ -80,7 +80,7 @@ def pack(
     scale: Tensor,
     zero_point: Tensor | None,
     bias: Tensor | None,
-    rows: Rows,
+    rows: InputFormat,
     dtype: torch.dtype,
     *,
     bits: int = 8,
@@ -116,7 +116,7 @@ def _packed(
     scale: Tensor,
     zero_point: Tensor | None,
     bias: Tensor | None,
-    rows: Rows,
+    rows: InputFormat,
     bits: int,
     group: int,
 ) -> GpuWeight | None:
@@ -144,13 +144,13 @@ def _packed(
     return pack_w8a16(q, scale, bias, zero_point) if fine else None
 
 
-def takes_strips(weight: GpuWeight) -> bool:
+def takes_sorted_rows(weight: GpuWeight) -> bool:
     """Whether there is a kernel of few rows for a weight, which can take those of each expert."""
     return not isinstance(weight, DenseWeight) or fits(weight.weight)
 
 
-def tallest_strip(weight: GpuWeight) -> int:
-    """The most rows of a strip whose sums a weight's kernel holds in registers."""
+def tallest_tile(weight: GpuWeight) -> int:
+    """The most rows of a tile whose sums a weight's kernel holds in registers."""
     integers = isinstance(weight, W8A8Weight) and weight.packed.dtype == torch.int8
     return 128 if integers or isinstance(weight, W4A16Weight) else 64
 
@@ -161,35 +161,35 @@ def linear(
     weight: GpuWeight,
     workspace: Workspace,
     dtype: torch.dtype,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """x W^T + bias.
 
     Args:
-        x: [T, K], contiguous, as the layer's `Rows` say.
+        x: [T, K], contiguous, as the layer's `InputFormat` say.
         x_scale: fp32, one element, [T, 1] or [T, K / group]; None for float rows.
         weight: From `pack`.
         workspace: Of the stream that this runs in.
         dtype: Of the result.
-        strips: Of a mixture of experts, which rows are whose: the rows of x are tokens or pairs,
-            those of the result pairs, and `weight` is the first of the experts', which lie one
-            behind the other.
+        sorted_rows: Of a mixture of experts, which rows are whose: the rows of x are tokens or
+            pairs, those of the result pairs, and `weight` is the first of the experts', which lie
+            one behind the other.
 
     Returns:
         [T, N] in `dtype`; sums in fp32 or exact int32.
     """
     if isinstance(weight, DenseWeight):
-        return _dense(x, x_scale, weight, workspace, dtype, strips)
+        return _dense(x, x_scale, weight, workspace, dtype, sorted_rows)
     if isinstance(weight, W4A16Weight):
-        return w4a16_linear(x, weight, workspace, out_dtype=dtype, strips=strips)
+        return w4a16_linear(x, weight, workspace, out_dtype=dtype, sorted_rows=sorted_rows)
     if isinstance(weight, W8A16Weight):
-        return w8a16_linear(x, weight, workspace, out_dtype=dtype, strips=strips)
+        return w8a16_linear(x, weight, workspace, out_dtype=dtype, sorted_rows=sorted_rows)
     assert x_scale is not None
     if isinstance(weight, W4A8Weight):
-        return w4a8_linear(x, x_scale, weight, workspace, dtype, strips=strips)
+        return w4a8_linear(x, x_scale, weight, workspace, dtype, sorted_rows=sorted_rows)
     if isinstance(weight, W8A8Weight):
-        return w8a8_linear(x, x_scale, weight, workspace, dtype, strips=strips)
-    return fp8_block_linear(x, x_scale, weight, workspace, dtype, strips=strips)
+        return w8a8_linear(x, x_scale, weight, workspace, dtype, sorted_rows=sorted_rows)
+    return fp8_block_linear(x, x_scale, weight, workspace, dtype, sorted_rows=sorted_rows)
 
 
 def _dense(
@@ -198,15 +198,15 @@ def _dense(
     weight: DenseWeight,
     workspace: Workspace,
     dtype: torch.dtype,
-    strips: Strips | None,
+    sorted_rows: SortedRows | None,
 ) -> Tensor:
     w = weight.weight
     if x_scale is not None:
         if x_scale.numel() > len(x):  # a scale for each run of 128 inputs
             x_scale = x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
         x = (x.float() * x_scale).to(w.dtype)
-    if strips is not None or takes(x, w):
-        return w16a16_linear(x, w, weight.bias, workspace, dtype, strips=strips)
+    if sorted_rows is not None or takes(x, w):
+        return w16a16_linear(x, w, weight.bias, workspace, dtype, sorted_rows=sorted_rows)
     if dtype == w.dtype or not x.is_cuda:
         return F.linear(x, w, weight.bias).to(dtype)
     out = torch.mm(x, w.t(), out_dtype=dtype)  # logits: not rounded to the model's type

@@ -40,14 +40,14 @@ from kernels.triton.common import (
     takes_wide_steps,
     wait,
 )
-from kernels.triton.experts.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
 from kernels.triton.linear.packed import grid_of, lay_bias
 from kernels.triton.tuning import Tile
 
 RUN = 128
 LIBRARY_ROWS = 64  # beyond these cuBLASLt is ahead
 LIBRARY_TYPES = (torch.bfloat16, torch.float16)
-STRIP = 8  # row tiles that are taken together, so that their weights are read once
+BAND = 8  # row tiles that are taken together, so that their weights are read once
 
 # Two words of two fp16 from four e4m3: s eeee mmm becomes s 0eeee mmm0000000, the 256th.
 E4M3_TO_FP16 = tl.constexpr("""{ .reg .b32 a, b, s;
@@ -132,24 +132,24 @@ def fp8_block_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
     width, row_step, run_step, blocks,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    RUNS: tl.constexpr, STRIP: tl.constexpr, NATIVE: tl.constexpr, RAGGED: tl.constexpr,
-    BIAS: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
+    RUNS: tl.constexpr, BAND: tl.constexpr, NATIVE: tl.constexpr, RAGGED: tl.constexpr,
+    BIAS: tl.constexpr, SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); RUNS runs a step, RAGGED: K is not whole."""
-    strip, tile = tl.swizzle2d(
-        tl.program_id(2), tl.program_id(0), tl.num_programs(2), tl.num_programs(0), STRIP
+    row_tile, tile = tl.swizzle2d(
+        tl.program_id(2), tl.program_id(0), tl.num_programs(2), tl.num_programs(0), BAND
     )
     split = tl.program_id(1)
     steps = width // (128 * RUNS)
     share = tl.cdiv(steps, SPLITS)
     first = split * share
     k = tl.arange(0, 128)
-    output, row = tile * OUTPUTS, strip * ROWS
+    output, row = tile * OUTPUTS, row_tile * ROWS
     i, j = tl.arange(0, OUTPUTS), tl.arange(0, ROWS)  # offsets within a tile fit in 32 bits
     n = output + i
-    expert, m, token, there = strip_rows(
-        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    expert, m, token, there = rows_of_tile(
+        row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
     )
     if experts is not None:
         if expert < 0:
@@ -189,7 +189,7 @@ def fp8_block_kernel(
     last = True
     if SPLITS > 1:
         own = i[:, None] * ROWS + j[None, :]
-        number = strip * tl.num_programs(0) + tile
+        number = row_tile * tl.num_programs(0) + tile
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
         y = acc if NATIVE else acc * 65536.0
@@ -208,7 +208,7 @@ def fp8_block_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """x W^T + bias of e4m3 rows.
 
@@ -219,7 +219,7 @@ def fp8_block_linear(
         workspace: Of the stream that this runs in.
         out_dtype: Element type of the result.
         tile: How to cut it; by default the device's table says, or cuBLASLt runs.
-        strips: As in `kernels.triton.linear.w4a16.w4a16_linear`.
+        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
 
     Returns:
         [M, N] in `out_dtype`.
@@ -241,16 +241,16 @@ def fp8_block_linear(
     )
     if (
         tile is None
-        and strips is None
+        and sorted_rows is None
         and rows > LIBRARY_ROWS
         and _library_takes(weight, out_dtype)
     ):
         return library_linear(xq, x_scale, weight, out_dtype)
-    rows, places = rows_of(xq, strips)
+    rows, places = rows_of(xq, sorted_rows)
     out = torch.empty((rows, weight.outputs), dtype=out_dtype, device=xq.device)
     if rows:
-        tile = tile or tile_of("fp8_block", xq, *weight.packed.shape, strips)
-        grid = grid_of(tile, rows, len(weight.packed), workspace, strips)
+        tile = tile or tile_of("fp8_block", xq, *weight.packed.shape, sorted_rows)
+        grid = grid_of(tile, rows, len(weight.packed), workspace, sorted_rows)
         _launch(xq, x_scale, weight, workspace, out, tile, grid, places)
     return out
 
@@ -265,7 +265,7 @@ def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
         row_step=x_scale.stride(0), run_step=x_scale.stride(1), blocks=weight.scale.shape[1],
         **places, OUTPUTS=tile.outputs, ROWS=tile.rows,
         SPLITS=tile.splits, STAGES=tile.stages, RUNS=runs,
-        STRIP=STRIP, NATIVE=capability() >= 89, RAGGED=inputs != width,
+        BAND=BAND, NATIVE=capability() >= 89, RAGGED=inputs != width,
         BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
         **overlap(),
     )  # fmt: skip

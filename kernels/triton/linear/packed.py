@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.triton.common import Workspace, require
-from kernels.triton.experts.strips import Strips
+from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.tuning import Tile
 
 BLOCK = 128  # inputs of a tile
@@ -171,16 +171,16 @@ def fitting(tile: Tile, of_output: int, of_row: int, group: int, memory: int) ->
 
 
 def grid_of(
-    tile: Tile, rows: int, outputs: int, workspace: Workspace, strips: Strips | None = None
+    tile: Tile, rows: int, outputs: int, workspace: Workspace, sorted_rows: SortedRows | None = None
 ) -> tuple[int, int, int]:
     """(tiles of outputs, splits, tiles of rows) of a kernel; ValueError where they do not fit."""
     require(
-        strips is None or strips.rows == tile.rows,
-        f"strips have {strips.rows if strips else 0} rows, tiles {tile.rows}",
+        sorted_rows is None or sorted_rows.rows == tile.rows,
+        f"row tiles of {sorted_rows.rows if sorted_rows else 0} rows, of {tile.rows} in {tile}",
     )
     require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
     across = outputs // tile.outputs
-    down = -(-rows // tile.rows) if strips is None else len(strips.experts)
+    down = -(-rows // tile.rows) if sorted_rows is None else len(sorted_rows.experts)
     if tile.splits > 1:
         tiles = across * down
         workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)

@@ -32,7 +32,7 @@ from kernels.triton.common import (
     takes_wide_steps,
     wait,
 )
-from kernels.triton.experts.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
 from kernels.triton.linear.packed import BLOCK, check_inputs, grid_of
 from kernels.triton.tuning import Tile
 
@@ -44,21 +44,21 @@ FLOATS = (torch.float16, torch.bfloat16)
 def w16a16_kernel(
     x, weight, columns, tiles, bias, out, parts, arrivals, experts, pairs, M, N, K,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr,
     BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows).
 
     `columns` and `tiles` are TMA descriptors of x and weight, or None: then loads are by pointers.
-    Rows of x that make a strip lie anywhere, and have no descriptor.
+    Rows of an expert lie anywhere in x, and have no descriptor.
     """
-    tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // BLOCK, SPLITS)
     first = split * share
     k = tl.arange(0, BLOCK)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(
-        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    expert, m, row, there = rows_of_tile(
+        row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
     )
     above = tile * OUTPUTS  # rows of the weights
     if experts is not None:
@@ -84,14 +84,14 @@ def w16a16_kernel(
         else:
             w = tl.load(rows_of_weight + g * BLOCK + k[None, :], eviction_policy="evict_first")
         if columns is not None:
-            xt = columns.load([strip * ROWS, g * BLOCK]).T
+            xt = columns.load([row_tile * ROWS, g * BLOCK]).T
         else:
             xt = tl.load(x + row[None, :] * K + g * BLOCK + k[:, None], mask=real, other=0.0)
         acc = tl.dot(w, xt, acc)
     last = True
     if SPLITS > 1:
         own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = strip * tl.num_programs(0) + tile
+        number = row_tile * tl.num_programs(0) + tile
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
         if BIAS:
@@ -125,7 +125,7 @@ def w16a16_linear(
     workspace: Workspace,
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """x W^T + bias.
 
@@ -136,7 +136,7 @@ def w16a16_linear(
         workspace: Of the stream that this runs in.
         out_dtype: Element type of the result; by default that of x.
         tile: How to cut it; by default the device's table says.
-        strips: As in `kernels.triton.linear.w4a16.w4a16_linear`.
+        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
 
     Returns:
         [M, N] in `out_dtype`.
@@ -149,25 +149,25 @@ def w16a16_linear(
         f"weight is {weight.dtype} {tuple(weight.shape)}; needed is contiguous float16 or bfloat16 "
         f"[N, K], N in 64s and K in {BLOCK}s",
     )
-    (rows, places), (outputs, inputs) = rows_of(x, strips), weight.shape
+    (rows, places), (outputs, inputs) = rows_of(x, sorted_rows), weight.shape
     check_inputs(x, (weight.dtype,), inputs)
     out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if rows == 0:
         return out
     tma = capability() >= 90
     if tile is None:
-        tile = tile_of("w16a16", x, outputs, inputs, strips)
+        tile = tile_of("w16a16", x, outputs, inputs, sorted_rows)
         if not takes_wide_steps(x.device):
             tile = replace(tile, stages=min(tile.stages, 4), inputs=BLOCK)
     require(inputs % tile.inputs == 0, f"{inputs} inputs are no multiple of {tile.inputs}")
     columns = tiles = None
     if tma:
-        if strips is None:
+        if sorted_rows is None:
             columns = TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs])
-        lines = outputs * (1 if strips is None else strips.total)
+        lines = outputs * (1 if sorted_rows is None else sorted_rows.total)
         block = [tile.outputs, tile.inputs]
         tiles = TensorDescriptor(weight, [lines, inputs], [inputs, 1], block)
-    w16a16_kernel[grid_of(tile, rows, outputs, workspace, strips)](
+    w16a16_kernel[grid_of(tile, rows, outputs, workspace, sorted_rows)](
         x, weight, columns, tiles, bias, out, workspace.parts, workspace.arrivals,
         M=rows, N=outputs, K=inputs, **places,
         OUTPUTS=tile.outputs, ROWS=tile.rows, BLOCK=tile.inputs, SPLITS=tile.splits,

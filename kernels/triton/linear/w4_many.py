@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.triton.common import Workspace, is_sm_90, require
-from kernels.triton.experts.strips import Strips
+from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear import w4a8, w4a16
 from kernels.triton.linear.hopper.w4 import w4_kernel
 from kernels.triton.linear.packed import BLOCK, GroupedWeight, check_input_scale, check_inputs
@@ -33,13 +33,13 @@ def w4a16_linear(
     workspace: Workspace,
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """As `linear.w4a16.w4a16_linear`; the two differ by the rounding of fp32 sums."""
     dtype = out_dtype or x.dtype
-    tile = tile or _tile("w4a16", x, weight, dtype, strips)
+    tile = tile or _tile("w4a16", x, weight, dtype, sorted_rows)
     if tile is None or not tile.persistent:
-        return w4a16.w4a16_linear(x, weight, workspace, tile, out_dtype, strips)
+        return w4a16.w4a16_linear(x, weight, workspace, tile, out_dtype, sorted_rows)
     check_inputs(x, FLOATS, weight.inputs)
     return _launch(x, None, weight, workspace, dtype, tile)
 
@@ -51,12 +51,12 @@ def w4a8_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """As `linear.w4a8.w4a8_linear`, bit for bit but for the order of groups in a sum."""
-    tile = tile or _tile(weight.family, xq, weight, out_dtype, strips)
+    tile = tile or _tile(weight.family, xq, weight, out_dtype, sorted_rows)
     if tile is None or not tile.persistent:
-        return w4a8.w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile, strips)
+        return w4a8.w4a8_linear(xq, x_scale, weight, workspace, out_dtype, tile, sorted_rows)
     check_inputs(xq, (torch.int8,), weight.inputs)
     check_input_scale(x_scale, len(xq))
     return _launch(xq, x_scale, weight, workspace, out_dtype, tile)
@@ -81,10 +81,14 @@ def _levels(weight: GroupedWeight) -> tuple[Tensor | None, Tensor, int]:
 
 
 def _tile(
-    family: str, x: Tensor, weight: GroupedWeight, dtype: torch.dtype, strips: Strips | None
+    family: str,
+    x: Tensor,
+    weight: GroupedWeight,
+    dtype: torch.dtype,
+    sorted_rows: SortedRows | None,
 ) -> Tile | None:
     """The tile of the kernel for many rows; None where the other is to choose for itself."""
-    if strips is not None or not _takes(weight, dtype):
+    if sorted_rows is not None or not _takes(weight, dtype):
         return None
     return many_rows_tile(family, x.device, len(x), weight.outputs, weight.inputs)
 
@@ -168,8 +172,8 @@ def _launch(
     out = torch.empty((rows, outputs), dtype=dtype, device=x.device)
     if rows == 0:
         return out
-    groups, strips = inputs // BLOCK, -(-rows // tile.rows)
-    tiles = strips * (outputs // tile.outputs)
+    groups, row_tiles = inputs // BLOCK, -(-rows // tile.rows)
+    tiles = row_tiles * (outputs // tile.outputs)
     programs, cut, share = division(tiles, groups, multiprocessors(x.device), tile.splits)
     if cut:
         workspace.check(2 * programs * tile.outputs * tile.rows, 2 * (cut // groups))
@@ -183,7 +187,7 @@ def _launch(
         describe(scale.view(-1), [tile.outputs * max(1, each)]),
         describe(out, [min(tile.rows, 64) if integers else 32, 64]),
         x_scale, unit, weight.bias, parts, workspace.arrivals,
-        rows, outputs, tiles, groups, strips, cut, share, STAGES=tile.stages,
+        rows, outputs, tiles, groups, row_tiles, cut, share, STAGES=tile.stages,
         EXACT=exact, GROUPS=each, PLACES=1 if integers or tile.rows > 128 else 2,
         enable_fp_fusion=not exact,
         PER_ROW=int(x_scale is not None and x_scale.numel() > 1), BIAS=weight.bias is not None,

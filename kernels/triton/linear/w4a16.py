@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.triton.common import Workspace
-from kernels.triton.experts.strips import Strips
+from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.operands import pack_tiles
 from kernels.triton.linear.packed import GroupedWeight, check_grouped, lay_bias, lay_scales
 from kernels.triton.linear.weight_only import dequantize, weight_only_linear
@@ -53,7 +53,7 @@ def w4a16_linear(
     workspace: Workspace,
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """x W^T + bias.
 
@@ -63,7 +63,7 @@ def w4a16_linear(
         workspace: Of the stream that this runs in.
         tile: How to cut it; by default the device's table says.
         out_dtype: Element type of the result; by default that of `x`.
-        strips: Which rows are whose, if `weight` is the first of those of experts that lie one
+        sorted_rows: Which rows are whose, if `weight` is the first of those of experts that lie one
             behind the other: rows of `x` are tokens or pairs, those of the result pairs.
 
     Returns:
@@ -72,4 +72,4 @@ def w4a16_linear(
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    return weight_only_linear(x, weight, 4, workspace, tile, out_dtype, strips)
+    return weight_only_linear(x, weight, 4, workspace, tile, out_dtype, sorted_rows)

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
-from kernels.triton.experts.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
 from kernels.triton.linear.packed import (
     BLOCK,
     GroupedWeight,
@@ -152,16 +152,16 @@ def w4a8_kernel(
     x, packed, x_scale, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
     GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
+    SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
     BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows or strip); EXACT is of two levels."""
-    tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (tile of outputs, split, tile of rows); EXACT is of two levels."""
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(
-        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    expert, m, row, there = rows_of_tile(
+        row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
     )
     if experts is not None:
         if expert < 0:
@@ -214,7 +214,7 @@ def w4a8_kernel(
     last = True
     if SPLITS > 1:
         own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = strip * tl.num_programs(0) + tile
+        number = row_tile * tl.num_programs(0) + tile
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
         sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
@@ -239,7 +239,7 @@ def w4a8_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """x W^T + bias of int8 x.
 
@@ -250,7 +250,7 @@ def w4a8_linear(
         workspace: Of the stream that this runs in.
         out_dtype: Element type of the result.
         tile: How to cut it; by default the device's table says.
-        strips: As in `kernels.triton.linear.w4a16.w4a16_linear`.
+        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
 
     Returns:
         [M, N] in `out_dtype`; sums of groups exact, sums over groups in fp32 but of two levels,
@@ -259,19 +259,19 @@ def w4a8_linear(
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    (rows, places), outputs, inputs = rows_of(xq, strips), weight.outputs, weight.inputs
+    (rows, places), outputs, inputs = rows_of(xq, sorted_rows), weight.outputs, weight.inputs
     check_inputs(xq, (torch.int8,), inputs)
     check_input_scale(x_scale, len(xq))
     out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
     if rows == 0:
         return out
     if tile is None:
-        tile = tile_of(weight.family, xq, outputs, inputs, strips)
+        tile = tile_of(weight.family, xq, outputs, inputs, sorted_rows)
         spread = 128 * tile.outputs if weight.zero_points else 0  # to the places of weights
         tile = fitting(tile, 64, 128, weight.group, shared_memory(xq.device) - spread)
     exact = weight.unit is not None
     parts = workspace.parts.view(torch.int32) if exact else workspace.parts
-    w4a8_kernel[grid_of(tile, rows, outputs, workspace, strips)](
+    w4a8_kernel[grid_of(tile, rows, outputs, workspace, sorted_rows)](
         xq, weight.packed, x_scale, weight.scale, weight.unit, weight.bias, out, parts,
         workspace.arrivals, M=rows, N=outputs, K=inputs, **places,
         GROUP=BLOCK if exact else weight.group, ZERO=weight.zero_points,

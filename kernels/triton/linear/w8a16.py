@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.triton.common import Workspace
-from kernels.triton.experts.strips import Strips
+from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.operands import pack_tiles
 from kernels.triton.linear.packed import GroupedWeight, check_grouped, lay_bias, lay_scales
 from kernels.triton.linear.weight_only import dequantize, weight_only_linear
@@ -51,7 +51,7 @@ def w8a16_linear(
     workspace: Workspace,
     tile: Tile | None = None,
     out_dtype: torch.dtype | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """As `kernels.triton.linear.w4a16.w4a16_linear`, of a weight from `pack_w8a16`."""
-    return weight_only_linear(x, weight, 8, workspace, tile, out_dtype, strips)
+    return weight_only_linear(x, weight, 8, workspace, tile, out_dtype, sorted_rows)

@@ -45,7 +45,7 @@ from kernels.triton.common import (
     takes_wide_steps,
     wait,
 )
-from kernels.triton.experts.strips import COUNTED, Strips, rows_of, strip_rows
+from kernels.triton.experts.sorting import COUNTED, SortedRows, rows_of, rows_of_tile
 from kernels.triton.linear.hopper.w8 import w8a8_many_kernel
 from kernels.triton.linear.packed import (
     PackedWeight,
@@ -64,7 +64,7 @@ LIBRARY_ROWS = 256  # of fp8: beyond these cuBLASLt is ahead on sm_90
 FAST_INPUTS = 8192  # the tensor cores' own sums of more are off by a good part of e4m3's rounding
 SEGMENT = 16  # runs of 128 inputs
 LONG = 128 * 128  # results of a tile for which registers hold two sums
-STRIP_ROWS = 4096  # whose tiles follow each other, so that weights and x stay in L2
+BAND_ROWS = 4096  # whose tiles follow each other, so that weights and x stay in L2
 MANY = tuple(
     Tile(*sizes, 8, True)
     for sizes in ((256, 128, 1, 4), (128, 256, 1, 4), (128, 128, 1, 6), (128, 64, 1, 8))
@@ -118,17 +118,17 @@ def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weigh
 def w8a8_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K, step, pitch,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK: tl.constexpr, SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr,
     PER_ROW: tl.constexpr, BIAS: tl.constexpr, SUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows or strip); the tile is transposed."""
-    tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program (tile of outputs, split, tile of rows); the tile is transposed."""
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // BLOCK, SPLITS)
     first = split * share
     k = tl.arange(0, BLOCK)
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(
-        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    expert, m, row, there = rows_of_tile(
+        row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
     )
     if experts is not None:
         if expert < 0:
@@ -161,7 +161,7 @@ def w8a8_kernel(
     last = True
     if SPLITS > 1:
         own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = strip * tl.num_programs(0) + tile
+        number = row_tile * tl.num_programs(0) + tile
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
         sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
@@ -179,7 +179,7 @@ def w8a8_linear(
     workspace: Workspace,
     out_dtype: torch.dtype = torch.bfloat16,
     tile: Tile | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """acc * (x_scale * w_scale) + bias.
 
@@ -190,7 +190,7 @@ def w8a8_linear(
         workspace: Of the stream that this runs in.
         out_dtype: Element type of the result.
         tile: How to cut it; by default the device's table says.
-        strips: As in `kernels.triton.linear.w4a16.w4a16_linear`.
+        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
 
     Returns:
         [M, N] in `out_dtype`.
@@ -198,11 +198,11 @@ def w8a8_linear(
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    (rows, places), outputs, inputs = rows_of(xq, strips), weight.outputs, weight.inputs
+    (rows, places), outputs, inputs = rows_of(xq, sorted_rows), weight.outputs, weight.inputs
     check_inputs(xq, (weight.packed.dtype,), inputs)
     check_input_scale(x_scale, len(xq))
-    family, number = FAMILY[xq.dtype], len(strips.experts) if strips else 0
-    height = strips.rows if strips else rows
+    family, number = FAMILY[xq.dtype], len(sorted_rows.experts) if sorted_rows else 0
+    height = sorted_rows.rows if sorted_rows else rows
     tile = tile or tile_of(family, xq.device, height, outputs, inputs, out_dtype, number)
     if tile is None:
         return _library_linear(xq, x_scale, weight, out_dtype)
@@ -212,7 +212,7 @@ def w8a8_linear(
     if tile.persistent:
         _launch_many(xq, x_scale, weight, workspace, out, tile)
     else:
-        grid = grid_of(tile, rows, outputs, workspace, strips)
+        grid = grid_of(tile, rows, outputs, workspace, sorted_rows)
         _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places)
     return out
 
@@ -220,16 +220,16 @@ def w8a8_linear(
 @cache
 def tile_of(
     family: str, device: torch.device, rows: int, outputs: int, inputs: int,
-    dtype: torch.dtype = torch.bfloat16, strips: int = 0,
+    dtype: torch.dtype = torch.bfloat16, row_tiles: int = 0,
 ) -> Tile | None:  # fmt: skip
     """Measured, else by rule: that of many rows on sm_90, where outputs fit. None: cuBLASLt's.
 
-    Of some `strips` at once always that of few rows, by rule.
+    Of several `row_tiles` of experts always that of few rows, by rule.
     """
     wide = family == "fp8" and inputs % 256 == 0 and takes_wide_steps(device)
     step = 2 * BLOCK if wide else BLOCK
-    if strips:
-        own = rule(family, multiprocessors(device), rows, outputs, inputs, strips)
+    if row_tiles:
+        own = rule(family, multiprocessors(device), rows, outputs, inputs, row_tiles)
         return replace(own, inputs=step)
     library = family == "fp8" and _library_gives(dtype, device)
     if library and rows > LIBRARY_ROWS:
@@ -295,8 +295,8 @@ def _launch_many(xq, x_scale, weight, workspace, out, tile) -> None:
         outputs % tile.outputs == 0 and tile.outputs % 128 == 0 and tile.splits == 1,
         f"{tile} for {outputs} outputs; needed are 128 or 256 outputs, a divisor, and no splits",
     )
-    groups, strips = inputs // BLOCK, -(-rows // tile.rows)
-    tiles = strips * (outputs // tile.outputs)
+    groups, row_tiles = inputs // BLOCK, -(-rows // tile.rows)
+    tiles = row_tiles * (outputs // tile.outputs)
     programs = min(multiprocessors(xq.device), tiles)
     long = xq.dtype != torch.int8 and inputs > FAST_INPUTS
     require(
@@ -308,8 +308,8 @@ def _launch_many(xq, x_scale, weight, workspace, out, tile) -> None:
         describe(xq, [tile.rows, BLOCK]),
         describe(packed, [tile.outputs, BLOCK]),
         describe(out, [min(128 // out.itemsize, tile.rows), 64]),
-        x_scale, weight.scale, weight.bias, rows, outputs, tiles, groups, strips,
-        STRIP=STRIP_ROWS // tile.rows, STAGES=tile.stages, SEGMENT=SEGMENT if long else 0,
+        x_scale, weight.scale, weight.bias, rows, outputs, tiles, groups, row_tiles,
+        BAND=BAND_ROWS // tile.rows, STAGES=tile.stages, SEGMENT=SEGMENT if long else 0,
         PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None, enable_fp_fusion=False,
         num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
     )  # fmt: skip

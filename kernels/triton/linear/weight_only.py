@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
-from kernels.triton.experts.strips import Strips, rows_of, strip_rows, tile_of
+from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
 from kernels.triton.linear.operands import beside, quarters
 from kernels.triton.linear.packed import BLOCK, GroupedWeight, check_inputs, fitting, grid_of
 from kernels.triton.tuning import Tile, shared_memory
@@ -75,22 +75,22 @@ def weight_only_kernel(
     x, packed, scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
     BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SHARE: tl.constexpr, SETTLED: tl.constexpr, WIDE: tl.constexpr, SCALE_WEIGHT: tl.constexpr,
+    SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, SCALE_WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of outputs, split, tile of rows); `GROUP` is 0 for one scale an output.
 
-    With `experts` a tile of rows is a strip, and weights lie one behind the other.
+    With `experts` a tile of rows is one of an expert, and weights lie one behind the other.
     """
     DT: tl.constexpr = x.dtype.element_ty
     WORDS: tl.constexpr = 256 * BITS
     STEP: tl.constexpr = GROUP if GROUP > 0 and not SCALE_WEIGHT else 128
-    tile, split, strip = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     share = tl.cdiv(K // 128, SPLITS)
     first = split * share
     n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = strip_rows(
-        strip, M, experts, pairs, SHARE, ROWS, SETTLED, WIDE, OVERLAP
+    expert, m, row, there = rows_of_tile(
+        row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
     )
     if experts is not None:
         if expert < 0:
@@ -135,7 +135,7 @@ def weight_only_kernel(
     last = True
     if SPLITS > 1:
         own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = strip * tl.num_programs(0) + tile
+        number = row_tile * tl.num_programs(0) + tile
         acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
     if last:
         if GROUP == 0:
@@ -187,22 +187,22 @@ def weight_only_linear(
     workspace: Workspace,
     tile: Tile | None,
     out_dtype: torch.dtype | None = None,
-    strips: Strips | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Tensor:
     """x W^T + bias, of weights of 4 or 8 bits; see `kernels.triton.linear.w4a16.w4a16_linear`."""
-    (rows, places), outputs, inputs = rows_of(x, strips), weight.outputs, weight.inputs
+    (rows, places), outputs, inputs = rows_of(x, sorted_rows), weight.outputs, weight.inputs
     check_inputs(x, FLOATS, inputs)
-    if tile is None and strips is None and rows > LIBRARY_ROWS:
+    if tile is None and sorted_rows is None and rows > LIBRARY_ROWS:
         bias = None if weight.bias is None else weight.bias.to(x.dtype)
         return F.linear(x, dequantize(weight, bits, x.dtype), bias).to(out_dtype or x.dtype)
     out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if rows == 0:
         return out
     if tile is None:
-        tile = tile_of(f"w{bits}a16", x, outputs, inputs, strips)
+        tile = tile_of(f"w{bits}a16", x, outputs, inputs, sorted_rows)
         tile = fitting(tile, 16 * bits, 256, weight.group, shared_memory(x.device))
     sums = tile.rows * (BLOCK // weight.group if weight.group else 0)
-    weight_only_kernel[grid_of(tile, rows, outputs, workspace, strips)](
+    weight_only_kernel[grid_of(tile, rows, outputs, workspace, sorted_rows)](
         x, weight.packed, weight.scale, weight.bias, out, workspace.parts, workspace.arrivals,
         M=rows, N=outputs, K=inputs, **places, BITS=bits, GROUP=weight.group,
         ZERO=weight.zero_points, OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits,

@@ -74,16 +74,16 @@ def compare(path: str, tolerance: float, scales_differ: bool = False):
 @pytest.mark.parametrize("families", [("w4a16_zeros", "w8a16"), ("w8a8", "w16a16")])
 @interpreted
 def test_layers_of_an_expert_may_differ_in_their_kernels(families):
-    """Many rows of each expert, in strips that both kernels take."""
+    """Many rows of each expert, in tiles that both kernels take."""
     from inference.gpu.experts import GpuExperts
     from inference.gpu.feed_forward import _all_at_once
-    from kernels.triton.linear.dispatch import Rows
-    from tests.kernels.strip_cases import make_weights
+    from kernels.triton.linear.dispatch import InputFormat
+    from tests.kernels.expert_cases import make_weights
 
     torch.manual_seed(0)
     sizes = ((256, 128), (64, 128))  # outputs and inputs of gate and up, and of down
     weights = [make_weights(name, 2, *size) for name, size in zip(families, sizes, strict=True)]
-    rows = [Rows(torch.int8 if "a8" in name else torch.float16) for name in families]
+    rows = [InputFormat(torch.int8 if "a8" in name else torch.float16) for name in families]
     layers = [GpuExperts(own[0], wanted) for (own, _), wanted in zip(weights, rows, strict=True)]
     x, chosen = torch.randn(300, 128).half(), torch.randint(2, (300, 1), dtype=torch.int32)
     found = _all_at_once(*layers, x, chosen, 2)

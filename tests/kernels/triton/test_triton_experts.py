@@ -1,11 +1,11 @@
-"""Experts' kernels in Triton's interpreter: strips, rows of many weights at once, routing, sums."""
+"""Experts' kernels in Triton's interpreter: sorting, rows of many weights at once, routing, sums."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.kernels.strip_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
+from tests.kernels.expert_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
 from tests.kernels.triton_lab import building_for, compiled, interpreted
 
 EXPERTS = 4
@@ -26,21 +26,21 @@ def make_chosen(tokens: int, each: int, experts: int, skew: bool = False) -> tor
     [(1, 2, 4, 16), (5, 8, 8, 16), (90, 4, 17, 16), (20, 2, 40, 16), (700, 2, 5, 64)],
 )
 @interpreted
-def test_strips_hold_the_pairs_of_an_expert_in_order(tokens, each, experts, rows):
-    from kernels.triton.experts.strips import cut
+def test_row_tiles_hold_the_pairs_of_an_expert_in_order(tokens, each, experts, rows):
+    from kernels.triton.experts.sorting import sort_by_expert
 
     for skew in (False, True)[tokens < 9 :]:
         chosen = make_chosen(tokens, each, experts, skew)
-        found = cut(chosen, experts, rows)
+        found = sort_by_expert(chosen, experts, rows)
         owners, pairs = [], []
         for e in range(experts):
             own = (chosen.flatten() == e).nonzero().flatten().tolist()
             for start in range(0, len(own), rows):
                 owners.append(e)
-                strip = own[start : start + rows]
-                pairs.append(strip + [-1] * (rows - len(strip)))
+                tile = own[start : start + rows]
+                pairs.append(tile + [-1] * (rows - len(tile)))
         absent = len(found.experts) - len(owners)
-        assert absent >= 0, "more strips than were foreseen"
+        assert absent >= 0, "more row tiles than were foreseen"
         assert found.experts.tolist() == owners + [-1] * absent
         assert found.pairs[: len(pairs)].tolist() == pairs
     assert found.count == tokens * each
@@ -54,7 +54,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
     An expert alone is no witness by itself: where a kernel misreads a weight, it does so twice.
     """
     from kernels.triton.common import Workspace
-    from kernels.triton.experts.strips import cut
+    from kernels.triton.experts.sorting import sort_by_expert
     from kernels.triton.linear.dispatch import linear
 
     torch.manual_seed(0)
@@ -65,11 +65,11 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
     for rows in (tokens, tokens * each):
         x, scales = make_rows(family, rows, 256)
 
-        def by_strips(x, scales, chosen):
-            strips = cut(chosen, EXPERTS, 16)
-            return linear(x, scales, weights[0], workspace, torch.float32, strips)
+        def by_expert(x, scales, chosen):
+            pairs = sort_by_expert(chosen, EXPERTS, 16)
+            return linear(x, scales, weights[0], workspace, torch.float32, pairs)
 
-        got = by_strips(x, scales, chosen)
+        got = by_expert(x, scales, chosen)
         source = torch.arange(tokens * each) // (tokens * each // rows)
         wanted, alone = torch.empty_like(got).double(), torch.empty_like(got)
         for e in range(EXPERTS):
@@ -82,13 +82,13 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
         for found in (got, alone):
             assert (found - wanted).norm() < 1e-3 * wanted.norm()
         few = 2 * rows // tokens
-        first = by_strips(
+        first = by_expert(
             x[:few].contiguous(), None if scales is None else scales[:few], chosen[:2]
         )
         assert torch.equal(first, got[: 2 * each])
     assert not workspace.arrivals.any()
     with pytest.raises(ValueError, match="needed is one for each of 10 pairs"):
-        by_strips(*make_rows(family, 3, 256), chosen)
+        by_expert(*make_rows(family, 3, 256), chosen)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,22 +96,22 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
 def test_places_of_more_than_32_bits(family):
     """As those of 128k tokens of 28672 inputs: the same sums, of all rows and of experts'."""
     from kernels.triton.common import Workspace
-    from kernels.triton.experts import strips
+    from kernels.triton.experts import sorting
     from kernels.triton.linear import w8a8
     from kernels.triton.linear.dispatch import linear
     from kernels.triton.linear.w16a16 import w16a16_linear
 
     large = torch.empty(1 << 24, 129, dtype=torch.int8, device="meta")
-    assert strips.rows_of(large, None)[1]["WIDE"]
-    assert not strips.rows_of(large[: 1 << 23], None)[1]["WIDE"]
+    assert sorting.rows_of(large, None)[1]["WIDE"]
+    assert not sorting.rows_of(large[: 1 << 23], None)[1]["WIDE"]
     torch.manual_seed(0)
     weight, workspace = make_weights(family, 2, 128, 256)[0][0], Workspace.on("cpu", 1 << 18, 64)
     x, scales = make_rows(family, 70, 256)
-    own = strips.cut(make_chosen(70, 1, 2), 2, 16)
+    own = sorting.sort_by_expert(make_chosen(70, 1, 2), 2, 16)
     found = []
     for counted in (1 << 31, 0):
         with pytest.MonkeyPatch.context() as patch:
-            for module in (strips, w8a8):
+            for module in (sorting, w8a8):
                 patch.setattr(module, "COUNTED", counted)
             found.append(linear(x, scales, weight, workspace, torch.float32, own))
             if family == "w16a16":
@@ -125,11 +125,11 @@ def test_places_of_more_than_32_bits(family):
 @pytest.mark.parametrize("family", ["w4a16", "w16a16"])
 @pytest.mark.parametrize(("experts", "outputs"), [(4, 1024), (8, 512), (1, 64), (128, 1536)])
 @interpreted
-def test_sums_of_many_strips_fit_in_a_workspace(family, experts, outputs):
+def test_sums_of_many_row_tiles_fit_in_a_workspace(family, experts, outputs):
     """Few outputs of few experts are split, but not where their rows alone fill the device."""
     from kernels.triton import tuning
     from kernels.triton.common import Workspace
-    from kernels.triton.experts.strips import Strips, tile_of
+    from kernels.triton.experts.sorting import SortedRows, tile_of
     from kernels.triton.linear.packed import grid_of
 
     workspace, x = Workspace.on("meta"), torch.empty(1, device="meta")
@@ -138,11 +138,11 @@ def test_sums_of_many_strips_fit_in_a_workspace(family, experts, outputs):
         for rows in (16, 64):
             number = most + (pairs - most) // rows
             own = torch.empty(number), torch.empty(number, rows, device="meta")
-            strips = Strips(*own, pairs, experts)
+            sorted_rows = SortedRows(*own, pairs, experts)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(tuning, "multiprocessors", lambda device: 132)
-                tile = tile_of(family, x, outputs, 4096, strips)
-            assert grid_of(tile, pairs, outputs, workspace, strips)[2] == number
+                tile = tile_of(family, x, outputs, 4096, sorted_rows)
+            assert grid_of(tile, pairs, outputs, workspace, sorted_rows)[2] == number
 
 
 @interpreted
@@ -215,29 +215,29 @@ def test_rows_quantized_with_the_scale_of_their_expert():
 )
 @compiled
 def test_what_they_become(capability, families):
-    """Nothing is spilled, all products are the tensor cores'; strips that are not there end."""
+    """Nothing is spilled, all products are the tensor cores'; row tiles that are not there end."""
     from kernels.triton import tuning
     from kernels.triton.common import Workspace
     from kernels.triton.experts.routing import combine, route
-    from kernels.triton.experts.strips import cut
-    from kernels.triton.linear.dispatch import linear, tallest_strip
+    from kernels.triton.experts.sorting import sort_by_expert
+    from kernels.triton.linear.dispatch import linear, tallest_tile
 
     workspace = Workspace.on("cpu", 1 << 20, 1 << 12)
     chosen = torch.zeros(4, 8, dtype=torch.int32)
     hopper = capability == 90
     with building_for(capability) as built:
         route(torch.zeros(4, 128), 8, True)
-        cut(chosen, 128, 16)
+        sort_by_expert(chosen, 128, 16)
         combine(torch.zeros(32, 2048).half(), torch.zeros(4, 8))
     for family in families:
         weight = make_weights(family, 1, 1536, 1024)[0][0]
         x, scales = make_rows(family, 4, 1024)
         with building_for(capability) as own, pytest.MonkeyPatch.context() as patch:
             patch.setattr(tuning, "multiprocessors", lambda device: 132)
-            for rows in (16, tallest_strip(weight)):
-                strips = cut(chosen, 128, rows)
+            for rows in (16, tallest_tile(weight)):
+                pairs = sort_by_expert(chosen, 128, rows)
                 own.pop()
-                linear(x, scales, weight, workspace, torch.bfloat16, strips)
+                linear(x, scales, weight, workspace, torch.bfloat16, pairs)
         product = r"wgmma\.mma_async" if hopper else r"mma\.sync"
         assert all(binary.count(product) for binary in own), family
         built += own

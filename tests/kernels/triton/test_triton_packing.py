@@ -49,11 +49,11 @@ def weights(bits: int, group: int, zeros: bool, dtype: torch.dtype, two_level: b
 @pytest.mark.parametrize("case", CASES)
 @interpreted
 def test_together_as_one_by_one(case, bias):
-    from kernels.triton.linear.dispatch import Rows, pack
+    from kernels.triton.linear.dispatch import InputFormat, pack
 
     bits, group, zeros, dtype = CASES[case]
     q, scale, zero, added = weights(bits, group, zeros, dtype, "two_level" in case)
-    rows = Rows(dtype, group=128 if case == "fp8_block" else None)
+    rows = InputFormat(dtype, group=128 if case == "fp8_block" else None)
     parts = (q, scale, zero, added if bias else None)
     together = pack(*parts, rows, torch.float16, bits=bits, group=group)
     for i in range(EXPERTS):
@@ -100,12 +100,14 @@ def test_what_does_not_fit_is_refused():
 @interpreted
 def test_floats_of_32_bits_are_multiplied_by_torch():
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.dispatch import DenseWeight, Rows, linear, pack
+    from kernels.triton.linear.dispatch import DenseWeight, InputFormat, linear, pack
 
     q, scale, zeros, bias = weights(4, 128, True, torch.float32, True)
     x = torch.randn(3, q.shape[2])
     for bits in (4, 8):
-        own = pack(q[0], scale[0], zeros[0], bias[0], Rows(x.dtype), x.dtype, bits=bits, group=128)
+        own = pack(
+            q[0], scale[0], zeros[0], bias[0], InputFormat(x.dtype), x.dtype, bits=bits, group=128
+        )
         assert isinstance(own, DenseWeight)
         y = linear(x, None, own, Workspace.on("cpu"), x.dtype)
         assert torch.equal(y, torch.nn.functional.linear(x, own.weight, bias[0]))

@@ -67,13 +67,13 @@ def test_the_rule_gives_tiles_that_fit(rows, outputs):
             assert not long or tile.rows * tile.outputs <= 128 * 128
 
 
-@pytest.mark.parametrize(("strips", "columns"), [(1, 5), (16, 3), (37, 4)])
+@pytest.mark.parametrize(("row_tiles", "columns"), [(1, 5), (16, 3), (37, 4)])
 @compiled
-def test_programs_take_every_tile_once_strip_by_strip(strips, columns):
+def test_programs_take_every_tile_once_band_by_band(row_tiles, columns):
     from kernels.triton.linear.hopper import w8 as w8_gluon
 
-    tiles, programs, found = strips * columns, 4, {}
-    sizes = (strips, columns * 128, tiles, 8)
+    tiles, programs, found = row_tiles * columns, 4, {}
+    sizes = (row_tiles, columns * 128, tiles, 8)
     for number in range(programs):
         language = {
             "program_id": lambda axis, number=number: number,
@@ -84,9 +84,9 @@ def test_programs_take_every_tile_once_strip_by_strip(strips, columns):
             for item in range(w8_gluon.count.fn(sizes)):
                 found[number + item * programs] = w8_gluon.place_of.fn(item, sizes, 16, 256, 128)
     assert sorted(found) == list(range(tiles))
-    wanted = {(row * 256, column * 128) for row in range(strips) for column in range(columns)}
+    wanted = {(row * 256, column * 128) for row in range(row_tiles) for column in range(columns)}
     assert set(found.values()) == wanted
-    height = min(strips, 16)
+    height = min(row_tiles, 16)
     first = {found[tile][0] for tile in range(height * columns)}
     assert first == {row * 256 for row in range(height)}
 

@@ -5,7 +5,7 @@ programs, or a rest of tiles after full rounds, tiles * groups pairs are cut int
 `share`, so that no SM waits for others; whole tiles follow in turn. A run may cut its first and
 last tile. What a kernel hands around as `sizes` is
 
-    strips   tiles of rows: tile t is of output tile t // strips and row tile t % strips
+    row_tiles   tiles of rows: tile t is of output tile t // row_tiles and row tile t % row_tiles
     N        outputs
     tiles    all of them
     groups   steps of the sum over inputs of a tile
@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def pieces(sizes):
     """How many tiles, or parts of tiles, this program works on."""
-    strips, N, tiles, groups, cut, share = sizes
+    row_tiles, N, tiles, groups, cut, share = sizes
     first = gl.program_id(0) * share
     head, tail = first // groups, (gl.minimum(first + share, cut) + groups - 1) // groups
     whole = tiles - cut // groups - gl.program_id(0) + gl.num_programs(0) - 1
@@ -36,7 +36,7 @@ def pieces(sizes):
 @gluon.jit
 def piece(item, sizes):
     """The item-th: its tile, and the first and the end of its groups of inputs."""
-    strips, N, tiles, groups, cut, share = sizes
+    row_tiles, N, tiles, groups, cut, share = sizes
     parts, _ = pieces(sizes)
     first = gl.program_id(0) * share
     tile = first // groups + item
@@ -51,7 +51,7 @@ def piece(item, sizes):
 @gluon.jit
 def sum_parts(accs, parts, arrivals, tile, low, sizes, PART: gl.constexpr):
     """Leave a cut tile's part; the last of its programs to arrive gets the sum of all, in order."""
-    strips, N, tiles, groups, cut, share = sizes
+    row_tiles, N, tiles, groups, cut, share = sizes
     TILES: gl.constexpr = len(accs)
     MMA: gl.constexpr = accs[0].type.layout
     ROWS: gl.constexpr = accs[0].shape[1]

@@ -43,7 +43,7 @@ def load_tiles(x, packed, scale, rings, bars, sizes, OUTPUTS: gl.constexpr, GROU
     """
     xs, ws, ss = rings
     ready, empty, turns = bars
-    strips, N, tiles, groups, cut, share = sizes
+    row_tiles, N, tiles, groups, cut, share = sizes
     STAGES: gl.constexpr = ready.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     CHUNKS: gl.constexpr = xs.shape[0] // STAGES
@@ -52,7 +52,7 @@ def load_tiles(x, packed, scale, rings, bars, sizes, OUTPUTS: gl.constexpr, GROU
     parts, whole = pieces(sizes)
     for item in range(parts + whole):
         tile, low, high = piece(item, sizes)
-        column, row = tile // strips * OUTPUTS, tile % strips * ROWS
+        column, row = tile // row_tiles * OUTPUTS, tile % row_tiles * ROWS
         for g in range(low, high):
             for part in gl.static_range(PARTS):
                 stage, bar = i % STAGES, ready.index(i % STAGES)
@@ -105,7 +105,7 @@ def compute(
 ):  # fmt: skip
     """A warpgroup: the PART-th share of the outputs of every tile of this program."""
     out, x_scale, unit, bias, parts, arrivals = ends
-    strips, N, tiles, groups, shared, share = sizes
+    row_tiles, N, tiles, groups, shared, share = sizes
     xs, ws, ss = rings
     INT8: gl.constexpr = xs.dtype == gl.int8
     TILES: gl.constexpr = OUTPUTS // 128
@@ -132,8 +132,8 @@ def compute(
             accs, last = sum_parts(accs, parts, arrivals, tile, low, sizes, PART)
         if last:
             for k in gl.static_range(TILES * HALVES):
-                row = (tile % strips * HALVES + k % HALVES) * ROWS
-                column = (tile // strips * (2 * TILES) + PART * TILES + k // HALVES) * 64
+                row = (tile % row_tiles * HALVES + k % HALVES) * ROWS
+                column = (tile // row_tiles * (2 * TILES) + PART * TILES + k // HALVES) * 64
                 place = (row, column)
                 if EXACT:
                     store_exact(accs[k], place, ends, ys.index(PART), M, PER_ROW, BIAS, GROUPS)
@@ -201,10 +201,10 @@ def scaled(exact, place, ends, M, PER_ROW: gl.constexpr, BIAS: gl.constexpr):
     return y
 
 
-@gluon.jit(do_not_specialize=["M", "N", "tiles", "groups", "strips", "cut", "share"])
+@gluon.jit(do_not_specialize=["M", "N", "tiles", "groups", "row_tiles", "cut", "share"])
 def w4_kernel(
     x, packed, scale, out, x_scale, unit, bias, parts, arrivals,
-    M, N, tiles, groups, strips, cut, share,
+    M, N, tiles, groups, row_tiles, cut, share,
     STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
     EXACT: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def w4_kernel(
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     rings, bars = (xs, ws, ss), (ready, empty, turns)
-    sizes = (strips, N, tiles, groups, cut, share)
+    sizes = (row_tiles, N, tiles, groups, cut, share)
     ends = (out, x_scale, unit, bias, parts, arrivals)
     OUTPUTS: gl.constexpr = packed.block_type.shape[0] * 2
     LOW: gl.constexpr = 0

@@ -1,7 +1,7 @@
 """W8A8, int8 or fp8, times many rows on Hopper: warps with roles of their own (Gluon).
 
 The sums and the packed weights are those of `kernels.triton.linear.w8a8`. There is at most one
-program an SM; it takes tiles in turn, in strips of STRIP row tiles, so that both operands stay in
+program an SM; it takes tiles in turn, in bands of BAND row tiles, so that both operands stay in
 L2.
 
 - One warp copies tiles of weights and x by TMA into a ring in shared memory.
@@ -35,33 +35,33 @@ from kernels.triton.linear.hopper.w4_sums import put, wait
 
 
 @gluon.jit
-def place_of(item, sizes, STRIP: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
-    """First row and first output of a program's item-th tile: strip by strip, output by output."""
-    strips, N, tiles, groups = sizes
+def place_of(item, sizes, BAND: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
+    """First row and first output of a program's item-th tile: band by band, output by output."""
+    row_tiles, N, tiles, groups = sizes
     tile = gl.program_id(0) + item * gl.num_programs(0)
-    strip = tiles // strips * STRIP
-    first = tile // strip * STRIP
-    inside, height = tile % strip, gl.minimum(strips - first, STRIP)
+    band = tiles // row_tiles * BAND
+    first = tile // band * BAND
+    inside, height = tile % band, gl.minimum(row_tiles - first, BAND)
     return (first + inside % height) * ROWS, inside // height * OUTPUTS
 
 
 @gluon.jit
 def count(sizes):
     """How many tiles this program takes."""
-    strips, N, tiles, groups = sizes
+    row_tiles, N, tiles, groups = sizes
     return (tiles - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
-def load_tiles(x, packed, rings, bars, sizes, STRIP: gl.constexpr):
+def load_tiles(x, packed, rings, bars, sizes, BAND: gl.constexpr):
     """The warp of copies: fills the ring's stages as they are left. int8 weights lie in runs."""
     xs, ws = rings
     ready, empty = bars
-    strips, N, tiles, groups = sizes
+    row_tiles, N, tiles, groups = sizes
     STAGES: gl.constexpr = ws.shape[0]
     i = gl.to_tensor(0)
     for item in range(count(sizes)):
-        row, column = place_of(item, sizes, STRIP, xs.shape[1], ws.shape[1])
+        row, column = place_of(item, sizes, BAND, xs.shape[1], ws.shape[1])
         for g in range(groups):
             stage, bar = i % STAGES, ready.index(i % STAGES)
             mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
@@ -110,11 +110,11 @@ def added(sums, more):
 def compute(
     ends, rings, ys, by_row, bars, sizes, M,
     PART: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
-    STRIP: gl.constexpr, SEGMENT: gl.constexpr,
+    BAND: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: the PART-th half of the outputs of every tile of this program."""
     out, x_scale, w_scale, bias = ends
-    strips, N, tiles, groups = sizes
+    row_tiles, N, tiles, groups = sizes
     xs, ws = rings
     TILES: gl.constexpr = ws.shape[1] // 128
     ROWS: gl.constexpr = min(xs.shape[1], 128 if xs.dtype == gl.int8 else 256)  # of a product
@@ -125,7 +125,7 @@ def compute(
     )
     done = gl.to_tensor(0)
     for item in range(count(sizes)):
-        row, column = place_of(item, sizes, STRIP, xs.shape[1], ws.shape[1])
+        row, column = place_of(item, sizes, BAND, xs.shape[1], ws.shape[1])
         scales = ask(row, column, ends, M, PART, PER_ROW, BIAS, xs.shape[1], TILES, MMA)
         accs = zeros(TILES * HALVES, ROWS, SUM, MMA)
         if SEGMENT == 0:
@@ -181,10 +181,10 @@ def store(y, place, out, ys, PART: gl.constexpr, NUMBER: gl.constexpr, NUMBERS: 
         tma.async_copy_shared_to_global(out, [row + k * PIECE, column], staged)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "tiles", "groups", "strips"])
+@gluon.jit(do_not_specialize=["M", "N", "tiles", "groups", "row_tiles"])
 def w8a8_many_kernel(
-    x, packed, out, x_scale, w_scale, bias, M, N, tiles, groups, strips,
-    STRIP: gl.constexpr, STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
+    x, packed, out, x_scale, w_scale, bias, M, N, tiles, groups, row_tiles,
+    BAND: gl.constexpr, STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
     SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """x, packed (int8 as [K / 128 * N, 128], fp8 as [N, K]) and out are TMA descriptors."""
@@ -200,17 +200,17 @@ def w8a8_many_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     rings, bars = (xs, ws), (ready, empty)
-    sizes = (strips, N, tiles, groups)
+    sizes = (row_tiles, N, tiles, groups)
     ends = (out, x_scale, w_scale, bias)
     LOW: gl.constexpr = 0
     HIGH: gl.constexpr = 1
     gl.warp_specialize(
         [
             (compute, (ends, rings, ys, by_row, bars, sizes, M,
-                       LOW, PER_ROW, BIAS, STRIP, SEGMENT)),
+                       LOW, PER_ROW, BIAS, BAND, SEGMENT)),
             (compute, (ends, rings, ys, by_row, bars, sizes, M,
-                       HIGH, PER_ROW, BIAS, STRIP, SEGMENT)),
-            (load_tiles, (x, packed, rings, bars, sizes, STRIP)),
+                       HIGH, PER_ROW, BIAS, BAND, SEGMENT)),
+            (load_tiles, (x, packed, rings, bars, sizes, BAND)),
         ],
         [4, 1],
         [240, 24],

@@ -9,17 +9,17 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 EXPERTS, EACH, INPUTS = 16, 4, 1024
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("ready", [False, True])
 @pytest.mark.parametrize(("tokens", "rows"), [(3, 16), (70, 32), (300, 64)])
 @pytest.mark.parametrize("by_pair", [False, True])
-def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, settled):
+def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, ready):
     """Scales are far apart, so that another expert's, or another block's, is seen."""
     from dataclasses import replace
 
     from kernels.triton.common import Workspace
-    from kernels.triton.experts.strips import cut
+    from kernels.triton.experts.sorting import sort_by_expert
     from kernels.triton.linear.dispatch import linear
-    from tests.kernels.strip_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
+    from tests.kernels.expert_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
 
     torch.manual_seed(0)
     workspace = Workspace.on("cuda")
@@ -28,9 +28,9 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
             weights, plain = make_weights(family, EXPERTS, 768, INPUTS)
             x, scales = make_rows(family, tokens * EACH if by_pair else tokens, INPUTS)
             chosen = torch.rand(tokens, EXPERTS).topk(EACH).indices.int()
-        strips = replace(cut(chosen, EXPERTS, rows), settled=settled)
-        torch.cuda.synchronize()  # settled
-        got = linear(x, scales, weights[0], workspace, torch.float32, strips)
+        pairs = replace(sort_by_expert(chosen, EXPERTS, rows), metadata_ready=ready)
+        torch.cuda.synchronize()  # ready
+        got = linear(x, scales, weights[0], workspace, torch.float32, pairs)
         source = torch.arange(tokens * EACH, device="cuda") // (1 if by_pair else EACH)
         owners, alone = chosen.flatten(), torch.zeros_like(got)
         wanted = torch.zeros_like(got).double()

@@ -1,4 +1,4 @@
-"""Weights of experts for tests of strips: by the family of their kernel, one behind the other."""
+"""Weights of experts for tests of sorted rows: by the family of their kernel, one behind the other."""
 
 from __future__ import annotations
 

@@ -1,0 +1,170 @@
+"""Which rows go to which expert of a mixture, found and kept on the device.
+
+A token goes to k of E experts: pair p = t k + j is token t with its j-th. The pairs of an expert,
+in order, are cut into row tiles: a program of a linear layer multiplies the rows of one tile by the
+weight of its expert. Weights of the experts lie one behind the other. What is read and written
+stays in the order of pairs, or of tokens where all k read the same row.
+
+How many row tiles there are the host does not know, but a bound of it: of P pairs at most
+n = min(P, E) experts have some, and cut P - n more rows into at most (P - n) / rows whole tiles.
+Programs of tiles that are not there end at once.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.common import announce, overlap, require, wait
+from kernels.triton.tuning import Tile, gemm_tile
+
+BLOCK = 1024  # pairs that a program takes at once
+COUNTED = 1 << 31  # elements whose places fit in 32 bits
+
+
+@dataclass(frozen=True)
+class SortedRows:
+    """The pairs of a step, sorted by expert, in row tiles.
+
+    Attributes:
+        experts: int32 [row tiles], the expert of each; -1 where there is no such tile.
+        pairs: int32 [row tiles, rows], the pairs of each; -1 where a tile has fewer. Of tiles that
+            are not there, anything.
+        count: Pairs, P.
+        total: Experts, E.
+        metadata_ready: Whether all this was there before the kernel ahead of the next started:
+            weights are then asked for while that runs.
+    """
+
+    experts: Tensor
+    pairs: Tensor
+    count: int
+    total: int
+    metadata_ready: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.pairs.shape[1]
+
+
+def rows_of(x: Tensor, sorted_rows: SortedRows | None) -> tuple[int, dict[str, Any]]:
+    """(rows of a result, what a kernel takes to find them, by name).
+
+    Raises:
+        ValueError: x has a row neither for each pair nor for each token.
+    """
+    wide = {"WIDE": x.numel() > COUNTED}
+    if sorted_rows is None:
+        return len(x), wide | {"experts": None, "pairs": None, "SHARE": 1, "READY": False}
+    count = sorted_rows.count
+    require(
+        len(x) > 0 and count % len(x) == 0,
+        f"x has {len(x)} rows; needed is one for each of {count} pairs, or for each token",
+    )
+    places = {"experts": sorted_rows.experts, "pairs": sorted_rows.pairs}
+    return count, wide | places | {"SHARE": count // len(x), "READY": sorted_rows.metadata_ready}
+
+
+def tile_of(
+    family: str, x: Tensor, outputs: int, inputs: int, sorted_rows: SortedRows | None
+) -> Tile:
+    """The tile of a linear layer's few-row kernel for x, all at once or by expert."""
+    if sorted_rows is None:
+        return gemm_tile(family, x.device, len(x), outputs, inputs)
+    row_tiles = len(sorted_rows.experts)
+    return gemm_tile(family, x.device, sorted_rows.rows, outputs, inputs, row_tiles)
+
+
+@triton.jit
+def rows_of_tile(
+    row_tile, M, experts, pairs,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rows of a tile: (its expert, rows of the result, rows of x, whether they exist).
+
+    Without `experts` all rows are those of one weight. SHARE pairs read a row of x. If WIDE, rows
+    of x are int64.
+    """
+    m = row_tile * ROWS + tl.arange(0, ROWS)
+    expert, row, there = row_tile, m, m < M
+    if experts is not None:
+        if not READY:
+            wait(OVERLAP)
+        expert = tl.load(experts + row_tile)
+        m = tl.load(pairs + m)
+        row, there = m // SHARE, m >= 0
+    if WIDE:
+        row = row.to(tl.int64)
+    return expert, m, row, there
+
+
+@triton.jit(do_not_specialize=["P", "row_tiles"])
+def sort_kernel(
+    chosen, experts, pairs, P, E, row_tiles,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program e finds the pairs of expert e; the last one more, tiles that are not there."""
+    e = tl.program_id(0)
+    i, own = tl.arange(0, BLOCK), tl.arange(0, BINS)
+    wait(OVERLAP)
+    announce(OVERLAP)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, P, BLOCK):
+        each = tl.load(chosen + start + i, mask=start + i < P, other=E)
+        counts += tl.histogram(each, BINS)
+    tiles = tl.where(own < E, (counts + ROWS - 1) // ROWS, 0)
+    first = tl.sum(tl.where(own < e, tiles, 0), 0)
+    if e == E:
+        for start in range(first, row_tiles, BLOCK):
+            tl.store(experts + start + i, -1, mask=start + i < row_tiles)
+        return
+    count = tl.sum(tl.where(own == e, counts, 0), 0)
+    end = first + (count + ROWS - 1) // ROWS
+    for start in range(first, end, BLOCK):
+        tl.store(experts + start + i, e, mask=start + i < end)
+    before = first * ROWS
+    for start in range(0, P, BLOCK):
+        each = tl.load(chosen + start + i, mask=start + i < P, other=E)
+        mine = (each == e).to(tl.int32)
+        tl.store(pairs + before + tl.cumsum(mine, 0) - 1, start + i, mask=mine > 0)
+        before += tl.sum(mine, 0)
+    rest = before + tl.arange(0, ROWS)
+    tl.store(pairs + rest, -1, mask=rest < end * ROWS)
+
+
+def sort_by_expert(chosen: Tensor, experts: int, rows: int) -> SortedRows:
+    """Sort pairs by expert, stably, and cut them into row tiles.
+
+    Args:
+        chosen: int32 [T, k], numbers of experts, contiguous.
+        experts: E.
+        rows: Rows of a tile, a power of two.
+
+    Raises:
+        ValueError: a type or size is another.
+    """
+    require(
+        chosen.dtype == torch.int32 and chosen.is_contiguous() and chosen.numel() > 0,
+        f"chosen is {chosen.dtype} {tuple(chosen.shape)}; needed is contiguous int32, not empty",
+    )
+    require(rows > 0 and rows & (rows - 1) == 0, f"tiles of {rows} rows; needed is a power of two")
+    count = chosen.numel()
+    most = min(count, experts)
+    row_tiles = most + (count - most) // rows
+    found = torch.empty(row_tiles, dtype=torch.int32, device=chosen.device)
+    pairs = torch.empty((row_tiles, rows), dtype=torch.int32, device=chosen.device)
+    sort_kernel[(experts + 1,)](
+        chosen, found, pairs, count, experts, row_tiles,
+        BINS=max(32, triton.next_power_of_2(experts + 1)),
+        BLOCK=min(BLOCK, max(128, triton.next_power_of_2(count))), ROWS=rows, **overlap(),
+    )  # fmt: skip
+    return SortedRows(found, pairs, count, experts)
