@@ -129,8 +129,8 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     from formats.families.experts import is_projection
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
-    from ptq.methods.base import QuantizedLinear
-    from ptq.methods.rounding import round_weight
+    from ptq.methods.common.block import QuantizedLinear
+    from ptq.methods.common.rounding import round_weight
     from ptq.pipeline.emit import stored_scale
 
     scheme, model = PRESETS[preset], Checkpoint.open(source)

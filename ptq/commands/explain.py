@@ -11,20 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RequestError
 from formats.families.experts import EXPERT
-from formats.scheme import LayerScheme
 from ptq.commands.check import add_recipe_arguments, overrides_of
 from ptq.commands.inspect import matches
-from ptq.methods.rotation import WRITERS
-from ptq.methods.specs import (
-    AWQSpec,
-    GPTQSpec,
-    RefineSpec,
-    RotationSpec,
-    RTNSpec,
-    ShiftSpec,
-    SmoothKSpec,
-    SmoothQuantSpec,
-)
 from ptq.plan.plan import ModulePlan, Plan, build_plan
 from ptq.recipe.schema import read_recipe
 
@@ -80,50 +68,11 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
         return
     recipe, scheme = plan.recipe, plan.recipe.scheme_of(module.name)
     for method in recipe.methods:
-        if isinstance(method, RotationSpec):
-            yield from _rotated(module, method)
-        elif isinstance(method, ShiftSpec) and module.name.endswith(("v_proj", "o_proj")):
-            yield "shift: its bias takes what centres V, where it has one"
-        elif isinstance(method, SmoothKSpec) and module.name.endswith(("q_proj", "k_proj")):
-            yield "smooth_k: its rows, or the norm after it, take factors that even out K"
-        elif isinstance(method, SmoothQuantSpec | AWQSpec):
-            yield from _folded(plan, module, method)
-        elif isinstance(method, RTNSpec):
-            yield f"rtn: rounded to the nearest, scales by {method.scale}"
-        elif isinstance(method, GPTQSpec):
-            order = "important columns first" if method.act_order else "columns in order"
-            sweeps = f", {method.sweeps} sweeps of descent after it" if method.sweeps else ""
-            yield f"gptq: solved column by column, {order}, scales by {method.scale}{sweeps}"
-        elif isinstance(method, RefineSpec) and not _fp8(scheme):
-            yield f"refine: roundings and scales moved by {method.iterations} steps of its block"
+        yield from method.explain(module.name, scheme, plan.smoothing)
     if scheme.static_input:
         shared = f", shared by {module.fused_group}" if module.fused_group else ""
         yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"
     yield f"stored as {module.reason}"
-
-
-def _fp8(scheme: LayerScheme) -> bool:
-    return scheme.weights is not None and scheme.weights.dtype == "fp8_e4m3"
-
-
-def _rotated(module: ModulePlan, method: RotationSpec) -> Iterator[str]:
-    leaf = module.name.rpartition(".")[2]
-    if method.residual:
-        writes = leaf in WRITERS
-        yield f"rotation: its {'rows' if writes else 'columns'} turn with the residual stream"
-    if method.values and leaf in ("v_proj", "o_proj"):
-        yield f"rotation: its {'rows' if leaf == 'v_proj' else 'columns'} turn with each head's V"
-
-
-def _folded(plan: Plan, module: ModulePlan, method: SmoothQuantSpec | AWQSpec) -> Iterator[str]:
-    for group in plan.smoothing:
-        if group.kind not in method.targets:
-            continue
-        if module.name in group.consumers:
-            yield f"{method.name}: its columns take factors that {group.source} is divided by"
-        elif module.name == group.source:
-            readers = ", ".join(name.rpartition(".")[2] for name in group.consumers)
-            yield f"{method.name}: its rows are divided by factors that {readers} takes"
 
 
 def cache_step(plan: Plan) -> str:

@@ -6,19 +6,72 @@ rounded to finer steps as long as it does not set its group's largest magnitude.
 
     s = s_X^alpha,    s_X = mean|X_j|,    alpha in 0, 1/n, ..., 1                       (Eq. 4, 5)
 
-divided by sqrt(max s min s), for every group of `ptq.methods.migration`.
+divided by sqrt(max s min s), for every group of `ptq.methods.common.migration`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from ptq.methods.base import BlockWork
-from ptq.methods.migration import Migration, SmoothedGroup
-from ptq.methods.specs import AWQSpec
+from formats.scheme import LayerScheme
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.folding import SmoothedGroup
+from ptq.methods.common.later import torch
+from ptq.methods.common.migration import Migration
+from ptq.methods.common.smoothing_group import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
+from ptq.methods.common.spec import (
+    BlockSizes,
+    MethodSpec,
+    Stage,
+    smoothing_lines,
+    smoothing_memory,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AWQSpec(MethodSpec):
+    """AWQ: channels that large activations meet are scaled up before weights are rounded.
+
+    YAML::
+
+        awq:
+          steps: 20               # exponents 0, 1/20, ... that the search tries
+          search_samples: 8       # calibration sequences that it measures its error on
+          targets: [attention_input, attention_output, mlp_input, mlp_output]
+
+    The targets are those of SmoothQuant. AWQ's clipping is the scale search `output_mse` of the
+    method that rounds.
+    """
+
+    stage: ClassVar = Stage.SMOOTH
+    name: Literal["awq"] = "awq"
+    steps: Annotated[int, Field(ge=1, le=100)] = 20
+    search_samples: Annotated[int, Field(ge=1)] = 8
+    targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
+
+    @property
+    def smooths(self) -> tuple[SmoothingKind, ...]:
+        """The targets."""
+        return self.targets
+
+    def algorithm(self) -> AWQ:
+        """Scales the groups of a block."""
+        return AWQ(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """Which factors the layer takes or gives."""
+        return smoothing_lines(self.name, layer, self.targets, groups)
+
+    def memory(self, block: BlockSizes) -> int:
+        """What trying factors takes."""
+        return smoothing_memory(self.targets, self.search_samples, block)
 
 
 def activation_scale(x_mean: Tensor, alpha: float) -> Tensor:

@@ -13,12 +13,49 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from torch import Tensor
+from pydantic import Field
 
-from ptq.methods.base import BlockWork, Method, replaced
-from ptq.methods.rtn import round_to_nearest
-from ptq.methods.specs import ClipSpec
+from formats.scheme import LayerScheme, Scheme
+from ptq.methods.common.block import BlockWork, replaced
+from ptq.methods.common.later import rounding
+from ptq.methods.common.method import Method
+from ptq.methods.common.spec import MethodSpec, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ClipSpec(MethodSpec):
+    """Clipping of static inputs, searched against the block's output.
+
+    YAML::
+
+        clip:
+          factors: [0.95, 0.9, 0.8, 0.7, 0.6, 0.5]  # of the observer's range, tried beside 1
+          search_samples: 4       # calibration sequences that it measures its error on
+    """
+
+    stage: ClassVar = Stage.CLIP
+    name: Literal["clip"] = "clip"
+    factors: Annotated[
+        tuple[Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False)], ...],
+        Field(min_length=1),
+    ] = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+    search_samples: Annotated[int, Field(ge=1)] = 4
+
+    def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
+        """No layer with a static input."""
+        if any(layer.static_input for layer in layers):
+            return None
+        return (
+            f"clip chooses ranges of static inputs; the scheme {scheme.wac} has none: leave it out"
+        )
+
+    def algorithm(self) -> Clip:
+        """Chooses the ranges of a block's inputs."""
+        return Clip(self)
 
 
 class Clip(Method):
@@ -34,7 +71,7 @@ class Clip(Method):
         """Choose a factor for each distinct input, those before it as they were chosen."""
         samples = work.samples(self.spec.search_samples)
         reference = [work.block.run(sample) for sample in samples]
-        rounded = {n: layer.dequantized() for n, layer in round_to_nearest(work).items()}
+        rounded = {n: layer.dequantized() for n, layer in rounding.round_to_nearest(work).items()}
         together: dict[str, list[str]] = {}
         for name in work.targets:
             if not work.scheme_of(name).static_input:

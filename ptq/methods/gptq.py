@@ -11,7 +11,7 @@ Columns go in blocks; the columns beyond a block are updated once, when it is do
 groups of neighbouring columns as they stand in the checkpoint ("static groups"), so that nothing of
 the order remains on disk. Layers that share an input share H and its factor; those of one module,
 such as q, k and v, are solved as one. `sweeps` of coordinate descent over the integers may follow
-(`ptq.methods.descent`).
+(`ptq.methods.common.descent`).
 
 lambda is `damp` times the mean of H's diagonal. If H does not factor, lambda is raised tenfold
 until it does; if it never does, or if a layer's error tr(E H E^T) comes out larger than that of
@@ -20,22 +20,61 @@ rounding with the same scales, the layer is rounded. Each of these is a reported
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from formats.checkpoint.weights import StoredWeight
-from formats.scheme import WeightSpec
-from kernels.numerics import TYPES, dequantize, quantize
-from ptq.methods.base import BlockWork, Method, QuantizedLinear
-from ptq.methods.descent import damped, descend
-from ptq.methods.rounding import choose_qparams, expanded, round_column
-from ptq.methods.specs import GPTQSpec
-from ptq.result import Event
+from formats.scheme import LayerScheme, WeightSpec
+from ptq.methods.common.block import BlockWork, QuantizedLinear
+from ptq.methods.common.events import Event
+from ptq.methods.common.later import descent, moments, numerics, rounding, storage, torch
+from ptq.methods.common.method import Method
+from ptq.methods.common.smoothing_group import SmoothingGroup
+from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_DAMP = 10.0
-STRIP = 2048  # columns of a Hessian that are held in fp64 at once to weight errors
+
+
+class GPTQSpec(MethodSpec):
+    """GPTQ: rounds column by column, later columns make up for the error of earlier ones.
+
+    YAML::
+
+        gptq:
+          scale: output_mse       # as of rtn
+          act_order: true         # important columns first; leaves no trace on disk
+          damp: 0.01              # share of the Hessian's mean diagonal that is added to it
+          block_size: 128         # columns between two updates of the rest
+          sweeps: 0               # of coordinate descent over the integers afterwards
+    """
+
+    stage: ClassVar = Stage.ROUND
+    name: Literal["gptq"] = "gptq"
+    scale: ScaleSearch = "output_mse"
+    act_order: bool = True
+    damp: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.01
+    block_size: Annotated[int, Field(ge=1)] = 128
+    sweeps: Annotated[int, Field(ge=0)] = 0
+
+    def algorithm(self) -> GPTQ:
+        """Solves the layers of a block."""
+        return GPTQ(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """In which order the layer is solved."""
+        order = "important columns first" if self.act_order else "columns in order"
+        sweeps = f", {self.sweeps} sweeps of descent after it" if self.sweeps else ""
+        yield f"gptq: solved column by column, {order}, scales by {self.scale}{sweeps}"
+
+    def memory(self, block: BlockSizes) -> int:
+        """Integers, and fp32 and fp64 copies of the widest Hessian while it is factored."""
+        return block.elements + (2 * FLOAT + 4 * 8) * block.widest**2
 
 
 def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor, float] | None:
@@ -79,7 +118,7 @@ def gptq(
     Args:
         weight: [N, K] float.
         scale: Of the spec's blocks.
-        zero_point: Likewise, or None.
+        zero_point: Of the spec's blocks; None where the type is symmetric.
         spec: How it is stored.
         factor: U of the Hessian with its rows and columns in `order` [K, K].
         order: int64 [K], columns in the order in which they are solved.
@@ -88,10 +127,12 @@ def gptq(
     Returns:
         q [N, K] in the type's storage, columns as in `weight`.
     """
-    kind = TYPES[spec.dtype]
+    kind = numerics.TYPES[spec.dtype]
     columns = weight.T[order].float().contiguous()  # [K, N]: a column is contiguous
-    scales = expanded(scale, weight, spec).T[order].contiguous()
-    zeros = None if zero_point is None else expanded(zero_point, weight, spec).T[order].float()
+    scales = rounding.expanded(scale, weight, spec).T[order].contiguous()
+    zeros = (
+        None if zero_point is None else rounding.expanded(zero_point, weight, spec).T[order].float()
+    )
     pivots = factor.diagonal().tolist()
     q = torch.empty_like(columns, dtype=kind.storage)
     for start in range(0, len(order), block_size):
@@ -99,7 +140,9 @@ def gptq(
         errors = torch.empty_like(columns[start:stop])
         for j in range(start, stop):
             column, scale = columns[j], scales[j]
-            rounded = round_column(column, scale, kind, None if zeros is None else zeros[j])
+            rounded = rounding.round_column(
+                column, scale, kind, None if zeros is None else zeros[j]
+            )
             q[j] = rounded
             known = rounded if zeros is None else rounded - zeros[j]
             error = torch.addcmul(column, known, scale, value=-1.0, out=errors[j - start])
@@ -109,15 +152,6 @@ def gptq(
     restored = torch.empty_like(q)
     restored[order] = q
     return restored.T.contiguous()
-
-
-def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
-    """e H e^T of each row of a weight's error [N, K]: fp64 [N]."""
-    wide, found = error.double(), torch.zeros(len(error), dtype=torch.float64, device=error.device)
-    for start in range(0, wide.shape[1], STRIP):
-        columns = slice(start, start + STRIP)
-        found += (wide @ hessian[:, columns].double()).mul_(wide[:, columns]).sum(dim=1)
-    return found
 
 
 class GPTQ(Method):
@@ -157,11 +191,11 @@ class GPTQ(Method):
         hessian, spec = work.second_moments(names[0]), work.weight_spec(names[0])
         weights = [work.block.linears[name].weight for name in names]
         params = [
-            choose_qparams(w, spec, work.scale_dtype(n), self.spec.scale, hessian)
+            rounding.choose_qparams(w, spec, work.scale_dtype(n), self.spec.scale, hessian)
             for n, w in zip(names, weights, strict=True)
         ]
         rounded = [
-            quantize(w, scale, TYPES[spec.dtype], zeros, spec.block)
+            numerics.quantize(w, scale, numerics.TYPES[spec.dtype], zeros, spec.block)
             for w, (scale, zeros) in zip(weights, params, strict=True)
         ]
         solved = rounded if factor is None else self._gptq(spec, weights, params, hessian, *factor)
@@ -169,14 +203,16 @@ class GPTQ(Method):
             names, weights, params, solved, rounded, strict=True
         ):
             ours, theirs = (
-                output_errors(w - dequantize(x, scale, zeros, spec.block), hessian).sum().item()
+                moments.output_errors(w - numerics.dequantize(x, scale, zeros, spec.block), hessian)
+                .sum()
+                .item()
                 for x in (q, plain)
             )
             if ours > theirs:
                 message = f"GPTQ's error {ours:.3g} exceeds {theirs:.3g} of rounding; it is rounded"
                 work.events.append(Event(module=name, kind="fallback", message=message))
                 q = plain
-            stored = StoredWeight(q, scale, zeros)
+            stored = storage.StoredWeight(q, scale, zeros)
             yield name, QuantizedLinear(stored, spec, work.input_scale(name), self.spec.scale)
 
     def _factor(self, work: BlockWork, name: str) -> tuple[Tensor, Tensor] | None:
@@ -212,12 +248,12 @@ class GPTQ(Method):
     ) -> list[Tensor]:
         """The integers of each layer."""
         size, sweeps = self.spec.block_size, self.spec.sweeps
-        smooth = damped(hessian, self.spec.damp) if sweeps else hessian
+        smooth = descent.damped(hessian, self.spec.damp) if sweeps else hessian
 
         def one(weight: Tensor, scale: Tensor, zeros: Tensor | None) -> Tensor:
             q = gptq(weight, scale, zeros, spec, factor, order, size)
             for _ in range(sweeps):
-                q = descend(q, weight, scale, zeros, spec, smooth, order, size)
+                q = descent.descend(q, weight, scale, zeros, spec, smooth, order, size)
             return q
 
         joined = spec.granularity in ("per_channel", "group")  # scales are stacked by row

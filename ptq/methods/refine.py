@@ -18,22 +18,67 @@ weights have no integers: they stay as they were rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from formats.checkpoint.weights import StoredWeight
-from kernels.numerics import TYPES, expand_scale
-from kernels.two_level import nearest_multiples, stored_unit
-from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced
-from ptq.methods.specs import RefineSpec
-from ptq.result import Event
+from formats.scheme import LayerScheme, Scheme
+from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced
+from ptq.methods.common.events import Event
+from ptq.methods.common.later import numerics, storage, torch, two_level
+from ptq.methods.common.method import Method
+from ptq.methods.common.smoothing_group import SmoothingGroup
+from ptq.methods.common.spec import BlockSizes, MethodSpec, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FACTOR_RATE = 0.1  # learning rate of scale factors, relative to that of roundings
 MOST_FACTOR = 0.2  # scales change by at most this share
+
+
+class RefineSpec(MethodSpec):
+    """Gradient descent on roundings and scales, after a method that rounds.
+
+    YAML::
+
+        refine:
+          iterations: 100         # steps for each block
+          batch: 4                # calibration sequences of a step
+          learning_rate: 0.005    # in steps of the integers; falls linearly to 0
+          seed: 0
+    """
+
+    stage: ClassVar = Stage.REFINE
+    name: Literal["refine"] = "refine"
+    iterations: Annotated[int, Field(ge=1)] = 100
+    batch: Annotated[int, Field(ge=1)] = 4
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.005
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
+        """Weights without integers."""
+        if {layer.weights.dtype for layer in layers if layer.weights} != {"fp8_e4m3"}:
+            return None
+        return "refine moves integers; it is not for fp8 weights"
+
+    def algorithm(self) -> Refine:
+        """Refines the layers of a block."""
+        return Refine(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """How long a layer's integers are moved."""
+        if scheme.weights is not None and scheme.weights.dtype != "fp8_e4m3":
+            yield f"refine: roundings and scales moved by {self.iterations} steps of its block"
+
+    def memory(self, block: BlockSizes) -> int:
+        """Weights with gradients, Adam's moments, and what gradients are traced through."""
+        return 44 * block.elements + self.batch * 3 * block.sample_bytes
 
 
 @dataclass
@@ -60,19 +105,19 @@ class Adjustable:
     def of(cls, layer: QuantizedLinear, weight: Tensor, dtype: torch.dtype) -> Adjustable:
         """Nothing moved yet: v = 0, g = 1."""
         stored, block = layer.weight, layer.spec.block
-        steps = weight / expand_scale(stored.scale, weight.shape, block)
+        steps = weight / numerics.expand_scale(stored.scale, weight.shape, block)
         if stored.zero_point is not None:
-            steps = steps + expand_scale(stored.zero_point.float(), weight.shape, block)
+            steps = steps + numerics.expand_scale(stored.zero_point.float(), weight.shape, block)
         q = stored.q.float()
         start = q + (steps - q).clamp(-0.499, 0.499)
         offset = torch.zeros_like(start).requires_grad_()
         factor = torch.ones_like(stored.scale).requires_grad_()
-        unit = stored_unit(stored.scale) if layer.spec.two_level else None
+        unit = two_level.stored_unit(stored.scale) if layer.spec.two_level else None
         return cls(layer, start, offset, factor, dtype, unit)
 
     def steps(self) -> Tensor:
         """The integers, through which gradients pass."""
-        kind = TYPES[self.layer.spec.dtype]
+        kind = numerics.TYPES[self.layer.spec.dtype]
         wanted = self.start + self.offset.clamp(-1, 1)
         rounded = wanted + (wanted.round() - wanted).detach()
         return rounded.clamp(kind.q_min, kind.q_max)
@@ -82,7 +127,7 @@ class Adjustable:
         wanted = self.layer.weight.scale * self.factor.clamp(1 - MOST_FACTOR, 1 + MOST_FACTOR)
         stored = wanted.to(self.dtype).float()
         if self.unit is not None:
-            stored = nearest_multiples(wanted, self.unit) * self.unit
+            stored = two_level.nearest_multiples(wanted, self.unit) * self.unit
         return wanted + (stored - wanted).detach()
 
     def weight(self) -> Tensor:
@@ -90,14 +135,14 @@ class Adjustable:
         steps, block = self.steps(), self.layer.spec.block
         if self.layer.weight.zero_point is not None:
             zeros = self.layer.weight.zero_point.float()
-            steps = steps - expand_scale(zeros, steps.shape, block)
-        return steps * expand_scale(self.scale(), steps.shape, block)
+            steps = steps - numerics.expand_scale(zeros, steps.shape, block)
+        return steps * numerics.expand_scale(self.scale(), steps.shape, block)
 
-    @torch.no_grad()
     def solved(self) -> QuantizedLinear:
         """The layer as it is now."""
-        q = self.steps().round().to(self.layer.weight.q.dtype)
-        stored = StoredWeight(q, self.scale(), self.layer.weight.zero_point)
+        with torch.no_grad():
+            q = self.steps().round().to(self.layer.weight.q.dtype)
+            stored = storage.StoredWeight(q, self.scale(), self.layer.weight.zero_point)
         spec, input_scale = self.layer.spec, self.layer.input_scale
         return QuantizedLinear(stored, spec, input_scale, f"{self.layer.statistic}, refined")
 
@@ -181,20 +226,21 @@ def _batches(samples: int, spec: RefineSpec) -> Iterator[list[int]]:
         yield batch
 
 
-@torch.no_grad()
 def _weights(layers: Mapping[str, Adjustable]) -> dict[str, Tensor]:
-    return {name: layer.weight() for name, layer in layers.items()}
+    """The layers' weights as they are now, without gradients."""
+    with torch.no_grad():
+        return {name: layer.weight() for name, layer in layers.items()}
 
 
-@torch.no_grad()
 def _error(
     work: BlockWork, inputs: list[Tensor], targets: list[Tensor], weights: Mapping[str, Tensor]
 ) -> float:
     """Squared error of the block's outputs, summed exactly over all samples."""
-    return math.fsum(
-        (work.block.forward(x, weights).cpu() - y).double().square().sum().item()
-        for x, y in zip(inputs, targets, strict=True)
-    )
+    with torch.no_grad():
+        return math.fsum(
+            (work.block.forward(x, weights).cpu() - y).double().square().sum().item()
+            for x, y in zip(inputs, targets, strict=True)
+        )
 
 
 def _has_integers(layer: QuantizedLinear) -> bool:

@@ -1,38 +1,54 @@
-"""Which method each specification of a recipe stands for."""
+"""The methods there are: every file of this folder that holds a specification.
+
+Nothing here names one; a method is added by its file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import pkgutil
+from collections.abc import Sequence
+from functools import reduce
+from importlib import import_module
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from ptq.methods.awq import AWQ
-from ptq.methods.base import Method
-from ptq.methods.clip import Clip
-from ptq.methods.gptq import GPTQ
-from ptq.methods.refine import Refine
-from ptq.methods.rtn import RoundToNearest
-from ptq.methods.shift import Shift
-from ptq.methods.smooth_k import SmoothK
-from ptq.methods.smoothquant import SmoothQuant
-from ptq.methods.specs import MethodSpec
+from pydantic import Field
 
-_CLASSES: dict[str, Callable[[Any], Method]] = {
-    "shift": Shift,
-    "smoothquant": SmoothQuant,
-    "awq": AWQ,
-    "smooth_k": SmoothK,
-    "clip": Clip,
-    "rtn": RoundToNearest,
-    "gptq": GPTQ,
-    "refine": Refine,
-}
+from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.method import Method
+from ptq.methods.common.spec import MethodSpec
 
 
-def block_specs(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
-    """Those that work on blocks; the others are views of the model (`ptq.methods.views`)."""
-    return [spec for spec in specs if spec.name in _CLASSES]
+def _collect() -> dict[str, type[MethodSpec]]:
+    """Specifications by name, in the order in which a recipe may list them."""
+    folder, package = Path(__file__).parent, __package__
+    for module in pkgutil.iter_modules([str(folder)]):
+        import_module(f"{package}.{module.name}")
+    specs = {spec.model_fields["name"].default: spec for spec in MethodSpec.__subclasses__()}
+    return dict(sorted(specs.items(), key=lambda item: (item[1].stage, item[0])))
 
 
-def build_methods(specs: Sequence[MethodSpec]) -> list[Method]:
+METHODS = _collect()
+
+if TYPE_CHECKING:
+    AnyMethod = MethodSpec
+else:
+    AnyMethod = Annotated[reduce(or_, METHODS.values()), Field(discriminator="name")]
+
+
+def view_of(model: FloatModel, specs: Sequence[MethodSpec]) -> FloatModel:
+    """The float model that blocks are read from: as the methods of a recipe have it seen.
+
+    Raises:
+        RecipeError: a method does not know this model.
+    """
+    for spec in specs:
+        model = spec.view(model)
+    return model
+
+
+def block_methods(specs: Sequence[MethodSpec]) -> list[tuple[MethodSpec, Method]]:
     """The methods of a recipe that work on blocks, in its order."""
-    return [_CLASSES[spec.name](spec) for spec in block_specs(specs)]
+    built = [(spec, spec.algorithm()) for spec in specs]
+    return [(spec, method) for spec, method in built if method is not None]

@@ -22,16 +22,20 @@ the model runs (QuaRot's online transform); SmoothQuant's group `mlp_output` ser
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
 from formats.errors import RecipeError
-from ptq.methods.hadamard import hadamard_matrix, random_rotation
-from ptq.methods.source import Source, View
-from ptq.methods.specs import RotationSpec
+from formats.scheme import LayerScheme
+from ptq.methods.common.float_model import FloatModel, FloatModelView
+from ptq.methods.common.later import hadamard, torch
+from ptq.methods.common.smoothing_group import SmoothingGroup
+from ptq.methods.common.spec import MethodSpec, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 NORM_OF = {
@@ -51,7 +55,52 @@ UNTOUCHED = ("q_norm", "k_norm", "rotary_emb")
 ROWS = 8192  # of a weight that are rotated at a time
 
 
-class RotatedCheckpoint(View):
+class RotationSpec(MethodSpec):
+    """Rotation of the residual stream and of the values, folded into the weights.
+
+    YAML::
+
+        rotation:
+          residual: true          # R1: the residual stream; a tied lm_head is untied by it
+          values: true            # R2: the values of each head, and with them the cache V
+          seed: 0
+
+    It needs no data and comes first: all other methods see the rotated model.
+
+    Raises:
+        ValueError: nothing is to be rotated.
+    """
+
+    stage: ClassVar = Stage.ROTATE
+    name: Literal["rotation"] = "rotation"
+    residual: bool = True
+    values: bool = True
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _rotates(self) -> RotationSpec:
+        if not (self.residual or self.values):
+            raise ValueError("rotates nothing; set residual or values to true, or remove it")
+        return self
+
+    def view(self, model: FloatModel) -> FloatModel:
+        """The rotated model."""
+        return RotatedCheckpoint(model, self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """What of the layer turns."""
+        leaf = layer.rpartition(".")[2]
+        if self.residual:
+            turned = "rows" if leaf in WRITERS else "columns"
+            yield f"rotation: its {turned} turn with the residual stream"
+        if self.values and leaf in ("v_proj", "o_proj"):
+            turned = "rows" if leaf == "v_proj" else "columns"
+            yield f"rotation: its {turned} turn with each head's V"
+
+
+class RotatedCheckpoint(FloatModelView):
     """A float model whose residual stream and values are rotated; see the module's docstring.
 
     Args:
@@ -62,14 +111,14 @@ class RotatedCheckpoint(View):
         RecipeError: the model has tensors whose place in it is not known here.
     """
 
-    def __init__(self, source: Source, spec: RotationSpec) -> None:
+    def __init__(self, source: FloatModel, spec: RotationSpec) -> None:
         super().__init__(source)
         self.spec = spec
         config = source.config
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         head_dim = int(config.get("head_dim") or hidden // heads)
-        self.r1 = random_rotation(hidden, spec.seed) if spec.residual else None
-        self.r2 = random_rotation(head_dim, spec.seed + 1) if spec.values else None
+        self.r1 = hadamard.random_rotation(hidden, spec.seed) if spec.residual else None
+        self.r2 = hadamard.random_rotation(head_dim, spec.seed + 1) if spec.values else None
         tied = bool(config.get("tie_word_embeddings", HEAD not in source))
         self.unties = spec.residual and tied
         self._check_names()
@@ -92,9 +141,10 @@ class RotatedCheckpoint(View):
         yield from super().describe()
         parts = (("residual stream", self.r1), ("values of each head", self.r2))
         kinds = [
-            f"{name} ({'Hadamard' if hadamard_matrix(len(r)) is not None else 'random'} {len(r)})"
+            f"{name} ({'random' if known is None else 'Hadamard'} {len(r)})"
             for name, r in parts
             if r is not None
+            for known in (hadamard.hadamard_matrix(len(r)),)
         ]
         cost = f"; unties lm_head, which adds {self.added_bytes / 1e6:.1f} MB"
         yield f"rotated: {', '.join(kinds)}{cost if self.added_bytes else ''}"

@@ -8,28 +8,42 @@ statistics. With absmax scales it is the baseline that other methods are measure
 
 from __future__ import annotations
 
-from ptq.methods.base import BlockWork, Method, MomentKind, QuantizedLinear
-from ptq.methods.rounding import round_weight
-from ptq.methods.specs import RTNSpec, ScaleSearch
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-MOMENTS: dict[ScaleSearch, MomentKind] = {
-    "absmax": "none",
-    "mse": "none",
-    "weighted_mse": "diagonal",
-    "output_mse": "full",
-}
+from formats.scheme import LayerScheme
+from ptq.methods.common.later import rounding
+from ptq.methods.common.method import Method
+from ptq.methods.common.smoothing_group import SmoothingGroup
+from ptq.methods.common.spec import MOMENTS, MethodSpec, ScaleSearch, Stage
+
+if TYPE_CHECKING:
+    from ptq.methods.common.block import BlockWork, QuantizedLinear
 
 
-def round_to_nearest(work: BlockWork, search: ScaleSearch = "absmax") -> dict[str, QuantizedLinear]:
-    """Quantize the block's target layers as they are now, by full name."""
-    solved = {}
-    for name in work.targets:
-        weight = work.block.linears[name].weight
-        inputs = work.second_moments(name) if MOMENTS[search] != "none" else None
-        spec, dtype = work.weight_spec(name), work.scale_dtype(name)
-        stored = round_weight(weight, spec, dtype, search, inputs)
-        solved[name] = QuantizedLinear(stored, spec, work.input_scale(name), search)
-    return solved
+class RTNSpec(MethodSpec):
+    """Round to nearest.
+
+    YAML: ``rtn: {scale: absmax}``
+
+    `scale` chooses the scales of the weights: `absmax` cuts nothing; `mse` minimizes the squared
+    error of each block of weights, `weighted_mse` with the inputs' second moments as weights,
+    `output_mse` the error of the block's contribution to the output.
+    """
+
+    stage: ClassVar = Stage.ROUND
+    name: Literal["rtn"] = "rtn"
+    scale: ScaleSearch = "absmax"
+
+    def algorithm(self) -> RoundToNearest:
+        """Rounds the layers of a block."""
+        return RoundToNearest(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """How the layer is rounded."""
+        yield f"rtn: rounded to the nearest, scales by {self.scale}"
 
 
 class RoundToNearest(Method):
@@ -43,7 +57,7 @@ class RoundToNearest(Method):
 
     def solve(self, work: BlockWork) -> None:
         """Round the weights and choose the input scales."""
-        self.solved = round_to_nearest(work, self.spec.scale)
+        self.solved = rounding.round_to_nearest(work, self.spec.scale)
 
     def commit(self, work: BlockWork) -> None:
         """Hand the rounded layers over."""

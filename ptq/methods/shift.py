@@ -11,9 +11,9 @@ A KV channel is shared by the query heads of its group. Half of a range is never
 largest magnitude in it: no scale becomes coarser, and there is nothing to search.
 
 Both projections need a bias. Families whose configuration knows `attention_bias` get one
-(`ptq.methods.biased`); where there can be none, the block is left alone and an event says so. The
-inputs of q, k, v, gate, up and down cannot be shifted: RMSNorm has no bias to take z, and up's
-output is multiplied before down reads it.
+(`ptq.methods.common.biased`); where there can be none, the block is left alone and an event says
+so. The inputs of q, k, v, gate, up and down cannot be shifted: RMSNorm has no bias to take z, and
+up's output is multiplied before down reads it.
 
 v_proj's bias is stored in the checkpoint's type. The shift that counts is therefore what rounding
 made of it, and o_proj's bias follows that one: its own rounding is all that is lost.
@@ -21,14 +21,58 @@ made of it, and o_proj's bias follows that one: its own rounding is all that is 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ptq.methods.base import BlockWork, Method, set_parameter
-from ptq.methods.migration import source_channel
-from ptq.methods.specs import ShiftSpec
-from ptq.result import Event
+from formats.scheme import LayerScheme, Scheme
+from ptq.methods.common.biased import BiasedCheckpoint
+from ptq.methods.common.block import BlockWork, set_parameter
+from ptq.methods.common.events import Event
+from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.folding import source_channel
+from ptq.methods.common.later import functional, torch
+from ptq.methods.common.method import Method
+from ptq.methods.common.smoothing_group import SmoothingGroup
+from ptq.methods.common.spec import MethodSpec, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ShiftSpec(MethodSpec):
+    """Shift: each channel of V is centred, and with it the cached V and the input of o_proj.
+
+    YAML: ``shift: {}``
+
+    Families that know `attention_bias` get biases in attention for it (llama, qwen3).
+    """
+
+    stage: ClassVar = Stage.SHIFT
+    name: Literal["shift"] = "shift"
+
+    def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
+        """Neither an input nor a cache that is quantized."""
+        if scheme.kv_cache or any(layer.activations for layer in layers):
+            return None
+        return (
+            f"found shift, but the scheme {scheme.wac} leaves activations and the cache in "
+            "floating point; remove it or quantize one of them"
+        )
+
+    def view(self, model: FloatModel) -> FloatModel:
+        """The model with biases to fold shifts into, where its family can have them."""
+        return BiasedCheckpoint(model)
+
+    def algorithm(self) -> Shift:
+        """Centres V of a block."""
+        return Shift(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """The projections whose biases take the shift."""
+        if layer.endswith(("v_proj", "o_proj")):
+            yield "shift: its bias takes what centres V, where it has one"
 
 
 class Shift(Method):
@@ -63,7 +107,7 @@ class Shift(Method):
         """Keep the least and the largest value of each channel of V."""
         if name != self.value or self._weight is None:
             return
-        low, high = F.linear(x, self._weight, self._bias).aminmax(dim=0)
+        low, high = functional.linear(x, self._weight, self._bias).aminmax(dim=0)
         self._low = low if self._low is None else torch.minimum(self._low, low)
         self._high = high if self._high is None else torch.maximum(self._high, high)
 

@@ -23,15 +23,62 @@ alone, it is left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
+from pydantic import Field
 
-from ptq.methods.base import BlockWork, Method, set_parameter
-from ptq.methods.cache import through_cache
-from ptq.methods.migration import best_of, tell
-from ptq.methods.specs import SmoothKSpec
+from formats.scheme import LayerScheme, Scheme
+from ptq.methods.common.block import BlockWork, set_parameter
+from ptq.methods.common.later import cache, nn, torch
+from ptq.methods.common.method import Method
+from ptq.methods.common.migration import best_of, tell
+from ptq.methods.common.smoothing_group import SmoothingGroup
+from ptq.methods.common.spec import Alpha, MethodSpec, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SmoothKSpec(MethodSpec):
+    """K smoothing: the channels of the cached K are evened out, at the cost of Q, which is not.
+
+    YAML::
+
+        smooth_k:
+          alpha: search           # or one number from 0 to 1 for all blocks
+          alphas: [0.5, 0.7, 0.85, 1.0] # what a search tries, beside leaving K alone
+          search_samples: 4       # calibration sequences that a search measures its error on
+
+    It needs a scheme that quantizes the cache, and works alone where nothing else is quantized.
+    """
+
+    stage: ClassVar = Stage.SMOOTH_CACHE
+    fits_cache_alone: ClassVar[bool] = True
+    name: Literal["smooth_k"] = "smooth_k"
+    alpha: Literal["search"] | Alpha = "search"
+    alphas: Annotated[tuple[Alpha, ...], Field(min_length=1)] = (0.5, 0.7, 0.85, 1.0)
+    search_samples: Annotated[int, Field(ge=1)] = 4
+
+    def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
+        """A cache that stays in floating point."""
+        if scheme.kv_cache is not None:
+            return None
+        return (
+            f"found smooth_k, but the scheme {scheme.wac} leaves the cache in floating point; "
+            "remove it or quantize the cache"
+        )
+
+    def algorithm(self) -> SmoothK:
+        """Smooths K of a block."""
+        return SmoothK(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """The projections that take its factors."""
+        if layer.endswith(("q_proj", "k_proj")):
+            yield "smooth_k: its rows, or the norm after it, take factors that even out K"
 
 
 def key_factors(k_absmax: Tensor, alpha: float, *, exact: bool = False) -> Tensor:
@@ -131,7 +178,7 @@ def _error(work: BlockWork, absmax: Tensor, factors: Tensor, reference: Sequence
     seen, divisor = absmax.double() / factors, factors.float().to(work.block.device)
 
     def cached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return through_cache(k / divisor, seen, spec, "k_cache") * divisor, v
+        return cache.through_cache(k / divisor, seen, spec, "k_cache") * divisor, v
 
     return math.fsum(
         (work.block.run(sample, cache=cached).double() - y.double()).square().sum().item()

@@ -5,22 +5,101 @@ Models", ICML 2023 (arXiv 2211.10438), with factors (Eq. 4)
 
     s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)
 
-for every group of `ptq.methods.migration`. alpha is fixed or searched for each group, or for pieces
-of its channels (`ptq.methods.piecewise`). Static input
-scales are those of absmax, which for a smoothed input is known without running it:
+for every group of `ptq.methods.common.migration`. alpha is fixed or searched for each group. Static
+input scales are those of absmax, which for a smoothed input is known without running it:
 max_j max|X_j| / s_j.
+
+One alpha for all channels of a group is a compromise between the few that stand out and the many
+that do not. With `pieces`, the channels are clustered by their largest magnitude into k quantiles,
+and each gets an alpha of its own: coordinate descent from the best common one, piece by piece from
+the largest magnitudes down, on the same measure of error. The idea is that of PaddleSlim's
+PieceWiseSearch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median_high
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
-from ptq.methods.migration import Choice, Migration, SmoothedGroup
-from ptq.methods.piecewise import pieces_of, search_pieces
-from ptq.methods.specs import SmoothQuantSpec
+from formats.scheme import LayerScheme
+from ptq.methods.common.folding import SmoothedGroup
+from ptq.methods.common.later import torch
+from ptq.methods.common.migration import Choice, Migration
+from ptq.methods.common.smoothing_group import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
+from ptq.methods.common.spec import (
+    Alpha,
+    BlockSizes,
+    MethodSpec,
+    Stage,
+    smoothing_lines,
+    smoothing_memory,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SmoothQuantSpec(MethodSpec):
+    """SmoothQuant: outliers move from the inputs of linear layers into their weights.
+
+    YAML::
+
+        smoothquant:
+          alpha: search           # or one number from 0 to 1 for all groups
+          alphas: [0.5, 0.7, 0.85, 0.95, 1.0] # what a search tries, beside leaving the group alone
+          pieces: 1               # of a group's channels, by magnitude, searched one by one
+          search_samples: 4       # calibration sequences that a search measures its error on
+          targets: [attention_input, attention_output, mlp_input, mlp_output]
+
+    The targets are the layers whose input is smoothed: `attention_input` q, k and v (through the
+    norm before them), `attention_output` o (through v), `mlp_input` gate and up (through the norm
+    before them), `mlp_output` down (through up). Of a mixture of experts, `mlp_input` takes powers
+    of two, which leave the routing as it is, and all experts of a block get one alpha.
+    """
+
+    stage: ClassVar = Stage.SMOOTH
+    name: Literal["smoothquant"] = "smoothquant"
+    alpha: Literal["search"] | Alpha = "search"
+    alphas: Annotated[tuple[Alpha, ...], Field(min_length=1)] = (0.5, 0.7, 0.85, 0.95, 1.0)
+    pieces: Annotated[int, Field(ge=1, le=16)] = 1
+    search_samples: Annotated[int, Field(ge=1)] = 4
+    targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
+
+    @model_validator(mode="after")
+    def _pieces_are_searched(self) -> SmoothQuantSpec:
+        if self.pieces > 1 and self.alpha != "search":
+            raise ValueError(
+                f"found pieces: {self.pieces} with alpha: {self.alpha:g}; only a search gives "
+                "pieces strengths of their own: set alpha: search, or remove pieces"
+            )
+        return self
+
+    @property
+    def smooths(self) -> tuple[SmoothingKind, ...]:
+        """The targets."""
+        return self.targets
+
+    def algorithm(self) -> SmoothQuant:
+        """Smooths the groups of a block."""
+        return SmoothQuant(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """Which factors the layer takes or gives."""
+        return smoothing_lines(self.name, layer, self.targets, groups)
+
+    def memory(self, block: BlockSizes) -> int:
+        """What trying factors takes."""
+        return smoothing_memory(self.targets, self.search_samples, block)
+
+    def without_samples(self, strengths: Sequence[float]) -> tuple[str, str] | None:
+        """One alpha for all groups: the middle of those that were found."""
+        alpha = f"{median_high(strengths):g} (the middle of those found)" if strengths else "0.5"
+        return "give alpha a number", f"alpha={alpha}"
 
 
 def smoothing_scale(x_absmax: Tensor, w_absmax: Tensor, alpha: float) -> Tensor:
@@ -37,6 +116,45 @@ def smoothing_scale(x_absmax: Tensor, w_absmax: Tensor, alpha: float) -> Tensor:
     x, w = x_absmax.double(), w_absmax.double()
     scale = x.pow(alpha) / w.pow(1.0 - alpha)
     return torch.where((x > 0) & (w > 0), scale, torch.ones_like(scale))
+
+
+def pieces_of(magnitude: Tensor, count: int) -> Tensor:
+    """Which piece each channel belongs to: int64 [channels], 0 for the largest magnitudes.
+
+    Pieces have equal numbers of channels, up to one.
+    """
+    rank = torch.empty(len(magnitude), dtype=torch.int64)
+    rank[magnitude.argsort(descending=True, stable=True)] = torch.arange(len(magnitude))
+    return rank * count // len(magnitude)
+
+
+def search_pieces(
+    piece: Tensor,
+    scales: Mapping[float | None, Tensor],
+    start: Choice,
+    error: Callable[[Tensor], float],
+) -> Choice:
+    """Strengths of the pieces, found one after the other; never worse than what they start from.
+
+    Args:
+        piece: From `pieces_of`.
+        scales: Factors [channels] of each strength; None is no smoothing.
+        start: One strength for all pieces.
+        error: Error with factors [channels].
+    """
+    count = int(piece.max().item()) + 1
+    assert start.error is not None
+    best, least = Choice(start.alphas * count, start.scale, start.error), start.error
+    for index in range(count):
+        for alpha, scale in scales.items():
+            if alpha == start.alphas[0]:  # known
+                continue
+            alphas = (*best.alphas[:index], alpha, *best.alphas[index + 1 :])
+            trial = torch.where(piece == index, scale, best.scale)
+            found = error(trial)
+            if found < least:
+                best, least = Choice(alphas, trial, found), found
+    return best
 
 
 class SmoothQuant(Migration):

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_high
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -20,11 +19,11 @@ from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from formats.files import fsync_path, writing
-from ptq.methods.base import BlockWork, Method
-from ptq.methods.moments import Moments
-from ptq.methods.registry import block_specs
-from ptq.methods.source import Source
-from ptq.methods.specs import MethodSpec
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.moments import Moments
+from ptq.methods.common.spec import MethodSpec
+from ptq.methods.registry import block_methods
 from ptq.next_steps import typed_path
 from ptq.pipeline.resume import model_key
 from ptq.recipe.schema import Recipe
@@ -88,9 +87,9 @@ def save_hessians(folder: Path, work: BlockWork) -> None:
         fsync_path(path)
 
 
-def seen_key(recipe: Recipe, checkpoint: Source) -> str:
+def seen_key(recipe: Recipe, checkpoint: FloatModel) -> str:
     """Tells the model that calibration saw: its files, and the views it is read through."""
-    blocks = block_specs(recipe.methods)
+    blocks = [spec for spec, _ in block_methods(recipe.methods)]
     views = [spec.model_dump_json() for spec in recipe.methods if spec not in blocks]
     return " ".join([model_key(checkpoint), *views])
 
@@ -100,13 +99,13 @@ def drop_hessians(folder: Path) -> None:
     shutil.rmtree(folder / HESSIANS_FOLDER, ignore_errors=True)
 
 
-def check_solvable(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> None:
+def check_solvable(artifact: Artifact, recipe: Recipe) -> None:
     """Refuse what cannot be solved from statistics alone.
 
     Raises:
         RecipeError: tells everything that stands in the way.
     """
-    problems = list(_obstacles(artifact, recipe, methods))
+    problems = list(_obstacles(artifact, recipe))
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise RecipeError(
@@ -116,15 +115,16 @@ def check_solvable(artifact: Artifact, recipe: Recipe, methods: list[Method]) ->
 
 def _without_samples(spec: MethodSpec, artifact: Artifact, recipe: Recipe) -> str:
     """How a recipe does without the samples of a method; as it did with them, if it did."""
-    if spec.name != "smoothquant":
-        return "leave it out"
-    index = [method.name for method in recipe.methods].index(spec.name)
     found = [row.alpha for row in artifact.record.smoothing if row.alpha is not None]
-    alpha = f"{median_high(found):g} (the middle of those found)" if found else "0.5"
-    return f"give alpha a number, such as --set methods.{index}.smoothquant.alpha={alpha}"
+    way = spec.without_samples(found)
+    if way is None:
+        return "leave it out"
+    advice, option = way
+    index = [method.name for method in recipe.methods].index(spec.name)
+    return f"{advice}, such as --set methods.{index}.{spec.name}.{option}"
 
 
-def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Iterator[str]:
+def _obstacles(artifact: Artifact, recipe: Recipe) -> Iterator[str]:
     record, statistics = artifact.record, artifact.statistics
     if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.path)):
         yield (
@@ -137,7 +137,8 @@ def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Ite
             f"its scheme needed no data: {max(seen, default=0)} of {record.calibration.tokens} "
             "tokens were observed. Run it with --set statistics.histograms=true"
         )
-    for method, spec in zip(methods, block_specs(recipe.methods), strict=True):
+    methods = block_methods(recipe.methods)
+    for spec, method in methods:
         if method.needs == "samples":
             fix = _without_samples(spec, artifact, recipe)
             yield f"{spec.name} runs samples through the model; {fix}"
@@ -149,7 +150,7 @@ def _obstacles(artifact: Artifact, recipe: Recipe, methods: list[Method]) -> Ite
     observers, static = recipe.observers, recipe.static
     if not static or observers.by_absmax:
         return
-    if any(method.folds for method in methods):
+    if any(method.folds for _, method in methods):
         yield "after smoothing only maxima are known; use the observer absmax, or leave methods out"
     if not all(stats.counted for stats in statistics.values()):
         yield (

@@ -31,11 +31,11 @@ from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry, ScaleTable
-from ptq.methods.base import BlockWork
-from ptq.methods.registry import block_specs, build_methods
-from ptq.methods.rtn import round_to_nearest
-from ptq.methods.source import config_of
-from ptq.methods.views import source_of
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.events import Event, SmoothingRow
+from ptq.methods.common.float_model import config_of
+from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact, check_solvable, drop_hessians, save_hessians, seen_key
 from ptq.pipeline.emit import block_tensors, emit_rest, kv_scales, linear_entries
 from ptq.pipeline.live import LiveTable
@@ -54,10 +54,8 @@ from ptq.result import (
     STATISTICS_FILE,
     BlockRow,
     CalibrationSummary,
-    Event,
     ModuleRow,
     QuantizationResult,
-    SmoothingRow,
     Stopwatch,
 )
 
@@ -129,7 +127,7 @@ def solve(
         RecipeError: the plan needs more than the artifact holds.
         CheckpointError: the model is damaged, the output exists, or it cannot be written.
     """
-    check_solvable(artifact, plan.recipe, build_methods(plan.recipe.methods))
+    check_solvable(artifact, plan.recipe)
     driver = _Driver(plan, Stopwatch(), artifact.record.calibration, artifact)
     try:
         with fast_products(driver.device):
@@ -170,11 +168,11 @@ class _Driver:
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
         self.calibration, self.artifact = calibration, artifact
-        self.checkpoint = source_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
+        self.checkpoint = view_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
         self.config = config_of(self.checkpoint)
-        self.methods = build_methods(plan.recipe.methods)
+        named = block_methods(plan.recipe.methods)
+        self.methods, self.phases = [m for _, m in named], [spec.name for spec, _ in named]
         self.schedule = Schedule(plan.recipe, self.methods)
-        self.specs = block_specs(plan.recipe.methods)
         self.device = device_of(plan.recipe)
         key = run_key(plan.recipe, self.checkpoint, calibration.fingerprint, self.device)
         self.store = ResumableRun(plan.recipe.output.path, key)
@@ -263,11 +261,11 @@ class _Driver:
         outputs, baseline = self._see(work)
         assert work.statistics is not None
         seen = work.statistics  # of the model as it came, which the artifact keeps
-        for i, (method, spec) in enumerate(zip(self.methods, self.specs, strict=True)):
+        for i, (method, phase) in enumerate(zip(self.methods, self.phases, strict=True)):
             if i in self.schedule.passes:
                 with self.watch.phase("observe"):
                     self._observe(work, i)
-            with self.watch.phase(spec.name):
+            with self.watch.phase(phase):
                 method.solve(work)
                 method.commit(work)
         if len(self.methods) in self.schedule.passes:

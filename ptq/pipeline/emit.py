@@ -17,13 +17,13 @@ from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
 from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
-from ptq.methods.base import BlockWork, QuantizedLinear
-from ptq.methods.source import Source
+from ptq.methods.common.block import BlockWork, QuantizedLinear
+from ptq.methods.common.float_model import FloatModel
 from ptq.pipeline.measure import CACHES, cache_ratios
 from ptq.result import ModuleRow
 
 
-def emit_rest(writer: CheckpointWriter, checkpoint: Source, blocks: tuple[str, ...]) -> None:
+def emit_rest(writer: CheckpointWriter, checkpoint: FloatModel, blocks: tuple[str, ...]) -> None:
     """Copy every tensor that belongs to no decoder block, bit for bit."""
     prefixes = tuple(f"{block}." for block in blocks)
     for name in checkpoint.names():
@@ -31,7 +31,7 @@ def emit_rest(writer: CheckpointWriter, checkpoint: Source, blocks: tuple[str, .
             writer.add(name, checkpoint.tensor(name))
 
 
-def block_tensors(checkpoint: Source, work: BlockWork) -> dict[str, Tensor]:
+def block_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor]:
     """A block's quantized layers and folded vectors as stored; all else bit for bit as it was."""
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.names():

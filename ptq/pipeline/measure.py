@@ -16,9 +16,10 @@ from torch.nn import functional as F
 
 from formats.scale_table import Role
 from kernels.numerics import TYPES, fake_quantize
-from ptq.methods.base import BlockWork, QuantizedLinear
-from ptq.methods.gptq import output_errors
-from ptq.result import Event, ModuleRow
+from ptq.methods.common.block import BlockWork, QuantizedLinear
+from ptq.methods.common.events import Event
+from ptq.methods.common.moments import output_errors
+from ptq.result import ModuleRow
 
 SAMPLES = 4  # sequences that are compared
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event

@@ -10,17 +10,18 @@ from torch import Tensor
 from calibrate.statistics import Statistics
 from calibrate.stream import Block, to_host
 from formats.errors import RecipeError
-from ptq.methods.base import BlockWork, Method, quantized_block
-from ptq.methods.moments import Moments
-from ptq.methods.source import Source
+from ptq.methods.common.block import BlockWork, quantized_block
+from ptq.methods.common.events import Event
+from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.method import Method
+from ptq.methods.common.moments import Moments
 from ptq.plan.groups import common_inputs
 from ptq.plan.plan import Plan
-from ptq.result import Event
 
 STARVED = 0.01  # of an even share of the tokens; an expert that gets less is told of
 
 
-def block_work(plan: Plan, checkpoint: Source, block: Block) -> BlockWork:
+def block_work(plan: Plan, checkpoint: FloatModel, block: Block) -> BlockWork:
     """A loaded block with what the plan says of it."""
     config = checkpoint.config
     heads = config["num_attention_heads"]

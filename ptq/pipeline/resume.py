@@ -41,9 +41,10 @@ from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, sha256_file, writing
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
-from ptq.methods.source import Source
+from ptq.methods.common.events import Event, SmoothingRow
+from ptq.methods.common.float_model import FloatModel
 from ptq.recipe.schema import Recipe
-from ptq.result import BlockRow, Event, ModuleRow, SmoothingRow
+from ptq.result import BlockRow, ModuleRow
 
 FOLDER = ".resume"
 PROGRESS = "progress.json"
@@ -86,7 +87,7 @@ class Progress(Strict):
 
 
 def run_key(
-    recipe: Recipe, checkpoint: Source, fingerprint: str, device: torch.device | None = None
+    recipe: Recipe, checkpoint: FloatModel, fingerprint: str, device: torch.device | None = None
 ) -> str:
     """SHA-256 of all that decides on the bytes of a checkpoint.
 
@@ -107,7 +108,7 @@ def run_key(
     return digest.hexdigest()
 
 
-def model_key(checkpoint: Source) -> str:
+def model_key(checkpoint: FloatModel) -> str:
     """SHA-256 of a model's files: names, sizes and times of change, the whole of small ones."""
     digest = hashlib.sha256()
     for path in sorted(checkpoint.path.iterdir()):

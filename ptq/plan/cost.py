@@ -14,23 +14,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from calibrate.attention import QUERIES
-from ptq.methods.base import Method
-from ptq.methods.moments import strips
-from ptq.methods.registry import block_specs, build_methods
-from ptq.methods.rounding import FACTORS
-from ptq.methods.specs import (
-    AWQSpec,
-    ClipSpec,
-    GPTQSpec,
-    MethodSpec,
-    RefineSpec,
-    RTNSpec,
-    ScaleSearch,
-    ShiftSpec,
-    SmoothingKind,
-    SmoothKSpec,
-    SmoothQuantSpec,
-)
+from ptq.methods.awq import AWQSpec
+from ptq.methods.clip import ClipSpec
+from ptq.methods.common.method import Method
+from ptq.methods.common.moments import strips
+from ptq.methods.common.rounding import FACTORS
+from ptq.methods.common.smoothing_group import SmoothingKind
+from ptq.methods.common.spec import MethodSpec, ScaleSearch
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import RefineSpec
+from ptq.methods.registry import block_methods
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.shift import ShiftSpec
+from ptq.methods.smooth_k import SmoothKSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.measure import SAMPLES
 from ptq.plan.schedule import Schedule
 from ptq.plan.shapes import BlockShape
@@ -79,7 +76,10 @@ def _write(recipe: Recipe, blocks: Sequence[BlockShape], checkpoint_bytes: int) 
     """What goes to the disk; hidden states once, as they may take a tenth of the time at most."""
     hashes = 3  # as it is added, from the file, and read back
     nbytes = (hashes + 2) * checkpoint_bytes
-    methods, data = build_methods(recipe.methods), recipe.dataset.calibration
+    methods, data = (
+        [method for _, method in block_methods(recipe.methods)],
+        recipe.dataset.calibration,
+    )
     if Schedule(recipe, methods).needs_data:  # what a stopped run goes on with
         sets = 2 if any(method.quantized_path for method in methods) else 1
         states = 4 * data.samples * data.sequence_length * blocks[0].hidden
@@ -96,8 +96,8 @@ class _Counting:
 
     def steps(self) -> list[_Step]:
         """What is done to the block, in the driver's order."""
-        specs = block_specs(self.recipe.methods)
-        methods = build_methods(self.recipe.methods)
+        specs = [spec for spec, _ in block_methods(self.recipe.methods)]
+        methods = [method for _, method in block_methods(self.recipe.methods)]
         schedule = Schedule(self.recipe, methods)
         samples = self.recipe.dataset.calibration.samples
         seen = samples if schedule.needs_data else min(samples, SAMPLES)
@@ -287,7 +287,10 @@ class _Counting:
     @property
     def _told_by_moments(self) -> bool:
         """Whether second moments are at hand that tell what weights alone lose."""
-        full = any(method.moments == "full" for method in build_methods(self.recipe.methods))
+        full = any(
+            method.moments == "full"
+            for method in [method for _, method in block_methods(self.recipe.methods)]
+        )
         return self.recipe.scheme.activations is None and (full or self.recipe.statistics.hessians)
 
     def _cache(self) -> Work:

@@ -6,9 +6,8 @@ process itself stays out.
 
     embedding   the whole table in fp32 beside the stored one
     measuring   quantized weights as integers and in fp32; sums of squares of one layer in fp64
-    search      the weights of a group's consumers once more, and the outputs of a few samples
-    GPTQ        fp32 [in, in] for each distinct input; while the widest is factored, fp64 copies
-    refinement  weights with gradients, Adam's moments and what gradients are traced through
+    observing   fp32 [in, in] for each distinct input, where second moments are wanted
+    solving     what each method says that it takes (`MethodSpec.memory`)
 
 Blocks run on a GPU where there is one: then the host holds the hidden states and what is written.
 """
@@ -19,15 +18,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ptq.methods.registry import block_specs, build_methods
-from ptq.methods.source import Source
-from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, SmoothQuantSpec
+from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.smoothing_group import SMOOTHING_KINDS
+from ptq.methods.common.spec import FLOAT, BlockSizes
 from ptq.pipeline.measure import SAMPLES
 from ptq.plan.schedule import Schedule
 from ptq.plan.shapes import BlockShape, shard_bytes
 from ptq.recipe.schema import Recipe
 
-FLOAT = 4  # bytes of an fp32 element
 OCCUPIED = 6000  # bins of a histogram that magnitudes of activations fall into, at 16 bytes
 
 
@@ -44,7 +42,7 @@ class Footprint:
     """
 
     recipe: Recipe
-    source: Source
+    source: FloatModel
     blocks: Sequence[BlockShape]
     checkpoint_bytes: int
     on_gpu: bool
@@ -72,7 +70,7 @@ class Footprint:
 
     @property
     def _schedule(self) -> Schedule:
-        return Schedule(self.recipe, build_methods(self.recipe.methods))
+        return Schedule.of(self.recipe)
 
     @property
     def _needs_data(self) -> bool:
@@ -111,25 +109,18 @@ class Footprint:
         block = max(self.blocks, key=lambda shape: shape.elements)
         weights, sums = FLOAT * block.elements, self._sums(block)
         kept = weights + sums
-        integers = sum(math.prod(shape) for shape in block.quantized)
-        layer = max((math.prod(shape) for shape in block.quantized), default=0)
-        yield kept + self._activations(block)
-        yield kept + (1 + FLOAT) * integers + max(24 * layer, self._activations(block))
-        for spec in block_specs(self.recipe.methods):
-            if isinstance(spec, SmoothQuantSpec | AWQSpec):
-                consumers = [
-                    sum(math.prod(block.layers[n]) for group in tied for n in group.consumers)
-                    for tied in block.groups(spec.targets)
-                ]
-                outputs = spec.search_samples * FLOAT * self._tokens * block.hidden
-                moved = FLOAT * max(consumers, default=0) + 16 * layer
-                yield kept + outputs + moved + self._activations(block)
-            elif isinstance(spec, GPTQSpec):
-                widest = max((columns for _, columns in block.quantized), default=0)
-                yield kept + integers + (2 * FLOAT + 4 * 8) * widest**2
-            elif isinstance(spec, RefineSpec):
-                traced = spec.batch * 3 * self._activations(block)
-                yield kept + 44 * integers + traced
+        sizes = BlockSizes(
+            quantized=block.quantized,
+            hidden=block.hidden,
+            tokens=self._tokens,
+            sample_bytes=self._activations(block),
+            consumers={kind: block.consumers(kind) for kind in SMOOTHING_KINDS},
+        )
+        yield kept + sizes.sample_bytes
+        measured = (1 + FLOAT) * sizes.elements
+        yield kept + measured + max(24 * sizes.largest, sizes.sample_bytes)
+        for spec in self.recipe.methods:
+            yield kept + spec.memory(sizes)
 
     def _activations(self, block: BlockShape) -> int:
         """What one sample needs on its way through a block, watched: histograms, fp64 powers."""

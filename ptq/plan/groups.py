@@ -11,36 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from formats.families.experts import EXPERT, is_router
-from formats.scheme import Strict
-from ptq.methods.specs import SmoothingKind
+from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATED = {  # names of a feed-forward layer's parts, by the first: gate, up, down, the fused layer
     "gate_proj": ("gate_proj", "up_proj", "down_proj", "gate_up_proj"),
     "w1": ("w1", "w3", "w2", "w13"),
 }
-
-
-class SmoothingGroup(Strict):
-    """A source whose output channels can be divided while its consumers are multiplied.
-
-    Attributes:
-        kind: Which of a block's groups it is; see `SmoothQuantSpec`.
-        block: Full name of the decoder block.
-        source: Full name of the norm, or of the linear layer v_proj or up_proj, that is divided
-            (with its bias, where it has one).
-        consumers: Full names of the linear layers that read it.
-        routers: Full names of routers that read it. They are multiplied too, and not quantized.
-        tied: Name for the groups that get one strength together: the experts of a block. None for
-            a group that is searched alone.
-    """
-
-    kind: SmoothingKind
-    block: str
-    source: str
-    consumers: tuple[str, ...]
-    routers: tuple[str, ...] = ()
-    tied: str | None = None
 
 
 @dataclass(frozen=True)

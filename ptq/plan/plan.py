@@ -20,14 +20,14 @@ from formats.checkpoint.compressed_tensors import is_ignored
 from formats.checkpoint.read import Checkpoint
 from formats.families.experts import is_router
 from formats.scheme import LayerScheme, Strict
-from ptq.methods.source import Source, View
-from ptq.methods.specs import AWQSpec, SmoothingKind, SmoothQuantSpec
-from ptq.methods.views import source_of
+from ptq.methods.common.float_model import FloatModel, FloatModelView
+from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
+from ptq.methods.registry import view_of
 from ptq.peers.check import check_peers
 from ptq.plan import preflight
 from ptq.plan.cost import count_work
 from ptq.plan.footprint import Footprint
-from ptq.plan.groups import SmoothingGroup, fused_layers, smoothing_groups
+from ptq.plan.groups import fused_layers, smoothing_groups
 from ptq.plan.shapes import Shape, block_shapes
 from ptq.plan.speed import Work
 from ptq.recipe.problems import Problem, Where, recipe_error
@@ -88,7 +88,7 @@ class Plan(Strict):
     Attributes:
         recipe: The resolved recipe.
         modules: Every linear layer and router of the model, in its order.
-        smoothing: Groups that the recipe wants smoothed, block by block; none without SmoothQuant.
+        smoothing: Groups that the recipe's methods smooth, block by block.
         blocks: Full names of the decoder blocks, in their order.
         model: The model as it comes.
         prediction: What the run will take.
@@ -143,7 +143,7 @@ def build_plan(
     names = _names_by_block(shapes)
     modules = tuple(_plan_modules(recipe, blocks, shapes, names))
     quantized = {m.name: recipe.scheme_of(m.name) for m in modules if m.action == "quantize"}
-    source = source_of(checkpoint, recipe.methods)
+    source = view_of(checkpoint, recipe.methods)
     prediction = _predict(recipe, source, config, shapes, quantized, blocks)
     problems: list[tuple[Key, str]] = [
         *preflight.check_tensors(checkpoint, config, model),
@@ -165,13 +165,13 @@ def build_plan(
         blocks=blocks,
         model=_summary(checkpoint, len(blocks)),
         prediction=prediction,
-        transforms=tuple(source.describe()) if isinstance(source, View) else (),
+        transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
     )
 
 
 def _predict(
     recipe: Recipe,
-    source: Source,
+    source: FloatModel,
     config: PretrainedConfig,
     shapes: Mapping[str, Shape],
     quantized: Mapping[str, LayerScheme],
@@ -320,8 +320,7 @@ def _smoothing_groups(
 ) -> Iterator[SmoothingGroup]:
     kinds: dict[SmoothingKind, None] = {}
     for method in recipe.methods:
-        if isinstance(method, SmoothQuantSpec | AWQSpec):
-            kinds |= dict.fromkeys(method.targets)
+        kinds |= dict.fromkeys(method.smooths)
     for block in blocks:
         yield from smoothing_groups(block, names[block], tuple(kinds))
 

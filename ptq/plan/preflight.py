@@ -26,7 +26,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.weights import scale_shape, storage_format
 from formats.scheme import KVCacheSpec, LayerScheme
 from kernels.devices import check_device
-from ptq.methods.source import Source
+from ptq.methods.common.float_model import FloatModel
 from ptq.pipeline.resume import unfinished
 from ptq.recipe.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe.schema import Recipe
@@ -218,7 +218,7 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
 
 
 def predict_checkpoint(
-    checkpoint: Source,
+    checkpoint: FloatModel,
     config: PretrainedConfig,
     quantized: Mapping[str, LayerScheme],
     kv_cache: KVCacheSpec | None,

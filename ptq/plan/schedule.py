@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ptq.methods.base import Method
+from ptq.methods.common.method import Method
+from ptq.methods.registry import block_methods
 from ptq.recipe.schema import Recipe
 
 
@@ -18,6 +19,11 @@ class Schedule:
 
     recipe: Recipe
     methods: Sequence[Method]
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Schedule:
+        """That of a recipe that is not yet run."""
+        return cls(recipe, [method for _, method in block_methods(recipe.methods)])
 
     @property
     def passes(self) -> list[int]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from formats.families.experts import EXPERT, is_router
-from ptq.methods.source import Source
-from ptq.methods.specs import SmoothingKind
-from ptq.plan.groups import SmoothingGroup, common_inputs, smoothing_groups
+from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
+from ptq.plan.groups import common_inputs, smoothing_groups
 
 SMALLEST_SHARD = 16 << 20  # bytes
 Shape = tuple[int, int]  # of a weight: (out, in)
@@ -70,6 +70,14 @@ class BlockShape:
                 tied.setdefault(group.tied or group.source, []).append(group)
         return list(tied.values())
 
+    def consumers(self, kind: SmoothingKind) -> int:
+        """Elements of the weights that read a group of a kind, or those searched together."""
+        sums = (
+            sum(math.prod(self.layers[name]) for group in tied for name in group.consumers)
+            for tied in self.groups([kind])
+        )
+        return max(sums, default=0)
+
     @property
     def quantized(self) -> list[Shape]:
         """Shapes of the layers that are quantized."""
@@ -82,7 +90,7 @@ def shard_bytes(elements: int) -> int:
 
 
 def block_shapes(
-    source: Source,
+    source: FloatModel,
     config: PretrainedConfig,
     layers: Mapping[str, Shape],
     quantized: Iterable[str],

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from calibrate.data import TABLES, TEXT
 from formats.scheme import PRESETS
-from ptq.methods.specs import METHODS
+from ptq.methods.registry import METHODS
 from ptq.recipe.problems import (
     MISSING,
     Origin,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from formats.errors import RecipeError
-from ptq.methods.specs import METHODS
+from ptq.methods.registry import METHODS
 from ptq.recipe.strict_yaml import Key
 
 

@@ -37,7 +37,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,9 +47,10 @@ from calibrate.observers import ObserverSpec
 from formats.checkpoint.compressed_tensors import is_ignored
 from formats.errors import RecipeError
 from formats.scheme import LayerScheme, Scheme, Strict
-from ptq.methods.specs import ORDER, ROUNDING, MethodSpec
+from ptq.methods.registry import AnyMethod
 from ptq.peers.specs import PeerSpec
 from ptq.recipe.draft import Draft
+from ptq.recipe.method_list import method_fault
 from ptq.recipe.problems import Origin, Problem, Where, recipe_error, suggestion
 from ptq.recipe.strict_yaml import dump, parse
 
@@ -204,7 +204,7 @@ class Recipe(Strict):
     layers: tuple[LayersSpec, ...] = ()
     observers: ObserversSpec = ObserversSpec()
     statistics: StatisticsSpec = StatisticsSpec()
-    methods: Annotated[tuple[MethodSpec, ...], Field(validate_default=True)] = ()
+    methods: Annotated[tuple[AnyMethod, ...], Field(validate_default=True)] = ()
     ignore: tuple[Pattern, ...] = ("lm_head",)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     output: OutputSpec
@@ -248,65 +248,15 @@ class Recipe(Strict):
     @field_validator("methods")
     @classmethod
     def _fit_the_scheme(
-        cls, methods: tuple[MethodSpec, ...], info: ValidationInfo
-    ) -> tuple[MethodSpec, ...]:
+        cls, methods: tuple[AnyMethod, ...], info: ValidationInfo
+    ) -> tuple[AnyMethod, ...]:
         scheme: Scheme | None = info.data.get("scheme")
-        names = [method.name for method in methods]
-        if len(set(names)) < len(names):
-            raise ValueError(f"found {', '.join(names)}; give each method once")
-        if scheme is not None and "smooth_k" in names and scheme.kv_cache is None:
-            raise ValueError(
-                f"found smooth_k, but the scheme {scheme.wac} leaves the cache in floating point; "
-                "remove it or quantize the cache"
-            )
         layers: tuple[LayersSpec, ...] = info.data.get("layers", ())
-        schemes = [*([scheme] if scheme else []), *(entry.scheme for entry in layers)]
-        inputs = any(of_some.activations for of_some in schemes)
-        if scheme is not None and "shift" in names and not (inputs or scheme.kv_cache):
-            raise ValueError(
-                f"found shift, but the scheme {scheme.wac} leaves activations and the cache in "
-                "floating point; remove it or quantize one of them"
-            )
-        if scheme is not None and scheme.weights is None and names not in ([], ["smooth_k"]):
-            raise ValueError(
-                f"found {', '.join(names)}, but the scheme {scheme.wac} leaves weights and "
-                "activations in floating point; remove the methods but smooth_k, or quantize "
-                "weights"
-            )
-        if scheme is None or scheme.weights is None:
-            return methods
-        solving = names[:-1] if names[-1:] == ["refine"] else names
-        if not solving or solving[-1] not in ROUNDING:
-            raise ValueError(
-                f"found {', '.join(names) or 'none'}; the scheme {scheme.wac} quantizes weights, "
-                f"and the last method must do so: end the list with {' or '.join(ROUNDING)}, which "
-                "refine may follow"
-            )
-        if early := [name for name in solving[:-1] if name in (*ROUNDING, "refine")]:
-            raise ValueError(
-                f"found {', '.join(names)}; {early[0]} hands over quantized weights, which "
-                f"{solving[-1]} cannot solve again: keep one of them"
-            )
-        if "clip" in names:
-            _check_clip(scheme, schemes)
-        ranks = [rank for name in names for rank, kinds in enumerate(ORDER) if name in kinds]
-        if ranks != sorted(ranks):
-            right = [name for _, name in sorted(zip(ranks, names, strict=True), key=itemgetter(0))]
-            raise ValueError(
-                f"found {', '.join(names)}; each method must leave alone what those before it "
-                f"have made: the order is {', '.join(right)}"
-            )
-        kinds = {of_some.weights.dtype for of_some in schemes if of_some.weights}
-        if "refine" in names and kinds == {"fp8_e4m3"}:
-            raise ValueError("refine moves integers; it is not for fp8 weights")
+        if scheme is not None:
+            fault = method_fault(methods, scheme, [entry.scheme for entry in layers])
+            if fault is not None:
+                raise ValueError(fault)
         return methods
-
-
-def _check_clip(scheme: Scheme, schemes: Sequence[LayerScheme]) -> None:
-    if not any(of_some.static_input for of_some in schemes):
-        raise ValueError(
-            f"clip chooses ranges of static inputs; the scheme {scheme.wac} has none: leave it out"
-        )
 
 
 def resolved_yaml(recipe: Recipe) -> str:

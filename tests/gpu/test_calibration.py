@@ -9,7 +9,10 @@ import torch
 
 from formats.checkpoint.read import Checkpoint
 from kernels.numerics import TYPES, choose_affine, choose_scale
-from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import RefineSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.driver import quantize_tokens
 from tests.ptq.quantizing import make_plan, random_tokens
 

@@ -8,7 +8,8 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import Scheme, WeightSpec
 from kernels.two_level import choose_unit, larger_unit, nearest_multiples, stored_unit, two_level
-from ptq.methods.specs import GPTQSpec, RefineSpec
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import RefineSpec
 from ptq.pipeline.driver import quantize_tokens
 from tests.ptq.quantizing import make_plan, random_tokens
 

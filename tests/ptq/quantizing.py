@@ -12,11 +12,11 @@ from calibrate.data import DatasetSpec, SplitSpec, TokenSet
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, Scheme, WeightSpec
-from ptq.methods.base import BlockWork
-from ptq.methods.migration import Folding, SmoothedGroup
-from ptq.methods.rounding import round_weight
-from ptq.methods.smoothquant import smoothing_scale
-from ptq.methods.specs import RTNSpec, SmoothQuantSpec
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.folding import Folding, SmoothedGroup
+from ptq.methods.common.rounding import round_weight
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec, smoothing_scale
 from ptq.pipeline.passes import block_work, observe
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.schema import (

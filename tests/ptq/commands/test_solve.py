@@ -12,11 +12,15 @@ from safetensors.torch import load_file
 from calibrate.observers import ObserverSpec
 from formats.errors import CheckpointError, RecipeError
 from ptq.commands.solve import main
-from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.methods.awq import AWQSpec
+from ptq.methods.common.events import SmoothingRow
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import RefineSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.artifact import HESSIANS_FOLDER, Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
 from ptq.recipe.schema import ObserversSpec, StatisticsSpec
-from ptq.result import SmoothingRow
 from tests.ptq.quantizing import add_outliers, edit_model, make_plan, random_tokens
 
 RTN = (RTNSpec(),)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from formats.foreign.gptq import pack_gptq
 from formats.scheme import WeightSpec
-from ptq.methods.rounding import round_weight
+from ptq.methods.common.rounding import round_weight
 
 NF4 = [-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0]
 NF4 += [0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from formats.scheme import PRESETS, Scheme, WeightSpec
-from ptq.methods.awq import AWQ, activation_scale
-from ptq.methods.base import quantized_block
-from ptq.methods.refine import Adjustable, Refine
-from ptq.methods.rtn import RoundToNearest, round_to_nearest
-from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec
+from ptq.methods.awq import AWQ, AWQSpec, activation_scale
+from ptq.methods.common.block import quantized_block
+from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import Adjustable, Refine, RefineSpec
+from ptq.methods.rtn import RoundToNearest, RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe
 from tests.ptq.quantizing import make_plan, observed_work, random_tokens

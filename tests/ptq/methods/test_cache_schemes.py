@@ -11,7 +11,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.scheme import KVCacheSpec, Scheme, WeightSpec
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
-from ptq.methods.specs import RTNSpec
+from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from tests.ptq.quantizing import make_plan, random_tokens
 

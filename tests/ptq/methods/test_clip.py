@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from formats.errors import RecipeError
-from ptq.methods.clip import Clip
-from ptq.methods.specs import ClipSpec, RTNSpec
+from ptq.methods.clip import Clip, ClipSpec
+from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.recipe.schema import load_recipe
 from tests.ptq.quantizing import make_plan, observed_work, random_tokens

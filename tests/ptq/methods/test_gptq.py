@@ -10,10 +10,10 @@ import torch
 from formats.scheme import PRESETS, ActivationSpec, Scheme, WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.commands.explain import explain
-from ptq.methods.descent import damped, descend
-from ptq.methods.gptq import GPTQ, gptq, inverse_factor, output_errors
-from ptq.methods.rounding import choose_qparams
-from ptq.methods.specs import GPTQSpec
+from ptq.methods.common.descent import damped, descend
+from ptq.methods.common.moments import output_errors
+from ptq.methods.common.rounding import choose_qparams
+from ptq.methods.gptq import GPTQ, GPTQSpec, gptq, inverse_factor
 from ptq.pipeline.passes import observe
 from tests.ptq.quantizing import edit_model, make_plan, observed_work
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from formats.scheme import PRESETS
-from ptq.methods.gptq import GPTQ
-from ptq.methods.moments import Moments
-from ptq.methods.rtn import round_to_nearest
-from ptq.methods.specs import GPTQSpec
+from ptq.methods.common.moments import Moments
+from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.gptq import GPTQ, GPTQSpec
 from ptq.pipeline import measure as measuring
 from ptq.pipeline.measure import measure
 from ptq.pipeline.passes import observe

@@ -14,10 +14,12 @@ from formats.errors import RecipeError
 from ptq.commands.check import group_modules
 from ptq.commands.explain import explain
 from ptq.methods import gptq
-from ptq.methods.gptq import GPTQ
-from ptq.methods.migration import SmoothedGroup, power_of_two
-from ptq.methods.smoothquant import SmoothQuant
-from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.methods.awq import AWQSpec
+from ptq.methods.common.folding import SmoothedGroup, power_of_two
+from ptq.methods.gptq import GPTQ, GPTQSpec
+from ptq.methods.refine import RefineSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuant, SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe, starved_experts

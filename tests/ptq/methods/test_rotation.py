@@ -16,9 +16,11 @@ from formats.scheme import PRESETS
 from inference.engine import Engine
 from ptq.commands.check import describe_plan
 from ptq.commands.explain import explain
-from ptq.methods.hadamard import hadamard_matrix, random_rotation
-from ptq.methods.rotation import RotatedCheckpoint
-from ptq.methods.specs import GPTQSpec, RotationSpec, RTNSpec, SmoothQuantSpec
+from ptq.methods.common.hadamard import hadamard_matrix, random_rotation
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.rotation import RotatedCheckpoint, RotationSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun

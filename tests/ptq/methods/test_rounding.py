@@ -8,8 +8,8 @@ import torch
 from formats.checkpoint.weights import scale_shape
 from formats.scheme import WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
-from ptq.methods.gptq import output_errors
-from ptq.methods.rounding import FACTORS, choose_qparams, round_weight
+from ptq.methods.common.moments import output_errors
+from ptq.methods.common.rounding import FACTORS, choose_qparams, round_weight
 
 GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (

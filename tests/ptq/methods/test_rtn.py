@@ -7,9 +7,9 @@ import torch
 
 from calibrate.observers import ObserverSpec
 from kernels.numerics import TINY_SCALE
-from ptq.methods.base import replaced
-from ptq.methods.rtn import RoundToNearest, round_to_nearest
-from ptq.methods.specs import RTNSpec
+from ptq.methods.common.block import replaced
+from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.rtn import RoundToNearest, RTNSpec
 from ptq.recipe.schema import ObserversSpec
 from tests.ptq.quantizing import make_plan, observed_work, per_channel
 

@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from inference.engine import Engine
-from ptq.methods.shift import Shift
-from ptq.methods.source import config_of
-from ptq.methods.specs import RotationSpec, RTNSpec, ShiftSpec, SmoothQuantSpec
-from ptq.methods.views import source_of
+from ptq.methods.common.float_model import config_of
+from ptq.methods.registry import view_of
+from ptq.methods.rotation import RotationSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.shift import Shift, ShiftSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
 from tests.ptq.quantizing import edit_model, make_plan, random_tokens
@@ -24,7 +26,7 @@ SHIFTED = (ShiftSpec(), RTNSpec())
 def shifted_work(model, tmp_path, methods: tuple = SHIFTED):
     """Block 0 as the method sees it, and the method after its pass."""
     plan = make_plan(model, tmp_path / "plan", methods=methods)
-    source, method = source_of(Checkpoint.open(model), methods), Shift(ShiftSpec())
+    source, method = view_of(Checkpoint.open(model), methods), Shift(ShiftSpec())
     stream = BlockStream(config_of(source), source.tensor)
     stream.start(random_tokens().sequences())
     work = block_work(plan, source, stream.load(0))

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, KVCacheSpec, Scheme
 from inference.engine import Engine
-from ptq.methods.smooth_k import SmoothK, key_factors
-from ptq.methods.specs import RTNSpec, SmoothKSpec, SmoothQuantSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smooth_k import SmoothK, SmoothKSpec, key_factors
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe
 from tests.ptq.quantizing import edit_model, make_plan, observed_work, random_tokens

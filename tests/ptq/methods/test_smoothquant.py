@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from kernels.numerics import dequantize, fake_quantize_activations
-from ptq.methods.base import replaced
-from ptq.methods.migration import Choice, SmoothedGroup, fold_vector, source_channel
-from ptq.methods.piecewise import pieces_of, search_pieces
-from ptq.methods.rtn import round_to_nearest
-from ptq.methods.smoothquant import SmoothQuant, smoothing_scale
-from ptq.methods.specs import RTNSpec, SmoothQuantSpec
+from ptq.methods.common.block import replaced
+from ptq.methods.common.folding import SmoothedGroup, fold_vector, source_channel
+from ptq.methods.common.migration import Choice
+from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import (
+    SmoothQuant,
+    SmoothQuantSpec,
+    pieces_of,
+    search_pieces,
+    smoothing_scale,
+)
 from ptq.pipeline.passes import observe
 from tests.ptq.quantizing import (
     add_outliers,

@@ -21,10 +21,11 @@ from kernels.two_level import choose_unit, larger_unit, two_level
 from kernels.weights import pack_quantized_weight
 from ptq.commands import diff, explain, inspect
 from ptq.convert.convert import convert
-from ptq.methods.refine import Adjustable
-from ptq.methods.rounding import choose_qparams, round_weight
-from ptq.methods.rtn import round_to_nearest
-from ptq.methods.specs import AWQSpec, GPTQSpec, RefineSpec, RTNSpec
+from ptq.methods.awq import AWQSpec
+from ptq.methods.common.rounding import choose_qparams, round_to_nearest, round_weight
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import Adjustable, RefineSpec
+from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from tests.experts import MOE
 from tests.ptq.quantizing import make_plan, observed_work, random_tokens

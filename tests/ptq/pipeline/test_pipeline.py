@@ -19,8 +19,9 @@ from formats.errors import CheckpointError, RecipeError
 from formats.memory import peak_rss_bytes
 from formats.scheme import KVCacheSpec, Scheme
 from kernels.numerics import dequantize, fake_quantize_activations
-from ptq.methods.base import BlockWork, Method
-from ptq.methods.specs import RTNSpec
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.method import Method
+from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize, quantize_tokens
 from ptq.pipeline.passes import observe
 from ptq.recipe.schema import ObserversSpec, load_recipe
@@ -349,7 +350,8 @@ import torch
 
 torch.set_num_threads(1)
 from tests.ptq.quantizing import make_plan, random_tokens
-from ptq.methods.specs import RTNSpec, SmoothQuantSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.driver import quantize_tokens
 
 model, output = map(Path, sys.argv[1:])

@@ -18,7 +18,10 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from formats.scheme import PRESETS
-from ptq.methods.specs import GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import RefineSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import driver as pipeline
 from ptq.pipeline import resume
 from ptq.pipeline.resume import FOLDER, ResumableRun, run_key, unfinished
@@ -177,7 +180,8 @@ import ptq
 import torch
 torch.set_num_threads(1)
 from tests.ptq.quantizing import make_plan, random_tokens
-from ptq.methods.specs import GPTQSpec, RefineSpec
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import RefineSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 resume.SHARE = 1e9

@@ -16,11 +16,13 @@ from kernels.numerics import TYPES, dequantize, fake_quantize_activations
 from ptq.commands.diff import diff_checkpoints
 from ptq.commands.inspect import describe, inspect
 from ptq.convert.convert import convert
-from ptq.methods.base import quantized_block
-from ptq.methods.clip import Clip
-from ptq.methods.refine import _rounded_inputs
-from ptq.methods.rtn import round_to_nearest
-from ptq.methods.specs import ClipSpec, GPTQSpec, RefineSpec, RTNSpec, SmoothQuantSpec
+from ptq.methods.clip import Clip, ClipSpec
+from ptq.methods.common.block import quantized_block
+from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.gptq import GPTQSpec
+from ptq.methods.refine import RefineSpec, _rounded_inputs
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun

@@ -9,7 +9,8 @@ import yaml
 
 from formats.errors import RecipeError
 from formats.scheme import PRESETS
-from ptq.methods.specs import RTNSpec, SmoothQuantSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.recipe.schema import Recipe, load_recipe, resolved_yaml
 from ptq.recipe.strict_yaml import dump, parse
 

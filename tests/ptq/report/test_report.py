@@ -19,6 +19,7 @@ from formats.errors import CheckpointError, RequestError
 from inference.accuracy import compare
 from inference.engine import Engine
 from ptq.commands import compare as runs
+from ptq.methods.common.events import Event
 from ptq.peers.measure import PeerRow
 from ptq.peers.specs import PEERS, Peer
 from ptq.pipeline.driver import quantize
@@ -32,7 +33,7 @@ from ptq.report.plots import draw_plots
 from ptq.report.report import Report, make_report, shown_path, write_report
 from ptq.report.sections import sections
 from ptq.report.summary import summary_rows
-from ptq.result import Event, load_result
+from ptq.result import load_result
 
 RECIPE = """\
 model: {{path: {model}}}

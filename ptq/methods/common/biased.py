@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from ptq.methods.common.float_model import FloatModel, FloatModelView
+from ptq.methods.common.later import torch
 
-from ptq.methods.source import Source, View
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FAMILIES = ("llama", "qwen3")  # whose configuration has `attention_bias`, for q, k, v and o alike
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-class BiasedCheckpoint(View):
+class BiasedCheckpoint(FloatModelView):
     """A model with `attention_bias: true`; one that has it, or cannot, is left as it is."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FloatModel) -> None:
         super().__init__(source)
         config = source.config
         adds = config["model_type"] in FAMILIES and not config.get("attention_bias", False)

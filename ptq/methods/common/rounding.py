@@ -39,10 +39,23 @@ from kernels.numerics import (
     quantize,
 )
 from kernels.two_level import LARGEST, choose_unit, larger_unit, nearest_multiples
-from ptq.methods.specs import ScaleSearch
+from ptq.methods.common.block import BlockWork, QuantizedLinear
+from ptq.methods.common.spec import MOMENTS, ScaleSearch
 
 FACTORS = tuple(1.0 - 0.02 * i for i in range(30))  # of the scale that cuts nothing
 UNITS = 4  # tried for a channel, each about a tenth larger than the one before
+
+
+def round_to_nearest(work: BlockWork, search: ScaleSearch = "absmax") -> dict[str, QuantizedLinear]:
+    """Quantize the block's target layers as they are now, by full name."""
+    solved = {}
+    for name in work.targets:
+        weight = work.block.linears[name].weight
+        inputs = work.second_moments(name) if MOMENTS[search] != "none" else None
+        spec, dtype = work.weight_spec(name), work.scale_dtype(name)
+        stored = round_weight(weight, spec, dtype, search, inputs)
+        solved[name] = QuantizedLinear(stored, spec, work.input_scale(name), search)
+    return solved
 
 
 def round_weight(

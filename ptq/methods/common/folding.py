@@ -1,48 +1,29 @@
-"""Moving difficulty between channels: factors divided out of a source and into its consumers.
-
-With a factor s_j for each channel j that a source hands to its consumers,
-Y = (X diag(s)^-1) (diag(s) W^T) is the same function. diag(s)^-1 is folded into the source, so that
-nothing remains to be done when the model runs. Sources and consumers here:
-
-    norm -> q, k, v        norm -> gate, up        v -> o        up -> down
-
-v -> o holds as attention mixes tokens, not channels; a KV channel is shared by the query heads of
-its group. up -> down holds as down reads act(gate) * up, which is linear in up: this is where the
-massive activations of SwiGLU sit.
+"""Folding factors into a block: a source is divided, its consumers are multiplied.
 
 Norm weights and biases are stored in the checkpoint's type. The factor that counts is therefore
 not s but old / rounded(old / s): consumers are multiplied by that, and rounding costs nothing. Rows
 of v and up are quantized per output channel, so their scales absorb any factor.
 
-Which factors are best is told by the squared error of the block's output with the inputs and
-weights of the group's consumers fake-quantized (and V, where the cache is quantized and v is the
-source) and all else in float. Where no candidate beats leaving the group alone, it is left alone.
-
 In a mixture of experts, norm -> gate, up goes to all experts of a block, and to its routers. These
 stay in float and are stored in the checkpoint's type, so here factors are powers of two: they
-multiply a router's weight without rounding, and each token goes where it went, bit for bit. The
-groups up -> down of a block's experts get one strength together, each with factors of its own: a
-search for every expert would run the block hundreds of times.
+multiply a router's weight without rounding, and each token goes where it went, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from formats.scheme import KVCacheSpec
-from kernels.numerics import TYPES, choose_scale
-from ptq.methods.base import BlockWork, Method, QuantizedLinear, replaced, set_parameter
-from ptq.methods.cache import through_cache
-from ptq.methods.rounding import round_weight
-from ptq.plan.groups import SmoothingGroup
-from ptq.result import Candidate, Event, SmoothingRow
+from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
+from ptq.methods.common.later import cache, nn, numerics, rounding, torch
+from ptq.methods.common.smoothing_group import SmoothingGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def fold_vector(vector: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -179,13 +160,13 @@ class SmoothedGroup:
                 scheme, spec = work.scheme_of(name), work.weight_spec(name)
                 scale = None
                 if scheme.activations is not None and scheme.static_input:
-                    scale = choose_scale(absmax, TYPES[scheme.activations.dtype])
+                    scale = numerics.choose_scale(absmax, numerics.TYPES[scheme.activations.dtype])
 
                 def seen(x: Tensor, name: str = name, scale: Tensor | None = scale) -> Tensor:
                     return work.seen_input(name, x / divisor, scale)
 
                 smoothed = self._smoothed_weight(linear, folding)
-                stored = round_weight(smoothed, spec, work.scale_dtype(name))
+                stored = rounding.round_weight(smoothed, spec, work.scale_dtype(name))
                 weight = QuantizedLinear(stored, spec, scale).dequantized()
                 stack.enter_context(replaced(linear, weight, seen))
             if self.group.kind == "attention_output" and self.work.scheme.kv_cache is not None:
@@ -202,7 +183,7 @@ class SmoothedGroup:
 
         def stored(_: nn.Module, __: tuple, v: Tensor) -> Tensor:
             heads = v.reshape(-1, *factor.shape) / factor  # [tokens, kv heads, head_dim]
-            return (through_cache(heads, absmax, spec, "v_cache") * factor).reshape(v.shape)
+            return (cache.through_cache(heads, absmax, spec, "v_cache") * factor).reshape(v.shape)
 
         handle = self.source.register_forward_hook(stored)
         try:
@@ -245,157 +226,3 @@ def source_channel(source_channels: int, inputs: int, head_dim: int) -> Tensor:
         return index
     queries_per_kv = inputs // source_channels
     return index // (head_dim * queries_per_kv) * head_dim + index % head_dim
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen for a group: the strengths of its pieces, one for all without pieces.
-
-    Attributes:
-        alphas: None is no smoothing.
-        scale: Factors [channels] fp64.
-        error: Squared error of the block's outputs with them; None where it was not measured.
-    """
-
-    alphas: tuple[float | None, ...]
-    scale: Tensor
-    error: float | None
-
-
-def best_of(errors: Mapping[float | None, float], scales: Mapping[float | None, Tensor]) -> Choice:
-    """The strength of least error, the earlier one of equals."""
-    best = min(errors, key=lambda alpha: errors[alpha])
-    return Choice((best,), scales[best], errors[best])
-
-
-def tell(
-    work: BlockWork,
-    members: tuple[str, tuple[str, ...]],
-    choice: Choice,
-    errors: Mapping[float | None, float],
-    power: float,
-) -> None:
-    """Keep for the record what was chosen.
-
-    Args:
-        work: The block.
-        members: Names of what is divided and of what is multiplied.
-        choice: The best.
-        errors: Squared error of the block's outputs by strength; None is no smoothing.
-        power: Sum of the outputs' squares.
-    """
-    strengths = [alpha for alpha in choice.alphas if alpha is not None]
-    if not strengths:
-        tried = ", ".join(f"{alpha:g}" for alpha in errors if alpha is not None)
-        message = f"not smoothed: the block's output is no better with alpha {tried}"
-        work.events.append(Event(module=members[0], kind="fallback", message=message))
-    work.smoothing.append(
-        SmoothingRow(
-            source=members[0],
-            consumers=members[1],
-            alpha=max(strengths, default=None),
-            pieces=choice.alphas if len(choice.alphas) > 1 else (),
-            error=None if choice.error is None else choice.error / power,
-            scale_min=choice.scale.min().item(),
-            scale_max=choice.scale.max().item(),
-            candidates=tuple(Candidate(alpha=a, error=e / power) for a, e in errors.items()),
-        )
-    )
-
-
-class Migration(Method):
-    """Searches the factors of every group of a block that can be folded.
-
-    A subclass gives the candidates of a group.
-    """
-
-    folds = True
-    rescales = True
-    search_samples: int
-    targets: tuple[str, ...]
-
-    def __init__(self) -> None:
-        self.groups: list[SmoothingGroup] = []
-        self.solved: list[tuple[SmoothedGroup, Folding]] = []
-
-    @abstractmethod
-    def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
-        """Factors [channels] fp64 to try, by their strength alpha."""
-
-    def prepare(self, work: BlockWork) -> None:
-        """Keep the groups whose consumers, and source if it is linear, are all quantized."""
-        self.groups = []
-        for group in work.groups:
-            if group.kind not in self.targets:
-                continue
-            linear_source = group.source in work.block.linears
-            members = (*group.consumers, *((group.source,) if linear_source else ()))
-            kept = [name for name in members if name not in work.targets]
-            if not kept:
-                self.groups.append(group)
-            elif len(kept) < len(members):
-                more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
-                message = f"not smoothed: {', '.join(kept[:3])}{more} is kept in float"
-                work.events.append(
-                    Event(module=group.source, kind="smoothing_skipped", message=message)
-                )
-
-    def solve(self, work: BlockWork) -> None:
-        """Choose the factors of each group on the first `search_samples` samples."""
-        self.solved = []
-        reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
-        power = math.fsum(y.double().square().sum().item() for y in reference)
-        tied: dict[str, list[SmoothedGroup]] = {}
-        for group in self.groups:
-            tied.setdefault(group.tied or group.source, []).append(SmoothedGroup(work, group))
-        for name, groups in tied.items():
-            self.solved += self._solve_groups(name, groups, reference, power)
-
-    def _solve_groups(
-        self, name: str, groups: list[SmoothedGroup], reference: list[Tensor], power: float
-    ) -> list[tuple[SmoothedGroup, Folding]]:
-        """Try no factors and every candidate; keep the best, the earlier one of equals.
-
-        Args:
-            name: The source, or what stands for those of groups that get one strength.
-            groups: One, or those that get one strength.
-            reference: The float block's output for each sample; none where nothing can be tried,
-                and the one candidate is taken.
-            power: Sum of its squares.
-        """
-        trials: dict[float | None, list[tuple[SmoothedGroup, Folding]]]
-        trials = {None: [(group, group.fold(None)) for group in groups]} if reference else {}
-        for group in groups:
-            for alpha, scale in self.candidates(group).items():
-                trials.setdefault(alpha, []).append((group, group.fold(scale)))
-        scales = {alpha: torch.cat([f.scale for _, f in trial]) for alpha, trial in trials.items()}
-        if not reference:
-            choice, errors = Choice(tuple(trials), *scales.values(), error=None), {}
-        else:
-            errors = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
-            choice = best_of(errors, scales)
-        chosen = trials[choice.alphas[0]]
-        if errors and len(groups) == 1:
-            choice = self.refined(choice, groups[0], scales, reference)
-            if len(choice.alphas) > 1:
-                smoothed = any(alpha is not None for alpha in choice.alphas)
-                chosen = [(groups[0], groups[0].fold(choice.scale if smoothed else None))]
-        consumers = tuple(dict.fromkeys(c for g in groups for c in g.group.consumers))
-        tell(groups[0].work, (name, consumers), choice, errors, power)
-        return chosen
-
-    def refined(
-        self,
-        choice: Choice,
-        group: SmoothedGroup,
-        scales: Mapping[float | None, Tensor],
-        reference: Sequence[Tensor],
-    ) -> Choice:
-        """Improve on the best strength for all channels; here it is left as it is."""
-        return choice
-
-    def commit(self, work: BlockWork) -> None:
-        """Fold the chosen factors into the block's float weights."""
-        for group, folding in self.solved:
-            group.commit(folding)
-        self.groups, self.solved = [], []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from formats.scheme import WeightSpec
 from kernels.numerics import TYPES
-from ptq.methods.rounding import expanded, round_column
+from ptq.methods.common.rounding import expanded, round_column
 
 
 def damped(hessian: Tensor, damp: float) -> Tensor:
@@ -41,7 +41,7 @@ def descend(
         q: [N, K] in the type's storage, what is improved.
         weight: [N, K] float.
         scale: Of the spec's blocks.
-        zero_point: Likewise, or None.
+        zero_point: Of the spec's blocks; None where the type is symmetric.
         spec: How it is stored.
         hessian: [K, K], damped.
         order: int64 [K], columns in the order in which they are taken.

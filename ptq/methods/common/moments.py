@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+STRIP = 2048  # columns of a Hessian that are held in fp64 at once to weight errors
+
 
 def strips(width: int) -> list[slice]:
     """Rows of a [width, width] matrix in strips: eight, or fewer of 128 rows at least."""
@@ -83,3 +85,12 @@ class Moments:
         """
         self._sums = {name: state[f"{name}/sum"] for name in self._wanted}
         self._tokens = {name: int(state[f"{name}/tokens"].item()) for name in self._wanted}
+
+
+def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
+    """e H e^T of each row of a weight's error [N, K]: fp64 [N]."""
+    wide, found = error.double(), torch.zeros(len(error), dtype=torch.float64, device=error.device)
+    for start in range(0, wide.shape[1], STRIP):
+        columns = slice(start, start + STRIP)
+        found += (wide @ hessian[:, columns].double()).mul_(wide[:, columns]).sum(dim=1)
+    return found

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-import torch
-from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PretrainedConfig
 
-from formats.checkpoint.read import Checkpoint
+    from formats.checkpoint.read import Checkpoint
 
 
-class View:
+class FloatModelView:
     """A checkpoint seen otherwise; what a subclass leaves alone is the source's.
 
     Attributes:
         source: The checkpoint, or another view of it.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FloatModel) -> None:
         self.source = source
 
     @property
@@ -44,7 +45,7 @@ class View:
 
     def describe(self) -> Iterator[str]:
         """What was made of the checkpoint, for a person."""
-        if isinstance(self.source, View):
+        if isinstance(self.source, FloatModelView):
             yield from self.source.describe()
 
     def names(self) -> tuple[str, ...]:
@@ -67,10 +68,12 @@ class View:
         return self.source.tensor(name)
 
 
-Source = Checkpoint | View
+FloatModel: TypeAlias = Union["Checkpoint", FloatModelView]
 
 
-def config_of(source: Source) -> PretrainedConfig:
+def config_of(model: FloatModel) -> PretrainedConfig:
     """The model's configuration as transformers reads it."""
-    values = dict(source.config)
+    from transformers import AutoConfig  # takes a second, and a recipe is read without it
+
+    values = dict(model.config)
     return AutoConfig.for_model(values.pop("model_type"), **values)

@@ -1,37 +1,25 @@
-"""What a method is, and the block that methods work on.
-
-A method is pure maths on tensors behind four calls, made block by block:
-
-    prepare(work) -> observe(name, x) for every sample -> solve(work) -> commit(work)
-
-`prepare` may look at the weights; `observe` sees the input of every linear layer for one sample at
-a time and only accumulates; `solve` decides, with the statistics of the whole calibration set in
-`work.statistics`; `commit` alone changes the block: it folds float weights into each other or hands
-over quantized ones. Methods run one after the other, each on what the one before left.
-"""
+"""A decoder block on its way from float to quantized: what methods work on."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
-
-from calibrate.observers import ObserverSpec, TensorStatistics, choose_absmax
-from calibrate.statistics import Key, Statistics
-from calibrate.stream import Block
-from formats.checkpoint.weights import StoredWeight, storage_format
 from formats.scheme import LayerScheme, Scheme, WeightSpec
-from kernels.numerics import INT8, TYPES, choose_scale, dequantize, fake_quantize_activations
-from ptq.methods.moments import Moments
-from ptq.plan.groups import SmoothingGroup
-from ptq.result import Event, SmoothingRow
+from ptq.methods.common.events import Event, SmoothingRow
+from ptq.methods.common.later import nn, numerics, observers, storage, torch
+from ptq.methods.common.smoothing_group import SmoothingGroup
 
-MomentKind = Literal["none", "diagonal", "full"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from calibrate.observers import ObserverSpec, TensorStatistics
+    from calibrate.statistics import Key, Statistics
+    from calibrate.stream import Block
+    from formats.checkpoint.weights import StoredWeight
+    from ptq.methods.common.moments import Moments
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ class QuantizedLinear:
     def dequantized(self) -> Tensor:
         """The weight that is multiplied: fp32 [out, in]."""
         w = self.weight
-        return dequantize(w.q, w.scale, w.zero_point, self.spec.block)
+        return numerics.dequantize(w.q, w.scale, w.zero_point, self.spec.block)
 
 
 @dataclass
@@ -142,14 +130,14 @@ class BlockWork:
         if spec is None or spec.dynamic:
             return None
         absmax = torch.tensor([self.input_absmax(name)], dtype=torch.float32)
-        return choose_scale(absmax, TYPES[spec.dtype])
+        return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
 
     def seen_input(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """What the kernels see of a quantized layer's input [..., in], with its static scale."""
         spec = self.scheme_of(name).activations
         if spec is None:
             return x
-        return fake_quantize_activations(x, scale, TYPES[spec.dtype], spec.group)
+        return numerics.fake_quantize_activations(x, scale, numerics.TYPES[spec.dtype], spec.group)
 
     @property
     def observed_for(self) -> dict[str, str]:
@@ -164,7 +152,7 @@ class BlockWork:
 
         A scale is rounded to it before it is used, so that the stored one is the one that counts.
         """
-        packed = storage_format(self.scheme_of(name)) == "pack-quantized"
+        packed = storage.storage_format(self.scheme_of(name)) == "pack-quantized"
         return self.dtype_of(f"{name}.weight") if packed else torch.float32
 
     def weight_spec(self, name: str) -> WeightSpec:
@@ -176,46 +164,9 @@ class BlockWork:
     def input_absmax(self, name: str) -> float:
         """Magnitude at which a linear layer's input is clipped: the observer's, or a method's."""
         spec = self.scheme_of(name).activations
-        kind = TYPES[spec.dtype] if spec is not None else INT8
-        found = choose_absmax(self.observed(name, "input"), self.input_observer, kind)
+        kind = numerics.TYPES[spec.dtype] if spec is not None else numerics.INT8
+        found = observers.choose_absmax(self.observed(name, "input"), self.input_observer, kind)
         return found * self.clips.get(name, 1.0)
-
-
-class Method(ABC):
-    """Base of the methods; see the module's docstring for what each call may do.
-
-    Attributes:
-        needs: What it solves from: `weights` alone, `statistics` (with `moments`), or `samples`
-            that run through the block.
-        moments: Which second moments of inputs it uses.
-        folds: Whether `commit` changes the block's float weights, so that methods after it must see
-            the samples run again.
-        rescales: Whether it folds by factors alone, all of them told to `BlockWork.divide`: then
-            maxima and moments after it follow from those before.
-        clips: Whether it chooses ranges, whose cut values are to be counted.
-        quantized_path: Whether it needs the samples as the quantized blocks before hand them over.
-    """
-
-    needs: Literal["weights", "statistics", "samples"] = "samples"
-    moments: MomentKind = "none"
-    folds = False
-    rescales = False
-    clips = False
-    quantized_path = False
-
-    def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
-        """Look at a new block before its samples run."""
-
-    def observe(self, name: str, x: Tensor) -> None:  # noqa: B027
-        """Accumulate what one sample brings to linear layer `name`; `x` is [tokens, in] fp32."""
-
-    @abstractmethod
-    def solve(self, work: BlockWork) -> None:
-        """Decide, changing nothing of the block."""
-
-    @abstractmethod
-    def commit(self, work: BlockWork) -> None:
-        """Change the block as decided."""
 
 
 @contextmanager

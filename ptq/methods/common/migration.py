@@ -1,0 +1,192 @@
+"""Moving difficulty between channels: factors divided out of a source and into its consumers.
+
+With a factor s_j for each channel j that a source hands to its consumers,
+Y = (X diag(s)^-1) (diag(s) W^T) is the same function. diag(s)^-1 is folded into the source
+(`ptq.methods.common.folding`), so that nothing remains to be done when the model runs. Sources and
+consumers here:
+
+    norm -> q, k, v        norm -> gate, up        v -> o        up -> down
+
+v -> o holds as attention mixes tokens, not channels; a KV channel is shared by the query heads of
+its group. up -> down holds as down reads act(gate) * up, which is linear in up: this is where the
+massive activations of SwiGLU sit.
+
+Which factors are best is told by the squared error of the block's output with the inputs and
+weights of the group's consumers fake-quantized (and V, where the cache is quantized and v is the
+source) and all else in float. Where no candidate beats leaving the group alone, it is left alone.
+
+The groups up -> down of a mixture's experts get one strength together, each with factors of its
+own: a search for every expert would run the block hundreds of times.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.events import Candidate, Event, SmoothingRow
+from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
+from ptq.methods.common.later import torch
+from ptq.methods.common.method import Method
+from ptq.methods.common.smoothing_group import SmoothingGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a group: the strengths of its pieces, one for all without pieces.
+
+    Attributes:
+        alphas: None is no smoothing.
+        scale: Factors [channels] fp64.
+        error: Squared error of the block's outputs with them; None where it was not measured.
+    """
+
+    alphas: tuple[float | None, ...]
+    scale: Tensor
+    error: float | None
+
+
+def best_of(errors: Mapping[float | None, float], scales: Mapping[float | None, Tensor]) -> Choice:
+    """The strength of least error, the earlier one of equals."""
+    best = min(errors, key=lambda alpha: errors[alpha])
+    return Choice((best,), scales[best], errors[best])
+
+
+def tell(
+    work: BlockWork,
+    members: tuple[str, tuple[str, ...]],
+    choice: Choice,
+    errors: Mapping[float | None, float],
+    power: float,
+) -> None:
+    """Keep for the record what was chosen.
+
+    Args:
+        work: The block.
+        members: Names of what is divided and of what is multiplied.
+        choice: The best.
+        errors: Squared error of the block's outputs by strength; None is no smoothing.
+        power: Sum of the outputs' squares.
+    """
+    strengths = [alpha for alpha in choice.alphas if alpha is not None]
+    if not strengths:
+        tried = ", ".join(f"{alpha:g}" for alpha in errors if alpha is not None)
+        message = f"not smoothed: the block's output is no better with alpha {tried}"
+        work.events.append(Event(module=members[0], kind="fallback", message=message))
+    work.smoothing.append(
+        SmoothingRow(
+            source=members[0],
+            consumers=members[1],
+            alpha=max(strengths, default=None),
+            pieces=choice.alphas if len(choice.alphas) > 1 else (),
+            error=None if choice.error is None else choice.error / power,
+            scale_min=choice.scale.min().item(),
+            scale_max=choice.scale.max().item(),
+            candidates=tuple(Candidate(alpha=a, error=e / power) for a, e in errors.items()),
+        )
+    )
+
+
+class Migration(Method):
+    """Searches the factors of every group of a block that can be folded.
+
+    A subclass gives the candidates of a group.
+    """
+
+    folds = True
+    rescales = True
+    search_samples: int
+    targets: tuple[str, ...]
+
+    def __init__(self) -> None:
+        self.groups: list[SmoothingGroup] = []
+        self.solved: list[tuple[SmoothedGroup, Folding]] = []
+
+    @abstractmethod
+    def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
+        """Factors [channels] fp64 to try, by their strength alpha."""
+
+    def prepare(self, work: BlockWork) -> None:
+        """Keep the groups whose consumers, and source if it is linear, are all quantized."""
+        self.groups = []
+        for group in work.groups:
+            if group.kind not in self.targets:
+                continue
+            linear_source = group.source in work.block.linears
+            members = (*group.consumers, *((group.source,) if linear_source else ()))
+            kept = [name for name in members if name not in work.targets]
+            if not kept:
+                self.groups.append(group)
+            elif len(kept) < len(members):
+                more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+                message = f"not smoothed: {', '.join(kept[:3])}{more} is kept in float"
+                work.events.append(
+                    Event(module=group.source, kind="smoothing_skipped", message=message)
+                )
+
+    def solve(self, work: BlockWork) -> None:
+        """Choose the factors of each group on the first `search_samples` samples."""
+        self.solved = []
+        reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
+        power = math.fsum(y.double().square().sum().item() for y in reference)
+        tied: dict[str, list[SmoothedGroup]] = {}
+        for group in self.groups:
+            tied.setdefault(group.tied or group.source, []).append(SmoothedGroup(work, group))
+        for name, groups in tied.items():
+            self.solved += self._solve_groups(name, groups, reference, power)
+
+    def _solve_groups(
+        self, name: str, groups: list[SmoothedGroup], reference: list[Tensor], power: float
+    ) -> list[tuple[SmoothedGroup, Folding]]:
+        """Try no factors and every candidate; keep the best, the earlier one of equals.
+
+        Args:
+            name: The source, or what stands for those of groups that get one strength.
+            groups: One, or those that get one strength.
+            reference: The float block's output for each sample; none where nothing can be tried,
+                and the one candidate is taken.
+            power: Sum of its squares.
+        """
+        trials: dict[float | None, list[tuple[SmoothedGroup, Folding]]]
+        trials = {None: [(group, group.fold(None)) for group in groups]} if reference else {}
+        for group in groups:
+            for alpha, scale in self.candidates(group).items():
+                trials.setdefault(alpha, []).append((group, group.fold(scale)))
+        scales = {alpha: torch.cat([f.scale for _, f in trial]) for alpha, trial in trials.items()}
+        if not reference:
+            choice, errors = Choice(tuple(trials), *scales.values(), error=None), {}
+        else:
+            errors = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
+            choice = best_of(errors, scales)
+        chosen = trials[choice.alphas[0]]
+        if errors and len(groups) == 1:
+            choice = self.refined(choice, groups[0], scales, reference)
+            if len(choice.alphas) > 1:
+                smoothed = any(alpha is not None for alpha in choice.alphas)
+                chosen = [(groups[0], groups[0].fold(choice.scale if smoothed else None))]
+        consumers = tuple(dict.fromkeys(c for g in groups for c in g.group.consumers))
+        tell(groups[0].work, (name, consumers), choice, errors, power)
+        return chosen
+
+    def refined(
+        self,
+        choice: Choice,
+        group: SmoothedGroup,
+        scales: Mapping[float | None, Tensor],
+        reference: Sequence[Tensor],
+    ) -> Choice:
+        """Improve on the best strength for all channels; here it is left as it is."""
+        return choice
+
+    def commit(self, work: BlockWork) -> None:
+        """Fold the chosen factors into the block's float weights."""
+        for group, folding in self.solved:
+            group.commit(folding)
+        self.groups, self.solved = [], []

@@ -1,0 +1,173 @@
+"""What a recipe says of a method, and what the rest of the project may ask of it.
+
+A specification is data without torch. In YAML a method is its name, or a mapping of its name to its
+options:
+
+    methods:
+      - smoothquant: {alpha: search, search_samples: 4}
+      - rtn
+
+A method is a file of `ptq.methods` with a subclass of `MethodSpec`; `ptq.methods.registry` finds
+it. Whoever plans, explains or drives a run asks these questions and knows no method by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from formats.scheme import LayerScheme, Scheme, Strict
+from ptq.methods.common.method import Method, MomentKind
+from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
+
+if TYPE_CHECKING:
+    from ptq.methods.common.float_model import FloatModel
+
+Alpha = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+ScaleSearch = Literal["absmax", "mse", "weighted_mse", "output_mse"]
+# which second moments of inputs a search of scales needs
+MOMENTS: dict[ScaleSearch, MomentKind] = {
+    "absmax": "none",
+    "mse": "none",
+    "weighted_mse": "diagonal",
+    "output_mse": "full",
+}
+FLOAT = 4  # bytes of an fp32 element
+
+
+class Stage(IntEnum):
+    """Where in a recipe's list a method stands: each leaves alone what those before it have made.
+
+    Methods of one stage may follow each other in any order, but only one may round.
+    """
+
+    ROTATE = 1
+    SHIFT = 2
+    SMOOTH = 3
+    SMOOTH_CACHE = 4
+    CLIP = 5
+    ROUND = 6
+    REFINE = 7
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Sizes of the largest decoder block, from which follows what a method holds at once.
+
+    Attributes:
+        quantized: Weights of the layers that are quantized: (out, in) each.
+        hidden: Width of the residual stream.
+        tokens: Of a calibration sample.
+        sample_bytes: What one sample needs on its way through the block.
+        consumers: Elements of the weights that read a smoothing group, or groups that get one
+            strength together: the most of each kind.
+    """
+
+    quantized: Sequence[tuple[int, int]]
+    hidden: int
+    tokens: int
+    sample_bytes: int
+    consumers: Mapping[SmoothingKind, int]
+
+    @property
+    def elements(self) -> int:
+        """Of all weights that are quantized."""
+        return sum(rows * columns for rows, columns in self.quantized)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest weight that is quantized."""
+        return max((rows * columns for rows, columns in self.quantized), default=0)
+
+    @property
+    def widest(self) -> int:
+        """Elements of the widest input of a layer that is quantized."""
+        return max((columns for _, columns in self.quantized), default=0)
+
+
+class MethodSpec(Strict):
+    """Base of the specifications; a subclass adds its `name`, a literal, and its options.
+
+    Attributes:
+        stage: Its place in a recipe's list.
+        fits_cache_alone: Whether it is of use where nothing but the cache is quantized.
+    """
+
+    name: str
+    stage: ClassVar[Stage]
+    fits_cache_alone: ClassVar[bool] = False
+
+    @property
+    def smooths(self) -> tuple[SmoothingKind, ...]:
+        """Kinds of smoothing groups whose factors it chooses."""
+        return ()
+
+    def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
+        """Why it has nothing to do in a recipe, with the way out; None where it has.
+
+        Args:
+            scheme: Of the recipe.
+            layers: What the recipe wants of linear layers: of most of them, then of others.
+        """
+        return None
+
+    def view(self, model: FloatModel) -> FloatModel:
+        """The float model as this method has it seen, before anything is observed.
+
+        Raises:
+            RecipeError: the method does not know this model.
+        """
+        return model
+
+    def algorithm(self) -> Method | None:
+        """What works on the blocks; None where the view is all."""
+        return None
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """What it does to a quantized linear layer: a line each, such as `rtn: rounded ...`.
+
+        Args:
+            layer: Full name.
+            scheme: Of the layer.
+            groups: The plan's smoothing groups.
+        """
+        yield from ()
+
+    def memory(self, block: BlockSizes) -> int:
+        """Bytes that it holds beside a block's weights, statistics and second moments."""
+        return 0
+
+    def without_samples(self, strengths: Sequence[float]) -> tuple[str, str] | None:
+        """Advice for doing without samples, and the `option=value` of it; None where that fails.
+
+        Args:
+            strengths: Those that an earlier run of the model has chosen.
+        """
+        return None
+
+
+def smoothing_lines(
+    method: str, layer: str, kinds: Sequence[SmoothingKind], groups: Sequence[SmoothingGroup]
+) -> Iterator[str]:
+    """`explain` of a method that moves factors through smoothing groups of some kinds."""
+    for group in groups:
+        if group.kind not in kinds:
+            continue
+        if layer in group.consumers:
+            yield f"{method}: its columns take factors that {group.source} is divided by"
+        elif layer == group.source:
+            readers = ", ".join(name.rpartition(".")[2] for name in group.consumers)
+            yield f"{method}: its rows are divided by factors that {readers} takes"
+
+
+def smoothing_memory(kinds: Sequence[SmoothingKind], samples: int, block: BlockSizes) -> int:
+    """`memory` of a search over smoothing groups: outputs, and a group's weights once more."""
+    outputs = samples * FLOAT * block.tokens * block.hidden
+    consumers = max((block.consumers.get(kind, 0) for kind in kinds), default=0)
+    return outputs + FLOAT * consumers + 16 * block.largest + block.sample_bytes
