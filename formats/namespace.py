@@ -1,24 +1,63 @@
-"""Lets our `kernels/` folder share its import name with Hugging Face's `kernels` package.
+"""Our packages beside those of others that bear the same names.
 
-transformers probes an installed `kernels` when it is imported, so a regular package of ours under
-that name would break it. Ours therefore carries no `__init__.py`: alone it is a namespace package,
-and a foreign regular package, wherever it stands on the path, wins the name. In that case our
-folder is appended to the foreign package's `__path__`, and `from kernels.ops import ...` finds it.
+`kernels` is also a package of Hugging Face. transformers probes an installed one when it is
+imported, so a regular package of ours under that name would break it. Ours therefore carries no
+`__init__.py`: alone it is a namespace package, and a foreign regular package, wherever it stands on
+the path, wins the name. What that does not hold is then looked for in our folder, so that
+`from kernels.ops import ...` works beside it. Every package of ours that stands on `kernels` calls
+`join_kernels`, so that any of them may be imported first.
+
+`inference` is also a package of Roboflow. The first on the path wins; commands refuse to go on
+where that is not ours.
 """
 
-import importlib
-import importlib.util
-from pathlib import Path
+from __future__ import annotations
 
-_FOLDER = Path(__file__).resolve().parent.parent / "kernels"
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from formats.errors import EngineError
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+class _KernelsFinder:
+    """Finds `kernels.<module>` in our folder where the package of that name has no such module."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Where a module lies; None for all but modules right below `kernels`."""
+        if name.rpartition(".")[0] != "kernels":
+            return None
+        return PathFinder.find_spec(name, [str(_ROOT / "kernels")], target)
 
 
 def join_kernels() -> None:
-    """Make `kernels.<module>` of this project importable; does nothing where it already is."""
-    spec = importlib.util.find_spec("kernels")
-    locations = spec.submodule_search_locations if spec else None
-    if locations is not None and any(Path(path).resolve() == _FOLDER for path in locations):
-        return
-    package = importlib.import_module("kernels")
-    if str(_FOLDER) not in package.__path__:
-        package.__path__.append(str(_FOLDER))
+    """Make `kernels.<module>` of this project importable, whoever owns the name `kernels`."""
+    if _KernelsFinder not in sys.meta_path:
+        sys.meta_path.append(_KernelsFinder)
+
+
+def require_own_packages(*packages: str) -> None:
+    """Check where Python would import packages from, without importing them.
+
+    Raises:
+        EngineError: another project's package of that name would be imported, or none.
+    """
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise EngineError(f"the package {name!r} is missing from {_ROOT}; install ptq again")
+        found = Path(spec.origin).resolve().parent
+        if found != _ROOT / name:
+            raise EngineError(
+                f"`import {name}` would load {found}, another project's package of that name, and "
+                f"not {_ROOT / name}. Remove it (`pip uninstall {name}`), or install ptq in a "
+                "virtual environment of its own"
+            )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import sys
-import tomllib
 from collections.abc import Sequence
 
 from formats.command import run_command
 from formats.errors import RequestError
-from ptq.rooms import ROOT, require_own
+from formats.namespace import require_own_packages
+from ptq.version import version
 
 COMMANDS = {
     "run": ("ptq.commands.run", "quantize a model as a recipe says, and report what it cost"),
@@ -30,27 +29,18 @@ COMMANDS = {
         "put the reports of several runs into one table and one plot",
     ),
     "predict": ("inference.predict", "complete a prompt or a file of prompts"),
-    "peers": ("ptq.peers.command", "measure what other tools make of a recipe's model"),
-    "report": ("ptq.report.report", "measure a finished run again and write its report"),
+    "peers": ("ptq.commands.peers", "measure what other tools make of a recipe's model"),
+    "report": ("ptq.commands.report", "measure a finished run again and write its report"),
     "bench": ("inference.bench.command", "measure tokens per second, latencies and memory"),
     "gpu": ("inference.bench.steps", "measure the steps of a model of random weights on a GPU"),
     "kernels": ("kernels.bench.gpu", "measure every GPU kernel beside its floor and its peers"),
     "tune": ("kernels.bench.tune", "measure tiles of GPU kernels and write the device's table"),
     "inspect": ("ptq.commands.inspect", "show a checkpoint's scales, outlier channels and sizes"),
     "convert": (
-        "ptq.convert.convert",
+        "ptq.commands.convert",
         "write a checkpoint in another layout, or as a float model; read others",
     ),
 }
-
-
-def version() -> str:
-    """Version of the installed package, or of the checkout that this file lies in."""
-    try:
-        return importlib.metadata.version("ptq")
-    except importlib.metadata.PackageNotFoundError:
-        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text)["project"]["version"]
 
 
 def usage() -> str:
@@ -60,8 +50,8 @@ def usage() -> str:
         "usage: ptq COMMAND [arguments]\n\n"
         "Post-training quantization of language models, and the runtime for what it makes.\n\n"
         f"commands:\n{rows}\n\n"
-        "`ptq COMMAND --help` tells a command's arguments; `ptq --version` the version. Each\n"
-        "command is also `python -m` of its module, such as `python -m ptq.run`."
+        "`ptq COMMAND --help` tells a command's arguments; `ptq --version` the version.\n"
+        "Where `ptq` is not on the path, `python -m ptq` stands for it."
     )
 
 
@@ -84,7 +74,7 @@ def dispatch(argv: Sequence[str] | None) -> int:
         guess = f"did you mean {close[0]!r}? " if close else ""
         names = ", ".join(COMMANDS)
         raise RequestError(f"no command {arguments[0]!r}; {guess}commands: {names}")
-    require_own("calibrate", "inference")
+    require_own_packages("calibrate", "inference")
     module = importlib.import_module(COMMANDS[arguments[0]][0])
     return module.main(arguments[1:])
 
@@ -92,7 +82,3 @@ def dispatch(argv: Sequence[str] | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the console command `ptq`; errors are printed and give exit code 2."""
     return run_command(dispatch, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -24,6 +24,7 @@ from ptq.methods.common.events import Event, SmoothingRow
 CHECKPOINT_FOLDER = "checkpoint"
 RESULT_FILE = "quantization.json"
 RECIPE_FILE = "recipe.yaml"
+REPORT_FOLDER = "report"
 STATISTICS_FILE = "statistics.safetensors"
 
 

@@ -113,7 +113,7 @@ def test_works_beside_a_foreign_kernels_package(tmp_path, layout, foreign, wheel
     done = run([str(python), "-c", code, str(tiny_llama)], cwd)
     expected = {"absent": "namespace", "accepted": accepted_version()}.get(foreign, foreign)
     assert done.stdout.split()[-1] == expected
-    command = [str(python), "-m", "ptq.cli"]
+    command = [str(python), "-m", "ptq"]
     if layout != "checkout":
         command = [str(python.parent / "ptq")]
     assert "run" in run([*command, "--help"], cwd).stdout

@@ -6,83 +6,12 @@ ptq explain RECIPE [--set KEY=VALUE]... [--module PATTERN]
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
-from formats.checkpoint.read import Checkpoint
-from formats.errors import RequestError
-from formats.families.experts import EXPERT
-from ptq.commands.check import add_recipe_arguments, overrides_of
-from ptq.commands.inspect import matches
-from ptq.plan.plan import ModulePlan, Plan, build_plan
+from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.plan.explain import explain
+from ptq.plan.plan import plan_recipe
 from ptq.recipe.schema import read_recipe
-
-
-def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
-    """Lines for every module of a plan: its fate, and each step on the way.
-
-    Args:
-        plan: Of a recipe.
-        pattern: Only modules whose name contains it, or matches it where it has `*` or `?`.
-
-    Raises:
-        RequestError: the pattern matches no module.
-    """
-    attentions = [f"{block}.self_attn" for block in plan.blocks]
-    known = [module.name for module in plan.modules] + attentions
-    if pattern is not None and not any(matches(name, pattern) for name in known):
-        raise RequestError(
-            f"--module {pattern!r} matches none of {len(known)} modules, such as {known[0]}"
-        )
-    chosen = [m for m in plan.modules if pattern is None or matches(m.name, pattern)]
-    for experts in _alike(chosen):
-        first, several = experts[0], len(experts) > 1
-        name, count = (_starred(first.name), f", {len(experts)} times") if several else ("", "")
-        yield f"{name or first.name}  {first.shape[0]} x {first.shape[1]}{count}"
-        for i, step in enumerate(steps(plan, first), 1):
-            yield f"  {i}. {_starred(step) if several else step}"
-    for attention in attentions:
-        if plan.recipe.scheme.kv_cache and (pattern is None or matches(attention, pattern)):
-            yield f"{attention}  cache"
-            yield f"  1. {cache_step(plan)}"
-
-
-def _alike(modules: Iterable[ModulePlan]) -> Iterable[list[ModulePlan]]:
-    """The same layer of all experts of a block that share their fate, and every other one alone."""
-    groups: dict[tuple[object, ...], list[ModulePlan]] = {}
-    for module in modules:
-        key = (_starred(module.name), module.shape, module.action, module.reason)
-        groups.setdefault(key, []).append(module)
-    return groups.values()
-
-
-def _starred(text: str) -> str:
-    return EXPERT.sub(".experts.*", text)
-
-
-def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
-    """What happens to a linear layer, in order."""
-    if module.action == "float":
-        yield f"stays as it is: {module.reason}"
-        for source in dict.fromkeys(g.source for g in plan.smoothing if module.name in g.routers):
-            yield f"but for powers of two in its columns, by which {source} is divided"
-        return
-    recipe, scheme = plan.recipe, plan.recipe.scheme_of(module.name)
-    for method in recipe.methods:
-        yield from method.explain(module.name, scheme, plan.smoothing)
-    if scheme.static_input:
-        shared = f", shared by {module.fused_group}" if module.fused_group else ""
-        yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"
-    yield f"stored as {module.reason}"
-
-
-def cache_step(plan: Plan) -> str:
-    """How K and V are cached."""
-    spec = plan.recipe.scheme.kv_cache
-    assert spec is not None
-    if spec.dynamic:
-        return f"K and V: {spec.dtype}, each head of each token scaled when it is cached"
-    method = plan.recipe.observers.kv_cache.method
-    return f"K (after RoPE) and V: {spec.dtype} {spec.granularity}, static scales by {method}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +22,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--module", metavar="PATTERN", help="only modules like this")
     arguments = parser.parse_args(argv)
     loaded = read_recipe(arguments.recipe, overrides_of(arguments))
-    checkpoint = Checkpoint.open(loaded.recipe.model.path)
-    plan = build_plan(loaded.recipe, checkpoint, loaded.where, force=True)
+    plan = plan_recipe(loaded, force=True)
     print("\n".join(explain(plan, arguments.module)))
     return 0

@@ -1,6 +1,6 @@
 """`ptq run`: from a recipe to a quantized checkpoint and a report of what it cost.
 
-    python -m ptq.run recipes/a8w8c8.yaml [--set KEY=VALUE]... [--output DIR] [--force]
+    ptq run recipes/a8w8c8.yaml [--set KEY=VALUE]... [--output DIR] [--force]
 
 Exit codes: 0 where the thresholds of the recipe hold, 1 where they do not, 2 for errors.
 """
@@ -12,26 +12,28 @@ import shutil
 from collections.abc import Sequence
 
 from formats.errors import RecipeError
-from ptq.commands.check import add_recipe_arguments, overrides_of, prepare
-from ptq.next_steps import forced_command, next_commands, typed_path
+from formats.namespace import require_own_packages
+from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.commands.next_steps import forced_command, next_commands
 from ptq.pipeline.resume import discard, unfinished
-from ptq.plan.preflight import is_taken
+from ptq.plan.plan import plan_recipe
+from ptq.plan.preflight import is_taken, read_data
 from ptq.recipe.schema import LoadedRecipe, read_recipe
-from ptq.rooms import require_own
-
-REPORT_FOLDER = "report"
+from ptq.result import REPORT_FOLDER
+from ptq.text import format_table, typed_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe; 0 where its thresholds hold, 1 where they do not."""
-    require_own("inference")
+    require_own_packages("inference")
     from ptq.pipeline.driver import quantize  # after the check above: these import the engine
     from ptq.report.report import make_report
 
     arguments = _parse(argv)
     loaded = _read(arguments)
     output = loaded.recipe.output.path
-    plan, _ = prepare(loaded, force=arguments.force)
+    plan = plan_recipe(loaded, force=arguments.force)
+    read_data(plan.recipe)  # a fault of the evaluation data shows before hours of work
     if unfinished(output):
         print(f"{typed_path(output)}: an earlier run was stopped; going on where it was")
     result = quantize(plan, force=arguments.force, keep=True)
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in next_commands(result.checkpoint):
         print(f"  {command}")
     if shutil.which("ptq") is None:
-        print("(`ptq` is not on the path here; `python -m ptq.cli` stands for it)")
+        print("(`ptq` is not on the path here; `python -m ptq` stands for it)")
     return 0 if report.passed else 1
 
 
@@ -80,14 +82,3 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
             "or give another folder with --output"
         )
     return loaded
-
-
-def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first aligned to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        first, *others = zip(row, widths, strict=True)
-        cells = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -12,17 +12,16 @@ measures the block's output needs samples and is refused.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
-from ptq.next_steps import next_commands, typed_path
-from ptq.plan.plan import build_plan
-from ptq.recipe.schema import LoadedRecipe, read_recipe
+from ptq.commands.next_steps import next_commands
+from ptq.plan.plan import plan_recipe
+from ptq.recipe.schema import LoadedRecipe, output_override, read_recipe
 from ptq.result import RECIPE_FILE
+from ptq.text import typed_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = _parse(argv)
     loaded = _read(arguments)
-    checkpoint = Checkpoint.open(loaded.recipe.model.path)
-    plan = build_plan(loaded.recipe, checkpoint, loaded.where, force=arguments.force)
+    plan = plan_recipe(loaded, force=arguments.force)
     result = solve(plan, Artifact.load(arguments.run), force=arguments.force)
     print(f"checkpoint: {typed_path(result.checkpoint)}")
     print(f"solved in {result.seconds['total']:.1f} s, without running the model\n\nNext:")
@@ -63,7 +61,7 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
     Raises:
         RecipeError: it is invalid, or asks for other data than the run saw.
     """
-    overrides = [*arguments.set, f"output.path={json.dumps(str(arguments.output))}"]
+    overrides = [*arguments.set, *output_override(arguments.output)]
     own = arguments.run / RECIPE_FILE
     loaded = read_recipe(arguments.recipe or own, overrides)
     asked, seen = loaded.recipe.dataset, read_recipe(own).recipe.dataset

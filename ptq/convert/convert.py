@@ -1,22 +1,13 @@
-"""`ptq convert`: a checkpoint in another layout.
-
-    ptq convert SRC DST --to gptq|gptq_v2|awq|fp8_block|paddle
-    ptq convert SRC DST --to compressed_tensors [--tables DIR]
-    ptq convert SRC DST --to float [--dtype TYPE]
-
-The first from a compressed-tensors folder; the second from GPTQ, AWQ, FP8 blocks, bitsandbytes'
-int8 or neural-compressor's huggingface format, or from a model with PaddleNLP's tables of scales
-beside it; the third from all of these, and from bitsandbytes' nf4 and fp4.
+"""Writes a quantized checkpoint in another layout, and checks what it wrote.
 
 Integers are taken over bit for bit and nothing is quantized again, but for float weights under
 Paddle's tables; only scales are rounded, where the other layout holds them in fp16, and by how much
-is told. The folder is read back and compared with its source before it appears. `paddle` writes
-tables of scales and no weights.
+is told. The folder is read back and compared with its source before it appears. The target
+`paddle` is tables of scales and no weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Sequence
@@ -25,7 +16,6 @@ from typing import Any
 
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.shards import ShardWriter
-from formats.command import run_command
 from formats.errors import CheckpointError, RequestError
 from formats.files import building_directory, fsync_path, write_bytes
 from formats.foreign.awq import awq_config, awq_layout, refuse_awq
@@ -39,11 +29,11 @@ from formats.foreign.layout import SETTINGS_FILES, ForeignFolder, Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
 from formats.scheme import Scheme
-from ptq.cli import version as own_version
 from ptq.convert.conversion import Conversion, compare, named, parts, require_same, unquantized
 from ptq.convert.from_foreign import import_folder, require_grid
 from ptq.convert.from_paddle import import_tables
-from ptq.convert.to_float import FLOATS, to_float
+from ptq.convert.to_float import to_float
+from ptq.version import version as own_version
 
 TARGETS = ("gptq", "gptq_v2", "awq", "fp8_block", "compressed_tensors", "paddle", "float")
 SHARD_BYTES = 2 << 30
@@ -243,32 +233,3 @@ def describe(done: Conversion, out: Path, target: str) -> list[str]:
     )
     first = f"{out}: {done.modules} quantized layers, integers equal to the source's bit for bit"
     return [f"{first}; scales {rounding}", *done.notes]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Convert a checkpoint; 0 on success."""
-    parser = argparse.ArgumentParser(
-        prog="ptq convert", description="Write a quantized checkpoint in another layout."
-    )
-    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
-    parser.add_argument("out", type=Path, metavar="DST", help="folder to make")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
-    parser.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")
-    parser.add_argument("--dtype", choices=FLOATS, help="type of float weights, else config.json's")
-    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
-    arguments = parser.parse_args(argv)
-    done = convert(
-        arguments.source,
-        arguments.out,
-        arguments.to,
-        tables=arguments.tables,
-        dtype=arguments.dtype,
-        force=arguments.force,
-        progress=True,
-    )
-    print("\n".join(describe(done, arguments.out, arguments.to)))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command(main))

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from formats.scale_table import ScaleEntry
-from ptq.report.format import decibel, percent, size_text
 from ptq.result import BlockRow, ModuleRow
+from ptq.text import decibel, percent, size_text
 
 HEAD = ("module", "SQNR", "of rounding", "clipped", "seconds", "memory")
 WIDTH = 12

@@ -31,7 +31,7 @@ from ptq.plan.groups import fused_layers, smoothing_groups
 from ptq.plan.shapes import Shape, block_shapes
 from ptq.plan.speed import Work
 from ptq.recipe.problems import Problem, Where, recipe_error
-from ptq.recipe.schema import Recipe
+from ptq.recipe.schema import LoadedRecipe, Recipe
 from ptq.recipe.strict_yaml import Key
 
 
@@ -116,6 +116,16 @@ class Plan(Strict):
     def to_table(self) -> pd.DataFrame:
         """One row for each linear layer: name, action, reason, shape, fused_group."""
         return pd.DataFrame([module.model_dump() for module in self.modules])
+
+
+def plan_recipe(loaded: LoadedRecipe, *, force: bool = False) -> Plan:
+    """Open the model that a recipe names and plan the run; arguments and errors of `build_plan`.
+
+    Raises:
+        CheckpointError: the model's files are damaged.
+    """
+    checkpoint = Checkpoint.open(loaded.recipe.model.path)
+    return build_plan(loaded.recipe, checkpoint, loaded.where, force=force)
 
 
 def build_plan(

@@ -34,6 +34,7 @@ to the current directory. A loaded recipe holds absolute paths and every default
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -304,6 +305,11 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     draft.anchor_paths(Path(path).absolute().parent)
     draft.check_model()
     return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))
+
+
+def output_override(output: str | Path | None) -> list[str]:
+    """The override that gives a recipe another output folder; none for None."""
+    return [] if output is None else [f"output.path={json.dumps(str(output))}"]
 
 
 def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:

@@ -1,7 +1,7 @@
-"""`python -m ptq.report`: the command of `ptq.report.report`."""
+"""`python -m ptq.report`: the command of `ptq.commands.report`."""
 
 from formats.command import run_command
-from ptq.report.report import main
+from ptq.commands.report import main
 
 if __name__ == "__main__":
     raise SystemExit(run_command(main))

@@ -11,8 +11,9 @@ from ptq.peers.measure import PeerRow
 from ptq.recipe.strict_yaml import parse
 from ptq.report.data import ReportData
 from ptq.report.figure import ORIGINAL, QUANTIZED, draw_dot, new_figure
-from ptq.report.format import interval_text, percent, size_text
+from ptq.report.format import interval_text
 from ptq.report.summary import Cells, Section, Table
+from ptq.text import percent, size_text
 
 OWN = "this run"
 HEADS = (

@@ -1,18 +1,11 @@
-"""`ptq report`: what the quantization cost, measured on the real kernels.
+"""What the quantization cost, measured on the real kernels.
 
-    ptq report OUTPUT
-
-`ptq run` ends with the same. Both models run in this project's engine: the original as it came, the
-quantized one with its integer kernels and its quantized cache. The report lies in OUTPUT/report as
-one HTML file, as Markdown and as JSON. Exit codes: 0 where the thresholds of the recipe hold, 1
-where they do not, 2 for errors.
+Both models run in this project's engine: the original as it came, the quantized one with its
+integer kernels and its quantized cache. The report is one HTML file, Markdown and JSON.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,10 +24,9 @@ from inference.bench.worker import Load, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.models.kv_cache import blocks_for
-from ptq.next_steps import typed_path
-from ptq.peers.measure import PeerRow, measure_peers
-from ptq.plan.plan import Plan, build_plan
-from ptq.recipe.schema import ModelSpec, OutputSpec, Recipe, SpeedSpec, load_recipe, resolved_yaml
+from ptq.peers.measure import PeerRow, PeersRecord, measure_peers
+from ptq.plan.plan import Plan
+from ptq.recipe.schema import ModelSpec, OutputSpec, Recipe, SpeedSpec, resolved_yaml
 from ptq.report.data import (
     KVScales,
     ReportData,
@@ -48,16 +40,14 @@ from ptq.report.outliers import activation_outliers
 from ptq.report.plots import draw_plots
 from ptq.report.summary import summary_rows
 from ptq.result import (
-    RECIPE_FILE,
+    REPORT_FOLDER,
     STATISTICS_FILE,
     CalibrationSummary,
     QuantizationRecord,
     QuantizationResult,
     Stopwatch,
-    load_result,
 )
-
-REPORT_FOLDER = "report"
+from ptq.text import shown_path
 
 
 @dataclass(frozen=True)
@@ -145,6 +135,27 @@ def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) ->
     )
 
 
+def measure_only_peers(plan: Plan, *, progress: bool = True) -> PeersRecord:
+    """Compare the peers of a plan's recipe with its model, without a run of our own.
+
+    Raises:
+        RecipeError: the data cannot be used.
+        CheckpointError: the model is damaged.
+    """
+    recipe = plan.recipe
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
+    evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
+    original = Engine.from_pretrained(recipe.model.path, config=engine_config(evaluation, None))
+    return PeersRecord(
+        model=plan.model,
+        calibration=shown_text(calibration),
+        evaluation=shown_text(evaluation),
+        environment=environment(),
+        peers=measure_peers(recipe, original, calibration, evaluation, progress=progress),
+    )
+
+
 def write_report(data: ReportData, folder: Path) -> None:
     """Write report.html, report.md and report.json; the folder is replaced at once or not at all.
 
@@ -222,15 +233,6 @@ def _record(result: QuantizationResult) -> QuantizationRecord:
     return QuantizationRecord(**record)
 
 
-def shown_path(path: str | Path) -> str:
-    """A path for others to read: relative where it lies below the current directory, else a name.
-
-    A report is passed on; it does not tell where on this machine things lie.
-    """
-    typed = Path(typed_path(Path(path)))
-    return typed.name if typed.is_absolute() else str(typed)
-
-
 def shown_text(tokens: TokenSet) -> CalibrationSummary:
     """What is told of a token set, to others."""
     text = CalibrationSummary.of(tokens)
@@ -253,28 +255,3 @@ def _shown_recipe(recipe: Recipe) -> Recipe:
             "report": recipe.report.model_copy(update={"peers": peers}),
         }
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
-    from ptq.commands.run import format_table
-
-    parser = argparse.ArgumentParser(
-        prog="ptq report",
-        description="Measure a finished run again and write its report.",
-        epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
-    )
-    parser.add_argument("output", type=Path, help="output directory of a finished `ptq run`")
-    output = parser.parse_args(argv).output
-    result = load_result(output)
-    here = f"output.path={json.dumps(str(output))}"  # it may have been moved since
-    recipe = load_recipe(output / RECIPE_FILE, [here])
-    plan = build_plan(recipe, Checkpoint.open(recipe.model.path), force=True)
-    report = make_report(result, plan)
-    print()
-    print(format_table(report.summary_rows))
-    print()
-    for text in report.failures:
-        print(f"FAILED: {text}")
-    print(f"report: {typed_path(report.folder / 'report.html')}")
-    return 0 if report.passed else 1

@@ -7,19 +7,12 @@ from collections.abc import Iterator, Sequence
 from inference.accuracy import Accuracy
 from inference.bench.figures import Speed
 from ptq.report.data import ReportData
-from ptq.report.format import (
-    decibel,
-    interval_text,
-    percent,
-    percentiles_text,
-    scale_text,
-    size_text,
-    spread_text,
-)
+from ptq.report.format import interval_text, percentiles_text, spread_text
 from ptq.report.outliers import by_ratio, distinct_inputs
 from ptq.report.peers import peers_section
 from ptq.report.summary import Cells, Section, Table, summary_rows
 from ptq.result import BlockRow
+from ptq.text import decibel, percent, scale_text, size_text
 
 MOST_OUTLIERS = 12
 

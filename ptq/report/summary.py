@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ptq.report.data import LABELS, ReportData
-from ptq.report.format import percent, size_text
+from ptq.text import percent, size_text
 
 Cells = tuple[str, ...]
 

@@ -87,7 +87,7 @@ def test_the_printed_next_commands_work_when_pasted(flagship) -> None:
     commands = [line for line in lines if line.startswith("ptq ")]
     assert {line.split()[1] for line in commands} >= {"predict", "inspect", "bench"}
     for line in commands:
-        done = command("ptq.cli", *shlex.split(line)[1:], cwd=folder)
+        done = command("ptq", *shlex.split(line)[1:], cwd=folder)
         assert done.returncode == 0, line + done.stdout + done.stderr
         assert done.stdout.strip(), line
 

@@ -12,8 +12,11 @@ from types import ModuleType
 import pytest
 
 from formats.errors import EngineError
+from formats.namespace import require_own_packages
 from ptq import cli
-from ptq.rooms import ROOT, require_own
+
+ROOT = Path(__file__).resolve().parents[3]
+DOORS = ("ptq.run", "ptq.check", "ptq.inspect", "ptq.report", "inference.predict")
 
 
 def test_help_and_version(capsys):
@@ -62,21 +65,26 @@ def test_another_package_of_the_name_is_refused(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "inference"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(EngineError, match=r"another project's package") as caught:
-        require_own("calibrate", "inference")
+        require_own_packages("calibrate", "inference")
     assert str(tmp_path / "inference") in str(caught.value)
     assert "pip uninstall inference" in str(caught.value)
 
 
 def test_a_missing_package_is_told():
     with pytest.raises(EngineError, match="'no_such_room' is missing"):
-        require_own("no_such_room")
+        require_own_packages("no_such_room")
 
 
 @pytest.mark.parametrize("module", sorted({module for module, _ in cli.COMMANDS.values()}))
-def test_every_command_is_also_python_m(module):
+def test_every_command_has_a_main(module):
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    source = Path(spec.origin).read_text(encoding="utf-8")
-    assert 'if __name__ == "__main__":' in source
-    assert "def main(" in source
+    assert "def main(" in Path(spec.origin).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("module", ["ptq", *DOORS, "inference.bench"])
+def test_what_runs_as_python_m(module):
+    folder = ROOT.joinpath(*module.split("."))
+    file = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
+    assert 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")

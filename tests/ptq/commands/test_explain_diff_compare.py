@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RequestError
 from ptq.commands import compare, diff, explain
+from ptq.report.differences import diff_checkpoints
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
@@ -80,7 +81,7 @@ def test_diff_of_checkpoints(tiny_llama, make_quantized, tmp_path, capsys):
         "model.layers.0.mlp.down_proj.weight_scale: x 1 to 2",
     ]
     other = Checkpoint.open(make_quantized(tiny_llama, "w4"))
-    lines = diff.diff_checkpoints(Checkpoint.open(first), other, top=2)
+    lines = diff_checkpoints(Checkpoint.open(first), other, top=2)
     assert "scheme.weights.dtype: 'int8' -> 'int4'" in lines
     assert any(line.startswith("only in the first (28)") for line in lines)
 

@@ -15,7 +15,7 @@ from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from ptq.commands import inspect as command
-from ptq.commands.inspect import describe, inspect
+from ptq.report.inspection import describe, inspect
 from ptq.report.outliers import outlier_row, weight_outliers
 
 

@@ -13,8 +13,10 @@ import pytest
 from formats.command import run_command
 from formats.errors import RecipeError
 from ptq.commands import check, run
-from ptq.next_steps import next_commands, typed_path
+from ptq.commands.next_steps import next_commands
+from ptq.plan.describe import _ranges
 from ptq.recipe.schema import load_recipe
+from ptq.text import typed_path
 
 RECIPE = """\
 model: {{path: {model}}}
@@ -75,7 +77,7 @@ def calls(monkeypatch) -> list[str]:
         kl = plan.recipe.report.thresholds.kl
         return Report(kl is None, () if kl is None else (f"kl 0.5 is above {kl}",), folder)
 
-    for name, function in (("pipeline", quantize), ("report", make_report)):
+    for name, function in (("pipeline.driver", quantize), ("report.report", make_report)):
         module = ModuleType(f"ptq.{name}")
         setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, f"ptq.{name}", module)
@@ -185,7 +187,7 @@ def test_paths_are_shown_as_they_would_be_typed(here):
 
 
 def test_ranges_of_blocks():
-    assert check._ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def test_the_recipe_of_these_tests_is_valid(here):

@@ -18,8 +18,8 @@ from formats.errors import CheckpointError
 from formats.foreign.gptq import dequantize_gptq
 from formats.scheme import PRESETS, Scheme, WeightSpec
 from kernels.numerics import dequantize
+from ptq.commands import convert as command
 from ptq.convert.convert import convert
-from ptq.convert.convert import convert as command
 from tests.conftest import write_quantized
 
 SCHEMES = {

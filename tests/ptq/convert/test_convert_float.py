@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from kernels.numerics import dequantize
+from ptq.commands import convert as command
 from ptq.convert.convert import convert
-from ptq.convert.convert import convert as command
 
 UP = "model.layers.1.mlp.up_proj"
 

@@ -14,8 +14,8 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from formats.scheme import PRESETS, Scheme, WeightSpec
 from kernels.numerics import dequantize
+from ptq.commands import convert as command
 from ptq.convert.convert import convert
-from ptq.convert.convert import convert as command
 from tests.ptq.convert.foreign_folders import (
     INC_CONFIG,
     INT8_CONFIG,

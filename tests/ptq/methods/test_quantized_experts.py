@@ -11,8 +11,6 @@ import torch
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
-from ptq.commands.check import group_modules
-from ptq.commands.explain import explain
 from ptq.methods import gptq
 from ptq.methods.awq import AWQSpec
 from ptq.methods.common.folding import SmoothedGroup, power_of_two
@@ -24,6 +22,8 @@ from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe, starved_experts
 from ptq.pipeline.resume import ResumableRun
+from ptq.plan.describe import group_modules
+from ptq.plan.explain import explain
 from ptq.report.plots import one_of_experts
 from tests.experts import FORMS, MOE, rewrite, stack_experts
 from tests.ptq.quantizing import fold_alpha, make_plan, observed_work, random_tokens

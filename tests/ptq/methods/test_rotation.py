@@ -14,8 +14,6 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from formats.scheme import PRESETS
 from inference.engine import Engine
-from ptq.commands.check import describe_plan
-from ptq.commands.explain import explain
 from ptq.methods.common.hadamard import hadamard_matrix, random_rotation
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.rotation import RotatedCheckpoint, RotationSpec
@@ -24,6 +22,8 @@ from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.resume import ResumableRun
+from ptq.plan.describe import describe_plan
+from ptq.plan.explain import explain
 from tests.experts import MOE
 from tests.ptq.quantizing import edit_model, make_plan, random_tokens
 

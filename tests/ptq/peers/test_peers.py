@@ -20,7 +20,7 @@ from inference.accuracy import Accuracy, compare
 from inference.bench.peers.interpreter import installed
 from inference.engine import Engine
 from ptq.commands import compare as runs
-from ptq.peers import command
+from ptq.commands import peers as command
 from ptq.peers.measure import PeerRow, PeersRecord, measure_peers, without_folders
 from ptq.peers.process import PeerProcess
 from ptq.peers.specs import PEERS, Peer, PeerSpec

@@ -15,12 +15,13 @@ import torch
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
-from ptq.commands import check
 from ptq.plan.cost import predict_seconds
+from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
 from ptq.plan.preflight import meta_model
 from ptq.plan.speed import Work, measure_speed
 from ptq.recipe.schema import read_recipe
+from ptq.text import duration_text
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\
@@ -307,13 +308,13 @@ def test_memory_does_not_grow_with_depth(llama_8b, tmp_path, monkeypatch):
 
 
 def test_check_tells_time_memory_and_disk(tiny_llama, tmp_path):
-    lines = list(check.describe_prediction(plan(tmp_path, tiny_llama, "a8w8")))
+    lines = list(describe_prediction(plan(tmp_path, tiny_llama, "a8w8")))
     assert "on the disk about" in lines[0]
     assert "of it the process itself" in lines[1]
     assert "GPU" not in lines[1]
     assert lines[2].startswith("  quantization about ")
     assert "observe " in lines[2]
-    lines = list(check.describe_prediction(plan(tmp_path, tiny_llama, "a8w8", device="cuda")))
+    lines = list(describe_prediction(plan(tmp_path, tiny_llama, "a8w8", device="cuda")))
     assert "GPU memory about" in lines[1]
     if not torch.cuda.is_available():
         assert "time unknown" in lines[2]
@@ -323,7 +324,7 @@ def test_check_tells_time_memory_and_disk(tiny_llama, tmp_path):
     ("seconds", "text"), [(0.04, "0.0 s"), (99, "99 s"), (600, "10 min"), (9000, "2.5 h")]
 )
 def test_durations(seconds, text):
-    assert check.duration_text(seconds) == text
+    assert duration_text(seconds) == text
 
 
 MEASURED = """

@@ -6,8 +6,8 @@ import pytest
 
 from formats.errors import RecipeError
 from formats.scheme import PRESETS
-from ptq.commands.check import describe_plan
-from ptq.commands.explain import explain
+from ptq.plan.describe import describe_plan
+from ptq.plan.explain import explain
 from ptq.recipe.schema import load_recipe, resolved_yaml
 from tests.ptq.plan.test_plan import plan, problems
 

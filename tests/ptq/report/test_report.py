@@ -19,13 +19,13 @@ from formats.errors import CheckpointError, RequestError
 from inference.accuracy import compare
 from inference.engine import Engine
 from ptq.commands import compare as runs
+from ptq.commands import report as command
 from ptq.methods.common.events import Event
 from ptq.peers.measure import PeerRow
 from ptq.peers.specs import PEERS, Peer
 from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
 from ptq.recipe.schema import Recipe, ThresholdsSpec, load_recipe
-from ptq.report import report
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import OutlierRow, distinct_inputs
@@ -314,7 +314,7 @@ def test_the_command_measures_a_moved_run_again(made, folder, tmp_path, monkeypa
     moved = tmp_path / "moved"
     shutil.copytree(folder / "out", moved, ignore=shutil.ignore_patterns("report"))
     monkeypatch.chdir(tmp_path)
-    assert report.main(["moved"]) == 0
+    assert command.main(["moved"]) == 0
     out = capsys.readouterr().out
     assert "perplexity" in out
     assert "report: moved/report/report.html" in out
@@ -322,7 +322,7 @@ def test_the_command_measures_a_moved_run_again(made, folder, tmp_path, monkeypa
     assert again["accuracy"] == json.loads(made.data.accuracy.model_dump_json())
     text = (moved / "recipe.yaml").read_text()
     (moved / "recipe.yaml").write_text(text.replace("kl: 5.0", "kl: 1.0e-09"))
-    assert report.main(["moved"]) == 1
+    assert command.main(["moved"]) == 1
     assert "FAILED: mean KL (nats) " in capsys.readouterr().out
 
 
@@ -380,7 +380,7 @@ def test_a_peer_that_fails_does_not_fail_the_report(folder, made, tmp_path, monk
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"quantization\.json"):
-        report.main([str(tmp_path)])
+        command.main([str(tmp_path)])
 
 
 def test_runs_of_one_model_compare(made, tmp_path, capsys):

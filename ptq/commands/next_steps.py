@@ -1,4 +1,4 @@
-"""Commands for a person to paste next, and paths as that person would type them."""
+"""Commands for a person to paste next."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-
-def typed_path(path: Path) -> str:
-    """A path from the current directory where it lies below it; otherwise absolute."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+from ptq.text import typed_path
 
 
 def next_commands(checkpoint: Path) -> list[str]:

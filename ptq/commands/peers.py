@@ -15,53 +15,23 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from transformers import AutoTokenizer
-
-from calibrate.data import load_tokens
-from formats.checkpoint.read import Checkpoint
-from formats.command import run_command
 from formats.errors import RecipeError
 from formats.files import replace_file
-from inference.bench.figures import environment
-from inference.engine import Engine
-from ptq.commands.check import add_recipe_arguments, overrides_of
-from ptq.next_steps import typed_path
-from ptq.peers.measure import PEERS_FILE, PeersRecord, measure_peers
+from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.peers.measure import PEERS_FILE
 from ptq.peers.specs import PEERS
-from ptq.plan.plan import Plan, build_plan
+from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.schema import read_recipe
 from ptq.report.peers import HEADS, peer_rows
-from ptq.report.report import engine_config, shown_text
-
-
-def measure(plan: Plan, *, progress: bool = True) -> PeersRecord:
-    """Measure the peers of a plan's recipe.
-
-    Raises:
-        RecipeError: the data cannot be used.
-        CheckpointError: the model is damaged.
-    """
-    recipe = plan.recipe
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
-    calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
-    evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
-    original = Engine.from_pretrained(recipe.model.path, config=engine_config(evaluation, None))
-    return PeersRecord(
-        model=plan.model,
-        calibration=shown_text(calibration),
-        evaluation=shown_text(evaluation),
-        environment=environment(),
-        peers=measure_peers(recipe, original, calibration, evaluation, progress=progress),
-    )
+from ptq.report.report import measure_only_peers
+from ptq.text import format_table, typed_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure peers and print their table; 0 where all of them ran."""
-    from ptq.commands.run import format_table
-
     arguments = _parse(argv)
     plan = _plan(arguments)
-    record = measure(plan)
+    record = measure_only_peers(plan)
     path = plan.recipe.output.path / PEERS_FILE
     replace_file(path, (record.model_dump_json(indent=1) + "\n").encode())
     print(format_table([HEADS, *peer_rows(record.peers)]))
@@ -107,14 +77,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             f"{arguments.recipe}: found no peers in report.peers; name some there, or give "
             f"--peer NAME. Allowed: {', '.join(PEERS)}"
         )
-    checkpoint = Checkpoint.open(loaded.recipe.model.path)
-    return build_plan(loaded.recipe, checkpoint, loaded.where, force=True)
+    return plan_recipe(loaded, force=True)
 
 
 def _peer(text: str) -> dict[str, str]:
     name, _, python = text.partition("=")
     return {"name": name} | ({"python": python} if python else {})
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command(main))

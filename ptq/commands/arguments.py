@@ -1,0 +1,26 @@
+"""The arguments of commands that take a recipe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ptq.recipe.schema import output_override
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of all commands that take a recipe."""
+    parser.add_argument("recipe", type=Path, help="recipe in YAML")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting, such as dataset.calibration.samples=128; may be repeated",
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="overrides output.path")
+
+
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """What the arguments of `add_recipe_arguments` override in the recipe."""
+    return [*arguments.set, *output_override(arguments.output)]

@@ -1,0 +1,44 @@
+"""`ptq convert`: a checkpoint in another layout.
+
+    ptq convert SRC DST --to gptq|gptq_v2|awq|fp8_block|paddle
+    ptq convert SRC DST --to compressed_tensors [--tables DIR]
+    ptq convert SRC DST --to float [--dtype TYPE]
+
+The first from a compressed-tensors folder; the second from GPTQ, AWQ, FP8 blocks, bitsandbytes'
+int8 or neural-compressor's huggingface format, or from a model with PaddleNLP's tables of scales
+beside it; the third from all of these, and from bitsandbytes' nf4 and fp4.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptq.convert.convert import TARGETS, convert, describe
+from ptq.convert.to_float import FLOATS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert a checkpoint; 0 on success."""
+    parser = argparse.ArgumentParser(
+        prog="ptq convert", description="Write a quantized checkpoint in another layout."
+    )
+    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
+    parser.add_argument("out", type=Path, metavar="DST", help="folder to make")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")
+    parser.add_argument("--dtype", choices=FLOATS, help="type of float weights, else config.json's")
+    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    arguments = parser.parse_args(argv)
+    done = convert(
+        arguments.source,
+        arguments.out,
+        arguments.to,
+        tables=arguments.tables,
+        dtype=arguments.dtype,
+        force=arguments.force,
+        progress=True,
+    )
+    print("\n".join(describe(done, arguments.out, arguments.to)))
+    return 0

@@ -1,0 +1,43 @@
+"""`ptq report`: what the quantization cost, measured on the real kernels.
+
+    ptq report OUTPUT
+
+`ptq run` ends with the same. Both models run in this project's engine: the original as it came, the
+quantized one with its integer kernels and its quantized cache. The report lies in OUTPUT/report as
+one HTML file, as Markdown and as JSON. Exit codes: 0 where the thresholds of the recipe hold, 1
+where they do not, 2 for errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptq.plan.plan import plan_recipe
+from ptq.recipe.schema import output_override, read_recipe
+from ptq.report.report import make_report
+from ptq.result import RECIPE_FILE, load_result
+from ptq.text import format_table, typed_path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
+    parser = argparse.ArgumentParser(
+        prog="ptq report",
+        description="Measure a finished run again and write its report.",
+        epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
+    )
+    parser.add_argument("output", type=Path, help="output directory of a finished `ptq run`")
+    output = parser.parse_args(argv).output
+    result = load_result(output)
+    here = output_override(output)  # it may have been moved since
+    plan = plan_recipe(read_recipe(output / RECIPE_FILE, here), force=True)
+    report = make_report(result, plan)
+    print()
+    print(format_table(report.summary_rows))
+    print()
+    for text in report.failures:
+        print(f"FAILED: {text}")
+    print(f"report: {typed_path(report.folder / 'report.html')}")
+    return 0 if report.passed else 1

@@ -1,0 +1,112 @@
+"""A plan as `ptq check` shows it: what a run would do to each layer, and what it would take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from calibrate.data import TokenSet
+from formats.families.experts import EXPERT
+from formats.memory import rss_bytes
+from ptq.plan.cost import predict_seconds
+from ptq.plan.plan import Plan
+from ptq.plan.preflight import is_taken
+from ptq.plan.speed import measure_speed
+from ptq.text import duration_text, size_text
+
+PHASES = 4  # that are named, the longest
+
+
+def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
+    """What a run would do, line by line."""
+    recipe, model, scheme = plan.recipe, plan.model, plan.recipe.scheme
+    yield (
+        f"model        {recipe.model.path}: {model.model_type}, {model.blocks} blocks, "
+        f"{model.parameters / 1e6:.1f} M parameters, {model.dtype}, {size_text(model.nbytes)}"
+    )
+    yield f"scheme       {scheme.wac}{_other_layers(plan)}"
+    for row in group_modules(plan):
+        yield f"  {row}"
+    if scheme.kv_cache is not None:
+        kv = scheme.kv_cache
+        yield (
+            f"  K and V of {model.blocks} blocks: {kv.dtype} {kv.granularity}, "
+            f"{'dynamic' if kv.dynamic else 'static'}"
+        )
+    yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
+    yield from (f"  {transform}" for transform in plan.transforms)
+    if plan.smoothing:
+        yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"
+    for split, tokens in data.items():
+        yield (
+            f"{split:<13}{tokens.source}: {len(tokens.ids)} sequences, {tokens.tokens} tokens, "
+            f"fingerprint {tokens.fingerprint[:12]}"
+        )
+    yield from describe_prediction(plan)
+    taken = " (exists: run with --force)" if is_taken(recipe.output.path) else ""
+    yield f"output       {recipe.output.path}{taken}"
+
+
+def describe_prediction(plan: Plan) -> Iterator[str]:
+    """What a run would take: room, memory, and time on this machine as it is now."""
+    predicted, process = plan.prediction, rss_bytes()
+    host = size_text(process + predicted.memory_bytes)
+    memory = f"memory about {host}, {size_text(process)} of it the process itself"
+    if predicted.device_bytes:
+        memory += f"; GPU memory about {size_text(predicted.device_bytes)}"
+    yield (
+        f"predicted    checkpoint {size_text(predicted.checkpoint_bytes)} "
+        f"(original {size_text(plan.model.nbytes)}), "
+        f"on the disk about {size_text(predicted.disk_bytes)} at most"
+    )
+    yield f"  {memory}"
+    device = torch.device("cuda" if predicted.device_bytes else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        yield "  time unknown: the recipe asks for a GPU, and there is none here"
+        return
+    seconds = predict_seconds(predicted.work, measure_speed(device))
+    total = seconds.pop("total")
+    longest = sorted(seconds, key=lambda phase: -seconds[phase])[:PHASES]
+    parts = ", ".join(f"{phase} {duration_text(seconds[phase])}" for phase in longest)
+    yield f"  quantization about {duration_text(total)} ({parts}), data and report aside"
+
+
+def _other_layers(plan: Plan) -> str:
+    """How many layers have a scheme of their own, if any."""
+    main = plan.recipe.scheme.of_layers
+    count = sum(scheme != main for scheme in plan.schemes.values())
+    return f", but for {count} of {len(plan.quantized)} quantized layers" if count else ""
+
+
+def group_modules(plan: Plan) -> Iterator[str]:
+    """Linear layers with the same fate in one row, whatever their block and their expert."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for module in plan.modules:
+        name = re.sub(r"\.\d+(?=\.)", ".*", module.name)
+        shape = "x".join(map(str, module.shape))
+        groups.setdefault((name, shape, module.action, module.reason), []).append(module.name)
+    width = max(len(name) for name, *_ in groups)
+    for (name, shape, action, reason), names in groups.items():
+        blocks = _indices(r"\.layers\.(\d+)\.", names, "blocks")
+        experts = _indices(EXPERT, names, ", experts")
+        where = f"{blocks}{experts}"
+        yield f"{name:<{width}}  {shape:>11}  {where:<14}  {action:<8}  {reason}".rstrip()
+
+
+def _indices(pattern: str | re.Pattern[str], names: Iterable[str], title: str) -> str:
+    """Which blocks or experts layers belong to; empty for those that belong to none."""
+    found = {int(match[1]) for match in (re.search(pattern, name) for name in names) if match}
+    return f"{title} {_ranges(sorted(found))}" if found else ""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as ranges, such as `0-3, 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,0 +1,227 @@
+"""A checkpoint's scheme, sizes, scales and outlier channels: the lines of `ptq inspect`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from calibrate.statistics import Statistics
+from formats.checkpoint.read import Checkpoint
+from formats.errors import RequestError
+from formats.scheme import Scheme, Strict
+from ptq.report.outliers import OutlierRow, activation_outliers, by_ratio, weight_outliers
+from ptq.result import STATISTICS_FILE
+from ptq.text import decibel, matches, scale_text, size_text
+
+
+class SizeRow(Strict):
+    """Tensors of one kind in a checkpoint."""
+
+    kind: str
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+class Inspection(Strict):
+    """What a checkpoint holds; see the module's docstring.
+
+    Attributes:
+        model_type: Such as `llama`.
+        scheme: What is quantized.
+        wac: Its short name.
+        layers: What is quantized otherwise: how, and full names of the layers.
+        sizes: By kind of tensor.
+        scales: One row for each scale tensor, as in the scale table; only tensor, shape and range
+            where the checkpoint, of other software, has no such table.
+        outliers: Outlier channels, those that stand out most first.
+    """
+
+    model_type: str
+    scheme: Scheme
+    wac: str
+    layers: dict[str, tuple[str, ...]]
+    sizes: tuple[SizeRow, ...]
+    scales: tuple[dict[str, Any], ...]
+    outliers: tuple[OutlierRow, ...]
+
+
+def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 3) -> Inspection:
+    """Look into a checkpoint.
+
+    Args:
+        checkpoint: Float or quantized.
+        pattern: Only modules whose name contains it, or matches it where it has `*` or `?`.
+        channels: Largest channels that are named of each tensor.
+
+    Raises:
+        RequestError: no module matches the pattern.
+        CheckpointError: the statistics beside the checkpoint are damaged.
+    """
+    outliers = weight_outliers(checkpoint, channels)
+    statistics = checkpoint.path.resolve().parent / STATISTICS_FILE
+    if statistics.is_file():
+        outliers += activation_outliers(Statistics.load(statistics), channels)
+    scales = _scales(checkpoint)
+    modules = {row["module"] for row in scales} | {row.module for row in outliers}
+    kept = {name for name in modules if pattern is None or matches(name, pattern)}
+    if pattern is not None and not kept:
+        raise RequestError(
+            f"--module {pattern!r} matches none of {len(modules)} modules, such as "
+            f"{min(modules, default='none')}. Give a part of a name, or a pattern with * and ?"
+        )
+    return Inspection(
+        model_type=str(checkpoint.config.get("model_type", "unknown")),
+        scheme=checkpoint.scheme,
+        wac=checkpoint.scheme.wac,
+        layers=_other_layers(checkpoint),
+        sizes=_sizes(checkpoint),
+        scales=tuple(row for row in scales if row["module"] in kept),
+        outliers=tuple(by_ratio([row for row in outliers if row.module in kept])),
+    )
+
+
+def _other_layers(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    layers: dict[str, tuple[str, ...]] = {}
+    for name, scheme in checkpoint.own_schemes.items():
+        layers[scheme.text] = (*layers.get(scheme.text, ()), name)
+    return layers
+
+
+def _scales(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Rows of the scale table, or what the tensors alone tell."""
+    if checkpoint.scale_table is not None:
+        return [entry.model_dump(mode="json") for entry in checkpoint.scale_table.entries]
+    rows: list[dict[str, Any]] = []
+    for name in checkpoint.names():
+        if name.endswith("_scale"):
+            module, _, role = name.removesuffix("_scale").rpartition(".")
+            scale = checkpoint.scale(name)
+            ends = {"scale_min": scale.min().item(), "scale_max": scale.max().item()}
+            rows.append(
+                {"module": module, "role": role, "tensor": name, "shape": list(scale.shape)} | ends
+            )
+    return rows
+
+
+def _sizes(checkpoint: Checkpoint) -> tuple[SizeRow, ...]:
+    counts: dict[str, tuple[int, int, int]] = {}
+
+    def add(kind: str, elements: int, itemsize: float) -> None:
+        tensors, before, nbytes = counts.get(kind, (0, 0, 0))
+        counts[kind] = (tensors + 1, before + elements, nbytes + round(elements * itemsize))
+
+    for name in checkpoint.names():
+        dtype, (module, _, leaf) = checkpoint.dtype(name), name.rpartition(".")
+        kind = f"{str(dtype).removeprefix('torch.')} weights"
+        elements = math.prod(checkpoint.shape(name))
+        itemsize = float(dtype.itemsize)
+        if leaf == "weight_packed" and (spec := checkpoint.scheme_of(module).weights):
+            kind = f"{spec.dtype} weights, packed"
+            packed, elements = elements, math.prod(checkpoint.weight_shape(module))
+            itemsize *= packed / elements
+        elif leaf in ("weight_shape", "weight_zero_point"):
+            kind = "shapes and zero points of packed weights"
+        elif name.endswith("_scale"):
+            kind = "scales of weights and inputs"
+        add(kind, elements, itemsize)
+    for pair in checkpoint.kv_scales.values():
+        for scale in pair:
+            add("scales of the cache", scale.numel(), scale.dtype.itemsize)
+    return tuple(
+        SizeRow(kind=kind, tensors=row[0], elements=row[1], nbytes=row[2])
+        for kind, row in sorted(counts.items(), key=lambda item: -item[1][2])
+    )
+
+
+def describe(found: Inspection, top: int) -> list[str]:
+    """Lines for a terminal.
+
+    Args:
+        found: What was found.
+        top: Outlier channels to list, of weights and of activations each.
+    """
+    nbytes = sum(row.nbytes for row in found.sizes)
+    lines = [f"{found.model_type}, scheme {found.wac}, {size_text(nbytes)} of tensors"]
+    for text, names in found.layers.items():
+        lines.append(f"  otherwise {len(names)} layers, such as {names[0]}: {text}")
+    lines.append("")
+    sizes = [
+        {"kind": r.kind, "tensors": r.tensors, "elements": r.elements, "size": size_text(r.nbytes)}
+        for r in found.sizes
+    ]
+    lines += [_text(sizes), ""]
+    if found.scales:
+        lines += [f"Scales ({len(found.scales)})", _text([_scale_row(r) for r in found.scales]), ""]
+        lines += _cache_summary(found)
+    for title, roles in (
+        ("weights", ("weight",)),
+        ("activations", ("input", "k_cache", "v_cache")),
+    ):
+        rows = [row for row in found.outliers if row.role in roles]
+        if rows:
+            lines += [
+                f"Outlier channels of {title}: the {min(top, len(rows))} tensors whose largest "
+                "channel stands out most",
+                _text([_outlier_row(row) for row in rows[:top]]),
+                "",
+            ]
+    return lines[:-1]
+
+
+def _scale_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of the scale table without what is the same or implied in all rows."""
+    low, high = row["scale_min"], row["scale_max"]
+    shown: dict[str, Any] = {
+        "module": row["module"],
+        "role": row["role"],
+        "scales": math.prod(row["shape"]),
+        "range": scale_text(low, high),
+    }
+    if "statistic" in row:
+        shown |= {
+            "by": row["statistic"],
+            "absmax": f"{row['absmax']:.4g}",
+            "tokens": row["tokens"],
+            "clipped": f"{row['clip_fraction']:.2g}",
+            "SQNR (dB)": decibel(row["sqnr_db"]),
+        }
+    return shown
+
+
+def _cache_summary(found: Inspection) -> list[str]:
+    """One line each for the scales of K and of V over all layers."""
+    lines = []
+    for role in ("k_cache", "v_cache"):
+        rows = [row for row in found.scales if row["role"] == role]
+        if rows:
+            low = min(row["scale_min"] for row in rows)
+            high = max(row["scale_max"] for row in rows)
+            lines.append(
+                f"{role[0].upper()} cache: scales from {low:.3g} to {high:.3g} in {len(rows)} "
+                f"layers, largest over smallest {high / low:.1f}"
+            )
+    return [*lines, ""] if lines else []
+
+
+def _outlier_row(row: OutlierRow) -> dict[str, Any]:
+    return {
+        "module": row.module,
+        "of": row.role,
+        "largest": f"{row.absmax:.4g}",
+        "median channel": f"{row.median:.4g}",
+        "ratio": "" if row.ratio is None else f"{row.ratio:.1f}",
+        "channels": ", ".join(map(str, row.channels)),
+    }
+
+
+def _text(rows: Sequence[dict[str, Any]]) -> str:
+    return pd.DataFrame(rows).to_string(index=False)
+
+
+def to_csv(found: Inspection) -> str:
+    """The table of scales as CSV."""
+    return pd.DataFrame(list(found.scales)).to_csv(index=False)

@@ -1,0 +1,115 @@
+"""The door for Python: names that come when asked for, in any order, and quantization from it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ptq
+from formats.errors import RecipeError
+from ptq.recipe.schema import load_recipe
+from tests.test_packaging import write_stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST = (
+    "import ptq",
+    "from ptq import Engine",
+    "from inference.engine import Engine",
+    "from formats.checkpoint.read import Checkpoint",
+    "from calibrate.data import DatasetSpec",
+    "import transformers, torch, ptq",
+)
+RECIPE = """\
+model: {{path: {model}}}
+dataset:
+  name: text.py
+  calibration: {{samples: 2, sequence_length: 32}}
+  evaluation: {{samples: 2, sequence_length: 32}}
+scheme: w8
+methods: [rtn]
+output: {{path: out}}
+"""
+
+
+def fresh(code: str, *path: Path) -> str:
+    """What code prints in an interpreter of its own."""
+    start = f"import sys; sys.path[:0] = {[str(folder) for folder in (*path, ROOT)]!r}\n"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", start + code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_is_cheap_and_tells_what_there_is():
+    code = """
+import ptq
+assert {"quantize", "Engine", "SamplingParams", "Checkpoint"} <= set(dir(ptq))
+assert not hasattr(ptq, "Quantize")
+assert not {"torch", "transformers", "pydantic", "kernels"} & set(sys.modules)
+from ptq import Checkpoint, Engine, SamplingParams, quantize
+print(Engine.__module__, quantize.__module__, SamplingParams().max_tokens, Checkpoint.__name__)
+"""
+    assert fresh(code) == "inference.engine ptq.api 128 Checkpoint\n"
+    assert set(ptq._HOMES) == set(ptq.__all__)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_any_room_may_be_imported_first(foreign, tmp_path):
+    """Each first import in a child forked before any; beside a foreign `kernels`, and without."""
+    if foreign:
+        write_stand_in(tmp_path, "0.1.0")
+    code = f"""
+import os
+for first in {FIRST!r}:
+    child = os.fork()
+    if not child:
+        exec(first)
+        from kernels.ops import quantize_static
+        import kernels.cpu.native, kernels
+        assert getattr(kernels, "__version__", None) == ({foreign} and "0.1.0" or None)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, first
+"""
+    fresh(code, tmp_path)
+
+
+def test_another_package_of_a_rooms_name_is_told(tmp_path):
+    (tmp_path / "inference").mkdir()
+    (tmp_path / "inference" / "__init__.py").write_text("raise SystemExit('imported')")
+    code = """
+import ptq
+from formats.errors import EngineError
+try:
+    ptq.Engine
+except EngineError as error:
+    print(error)
+"""
+    assert "another project's package of that name" in fresh(code, tmp_path)
+
+
+def test_a_recipe_is_quantized_from_python(tmp_path, tiny_llama):
+    (tmp_path / "r.yaml").write_text(RECIPE.format(model=tiny_llama))
+    (tmp_path / "text.py").write_text("".join(f"def f{i}(x):\n    return x\n" for i in range(50)))
+    made = ptq.quantize(
+        str(tmp_path / "r.yaml"),
+        overrides=["scheme=w4"],
+        output=tmp_path / "file",
+        progress=False,
+    )
+    recipe = load_recipe(tmp_path / "r.yaml", ["scheme=w4"])
+    again = ptq.quantize(recipe, output=tmp_path / "object", progress=False)
+    files = [path / "model.safetensors" for path in (made.checkpoint, again.checkpoint)]
+    assert files[0].parent == tmp_path / "file" / "checkpoint"
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert ptq.Checkpoint.open(made.checkpoint).scheme.wac == "w4"
+    engine = ptq.Engine.from_pretrained(made.checkpoint)
+    (answer,) = engine.generate(["def f"], ptq.SamplingParams(max_tokens=3))
+    assert len(answer.token_ids) <= 3
+    with pytest.raises(RecipeError, match="exists already"):
+        ptq.quantize(recipe, output=tmp_path / "object")
+    with pytest.raises(RecipeError, match="a recipe that is no file"):
+        ptq.quantize(recipe, overrides=["scheme=w4"])
