@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
+from importlib.metadata import requires
 
 import torch
 
 OLDEST_GPU = (8, 0)
+OLDEST_TRITON = (3, 6)
 
 
 def check_device(device: torch.device | str) -> torch.device:
     """A device that models run on.
 
     Raises:
-        ValueError: it is of another kind, torch sees no such GPU, Triton is missing, or the GPU is
-            older than Ampere.
+        ValueError: it is of another kind, torch sees no such GPU, Triton is missing or too old, or
+            the GPU is older than Ampere.
     """
     try:
         place = torch.device(device)
@@ -32,10 +33,7 @@ def check_device(device: torch.device | str) -> torch.device:
             f"found {device!r}, but torch sees {torch.cuda.device_count()} GPUs here; a GPU needs "
             "its driver and a torch with CUDA, only cpu runs without"
         )
-    if find_spec("triton") is None:
-        raise ValueError(
-            "a GPU needs Triton, which is not installed: pip install 'triton>=3.6,<3.7'"
-        )
+    check_triton()
     found = torch.cuda.get_device_capability(place)
     if found < OLDEST_GPU:
         raise ValueError(
@@ -44,6 +42,24 @@ def check_device(device: torch.device | str) -> torch.device:
             "later; use cpu"
         )
     return torch.device("cuda", place.index or 0)
+
+
+def check_triton() -> None:
+    """Raise ValueError where Triton is missing or too old; the message says what torch asks for."""
+    oldest = ".".join(map(str, OLDEST_TRITON))
+    try:
+        import triton  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        state = "which is not installed"
+    else:
+        if tuple(map(int, triton.__version__.split(".")[:2])) >= OLDEST_TRITON:
+            return
+        state = f"{oldest} or later; found is {triton.__version__}"
+    pins = [line.split(";")[0].strip() for line in requires("torch") or ()]
+    wanted = next((pin for pin in pins if pin.startswith("triton=")), f"triton>={oldest}")
+    raise ValueError(
+        f"a GPU needs Triton, {state}: pip install '{wanted}' (for torch {torch.__version__})"
+    )
 
 
 def launches_on(device: torch.device) -> AbstractContextManager[object]:

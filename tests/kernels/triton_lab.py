@@ -84,6 +84,15 @@ class Binary:
         """How many lines of the PTX match a regular expression."""
         return len(re.findall(pattern, self.ptx))
 
+    def spills(self, predicates: int = 0) -> bool:
+        """Whether registers did not do, but for so many bytes of predicates.
+
+        Tiles were chosen under Triton 3.6; newer ones may leave the fullest some registers short.
+        """
+        import triton
+
+        return self.stack > predicates + (0 if triton.__version__.startswith("3.6.") else 96)
+
 
 class _Driver:
     """Stands in for a GPU that is only compiled for."""
@@ -143,11 +152,10 @@ def _binary(kernel: Any) -> Binary:
 
 def assembler_says(ptx: str) -> str:
     """What ptxas has to say of PTX for sm_90a."""
-    import triton.backends.nvidia
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "ptxas"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        arguments = [tool, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        arguments = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         return subprocess.run(arguments, capture_output=True, text=True, check=True).stderr

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.attention import decode_hopper as attention_gluon
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
     LIFT,
@@ -43,6 +42,7 @@ from kernels.triton.attention.paged_cache import (
 )
 from kernels.triton.common import Workspace, overlap, wait
 from kernels.triton.tuning import Cut, attention_cut
+from kernels.triton.versions import run_gluon
 
 
 @triton.jit(do_not_specialize=["window", "width"])
@@ -199,18 +199,35 @@ def decode_attention(
     group, kind = q_heads // heads, scale_kind(k_scale)
     cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1], kind)
     items, pointers = sequences * heads, (q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
-    gluon = cut.stages == 0 and attention_gluon.takes(k_pages, group, kind, sliding_window)
-    padded = group if gluon else max(8, triton.next_power_of_2(group))
+    padded = max(8, triton.next_power_of_2(group))
     if cut.splits > 1:
         workspace.check(items * cut.splits * padded * (dim + 2), items)
-    if gluon:
-        attention_gluon.launch(*pointers, out, out_scale, workspace, softmax_scale, cut, settled)
-        return out
+    if cut.stages == 0 and _fits_stated_layouts(k_pages, group, kind, sliding_window):
+
+        def launch() -> None:
+            from kernels.triton.attention import decode_hopper
+
+            decode_hopper.launch(*pointers, out, out_scale, workspace, softmax_scale, cut, settled)
+
+        if run_gluon("decode attention", launch):
+            return out
     stages = cut.stages or 3
     decode_kernel[(cut.splits, heads, sequences)](
         *pointers, out, out_scale, workspace.parts, workspace.arrivals, softmax_scale,
         sliding_window or UNLIMITED, tables.shape[1], HEADS=heads, GROUP=group, PADDED=padded,
         DIM=dim, SPLITS=cut.splits, SCALES=kind, STAGES=stages, num_warps=4, num_stages=stages,
-        SETTLED=settled, **overlap(early=False),
+        SETTLED=settled, enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip
     return out
+
+
+def _fits_stated_layouts(
+    k_pages: Tensor, group: int, kind: int, sliding_window: int | None
+) -> bool:
+    """Whether `decode_hopper` is for this cache; `kind` is the number of dimensions of its scales.
+
+    It is not for heads of another size than 128, more than 8 queries a KV head, a sliding window,
+    16 bits or scales of channels, nor is it interpreted.
+    """
+    fits = k_pages.shape[3] == 128 and group <= 8 and sliding_window is None and kind in (1, 3)
+    return fits and not triton.knobs.runtime.interpret

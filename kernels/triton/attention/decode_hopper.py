@@ -12,9 +12,8 @@ no barrier in the loop; warps are merged once, at the end. What makes that possi
   head. P^T turns from a sum into an operand by transposing 8 x 8 blocks inside the warp.
 - The next page of K is on its way to registers before this page's V is used.
 
-Gluon is experimental in Triton 3.6; the kernel of `kernels.triton.attention.decode`, whose launcher
-chooses, is the plain twin, and takes what this one does not. The results of the two differ by the
-rounding of fp32 sums.
+The kernel of `kernels.triton.attention.decode`, whose launcher chooses, is the plain twin, and
+takes what this one does not. The results of the two differ by the rounding of fp32 sums.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -25,13 +24,13 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.triton.common import Workspace, overlap
+from kernels.triton.gluon_names import barrier
 from kernels.triton.tuning import Cut
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -221,9 +220,9 @@ def decode_kernel(
         gl.store(place + gl.expand_dims(h, 0) * 128 + d, o, mask=real)
         gl.store(place + GROUP * 128 + h, m_all, mask=h < GROUP)
         gl.store(place + GROUP * 129 + h, l_all, mask=h < GROUP)
-        gl.thread_barrier()
+        barrier()
         if gl.atomic_add(arrivals + item, 1, sem="acq_rel") == runs - 1:
-            gl.thread_barrier()
+            barrier()
             place = parts + (item * SPLITS).to(gl.int64) * (GROUP * 130)
             combine(place, out + rows * 128, out_scale, unit, runs, GROUP, SPLITS, WARPS)
             gl.store(arrivals + item, 0)
@@ -303,16 +302,6 @@ def _layouts(warps: int):
     )
 
 
-def takes(k_pages: Tensor, group: int, kind: int, sliding_window: int | None) -> bool:
-    """Whether the kernel is one for this cache; `kind` is the number of dimensions of its scales.
-
-    It is not for heads of another size than 128, more than 8 queries a KV head, a sliding window,
-    16 bits or scales of channels, nor is it interpreted.
-    """
-    fits = k_pages.shape[3] == 128 and group <= 8 and sliding_window is None and kind in (1, 3)
-    return fits and not triton.knobs.runtime.interpret
-
-
 def launch(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor, k_scale: Tensor,
     v_scale: Tensor, out: Tensor, out_scale: Tensor | None, workspace: Workspace,
@@ -326,6 +315,6 @@ def launch(
         out, out_scale, workspace.parts, workspace.arrivals, softmax_scale, tables.shape[1],
         HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=cut.splits, PER_TOKEN=k_scale.dim() == 3,
         FP8=k_pages.dtype == torch.float8_e4m3fn, WARPS=cut.warps, K_LAYOUT=k_layout,
-        V_LAYOUT=v_layout, num_warps=cut.warps, SETTLED=settled,
+        V_LAYOUT=v_layout, num_warps=cut.warps, SETTLED=settled, enable_fp_fusion=True,
         **overlap(early=False),
     )  # fmt: skip

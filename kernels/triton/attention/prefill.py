@@ -27,7 +27,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.attention import prefill_hopper as prefill_gluon
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
@@ -46,8 +45,9 @@ from kernels.triton.attention.paged_cache import (
     result,
     scale_kind,
 )
-from kernels.triton.common import Workspace, require
-from kernels.triton.tuning import Block, prefill_block
+from kernels.triton.common import Workspace, capability, require
+from kernels.triton.tuning import Block, prefill_block, prefill_rule
+from kernels.triton.versions import run_gluon
 
 
 @triton.jit
@@ -227,19 +227,39 @@ def prefill_attention(
         q = q.half()  # converted in the kernel, it would be held in registers that there are not
     block = block or prefill_block(q.device, (tokens - decodes) * q_heads, dim, kind)
     window = sliding_window or UNLIMITED
-    if block.stages == 0 and prefill_gluon.takes(k_pages, group, kind):
-        prefill_gluon.launch(
-            q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
-            softmax_scale, decodes, window,
-        )  # fmt: skip
-        return out
+    if block.stages == 0 and _fits_hopper(k_pages, group, kind):
+
+        def launch() -> None:
+            from kernels.triton.attention import prefill_hopper
+
+            prefill_hopper.launch(
+                q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out,
+                out_scale, softmax_scale, decodes, window,
+            )  # fmt: skip
+
+        if run_gluon("prefill attention", launch):
+            return out
+    if block.stages == 0:
+        block = prefill_rule(True, dim, capability())
     queries = block.rows // group
     require(queries > 0, f"{group} query heads a KV head; the most are {block.rows}")
     prefill_kernel[(heads, (tokens - decodes) // queries + sequences - decodes)](
         q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
         softmax_scale, decodes, sequences, window, tables.shape[1],
         HEADS=heads, GROUP=group, DIM=dim, ROWS=block.rows, TOKENS=block.tokens, SCALES=kind,
-        WINDOWED=sliding_window is not None, STAGES=block.stages or 3, num_warps=block.warps,
-        num_stages=block.stages or 3,
+        WINDOWED=sliding_window is not None, STAGES=block.stages, num_warps=block.warps,
+        num_stages=block.stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
+
+
+def _fits_hopper(k_pages: Tensor, group: int, kind: int) -> bool:
+    """Whether `prefill_hopper` is for this cache; `kind` is the number of dimensions of its scales.
+
+    It is not for heads of another size than 128, more than 128 queries a KV head, scales of
+    channels, nor for other GPUs than Hopper, nor is it interpreted.
+    """
+    device = k_pages.device
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    fits = k_pages.shape[3] == 128 and group <= 128 and kind != 2
+    return fits and hopper and not triton.knobs.runtime.interpret

@@ -15,7 +15,6 @@ that both halves have read it. D = 128; the plain kernel is the twin, and takes 
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.triton.attention.decode_hopper import finish, to_fp16
 from kernels.triton.attention.paged_cache import scale_kind
+from kernels.triton.gluon_names import barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)
@@ -221,7 +221,7 @@ def prefill_kernel(
         x = gl.load(q + gl.expand_dims(cells, 1) * 128 + d, mask=real, other=0.0)
         qs.index(half).store(x.to(OPERAND))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     gl.warp_specialize(
         [
             (
@@ -251,18 +251,6 @@ def prefill_kernel(
     )  # fmt: skip
 
 
-def takes(k_pages: Tensor, group: int, kind: int) -> bool:
-    """Whether the kernel is one for this cache; `kind` is the number of dimensions of its scales.
-
-    It is not for heads of another size than 128, more than 128 queries a KV head, scales of
-    channels, nor for other GPUs than Hopper, nor is it interpreted.
-    """
-    device = k_pages.device
-    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-    fits = k_pages.shape[3] == 128 and group <= 128 and kind != 2
-    return fits and hopper and not triton.knobs.runtime.interpret
-
-
 def launch(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, query_start: Tensor,
     lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
@@ -278,5 +266,5 @@ def launch(
     prefill_kernel[(heads, tiles)](
         q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
         softmax_scale, decodes, sequences, window, tables.shape[1], HEADS=heads, GROUP=group,
-        SCALES=scale_kind(k_scale), FP8=fp8, num_warps=4,
+        SCALES=scale_kind(k_scale), FP8=fp8, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -93,7 +93,7 @@ def route(logits: Tensor, chosen: int, normalized: bool) -> tuple[Tensor, Tensor
         route_kernel[(tokens,)](
             logits, weights, numbers, experts, chosen, WIDTH=width,
             CHOSEN=triton.next_power_of_2(chosen), NORMALIZED=normalized,
-            num_warps=min(8, max(1, width // 256)), **overlap(),
+            num_warps=min(8, max(1, width // 256)), enable_fp_fusion=True, **overlap(),
         )  # fmt: skip
     return weights, numbers
 

@@ -165,6 +165,7 @@ def sort_by_expert(chosen: Tensor, experts: int, rows: int) -> SortedRows:
     sort_kernel[(experts + 1,)](
         chosen, found, pairs, count, experts, row_tiles,
         BINS=max(32, triton.next_power_of_2(experts + 1)),
-        BLOCK=min(BLOCK, max(128, triton.next_power_of_2(count))), ROWS=rows, **overlap(),
+        BLOCK=min(BLOCK, max(128, triton.next_power_of_2(count))), ROWS=rows,
+        enable_fp_fusion=True, **overlap(),
     )  # fmt: skip
     return SortedRows(found, pairs, count, experts)

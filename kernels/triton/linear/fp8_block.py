@@ -267,7 +267,7 @@ def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
         SPLITS=tile.splits, STAGES=tile.stages, RUNS=runs,
         BAND=BAND, NATIVE=capability() >= 89, RAGGED=inputs != width,
         BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
-        **overlap(),
+        enable_fp_fusion=True, **overlap(),
     )  # fmt: skip
 
 

@@ -172,6 +172,6 @@ def w16a16_linear(
         M=rows, N=outputs, K=inputs, **places,
         OUTPUTS=tile.outputs, ROWS=tile.rows, BLOCK=tile.inputs, SPLITS=tile.splits,
         STAGES=tile.stages, BIAS=bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, **overlap(),
     )  # fmt: skip
     return out

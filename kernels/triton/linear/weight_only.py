@@ -175,7 +175,7 @@ def dequantize(weight: GroupedWeight, bits: int, dtype: torch.dtype) -> Tensor:
     out = torch.empty((outputs, inputs), dtype=dtype, device=weight.packed.device)
     dequantize_kernel[(outputs // 64, inputs // BLOCK)](
         weight.packed, weight.scale, out, outputs, inputs,
-        BITS=bits, GROUP=weight.group, ZERO=weight.zero_points,
+        BITS=bits, GROUP=weight.group, ZERO=weight.zero_points, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -207,6 +207,6 @@ def weight_only_linear(
         M=rows, N=outputs, K=inputs, **places, BITS=bits, GROUP=weight.group,
         ZERO=weight.zero_points, OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits,
         STAGES=tile.stages, SCALE_WEIGHT=bits == 4 and sums > 64, BIAS=weight.bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, **overlap(),
     )  # fmt: skip
     return out

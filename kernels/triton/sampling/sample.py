@@ -253,5 +253,6 @@ def sample(
                 *own, workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
                 PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
                 GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
+                enable_fp_fusion=True,
             )  # fmt: skip
     return out

@@ -7,7 +7,8 @@ import torch
 
 from tests.kernels.triton_lab import building_for, compiled
 
-CAPABILITIES = [80, 89, 90]
+EVERY = pytest.mark.every_triton
+CAPABILITIES = [80, 89, pytest.param(90, marks=EVERY)]
 FP8 = torch.float8_e4m3fn
 MMA = r"mma\.sync\S*{}"
 WGMMA = r"wgmma\.mma_async\S*{}"
@@ -165,7 +166,7 @@ def make_cache(storage: torch.dtype, dims: int, dim: int = 128):
         (80, 1, torch.int8, torch.int8),
         (80, 0, torch.bfloat16, None),
         (89, 1, FP8, FP8),
-        (90, 3, torch.int8, None),
+        pytest.param(90, 3, torch.int8, None, marks=EVERY),
         (90, 0, torch.float16, torch.int8),
     ],
 )
@@ -185,11 +186,13 @@ def test_decode_attention(capability, dims, storage, result):
         assert binary.stack == 0
         assert binary.count(WAIT) == (capability == 90)
         assert not binary.count(ANNOUNCE), "the next kernel would crowd programs that do not start"
-        assert binary.count(MMA.format(r"f16\.b?f16"))
+        assert binary.count("|".join((MMA, WGMMA)).format(*[r"f16\.b?f16"] * 2))
         if cut.stages == 0:
             assert binary.count(r"ld\.global\S*v4\.b32") >= 32, "pages, 16 bytes at a time"
             assert binary.count("movmatrix") == 8
-            assert not binary.count("ldmatrix")
+            loop = binary.ptx[binary.ptx.index("mma.sync") : binary.ptx.rindex("mma.sync")]
+            assert "shared" not in loop
+            assert "bar.sync" not in loop
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -215,7 +218,7 @@ def test_rows_quantized_by_runs(capability):
         (80, 1, torch.int8, 128),
         (80, 0, torch.bfloat16, 256),
         (89, 3, FP8, 64),
-        (90, 3, torch.int8, 128),
+        pytest.param(90, 3, torch.int8, 128, marks=EVERY),
         (90, 1, FP8, 256),
         (90, 0, torch.bfloat16, 64),
         (120, 0, torch.bfloat16, 128),
@@ -243,7 +246,10 @@ def test_prefill_attention(capability, dims, storage, dim):
         assert binary.shared <= {80: 166912, 90: 232448}.get(capability, 101376)
 
 
-@pytest.mark.parametrize(("dims", "storage"), [(1, FP8), (3, torch.int8), (0, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("dims", "storage"),
+    [(1, FP8), pytest.param(3, torch.int8, marks=EVERY), (0, torch.bfloat16)],
+)
 @compiled
 def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
     from kernels.triton.attention.prefill import prefill_attention
@@ -276,7 +282,10 @@ def test_fp8_is_refused_where_it_is_not(monkeypatch):
     check_fp8(FP8, torch.device("cuda"))
 
 
-@pytest.mark.parametrize(("capability", "storage"), [(80, torch.int8), (89, FP8), (90, torch.int8)])
+@pytest.mark.parametrize(
+    ("capability", "storage"),
+    [(80, torch.int8), (89, FP8), pytest.param(90, torch.int8, marks=EVERY)],
+)
 @compiled
 def test_fused_rows_and_cache_write(capability, storage):
     from kernels.triton.attention.rope_cache import rope_write

@@ -121,7 +121,7 @@ def test_the_library_is_called_as_it_wants(rows, inputs):
         assert (out.shape, out.dtype) == ((rows, 256), torch.bfloat16)
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("capability", [80, 89, pytest.param(90, marks=pytest.mark.every_triton)])
 @compiled
 def test_compiled(capability):
     from kernels.triton.common import Workspace

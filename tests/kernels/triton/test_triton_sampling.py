@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused():
         sample(*arguments, workspace)
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("capability", [80, 89, pytest.param(90, marks=pytest.mark.every_triton)])
 @compiled
 def test_compiled(capability):
     from kernels.triton.common import Workspace

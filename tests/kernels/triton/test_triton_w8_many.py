@@ -16,9 +16,13 @@ FP8 = torch.float8_e4m3fn
 @pytest.mark.parametrize(
     ("storage", "result", "tile", "inputs"),
     [
-        (torch.int8, torch.bfloat16, (128, 256, 1, 4), 1024),
+        pytest.param(
+            *(torch.int8, torch.bfloat16, (128, 256, 1, 4), 1024), marks=pytest.mark.every_triton
+        ),
         (torch.int8, torch.float32, (256, 128, 1, 4), 1024),
-        (FP8, torch.bfloat16, (128, 256, 1, 4), 1024),
+        pytest.param(
+            *(FP8, torch.bfloat16, (128, 256, 1, 4), 1024), marks=pytest.mark.every_triton
+        ),
         (FP8, torch.float16, (128, 128, 1, 6), 14336),
     ],
 )

@@ -22,6 +22,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.triton.gluon_names import barrier
+
 
 @gluon.jit
 def pieces(sizes):
@@ -67,12 +69,12 @@ def sum_parts(accs, parts, arrivals, tile, low, sizes, PART: gl.constexpr):
     own = parts + slot.to(gl.int64) * (2 * TILES * SIZE) + cells
     for t in gl.static_range(TILES):
         gl.store(own + t * SIZE, sums[t])
-    gl.thread_barrier()
+    barrier()
     start, stop = tile * groups // share, (tile * groups + groups - 1) // share
     place = arrivals + tile * 2 + PART
     last = gl.atomic_add(place, 1, sem="acq_rel") == stop - start
     if last:
-        gl.thread_barrier()
+        barrier()
         for p in range(start, stop + 1):
             slot = p * 2 + (p == start).to(gl.int32)
             own = parts + slot.to(gl.int64) * (2 * TILES * SIZE) + cells

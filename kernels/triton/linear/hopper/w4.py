@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from kernels.triton.gluon_names import tma_load, tma_store
 from kernels.triton.linear.hopper.runs import piece, pieces, sum_parts
 from kernels.triton.linear.hopper.w4_sums import multiply_exact, multiply_floats, multiply_integers
 
@@ -63,16 +64,16 @@ def load_tiles(x, packed, scale, rings, bars, sizes, OUTPUTS: gl.constexpr, GROU
                     mbarrier.expect(bar, own + CHUNKS * x.block_type.nbytes)
                     held = i // PARTS % ws.shape[0]
                     place = (g * (N // 64) + column // 64) * 32
-                    tma.async_copy_global_to_shared(packed, [place, 0], bar, ws.index(held))
+                    tma_load(packed, [place, 0], bar, ws.index(held))
                     if GROUPS > 0:
                         place = (g * N + column) * GROUPS
-                        tma.async_copy_global_to_shared(scale, [place], bar, ss.index(held))
+                        tma_load(scale, [place], bar, ss.index(held))
                 else:
                     mbarrier.expect(bar, CHUNKS * x.block_type.nbytes)
                 for c in gl.static_range(CHUNKS):
                     inputs = g * 128 + (part * CHUNKS + c) * 64
                     to = xs.index(stage * CHUNKS + c)
-                    tma.async_copy_global_to_shared(x, [row, inputs], bar, to)
+                    tma_load(x, [row, inputs], bar, to)
                 i += 1
 
 
@@ -183,7 +184,7 @@ def store(y, place, out, staged, LEFT: gl.constexpr = 0):
     tma.store_wait(LEFT)
     staged.store(y.to(out.dtype).permute([1, 0]))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out, [row, column], staged)
+    tma_store(out, [row, column], staged)
 
 
 @gluon.jit

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from kernels.triton.gluon_names import tma_load, tma_store
 from kernels.triton.linear.hopper.w4 import cut, zeros
 from kernels.triton.linear.hopper.w4_sums import put, wait
 
@@ -67,8 +68,8 @@ def load_tiles(x, packed, rings, bars, sizes, BAND: gl.constexpr):
             mbarrier.wait(empty.index(stage), i // STAGES & 1 ^ 1)
             mbarrier.expect(bar, packed.block_type.nbytes + x.block_type.nbytes)
             place = [g * N + column, 0] if packed.dtype == gl.int8 else [column, g * 128]
-            tma.async_copy_global_to_shared(packed, place, bar, ws.index(stage))
-            tma.async_copy_global_to_shared(x, [row, g * 128], bar, xs.index(stage))
+            tma_load(packed, place, bar, ws.index(stage))
+            tma_load(x, [row, g * 128], bar, xs.index(stage))
             i += 1
 
 
@@ -178,7 +179,7 @@ def store(y, place, out, ys, PART: gl.constexpr, NUMBER: gl.constexpr, NUMBERS: 
         tma.store_wait(BUFFERS - 1)
         staged.store(parts[k].permute([1, 0]))
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [row + k * PIECE, column], staged)
+        tma_store(out, [row + k * PIECE, column], staged)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "tiles", "groups", "row_tiles"])

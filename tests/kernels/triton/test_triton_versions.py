@@ -1,0 +1,126 @@
+"""Tritons from the oldest to the newest: kernels compile, and what one refuses has a plain twin."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu.native import cache_folder
+from tests.kernels.triton_lab import building_for, compiled
+
+ROOT = Path(__file__).parents[3]
+OLDEST, NEWEST = "3.6.0", "3.9.0"
+
+
+def installed(version: str) -> Path:
+    """A folder with a version of Triton, kept in the cache; skips where that cannot be had."""
+    folder = cache_folder() / f"triton-{version}"
+    if folder.exists():
+        return folder
+    if not os.environ.get("CI"):
+        pytest.skip(f"Triton {version} (190 MB) is fetched under CI alone: CI=1 pytest")
+    draft = folder.with_suffix(f".{os.getpid()}")
+    options = ["--no-deps", "--retries", "0", "--target", str(draft), f"triton=={version}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options], capture_output=True, text=True
+    )
+    if done.returncode:
+        shutil.rmtree(draft, ignore_errors=True)
+        pytest.skip(f"no index gives Triton {version}: {done.stderr.strip().splitlines()[-1]}")
+    draft.rename(folder)
+    return folder
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_kernels_compile_under_the_oldest_and_the_newest(version):
+    """Those marked: every Gluon kernel, and one of each family of plain ones."""
+    import triton
+
+    if triton.__version__.startswith(version.rpartition(".")[0]):
+        pytest.skip("is the one that is installed, which all tests run under")
+    path = os.pathsep.join([str(ROOT), str(installed(version)), os.environ.get("PYTHONPATH", "")])
+    arguments = ["-m", "every_triton", "-n", "0", "-p", "no:cacheprovider", "tests/kernels/triton"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert "TRITON_DEFAULT_FP_FUSION" not in done.stdout + done.stderr
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    """A Triton that came after those tested, and that has refused nothing so far."""
+    from kernels.triton import versions
+
+    monkeypatch.setattr(versions.triton, "__version__", "4.1.0")
+    monkeypatch.setattr(versions, "_refused", set())
+    return versions
+
+
+def test_what_an_unknown_triton_refuses_is_not_tried_again(unknown):
+    from triton.errors import TritonError
+
+    tried = []
+
+    def refuse():
+        tried.append(1)
+        raise TritonError
+
+    with pytest.warns(
+        UserWarning, match=r"Triton 4\.1\.0 \(torch 2.*Tested are Triton 3\.6 to 3\.9"
+    ):
+        assert not unknown.run_gluon("one", refuse)
+    with warnings.catch_warnings(action="error"):
+        assert not unknown.run_gluon("one", refuse)
+        assert not unknown.run_gluon("another", refuse)
+        assert unknown.run_gluon("a third", lambda: None)
+    assert len(tried) == 2
+
+
+def test_a_tested_triton_does_not_hide_an_error(unknown, monkeypatch):
+    monkeypatch.setattr(unknown.triton, "__version__", "3.9.1")
+    with pytest.raises(ZeroDivisionError), warnings.catch_warnings(action="error"):
+        unknown.run_gluon("one", lambda: 1 // 0)
+    with pytest.raises(AttributeError):
+        unknown.run_gluon("one", lambda: torch.no_such_name)
+
+
+@compiled
+def test_attention_falls_back_to_the_plain_kernels():
+    """As where Gluon lacks a name: its modules cannot be imported, or what they call is not there."""
+    from kernels.triton import versions
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import Block, Cut
+    from tests.kernels.triton.test_triton_compiled import make_cache
+
+    q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
+    *cache, k_scale, v_scale = make_cache(torch.int8, 1)
+    starts = torch.arange(3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions.triton, "__version__", "4.1.0")
+        patch.setattr(versions, "_refused", set())
+        patch.setitem(sys.modules, "kernels.triton.attention.prefill_hopper", None)
+        patch.setattr("kernels.triton.attention.decode_hopper.mma_v2", None)
+        with warnings.catch_warnings(record=True) as told, building_for(90) as built:
+            decode_attention(q, *cache, k_scale, v_scale, 0.1, workspace, cut=Cut(2, 4))
+            rest = (starts, cache[3], k_scale, v_scale, 0.1, workspace)
+            prefill_attention(q, *cache[:3], *rest, block=Block(128, 64, 4, 0))
+    told = [warning for warning in told if "Triton 4.1.0" in str(warning.message)]
+    assert len(told) == 1
+    assert "decode attention" in str(told[0].message)
+    decode, prefill = built
+    assert not decode.count("movmatrix")
+    assert not prefill.count("setmaxnreg")
