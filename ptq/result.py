@@ -26,6 +26,8 @@ RESULT_FILE = "quantization.json"
 RECIPE_FILE = "recipe.yaml"
 REPORT_FOLDER = "report"
 STATISTICS_FILE = "statistics.safetensors"
+RESUME_FOLDER = ".resume"  # what a stopped run goes on with
+PROGRESS_FILE = "progress.json"  # in it: how far that run has come
 
 
 class ModuleRow(Strict):
@@ -114,6 +116,11 @@ class QuantizationResult(QuantizationRecord):
         return self.model_dump_json(exclude={"checkpoint", "scale_table"}, indent=2) + "\n"
 
 
+def unfinished(output: Path) -> bool:
+    """Whether a run of this output folder was stopped before its end."""
+    return (output / RESUME_FOLDER / PROGRESS_FILE).is_file()
+
+
 def load_result(output: Path) -> QuantizationResult:
     """Rebuild the result of a finished run from its output directory.
 
@@ -161,6 +168,10 @@ class Stopwatch:
         finally:
             elapsed = time.perf_counter() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase."""
+        return dict(self._seconds)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, and `total` since the watch was made."""

@@ -15,11 +15,11 @@ from formats.errors import RecipeError
 from formats.namespace import require_own_packages
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.commands.next_steps import forced_command, next_commands
-from ptq.pipeline.resume import discard, unfinished
+from ptq.pipeline.resume import discard
 from ptq.plan.plan import plan_recipe
 from ptq.plan.preflight import is_taken, read_data
 from ptq.recipe.schema import LoadedRecipe, read_recipe
-from ptq.result import REPORT_FOLDER
+from ptq.result import REPORT_FOLDER, unfinished
 from ptq.text import format_table, typed_path
 
 

@@ -1,7 +1,6 @@
 """The driver: takes a plan through calibration to a quantized checkpoint, block by block.
 
-    load a block -> run the samples -> method by method: prepare, observe, solve, commit
-                 -> measure -> write -> hand its float outputs to the next block
+    solve a block (`ptq.pipeline.solver`) -> keep it for going on -> write it
 
 At any time one block, the samples' hidden states and one shard are in memory. Each solved block is
 stored with the hidden states after it (`ptq.pipeline.resume`), so that a run that was killed goes
@@ -14,39 +13,31 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from contextlib import closing
+from functools import partial
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
-from calibrate.stream import BlockStream
-from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry, ScaleTable
-from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.methods.common.float_model import config_of
-from ptq.methods.common.rounding import round_to_nearest
-from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact, check_solvable, drop_hessians, save_hessians, seen_key
-from ptq.pipeline.emit import block_tensors, emit_rest, kv_scales, linear_entries
+from ptq.pipeline.device import fast_products
+from ptq.pipeline.emit import emit_rest
+from ptq.pipeline.key import run_key
 from ptq.pipeline.live import LiveTable
-from ptq.pipeline.measure import SAMPLES, Ratios, measure, module_rows
-from ptq.pipeline.passes import block_work, observe, quantized_outputs
-from ptq.pipeline.resume import BlockRecord, ResumableRun, SolvedBlock, discard, run_key
+from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
+from ptq.pipeline.solver import BlockSolver
 from ptq.plan.plan import Plan
-from ptq.plan.schedule import Schedule
 from ptq.plan.shapes import shard_bytes
-from ptq.plan.speed import fast_products
-from ptq.recipe.schema import Recipe, resolved_yaml
+from ptq.recipe.schema import resolved_yaml
 from ptq.result import (
     CHECKPOINT_FOLDER,
     RECIPE_FILE,
@@ -58,8 +49,6 @@ from ptq.result import (
     QuantizationResult,
     Stopwatch,
 )
-
-CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
 
 
 def quantize(
@@ -136,21 +125,6 @@ def solve(
         discard(plan.recipe.output.path)
 
 
-def device_of(recipe: Recipe) -> torch.device:
-    """Where blocks are run and solved.
-
-    Raises:
-        RecipeError: the recipe asks for a GPU and there is none.
-    """
-    available = torch.cuda.is_available()
-    if recipe.device == "cuda" and not available:
-        raise RecipeError(
-            "device: found cuda, but torch sees no GPU here; set device: cpu or auto, or install a "
-            "torch with CUDA"
-        )
-    return torch.device("cuda" if available and recipe.device != "cpu" else "cpu")
-
-
 def in_canonical_order(sequences: list[Tensor]) -> list[Tensor]:
     """Sequences by the SHA-256 of their tokens: one order, however they come, without a pattern."""
     return sorted(sequences, key=lambda ids: hashlib.sha256(ids.numpy().tobytes()).digest())
@@ -167,14 +141,12 @@ class _Driver:
         artifact: Artifact | None = None,
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
-        self.calibration, self.artifact = calibration, artifact
-        self.checkpoint = view_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
-        self.config = config_of(self.checkpoint)
-        named = block_methods(plan.recipe.methods)
-        self.methods, self.phases = [m for _, m in named], [spec.name for spec, _ in named]
-        self.schedule = Schedule(plan.recipe, self.methods)
-        self.device = device_of(plan.recipe)
-        key = run_key(plan.recipe, self.checkpoint, calibration.fingerprint, self.device)
+        self.calibration, self.from_artifact = calibration, artifact is not None
+        keep = partial(save_hessians, plan.recipe.output.path)
+        wanted = plan.recipe.statistics.hessians
+        self.solver = BlockSolver(plan, watch, artifact, keep if wanted else None)
+        self.model, self.device = self.solver.model, self.solver.device
+        key = run_key(plan, self.model, calibration.fingerprint, self.device)
         self.store = ResumableRun(plan.recipe.output.path, key)
         self.resumed = self.store.done
         self.statistics = Statistics()
@@ -187,20 +159,14 @@ class _Driver:
 
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
+        stream = self.solver.stream
         with closing(self.store), self._writer(force or self.resumed > 0) as writer:
-            stream = BlockStream(
-                self.config,
-                self.checkpoint.tensor,
-                device=self.device,
-                quantized_path=any(method.quantized_path for method in self.methods),
-            )
             with self.watch.phase("write"):
-                emit_rest(writer, self.checkpoint, stream.blocks)
-            if self.artifact is None:
+                emit_rest(writer, self.model, stream.blocks)
+            if not self.from_artifact:
                 if self.resumed == 0:
                     drop_hessians(self.recipe.output.path)
-                with self.watch.phase("forward"):
-                    stream.start(sequences if self.schedule.needs_data else sequences[:SAMPLES])
+                self.solver.start(sequences)
             self.table = LiveTable(shown=progress, names=self.plan.quantized)
             bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
             for index, name in enumerate(bar):
@@ -210,7 +176,7 @@ class _Driver:
                     continue
                 if index == self.resumed > 0:
                     stream.go_on(*self.store.states())
-                self._block(stream, index, writer)
+                self._block(index, writer)
             table = ScaleTable(entries=tuple(self.entries))
             with self.watch.phase("write"):
                 writer.finish(table)
@@ -233,104 +199,33 @@ class _Driver:
             modules=tuple(self.modules),
             blocks=tuple(self.costs),
             resumed_blocks=self.resumed,
-            model_key=seen_key(self.recipe, self.checkpoint),
+            model_key=seen_key(self.recipe, self.model),
         )
         replace_file(output / RESULT_FILE, result.to_json().encode())
         return result
 
     def _writer(self, force: bool) -> CheckpointWriter:
         """A writer with shards of the size of an fp32 block: memory does not follow depth."""
-        of_block = [n for n in self.checkpoint.names() if n.startswith(f"{self.plan.blocks[0]}.")]
-        elements = sum(math.prod(self.checkpoint.shape(name)) for name in of_block)
+        of_block = [n for n in self.model.names() if n.startswith(f"{self.plan.blocks[0]}.")]
+        elements = sum(math.prod(self.model.shape(name)) for name in of_block)
         return CheckpointWriter(
             self.recipe.output.path / CHECKPOINT_FOLDER,
-            config=self.checkpoint.config,
+            config=self.model.config,
             scheme=self.recipe.scheme,
             layers=self.plan.schemes,
             ignore=[module.name for module in self.plan.modules if module.action == "float"],
-            aux_files=self.checkpoint.auxiliary_files,
+            aux_files=self.model.auxiliary_files,
             force=force,
             shard_bytes=shard_bytes(elements),
         )
 
-    def _block(self, stream: BlockStream, index: int, writer: CheckpointWriter) -> None:
+    def _block(self, index: int, writer: CheckpointWriter) -> None:
         """Take one block from float to the writer."""
-        begin = time.perf_counter()
-        with self.watch.phase("load"):
-            work = block_work(self.plan, self.checkpoint, stream.load(index))
-        outputs, baseline = self._see(work)
-        assert work.statistics is not None
-        seen = work.statistics  # of the model as it came, which the artifact keeps
-        for i, (method, phase) in enumerate(zip(self.methods, self.phases, strict=True)):
-            if i in self.schedule.passes:
-                with self.watch.phase("observe"):
-                    self._observe(work, i)
-            with self.watch.phase(phase):
-                method.solve(work)
-                method.commit(work)
-        if len(self.methods) in self.schedule.passes:
-            with self.watch.phase("observe"):
-                self._observe(work, len(self.methods))
-        with self.watch.phase("measure"):
-            rows = module_rows(work, baseline)
-        solved = self._solved(work, rows, seen, begin)
-        with self.watch.phase("forward"):
-            stream.advance(work.block, outputs, quantized_outputs(work))
+        solved, stream = self.solver.solve(index), self.solver.stream
         with self.watch.phase("write"):
-            if self.schedule.needs_data and self.artifact is None:  # else starting over is as fast
+            if self.solver.schedule.needs_data and not self.from_artifact:  # else as fast again
                 self.store.save(solved, stream.inputs, stream.quantized_inputs)
             self._emit(writer, solved)
-
-    def _see(self, work: BlockWork) -> tuple[list[Tensor], dict[str, Ratios]]:
-        """Learn of a block as it came: its outputs, and what rounding alone would lose."""
-        if self.artifact is not None:
-            with self.watch.phase("load"):
-                self.artifact.give(work)
-            for method in self.methods:
-                method.prepare(work)
-            with self.watch.phase("measure"):
-                return [], measure(work, round_to_nearest(work))
-        with self.watch.phase("observe"):
-            outputs = self._observe(work, 0)
-        if self.recipe.statistics.hessians:
-            with self.watch.phase("write"):
-                save_hessians(self.recipe.output.path, work)
-        with self.watch.phase("measure"):
-            return outputs, measure(work, round_to_nearest(work))
-
-    def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
-        """Run the samples for the methods from `first` on; returns the block's outputs."""
-        hessians = first == 0 and self.recipe.statistics.hessians
-        counted = self.schedule.counts(first)
-        return observe(work, self.methods[first:], histograms=counted, hessians=hessians)
-
-    def _solved(
-        self, work: BlockWork, rows: list[ModuleRow], seen: Statistics, begin: float
-    ) -> SolvedBlock:
-        """What is kept of a solved block, with what was seen of it as it came."""
-        entries, scales = linear_entries(work, rows), {}
-        kv_cache = self.recipe.scheme.kv_cache
-        if kv_cache is not None:
-            scales, cached = kv_scales(work, kv_cache, self.recipe.observers.kv_cache)
-            entries += cached
-        record = BlockRecord(
-            entries=tuple(entries),
-            events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
-            smoothing=tuple(work.smoothing),
-            modules=tuple(rows),
-            cost=BlockRow(
-                block=work.block.name,
-                seconds=time.perf_counter() - begin,
-                memory_bytes=self._peak_bytes(),
-            ),
-        )
-        return SolvedBlock(block_tensors(self.checkpoint, work), scales, record, seen)
-
-    def _peak_bytes(self) -> int:
-        """Peak memory so far: of the GPU that blocks are solved on, else of the process."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return peak_rss_bytes()
 
     def _emit(self, writer: CheckpointWriter, solved: SolvedBlock) -> None:
         """Write a solved block and keep its rows of the record."""
@@ -346,12 +241,3 @@ class _Driver:
         if solved.record.cost is not None:
             self.costs.append(solved.record.cost)
             self.table.add(solved.record.modules, solved.record.entries, solved.record.cost)
-
-
-def _clips_much(entry: ScaleEntry) -> bool:
-    return entry.role != "weight" and entry.clip_fraction >= CLIPPING_EVENT
-
-
-def _clipping_event(entry: ScaleEntry) -> Event:
-    message = f"{entry.statistic} clips {entry.clip_fraction:.2%} of the values of {entry.tensor}"
-    return Event(module=entry.module, kind="clipping", message=message)

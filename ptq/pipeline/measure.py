@@ -19,9 +19,9 @@ from kernels.numerics import TYPES, fake_quantize
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
 from ptq.methods.common.moments import output_errors
+from ptq.plan.schedule import COMPARED
 from ptq.result import ModuleRow
 
-SAMPLES = 4  # sequences that are compared
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event
 
 CACHES: tuple[Role, Role] = ("k_cache", "v_cache")
@@ -54,7 +54,7 @@ def measure(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str,
             exact = F.linear(x, work.block.linears[name].weight)
             outputs[name].append(_powers(exact, F.linear(seen, weights[name])))
 
-    for sample in work.samples(SAMPLES) if len(known) < len(layers) else ():
+    for sample in work.samples(COMPARED) if len(known) < len(layers) else ():
         work.block.run(sample, on_input=compare)
     return {
         name: Ratios(
@@ -129,7 +129,7 @@ def cache_ratios(work: BlockWork, scales: Mapping[Role, Tensor]) -> dict[Role, f
                 pair = _powers(x[:, head], seen[:, head])
                 powers.setdefault((role, head), []).append(pair)
 
-    for sample in work.samples(SAMPLES):
+    for sample in work.samples(COMPARED):
         work.block.run(sample, on_kv=compare)
     ratios = {key: _ratio_db(pairs) for key, pairs in powers.items()}
     return {

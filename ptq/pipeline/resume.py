@@ -2,7 +2,7 @@
 
 Beside the checkpoint that is being made, in `<output>/.resume`:
 
-    progress.json                  what the run is (`run_key`) and how many blocks are done
+    progress.json                  what the run is (`ptq.pipeline.key`) and how many blocks are done
     block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, its
                                    cache scales under `k/<attention>`, `v/<attention>`
     block-00003.json               its rows of the record
@@ -19,7 +19,6 @@ them. A run of another recipe, model, data, code or device starts over.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -29,7 +28,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -38,18 +36,13 @@ from torch import Tensor
 from calibrate.statistics import Statistics
 from formats.checkpoint.safetensors_files import SafetensorsFile
 from formats.errors import CheckpointError
-from formats.files import fsync_path, replace_file, sha256_file, writing
+from formats.files import fsync_path, replace_file, writing
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.methods.common.float_model import FloatModel
-from ptq.recipe.schema import Recipe
-from ptq.result import BlockRow, ModuleRow
+from ptq.result import PROGRESS_FILE, RESUME_FOLDER, BlockRow, ModuleRow
 
-FOLDER = ".resume"
-PROGRESS = "progress.json"
 SHARE = 0.1  # most of a run's time that goes into writing states
-ROOMS = ("kernels", "formats", "calibrate", "ptq")  # whose code decides on a checkpoint's bytes
 
 
 class BlockRecord(Strict):
@@ -86,58 +79,25 @@ class Progress(Strict):
     blocks: int
 
 
-def run_key(
-    recipe: Recipe, checkpoint: FloatModel, fingerprint: str, device: torch.device | None = None
-) -> str:
-    """SHA-256 of all that decides on the bytes of a checkpoint.
-
-    These are the recipe but for its output and report, the tokens, the model (`model_key`), our
-    code, torch's version, and the GPU or the number of threads.
-    """
-    digest = hashlib.sha256()
-    digest.update(recipe.model_dump_json(exclude={"output", "report"}).encode())
-    threads = torch.get_num_threads()
-    where = device or torch.device("cpu")
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{threads} threads"
-    digest.update(f"{fingerprint} torch {torch.__version__} {name}\n".encode())
-    digest.update(model_key(checkpoint).encode())
-    root = Path(__file__).resolve().parents[2]
-    for room in ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def model_key(checkpoint: FloatModel) -> str:
-    """SHA-256 of a model's files: names, sizes and times of change, the whole of small ones."""
-    digest = hashlib.sha256()
-    for path in sorted(checkpoint.path.iterdir()):
-        if path.is_file():
-            about = path.stat()
-            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}\n".encode())
-            digest.update(sha256_file(path).encode() if about.st_size < 1 << 24 else b"")
-    return digest.hexdigest()
-
-
 class ResumableRun:
     """The store of one run; see the module's docstring.
 
     Args:
         output: The run's output folder.
-        key: From `run_key`; what another key has left is removed.
+        key: From `ptq.pipeline.key.run_key`; what another key has left is removed.
 
     Attributes:
         done: Blocks that are stored with the states after them.
     """
 
     def __init__(self, output: Path, key: str) -> None:
-        self._folder, self._key = output / FOLDER, key
+        self._folder, self._key = output / RESUME_FOLDER, key
         self._pool = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
         self.done = self._solved = 0
         self._due = 0.0
         try:
-            found = Progress.model_validate_json((self._folder / PROGRESS).read_bytes())
+            found = Progress.model_validate_json((self._folder / PROGRESS_FILE).read_bytes())
         except (OSError, ValidationError):
             found = None
         if found is not None and found.key == key:
@@ -240,7 +200,7 @@ class ResumableRun:
 
     def _progress(self, blocks: int) -> None:
         progress = Progress(key=self._key, blocks=blocks)
-        replace_file(self._folder / PROGRESS, progress.model_dump_json().encode())
+        replace_file(self._folder / PROGRESS_FILE, progress.model_dump_json().encode())
         self.done = blocks
 
     def _write(
@@ -268,19 +228,14 @@ class ResumableRun:
         return f"states-{index:05d}.safetensors"
 
 
-def unfinished(output: Path) -> bool:
-    """Whether a run of this output folder was stopped before its end."""
-    return (output / FOLDER / PROGRESS).is_file()
-
-
 def discard(output: Path) -> None:
     """Remove what is kept for going on, and the output folder where nothing else is in it."""
-    _clear(output / FOLDER)
+    _clear(output / RESUME_FOLDER)
     with contextlib.suppress(OSError):
         output.rmdir()
 
 
 def _clear(folder: Path) -> None:
     """Remove the folder; what counts its blocks goes first: a kill leaves nothing to trust."""
-    (folder / PROGRESS).unlink(missing_ok=True)
+    (folder / PROGRESS_FILE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

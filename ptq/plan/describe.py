@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
-
 from calibrate.data import TokenSet
 from formats.families.experts import EXPERT
 from formats.memory import rss_bytes
-from ptq.plan.cost import predict_seconds
 from ptq.plan.plan import Plan
 from ptq.plan.preflight import is_taken
-from ptq.plan.speed import measure_speed
 from ptq.text import duration_text, size_text
 
 PHASES = 4  # that are named, the longest
@@ -50,7 +46,7 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
 
 
 def describe_prediction(plan: Plan) -> Iterator[str]:
-    """What a run would take: room, memory, and time on this machine as it is now."""
+    """What a run would hold: room on the disk, and memory."""
     predicted, process = plan.prediction, rss_bytes()
     host = size_text(process + predicted.memory_bytes)
     memory = f"memory about {host}, {size_text(process)} of it the process itself"
@@ -62,15 +58,13 @@ def describe_prediction(plan: Plan) -> Iterator[str]:
         f"on the disk about {size_text(predicted.disk_bytes)} at most"
     )
     yield f"  {memory}"
-    device = torch.device("cuda" if predicted.device_bytes else "cpu")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        yield "  time unknown: the recipe asks for a GPU, and there is none here"
-        return
-    seconds = predict_seconds(predicted.work, measure_speed(device))
-    total = seconds.pop("total")
-    longest = sorted(seconds, key=lambda phase: -seconds[phase])[:PHASES]
-    parts = ", ".join(f"{phase} {duration_text(seconds[phase])}" for phase in longest)
-    yield f"  quantization about {duration_text(total)} ({parts}), data and report aside"
+
+
+def describe_seconds(seconds: Mapping[str, float]) -> str:
+    """How long quantization would take, by phase and in `total`."""
+    phases = sorted(((s, phase) for phase, s in seconds.items() if phase != "total"), reverse=True)
+    parts = ", ".join(f"{phase} {duration_text(s)}" for s, phase in phases[:PHASES])
+    return f"time         about {duration_text(seconds['total'])} ({parts}), data and report aside"
 
 
 def _other_layers(plan: Plan) -> str:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.smoothing_group import SMOOTHING_KINDS
 from ptq.methods.common.spec import FLOAT, BlockSizes
-from ptq.pipeline.measure import SAMPLES
 from ptq.plan.schedule import Schedule
 from ptq.plan.shapes import BlockShape, shard_bytes
 from ptq.recipe.schema import Recipe
@@ -88,9 +87,7 @@ class Footprint:
     @property
     def _state_bytes(self) -> int:
         """Of the hidden states of all samples; pinned memory comes in powers of two."""
-        samples = self.recipe.dataset.calibration.samples
-        samples = samples if self._needs_data else min(samples, SAMPLES)
-        sample = FLOAT * self._tokens * self.blocks[0].hidden
+        samples, sample = self._schedule.samples, FLOAT * self._tokens * self.blocks[0].hidden
         return samples * (1 << (sample - 1).bit_length() if self.on_gpu else sample)
 
     def _states(self) -> int:

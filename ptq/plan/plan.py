@@ -25,11 +25,9 @@ from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
 from ptq.methods.registry import view_of
 from ptq.peers.check import check_peers
 from ptq.plan import preflight
-from ptq.plan.cost import count_work
 from ptq.plan.footprint import Footprint
 from ptq.plan.groups import fused_layers, smoothing_groups
 from ptq.plan.shapes import Shape, block_shapes
-from ptq.plan.speed import Work
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import LoadedRecipe, Recipe
 from ptq.recipe.strict_yaml import Key
@@ -72,14 +70,12 @@ class Prediction(Strict):
         device_bytes: Peak of the GPU's memory; 0 where blocks are solved on the CPU.
         disk_bytes: Most that is on the disk at once: the checkpoint, what a stopped run goes on
             with, and statistics.
-        work: Operations by phase; `ptq.plan.cost.predict_seconds` makes time of them.
     """
 
     checkpoint_bytes: int
     memory_bytes: int
     device_bytes: int
     disk_bytes: int
-    work: dict[str, Work]
 
 
 class Plan(Strict):
@@ -196,7 +192,6 @@ def _predict(
         memory_bytes=footprint.host(),
         device_bytes=footprint.device(),
         disk_bytes=footprint.disk(),
-        work=count_work(recipe, sizes, size),
     )
 
 

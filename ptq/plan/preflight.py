@@ -27,10 +27,10 @@ from formats.checkpoint.weights import scale_shape, storage_format
 from formats.scheme import KVCacheSpec, LayerScheme
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
-from ptq.pipeline.resume import unfinished
 from ptq.recipe.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
+from ptq.result import unfinished
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MODEL: Key = ("model", "path")

@@ -1,6 +1,6 @@
 """When the samples run through a block, and what is seen of them: follows from the recipe alone.
 
-The driver goes by it, and the prediction of what a run takes counts by it.
+The driver goes by it, and so does the prediction of the memory that a run takes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ptq.methods.common.method import Method
 from ptq.methods.registry import block_methods
 from ptq.recipe.schema import Recipe
+
+COMPARED = 4  # sequences on which quantized layers are compared with float ones
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class Schedule:
             for i, method in enumerate(self.methods)
             if method.folds and not self._follows(method)
         ]
+
+    @property
+    def samples(self) -> int:
+        """Calibration sequences that run: only those that are compared, where that suffices."""
+        wanted = self.recipe.dataset.calibration.samples
+        return wanted if self.needs_data else min(wanted, COMPARED)
 
     def counts(self, first: int) -> bool:
         """Whether the pass for the methods from `first` on counts magnitudes, or keeps maxima."""

@@ -36,7 +36,7 @@ def test_moments_tell_what_all_samples_would(tiny_llama, tmp_path, monkeypatch):
     layers = round_to_nearest(work)
     told = measure(work, layers)
     work.moments = None
-    monkeypatch.setattr(measuring, "SAMPLES", len(work.block.inputs))
+    monkeypatch.setattr(measuring, "COMPARED", len(work.block.inputs))
     ran = measure(work, layers)
     assert set(told) == set(ran) == set(work.targets)
     for name, ratios in ran.items():

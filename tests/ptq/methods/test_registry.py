@@ -38,3 +38,13 @@ def test_specifications_are_read_without_torch():
     script = "import sys; import ptq.methods.registry; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_no_method_is_named_outside_of_the_room():
+    """Whoever plans, explains or drives a run asks specifications what it needs to know."""
+    ptq = FOLDER.parent
+    for path in ptq.rglob("*.py"):
+        if FOLDER not in path.parents:
+            text = path.read_text(encoding="utf-8")
+            named = [name for name in FILES if f"ptq.methods.{name} " in text]
+            assert not named, f"{path.relative_to(ptq)} imports {named}"

@@ -23,9 +23,11 @@ from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import driver as pipeline
-from ptq.pipeline import resume
-from ptq.pipeline.resume import FOLDER, ResumableRun, run_key, unfinished
+from ptq.pipeline import resume, solver
+from ptq.pipeline.key import DECIDING, code_key, run_key
+from ptq.pipeline.resume import ResumableRun
 from ptq.plan.preflight import is_taken
+from ptq.result import RESUME_FOLDER, unfinished
 from tests.ptq.quantizing import make_plan, random_tokens
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -77,7 +79,7 @@ def test_a_stopped_run_goes_on(model, tmp_path, monkeypatch, scheme, stopped_at)
         pipeline.quantize_tokens(plan, random_tokens(), progress=False)
     assert unfinished(tmp_path / "out")
     assert not is_taken(tmp_path / "out")
-    states = list((tmp_path / "out" / FOLDER).glob("states-*"))
+    states = list((tmp_path / "out" / RESUME_FOLDER).glob("states-*"))
     assert 1 <= len(states) <= 2
     monkeypatch.setattr(ResumableRun, "save", save)
     found = pipeline.quantize_tokens(plan, random_tokens(), progress=False)
@@ -131,27 +133,45 @@ def test_the_order_of_tensors_is_kept(tmp_path):
     assert all(torch.equal(found[name], tensors[name]) for name in names)
 
 
+def test_code_that_decides_nothing_may_change(tmp_path):
+    for part in (*DECIDING, "ptq/report", "ptq/commands", "inference"):
+        source, target = ROOT / part, tmp_path / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    key = code_key(tmp_path)
+    assert key == code_key()
+    for name in ("ptq/report/html.py", "ptq/commands/run.py", "ptq/pipeline/live.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed")
+    assert code_key(tmp_path) == key
+    for name in ("ptq/methods/gptq.py", "ptq/pipeline/emit.py", "kernels/numerics.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed")
+        assert code_key(tmp_path) != key
+        key = code_key(tmp_path)
+
+
 def test_another_run_starts_over(model, tmp_path):
     checkpoint, output = Checkpoint.open(model), tmp_path / "out"
-    recipe = make_plan(model, output).recipe
-    key = run_key(recipe, checkpoint, "f")
-    assert key == run_key(make_plan(model, tmp_path / "elsewhere").recipe, checkpoint, "f")
+    plan = make_plan(model, output)
+    key = run_key(plan, checkpoint, "f")
+    assert key == run_key(make_plan(model, tmp_path / "elsewhere"), checkpoint, "f")
     others = {
-        run_key(recipe, checkpoint, "other tokens"),
-        run_key(make_plan(model, output, "a8w8").recipe, checkpoint, "f"),
+        run_key(plan, checkpoint, "other tokens"),
+        run_key(make_plan(model, output, "a8w8"), checkpoint, "f"),
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        others.add(run_key(recipe, checkpoint, "f"))
+        others.add(run_key(plan, checkpoint, "f"))
     finally:
         torch.set_num_threads(threads)
     assert len(others | {key}) == 4
     ResumableRun(output, key)._progress(3)
     assert ResumableRun(output, key).done == 3
-    (output / FOLDER / "block-00000.json").write_text("of the first run")
+    (output / RESUME_FOLDER / "block-00000.json").write_text("of the first run")
     assert ResumableRun(output, "another").done == 0
-    assert not (output / FOLDER / "block-00000.json").exists()
+    assert not (output / RESUME_FOLDER / "block-00000.json").exists()
 
 
 def test_damaged_leftovers_are_named(model, tmp_path):
@@ -165,7 +185,7 @@ def test_damaged_leftovers_are_named(model, tmp_path):
 
 def test_an_error_of_the_recipe_leaves_nothing_to_go_on_with(model, tmp_path, monkeypatch):
     plan = make_plan(model, tmp_path / "out", methods=(RTNSpec(),))
-    monkeypatch.setattr(pipeline, "module_rows", lambda *_: (_ for _ in ()).throw(RecipeError("x")))
+    monkeypatch.setattr(solver, "module_rows", lambda *_: (_ for _ in ()).throw(RecipeError("x")))
     with pytest.raises(RecipeError):
         pipeline.quantize_tokens(plan, random_tokens(), progress=False)
     assert not (tmp_path / "out").exists()
@@ -182,7 +202,7 @@ torch.set_num_threads(1)
 from tests.ptq.quantizing import make_plan, random_tokens
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
-from ptq.pipeline import resume
+from ptq.pipeline import resume, solver
 from ptq.pipeline.driver import quantize_tokens
 resume.SHARE = 1e9
 methods = (GPTQSpec(), RefineSpec(iterations=3, batch=2))
@@ -266,7 +286,9 @@ def differing(output: Path, expected: dict[str, bytes]) -> list[str]:
 
     A kill while what is no longer needed is removed leaves some of it; the next run removes it.
     """
-    found = {name: data for name, data in files(output).items() if not name.startswith(FOLDER)}
+    found = {
+        name: data for name, data in files(output).items() if not name.startswith(RESUME_FOLDER)
+    }
     timed = {"quantization.json", "recipe.yaml"}
     return [
         name

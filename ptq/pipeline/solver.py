@@ -1,0 +1,162 @@
+"""Takes decoder blocks from float to quantized, one at a time; reads the model and writes nothing.
+
+load a block -> run the samples -> method by method: prepare, observe, solve, commit
+             -> measure -> hand its float outputs to the next block
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from calibrate.statistics import Statistics
+from calibrate.stream import BlockStream
+from formats.checkpoint.read import Checkpoint
+from formats.memory import peak_rss_bytes
+from formats.scale_table import ScaleEntry
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.events import Event
+from ptq.methods.common.float_model import config_of
+from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.registry import block_methods, view_of
+from ptq.pipeline.artifact import Artifact
+from ptq.pipeline.device import device_of
+from ptq.pipeline.emit import block_tensors, kv_scales, linear_entries
+from ptq.pipeline.measure import Ratios, measure, module_rows
+from ptq.pipeline.passes import block_work, observe, quantized_outputs
+from ptq.pipeline.resume import BlockRecord, SolvedBlock
+from ptq.plan.plan import Plan
+from ptq.plan.schedule import Schedule
+from ptq.result import BlockRow, ModuleRow, Stopwatch
+
+CLIPPING_EVENT = 1e-3  # share of clipped values from which on a person is told
+
+
+class BlockSolver:
+    """Solves the blocks of a plan's model.
+
+    Args:
+        plan: Of the run.
+        watch: Counts seconds by phase; a method's phase has its name.
+        artifact: What an earlier run saw, in place of samples.
+        keep: Called with each block once its samples have run through it as it came.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        watch: Stopwatch,
+        artifact: Artifact | None = None,
+        keep: Callable[[BlockWork], None] | None = None,
+    ) -> None:
+        self.plan, self.recipe, self.watch = plan, plan.recipe, watch
+        self.artifact, self.keep = artifact, keep
+        self.model = view_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
+        named = block_methods(plan.recipe.methods)
+        self.methods, self.phases = [m for _, m in named], [spec.name for spec, _ in named]
+        self.schedule = Schedule(plan.recipe, self.methods)
+        self.device = device_of(plan.recipe)
+        self.stream = BlockStream(
+            config_of(self.model),
+            self.model.tensor,
+            device=self.device,
+            quantized_path=any(method.quantized_path for method in self.methods),
+        )
+
+    def start(self, sequences: Sequence[Tensor]) -> None:
+        """Embed the samples: as many as the run needs."""
+        with self.watch.phase("forward"):
+            self.stream.start(list(sequences[: self.schedule.samples]))
+
+    def solve(self, index: int) -> SolvedBlock:
+        """Solve a block and hand its outputs to the next one.
+
+        Raises:
+            RecipeError: activations hold NaN or infinity.
+            CheckpointError: the model is damaged.
+        """
+        begin = time.perf_counter()
+        with self.watch.phase("load"):
+            work = block_work(self.plan, self.model, self.stream.load(index))
+        outputs, baseline = self._see(work)
+        assert work.statistics is not None
+        seen = work.statistics  # of the model as it came, which the artifact keeps
+        for i, (method, phase) in enumerate(zip(self.methods, self.phases, strict=True)):
+            if i in self.schedule.passes:
+                with self.watch.phase("observe"):
+                    self._observe(work, i)
+            with self.watch.phase(phase):
+                method.solve(work)
+                method.commit(work)
+        if len(self.methods) in self.schedule.passes:
+            with self.watch.phase("observe"):
+                self._observe(work, len(self.methods))
+        with self.watch.phase("measure"):
+            rows = module_rows(work, baseline)
+        solved = self._solved(work, rows, seen, begin)
+        with self.watch.phase("forward"):
+            self.stream.advance(work.block, outputs, quantized_outputs(work))
+        return solved
+
+    def _see(self, work: BlockWork) -> tuple[list[Tensor], dict[str, Ratios]]:
+        """Learn of a block as it came: its outputs, and what rounding alone would lose."""
+        outputs: list[Tensor] = []
+        if self.artifact is not None:
+            with self.watch.phase("load"):
+                self.artifact.give(work)
+            for method in self.methods:
+                method.prepare(work)
+        else:
+            with self.watch.phase("observe"):
+                outputs = self._observe(work, 0)
+            if self.keep is not None:
+                with self.watch.phase("write"):
+                    self.keep(work)
+        with self.watch.phase("measure"):
+            return outputs, measure(work, round_to_nearest(work))
+
+    def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
+        """Run the samples for the methods from `first` on; returns the block's outputs."""
+        hessians = first == 0 and self.recipe.statistics.hessians
+        counted = self.schedule.counts(first)
+        return observe(work, self.methods[first:], histograms=counted, hessians=hessians)
+
+    def _solved(
+        self, work: BlockWork, rows: list[ModuleRow], seen: Statistics, begin: float
+    ) -> SolvedBlock:
+        """What is kept of a solved block, with what was seen of it as it came."""
+        entries, scales = linear_entries(work, rows), {}
+        kv_cache = self.recipe.scheme.kv_cache
+        if kv_cache is not None:
+            scales, cached = kv_scales(work, kv_cache, self.recipe.observers.kv_cache)
+            entries += cached
+        record = BlockRecord(
+            entries=tuple(entries),
+            events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
+            smoothing=tuple(work.smoothing),
+            modules=tuple(rows),
+            cost=BlockRow(
+                block=work.block.name,
+                seconds=time.perf_counter() - begin,
+                memory_bytes=self._peak_bytes(),
+            ),
+        )
+        return SolvedBlock(block_tensors(self.model, work), scales, record, seen)
+
+    def _peak_bytes(self) -> int:
+        """Peak memory so far: of the GPU that blocks are solved on, else of the process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return peak_rss_bytes()
+
+
+def _clips_much(entry: ScaleEntry) -> bool:
+    return entry.role != "weight" and entry.clip_fraction >= CLIPPING_EVENT
+
+
+def _clipping_event(entry: ScaleEntry) -> Event:
+    message = f"{entry.statistic} clips {entry.clip_fraction:.2%} of the values of {entry.tensor}"
+    return Event(module=entry.module, kind="clipping", message=message)

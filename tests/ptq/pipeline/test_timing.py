@@ -1,0 +1,59 @@
+"""The time of a run is told by its first block, and telling it leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptq.commands import check
+from ptq.pipeline.driver import quantize_tokens
+from ptq.pipeline.solver import BlockSolver
+from ptq.pipeline.timing import predict_seconds
+from ptq.plan.describe import describe_seconds
+from ptq.recipe.schema import resolved_yaml
+from ptq.text import duration_text
+from tests.ptq.quantizing import make_plan, random_tokens
+
+
+def test_the_first_block_stands_for_all(tiny_llama, tmp_path, monkeypatch):
+    solve, solved = BlockSolver.solve, []
+
+    def counted(self, index):
+        solved.append(index)
+        return solve(self, index)
+
+    monkeypatch.setattr(BlockSolver, "solve", counted)
+    plan = make_plan(tiny_llama, tmp_path / "out")
+    seconds = predict_seconds(plan, random_tokens())
+    assert solved == [0]
+    assert not (tmp_path / "out").exists()
+    record = quantize_tokens(plan, random_tokens(), progress=False).seconds
+    assert set(seconds) == set(record) - {"write"}
+    assert seconds["total"] == pytest.approx(sum(seconds.values()) / 2)
+
+
+def test_check_tells_the_time_unless_it_is_not_to(tiny_llama, tmp_path, capsys):
+    plan = make_plan(tiny_llama, tmp_path / "out")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(resolved_yaml(plan.recipe))
+    assert check.main([str(recipe)]) == 0
+    found = capsys.readouterr()
+    assert "timing the first of 2 blocks (--no-time: not)" in found.err
+    assert "\ntime         about " in found.out
+    assert check.main([str(recipe), "--no-time"]) == 0
+    again = capsys.readouterr()
+    assert "time  " not in again.out
+    assert again.err == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_longest_phases_are_named():
+    seconds = {"a": 1.0, "b": 2.0, "c": 30.0, "d": 0.5, "e": 600.0, "total": 633.5}
+    line = "time         about 11 min (e 10 min, c 30 s, b 2.0 s, a 1.0 s), data and report aside"
+    assert describe_seconds(seconds) == line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (99, "99 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_durations(seconds, text):
+    assert duration_text(seconds) == text
