@@ -8,7 +8,7 @@ from pydantic import Field
 
 from formats.errors import EngineError
 from formats.scheme import Strict
-from inference.models.kv_cache import blocks_for
+from inference.scheduling.blocks import blocks_for
 from kernels.attention_inputs import KV_BLOCK
 
 MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked

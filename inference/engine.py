@@ -11,6 +11,7 @@ number of rows, so that there a row may differ in its last bits from one size of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,56 +21,72 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
+from inference.backend import Backend, choose_backend
 from inference.config import EngineConfig
-from inference.loop import make_loop
-from inference.models.decoder import LlamaModel
-from inference.models.kv_cache import BlockManager, KVStats, forget
-from inference.models.load import end_tokens, load_model, load_tokenizer, make_cache
-from inference.models.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
+from inference.models.decoder import Decoder
+from inference.models.kv_cache import CacheShape, clear_blocks
+from inference.models.tokenizer import end_tokens, load_tokenizer
 from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.scheduling.blocks import BlockManager, KVStats
 from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduling.scheduler import Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
 
 
 class Engine:
-    """Runs requests on a loaded model; make one with `Engine.from_pretrained`.
+    """Runs requests on a model; make one with `Engine.from_pretrained`.
+
+    Args:
+        checkpoint: What is loaded, float or quantized.
+        tokenizer: A transformers tokenizer.
+        config: Sizes.
+        backend: The device that it runs on.
+        quantized_kv: Quantize K and V in the cache as the checkpoint says.
 
     Attributes:
         checkpoint: What was loaded.
-        model: The decoder.
         tokenizer: A transformers tokenizer.
+        backend: The device that it runs on.
+        model: The decoder.
         config: Sizes, all resolved.
         quantized_kv: Whether K and V are quantized in the cache.
         pools: The cache, layer by layer.
-        loop: Runs steps, on the host or on a GPU.
+        loop: Runs steps.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of a kind that is not run here.
+        EngineError: sizes do not fit, or the device's memory is too small.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        model: LlamaModel,
         tokenizer: Any,
         config: EngineConfig,
+        backend: Backend[Any, Any],
         *,
         quantized_kv: bool = True,
     ) -> None:
-        self.checkpoint, self.model, self.tokenizer = checkpoint, model, tokenizer
-        shape = model.config
+        self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
+        with backend.loading(checkpoint.nbytes):
+            self.model = Decoder(checkpoint, backend)
+        shape = self.model.config
         length, blocks = config.sizes(shape.max_positions)
         self.config = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         self._length = length
-        kv_cache = checkpoint.scheme.kv_cache if quantized_kv else None
-        self.quantized_kv = kv_cache is not None
-        self.pools = make_cache(checkpoint, model, self.config, kv_cache)
+        spec = checkpoint.scheme.kv_cache if quantized_kv else None
+        self.quantized_kv = spec is not None
+        self.pools = backend.cache(CacheShape.of_model(checkpoint, shape, self.config, spec))
         self._blocks = BlockManager(blocks)
         self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
-        self._requests = ActiveRequests(self._scheduler, self.pools)
+        self._requests = ActiveRequests(self._scheduler, partial(clear_blocks, self.pools))
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
         ends = end_tokens(checkpoint, tokenizer)
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
-        self.loop = make_loop(model, self.pools, self._scheduler, self.config, self._requests)
+        self.loop = backend.loop(
+            self.model, self.pools, self._scheduler, self.config, self._requests
+        )
 
     @classmethod
     def from_pretrained(
@@ -87,7 +104,7 @@ class Engine:
             path: Its folder.
             config: Sizes.
             device: Where it runs: cpu, cuda or cuda:N.
-            dtype: Of activations and of float weights; see `inference.models.load.load_model`.
+            dtype: Of activations and of float weights; see `inference.backend.choose_backend`.
             quantized_kv: Quantize K and V in the cache as the checkpoint says.
 
         Raises:
@@ -96,10 +113,9 @@ class Engine:
         """
         checkpoint = Checkpoint.open(path)
         tokenizer = load_tokenizer(checkpoint.path)
-        model = load_model(checkpoint, device=device, dtype=dtype)
-        return cls(
-            checkpoint, model, tokenizer, config or EngineConfig(), quantized_kv=quantized_kv
-        )
+        backend = choose_backend(device, checkpoint, dtype)
+        sizes = config or EngineConfig()
+        return cls(checkpoint, tokenizer, sizes, backend, quantized_kv=quantized_kv)
 
     @property
     def has_unfinished(self) -> bool:
@@ -193,9 +209,6 @@ class Engine:
             raise
         except Exception as error:  # the engine's boundary: nothing of a broken step may stay
             self._drop()
-            if ran_out(error):
-                place = self.model.place.device
-                raise too_small("a step", place, free_bytes(place), 0, OF_STEPS) from error
             raise EngineError(
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error
@@ -207,8 +220,7 @@ class Engine:
         Raises:
             EngineError: memory is too small for them.
         """
-        with memory_for("warming up", self.model.place.device, 0, OF_STEPS):
-            self.loop.warm_up()
+        self.loop.warm_up()
 
     def generate(
         self,
@@ -274,7 +286,7 @@ class Engine:
             parts = [Slice(sequence, i, min(size, len(tokens) - i)) for i in starts]
             logits = torch.cat([self.loop.score(part) for part in parts])
             if not bool(torch.isfinite(logits[-1]).all()):
-                forget(self.pools, self._blocks.table(sequence.name))
+                clear_blocks(self.pools, self._blocks.table(sequence.name))
             return logits
         finally:
             self._blocks.release(sequence.name)

@@ -35,6 +35,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import HEAD
 from formats.errors import EngineError, RequestError
 from formats.files import replace_file
+from inference.backend import require_device
 from inference.bench.figures import Ratio, Speed, compare_turns, describe, summarize, to_json
 from inference.bench.peers.process import PeerWorker
 from inference.bench.peers.specs import PEERS, read_peers
@@ -42,8 +43,7 @@ from inference.bench.random_checkpoint import SHAPES, random_checkpoint, read_sh
 from inference.bench.worker import EngineSource, Load, Run, Worker, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.models.kv_cache import blocks_for
-from inference.models.load import require_device
+from inference.scheduling.blocks import blocks_for
 from kernels.cpu import native
 
 Runner = Callable[[Load], Run]

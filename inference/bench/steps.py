@@ -26,13 +26,12 @@ import torch
 from formats.command import run_command
 from formats.errors import EngineError
 from formats.files import replace_file
+from inference.backend import choose_backend, require_device
 from inference.bench.random_checkpoint import SHAPES, read_scheme, read_shape
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.loop import HostLoop
-from inference.models.kv_cache import blocks_for
-from inference.models.load import load_model, require_device
+from inference.scheduling.blocks import blocks_for
 from inference.scheduling.request import SamplingParams
 
 SCHEMES = ("a8w8c8", "fp8_c8", "w4c8", "a8w4c8_two_level", "float")
@@ -89,7 +88,6 @@ class Figures:
 def make_engine(shape: str, scheme: str, batches: Sequence[int], context: int) -> Engine:
     """An engine of random weights, its cache filled with random numbers."""
     checkpoint = RandomCheckpoint(shape, scheme, "cuda", quantize_head=scheme != "float")
-    model = load_model(checkpoint, device="cuda")
     longest = max(context + WARM_UP + STEPS + 2, PROMPT + 2)
     blocks = max(max(batches) * blocks_for(longest), PROMPTS * blocks_for(PROMPT + 2))
     config = EngineConfig(
@@ -98,7 +96,8 @@ def make_engine(shape: str, scheme: str, batches: Sequence[int], context: int) -
         kv_blocks=blocks,
         max_batched_tokens=PROMPTS * PROMPT,
     )
-    engine = Engine(checkpoint, model, random_tokenizer(model.config.vocab_size), config)
+    tokenizer = random_tokenizer(int(checkpoint.config["vocab_size"]))
+    engine = Engine(checkpoint, tokenizer, config, choose_backend("cuda", checkpoint))
     for pool in engine.pools:
         for tensor in (pool.k, pool.v):
             if tensor.dtype == torch.int8:
@@ -118,8 +117,10 @@ def fill(engine: Engine, batch: int, context: int) -> None:
 
 def measure_step(engine: Engine, batch: int, context: int) -> Step:
     """Time decode steps of a batch at a context."""
+    from inference.gpu.loop import DeviceLoop  # needs Triton
+
     loop = engine.loop
-    assert not isinstance(loop, HostLoop)
+    assert isinstance(loop, DeviceLoop)
     fill(engine, batch, context)
     for _ in range(WARM_UP):
         engine.step()

@@ -16,13 +16,12 @@ from pydantic import Field
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
-from formats.memory import peak_rss_bytes
 from formats.scheme import Strict
+from inference.backend import choose_backend
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.models.kv_cache import blocks_for
-from inference.models.load import load_model
+from inference.scheduling.blocks import blocks_for
 from inference.scheduling.request import SamplingParams
 
 SEED = 0
@@ -91,7 +90,7 @@ def run_once(engine: Engine, load: Load) -> Run:
         decode_tokens=sum(t > full for row in times for t in row),
         first_token_s=[output.token_times[0] - output.arrival for output in outputs],
         per_token_s=[b - a for row in times for a, b in pairwise(row)],
-        peak_memory_bytes=peak_memory_bytes(engine),
+        peak_memory_bytes=engine.backend.peak_bytes(),
         kv_bytes_per_token=engine.kv_bytes_per_token,
         weight_bytes=engine.checkpoint.nbytes or engine.model.weight_bytes,
     )
@@ -107,14 +106,6 @@ def _check_room(engine: Engine, load: Load) -> None:
             f"{engine.stats().total}. Raise max_batch_size and kv_blocks, or lower the batch",
             "batch",
         )
-
-
-def peak_memory_bytes(engine: Engine) -> int:
-    """Most memory that an engine's process had so far, on the device that it runs on."""
-    device = engine.model.place.device
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_rss_bytes()
 
 
 @dataclass(frozen=True)
@@ -152,8 +143,8 @@ class EngineSource:
             )
         checkpoint = self.checkpoint()
         tokenizer = random_tokenizer(checkpoint.config["vocab_size"])
-        model = load_model(checkpoint, device=device)
-        return Engine(checkpoint, model, tokenizer, config, quantized_kv=self.quantized_kv)
+        backend = choose_backend(device, checkpoint)
+        return Engine(checkpoint, tokenizer, config, backend, quantized_kv=self.quantized_kv)
 
 
 class Worker:

@@ -1,25 +1,24 @@
-"""A Llama-like decoder as one call of the compiled CPU kernels."""
+"""A decoder as one call of the compiled CPU kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
 
 import torch
+from torch import Tensor
 
+from inference.cpu.batch import Batch
+from inference.cpu.decoder import CpuDecoder, CpuLayer
+from inference.cpu.layers import Linear
 from inference.models.feed_forward import SwiGLU
-from inference.models.layers import Linear
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
 from kernels.weights import PackedWeight
 
-if TYPE_CHECKING:
-    from inference.gpu.layers import GpuLinear
-    from inference.models.decoder import Layer, LlamaModel
 
-
-def fuse(model: LlamaModel, pools: Sequence[KVPool]) -> FusedDecoder | None:
-    """Put a model and a cache together for `FusedDecoder`.
+def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor] | None:
+    """Put a model and a cache together: what gives the logits of a batch.
 
     Returns:
         None where a part has no fused kernel: mixtures of experts, other types than fp32, weights
@@ -31,7 +30,7 @@ def fuse(model: LlamaModel, pools: Sequence[KVPool]) -> FusedDecoder | None:
     blocks = [part for part in parts if part is not None]
     if model.dtype != torch.float32 or head is None or len(blocks) < len(parts):
         return None
-    return FusedDecoder(
+    fused = FusedDecoder(
         DecoderSpec(
             embedding=model.embedding,
             blocks=blocks,
@@ -43,10 +42,11 @@ def fuse(model: LlamaModel, pools: Sequence[KVPool]) -> FusedDecoder | None:
             eps=model.config.eps,
         )
     )
+    return lambda batch: fused.step(**vars(batch))
 
 
-def _linear(linear: Linear | GpuLinear) -> LinearSpec | None:
-    if not isinstance(linear, Linear) or not isinstance(linear.weight, PackedWeight):
+def _linear(linear: Linear) -> LinearSpec | None:
+    if not isinstance(linear.weight, PackedWeight):
         return None
     packed, spec = linear.weight.packed, linear.activations
     if spec is None:
@@ -55,10 +55,11 @@ def _linear(linear: Linear | GpuLinear) -> LinearSpec | None:
     return LinearSpec(packed, inputs, linear.input_scale, spec.group)
 
 
-def _block(layer: Layer, pool: KVPool, window: int | None) -> BlockSpec | None:
-    if not isinstance(layer.feed_forward, SwiGLU):
+def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | None:
+    own = layer.feed_forward
+    if not isinstance(own, SwiGLU):
         return None
-    linears = (layer.qkv, layer.o, layer.feed_forward.gate_up, layer.feed_forward.down)
+    linears = (layer.qkv, layer.o, own.gate_up, own.down)
     specs = [spec for spec in map(_linear, linears) if spec is not None]
     if len(specs) < len(linears):
         return None

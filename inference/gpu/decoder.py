@@ -1,4 +1,4 @@
-"""A step of a Llama-like decoder as a row of GPU kernels, from token ids to logits.
+"""A step of a decoder as a row of GPU kernels, from token ids to logits.
 
 A block is nine launches: RMSNorm with the sum of the residual before it, q/k/v, rotation and the
 write to the cache, attention, o, RMSNorm, gate and up, SiLU's product, down; where inputs are
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.gpu.feed_forward import feed_forward, inputs_of, on_gpu
-from inference.gpu.layers import workspace_on
-from inference.models.decoder import Layer, LlamaModel
+from inference.gpu.experts import GpuExperts
+from inference.gpu.feed_forward import feed_forward, inputs_of
+from inference.gpu.layers import GpuLinear, workspace_on
+from inference.models.decoder import Decoder, Layer
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
@@ -29,6 +30,8 @@ from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import has_e4m3
 from kernels.triton.fused import add_rms_norm
 from kernels.triton.linear.dispatch import InputFormat
+
+GpuDecoder = Decoder[GpuLinear, GpuExperts]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class GpuBatch:
 
 
 @torch.no_grad()
-def forward(model: LlamaModel, pools: Sequence[KVPool], batch: GpuBatch) -> Tensor:
+def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tensor:
     """Run the tokens of a step; their K and V go into the cache.
 
     Returns:
@@ -67,7 +70,7 @@ def forward(model: LlamaModel, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     """
     eps, total, delta = model.config.eps, model.embedding[batch.ids].to(model.dtype), None
     for layer, pool, window in zip(model.layers, pools, model.config.windows, strict=True):
-        project = on_gpu(layer.qkv)
+        project = layer.qkv
         rows, scales, total = _norm(total, delta, layer.input_norm, eps, project.rows)
         qkv = project.run(rows, scales, model.dtype)
         attended = _attend(model, layer, qkv, batch, pool, window)
@@ -79,7 +82,7 @@ def forward(model: LlamaModel, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     if batch.rows is not None:
         total = total[batch.rows]
         delta = None if delta is None else delta[batch.rows]
-    head = on_gpu(model.head)
+    head = model.head
     rows, scales, _ = _norm(total, delta, model.norm, eps, head.rows)
     return head.run(rows, scales, torch.float32)
 
@@ -94,7 +97,12 @@ def _norm(
 
 
 def _attend(
-    model: LlamaModel, layer: Layer, qkv: Tensor, batch: GpuBatch, pool: KVPool, window: int | None
+    model: GpuDecoder,
+    layer: Layer[GpuLinear, GpuExperts],
+    qkv: Tensor,
+    batch: GpuBatch,
+    pool: KVPool,
+    window: int | None,
 ) -> Tensor:
     """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H]."""
     c = model.config
@@ -105,7 +113,7 @@ def _attend(
         positions=batch.positions, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=c.eps,
         settled=True,
     )  # fmt: skip
-    output, dtype = on_gpu(layer.o), model.dtype
+    output, dtype = layer.o, model.dtype
     wanted = output.rows
     fused: dict[str, Any] = {}
     if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -17,8 +17,8 @@ log = logging.getLogger("ptq.inference")
 
 
 @dataclass(frozen=True)
-class GpuExperts:
-    """The same linear layer of each expert of a mixture.
+class MergedExperts:
+    """The same linear layer of each expert of a mixture, run as one.
 
     Attributes:
         weight: The first one's; the others lie behind it, in order.
@@ -45,24 +45,39 @@ class GpuExperts:
         return linear(rows, scales, self.weight, workspace_on(rows.device), dtype, sorted_rows)
 
 
-def side_by_side(
-    stacks: Iterable[GpuLinear], count: int, name: str
-) -> tuple[list[GpuLinear], GpuExperts | None]:
+@dataclass(frozen=True)
+class GpuExperts:
+    """The same linear layer of each expert of a mixture, in the router's order.
+
+    Attributes:
+        each: One by one.
+        merged: All as one, in the same memory; None where there is no kernel for that.
+    """
+
+    each: Sequence[GpuLinear]
+    merged: MergedExperts | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(layer.nbytes for layer in self.each)
+
+
+def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExperts:
     """Move layers, as they come, to one piece of memory: no two stacks are held twice at a time.
 
-    Args:
-        stacks: Some of the layers each, packed for a kernel by one call (`load_stacks`).
-        count: How many layers there are.
-        name: What they are, for the log.
+    They are not merged where they are not packed alike, or for no kernel that takes some rows of
+    each; why is logged.
 
-    Returns:
-        The layers there, and all as one; None where they are not packed alike, or for no kernel
-        that takes some rows of each. Why is logged.
+    Args:
+        stacks: Some of the layers each, packed by one call, and the name of their first module.
+        count: How many layers there are.
     """
     layers: list[GpuLinear] = []
     memory: dict[str, Tensor] = {}
-    form, scales, why = [], [], ""
-    for stack in stacks:
+    form, scales, first_name, why = [], [], "", ""
+    for stack, name in stacks:
+        first_name = first_name or name
         size = len(next(_tensors(stack.weight))[1])
         if not layers and size < count:
             memory = {key: _room_for(own, count) for key, own in _tensors(stack.weight)}
@@ -78,9 +93,12 @@ def side_by_side(
     if not why and not takes_sorted_rows(first.weight):
         why = "no kernel takes rows of each at once"
     if why:
-        log.warning("%s: %s; experts run one by one, and steps without CUDA graphs", name, why)
-        return layers, None
-    return layers, GpuExperts(first.weight, _rows(first.rows, scales))
+        log.warning(
+            "%s and %d more: %s; experts run one by one, and steps without CUDA graphs",
+            first_name, count - 1, why,
+        )  # fmt: skip
+        return GpuExperts(layers, None)
+    return GpuExperts(layers, MergedExperts(first.weight, _rows(first.rows, scales)))
 
 
 def _tensors(weight: GpuWeight) -> Iterator[tuple[str, Tensor]]:

@@ -13,86 +13,83 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from inference.gpu.experts import GpuExperts
+from inference.gpu.experts import GpuExperts, MergedExperts
 from inference.gpu.layers import GpuLinear
-from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU
-from inference.models.layers import Linear
+from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU, by_expert
 from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import silu_mul
 from kernels.triton.linear.dispatch import InputFormat, tallest_tile
 from kernels.triton.tuning import bucket
 
+GpuFeedForward = FeedForward[GpuLinear, GpuExperts]
 MANY_ROWS = 64  # an expert, on average
 LARGE = 16 << 20  # bytes of an expert's gate and up
 
 
-def on_gpu(linear: Linear | GpuLinear) -> GpuLinear:
-    """A layer of a model that runs on a GPU."""
-    assert isinstance(linear, GpuLinear)
-    return linear
-
-
-def as_one(own: FeedForward, tokens: int | None) -> bool:
+def as_one(own: GpuFeedForward, tokens: int | None) -> bool:
     """Whether experts run as one, without the host, in a step of so many tokens of prompts.
 
     In one without prompts, `tokens` None, they do wherever they can; dense layers always.
     """
     if isinstance(own, SwiGLU):
         return True
-    if own.gate_up is None or own.down is None:
+    gate_up = own.gate_up.merged
+    if gate_up is None or own.down.merged is None:
         return False
     few = tokens is None or tokens * own.routing.chosen <= MANY_ROWS * own.routing.experts
-    return few or own.gate_up.weight.nbytes < LARGE
+    return few or gate_up.weight.nbytes < LARGE
 
 
-def inputs_of(own: FeedForward, dtype: torch.dtype) -> InputFormat:
+def inputs_of(own: GpuFeedForward, dtype: torch.dtype) -> InputFormat:
     """How the layer wants its input; mixtures quantize their rows themselves."""
-    return on_gpu(own.gate_up).rows if isinstance(own, SwiGLU) else InputFormat(dtype)
+    return own.gate_up.rows if isinstance(own, SwiGLU) else InputFormat(dtype)
 
 
 def feed_forward(
-    own: FeedForward, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, padded: bool
+    own: GpuFeedForward, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, padded: bool
 ) -> Tensor:
     """The layer on rows that are as it wants them: [T, H] in `dtype`.
 
     Args:
         own: The layer.
         rows: [T, H].
-        scales: Theirs.
+        scales: Of the rows, where they are quantized.
         dtype: The model's float type.
         padded: Whether the step may be captured.
     """
     if isinstance(own, SwiGLU):
-        return _down(own, on_gpu(own.gate_up).run(rows, scales, dtype))
+        return _down(own, own.gate_up.run(rows, scales, dtype))
     return _mixture(own, rows, padded)
 
 
-def _on_floats(own: SwiGLU, x: Tensor) -> Tensor:
-    return _down(own, on_gpu(own.gate_up)(x))
+def _on_floats(own: SwiGLU[GpuLinear], x: Tensor) -> Tensor:
+    return _down(own, own.gate_up(x))
 
 
-def _down(own: SwiGLU, y: Tensor) -> Tensor:
+def _down(own: SwiGLU[GpuLinear], y: Tensor) -> Tensor:
     """The layer from what gate and up say on."""
-    down = on_gpu(own.down)
+    down = own.down
     return down.run(*silu_mul(y, down.rows.scale, down.rows.dtype, down.rows.group), y.dtype)
 
 
-def _mixture(own: MixtureOfExperts, x: Tensor, padded: bool) -> Tensor:
+def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bool) -> Tensor:
     routing = own.routing
-    logits = on_gpu(own.router)(x, torch.float32)
+    logits = own.router(x, torch.float32)
     weights, chosen = route(logits, routing.chosen, routing.normalized)
-    if own.gate_up is None or own.down is None or not (padded or as_one(own, len(x))):
-        y = own.by_expert(x, chosen, _on_floats).flatten(0, 1)
+    gate_up, down = own.gate_up.merged, own.down.merged
+    if gate_up is None or down is None or not (padded or as_one(own, len(x))):
+        experts = [SwiGLU(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
+        y = by_expert(x, chosen, experts, _on_floats).flatten(0, 1)
     else:
-        y = _all_at_once(own.gate_up, own.down, x, chosen, routing.experts)
+        y = _all_at_once(gate_up, down, x, chosen, routing.experts)
     if own.shared is None or own.shared_gate is None:
         return combine(y, weights)
-    return combine(y, weights, _on_floats(own.shared, x), on_gpu(own.shared_gate)(x))
+    return combine(y, weights, _on_floats(own.shared, x), own.shared_gate(x))
 
 
 def _all_at_once(
-    gate_up: GpuExperts, down: GpuExperts, x: Tensor, chosen: Tensor, experts: int
+    gate_up: MergedExperts, down: MergedExperts, x: Tensor, chosen: Tensor, experts: int
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
     tallest = min(tallest_tile(gate_up.weight), tallest_tile(down.weight))

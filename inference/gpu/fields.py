@@ -1,4 +1,4 @@
-"""The arguments of a step: arrays that go to the device together."""
+"""The arrays of a step as one block of bytes: made on the host, moved to the device by one copy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,31 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 Shapes = Mapping[str, Shape]
 
 
+def pack_fields(shapes: Shapes, values: Mapping[str, Sequence], *, pinned: bool) -> Tensor:
+    """A step's arrays as a block of bytes on the host.
+
+    Args:
+        shapes: Type and shape of each.
+        values: What each array begins with; the rest of it is zero.
+        pinned: Whether the block is to be moved without waiting.
+
+    Returns:
+        uint8, one dimension.
+    """
+    block = torch.zeros(_size(shapes), dtype=torch.uint8, pin_memory=pinned)
+    arrays = _views(block, shapes)
+    for name, rows in values.items():
+        array = arrays[name].numpy()
+        if array.ndim == 1:
+            array[: len(rows)] = rows
+            continue
+        for i, row in enumerate(rows):
+            array[i, : len(row)] = row
+    return block
+
+
 class Fields:
-    """Named arrays in one block of bytes, filled on the host and moved to the device by one copy.
+    """Named arrays in one block of bytes on the device.
 
     Args:
         shapes: Type and shape of each.
@@ -24,22 +47,11 @@ class Fields:
     """
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        self._shapes = shapes
         self._bytes = torch.empty(_size(shapes), dtype=torch.uint8, device=device)
         self.on_device = _views(self._bytes, shapes)
 
-    def upload(self, values: Mapping[str, Sequence]) -> None:
-        """Set the beginning of each array named to its values, the rest to zero; does not wait."""
-        pinned = self._bytes.is_cuda
-        block = torch.zeros(len(self._bytes), dtype=torch.uint8, pin_memory=pinned)
-        arrays = _views(block, self._shapes)
-        for name, rows in values.items():
-            array = arrays[name].numpy()
-            if array.ndim == 1:
-                array[: len(rows)] = rows
-                continue
-            for i, row in enumerate(rows):
-                array[i, : len(row)] = row
+    def upload(self, block: Tensor) -> None:
+        """Fill the arrays from a block of `pack_fields` of the same shapes; does not wait."""
         self._bytes.copy_(block, non_blocking=True)
 
 

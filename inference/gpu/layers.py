@@ -1,7 +1,8 @@
-"""Linear layers on a GPU."""
+"""Linear layers on a GPU: packed for their kernels, and run by them."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -9,9 +10,12 @@ import torch
 from torch import Tensor
 
 from formats.scheme import ActivationSpec
+from inference.models.read import StoredLinear
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
-from kernels.triton.linear.dispatch import FP8, GpuWeight, InputFormat, linear
+from kernels.triton.linear.dispatch import FP8, DenseWeight, GpuWeight, InputFormat, linear, pack
+
+log = logging.getLogger("ptq.inference")
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
 
@@ -77,3 +81,36 @@ class GpuLinear:
     def nbytes(self) -> int:
         """Bytes held in memory."""
         return self.weight.nbytes
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight [N, K], where it is not quantized."""
+        return self.weight.weight if isinstance(self.weight, DenseWeight) else None
+
+
+def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
+    """Lay a layer, or a stack of them, out for the kernel that takes it.
+
+    What none takes is dequantized, which is logged.
+
+    Args:
+        stored: On the GPU.
+        dtype: The model's float type.
+    """
+    weights, bias = stored.scheme.weights, stored.bias
+    if weights is None or stored.scale is None:
+        held = DenseWeight(stored.weight.to(dtype), None if bias is None else bias.to(dtype))
+        return GpuLinear(held, InputFormat(dtype))
+    inputs = rows_of(stored.scheme.activations, stored.input_scale, dtype)
+    tensors = (stored.weight, stored.scale, stored.zero_point, bias)
+    own = pack(*tensors, inputs, dtype, bits=weights.bits, group=stored.group)
+    if isinstance(own, DenseWeight):
+        others = len(stored.names) - 1
+        log.warning(
+            "%s%s: no GPU kernel takes %s of %s; it runs dequantized, with the same numbers",
+            " + ".join(stored.names[0]),
+            f" and {others} more" if others else "",
+            stored.scheme.text,
+            tuple(stored.weight.shape[-2:]),
+        )
+    return GpuLinear(own, inputs)

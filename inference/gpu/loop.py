@@ -12,19 +12,14 @@ way is waited for first.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from torch import Tensor
 
-from inference.config import EngineConfig
 from inference.gpu.runner import GpuRunner, Launched
-from inference.gpu.steps import Draw, Work
-from inference.models.decoder import LlamaModel
-from inference.models.kv_cache import blocks_for
+from inference.gpu.steps import Draw, ScheduledSlice
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.request import RequestOutput
 from inference.scheduling.scheduler import Scheduler, Slice
-from kernels.attention_inputs import KVPool
 
 
 class DeviceLoop:
@@ -37,7 +32,7 @@ class DeviceLoop:
         ahead: Launch steps before the tokens of the last are known.
 
     Attributes:
-        runner: The same.
+        runner: Runs them.
         waited: Seconds for which the host has waited for the device.
     """
 
@@ -51,26 +46,26 @@ class DeviceLoop:
     ) -> None:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
         self._ahead, self.waited = ahead, 0.0
-        self._seats: dict[str, int] = {}
-        self._flying: tuple[Launched, dict[str, ActiveRequest]] | None = None
+        self._indices: dict[str, int] = {}
+        self._on_its_way: tuple[Launched, dict[str, ActiveRequest]] | None = None
 
     def step(self) -> list[RequestOutput]:
         """Launch a step, and tell the tokens of the one before it."""
-        outputs = [] if self._may_run_ahead() else self.land()
+        outputs = [] if self._may_run_ahead() else self.collect()
         slices = self._scheduler.schedule()
         if not slices:
-            return outputs + self.land()
+            return outputs + self.collect()
         launched = self._launch(slices)
-        outputs += self.land()
-        self._flying = launched
-        return outputs if self._may_run_ahead() else outputs + self.land()
+        outputs += self.collect()
+        self._on_its_way = launched
+        return outputs if self._may_run_ahead() else outputs + self.collect()
 
-    def land(self) -> list[RequestOutput]:
+    def collect(self) -> list[RequestOutput]:
         """Wait for the step on its way and tell its tokens."""
-        flying, self._flying = self._flying, None
-        if flying is None:
+        on_its_way, self._on_its_way = self._on_its_way, None
+        if on_its_way is None:
             return []
-        launched, requests = flying
+        launched, requests = on_its_way
         outputs: list[RequestOutput] = []
         start = time.perf_counter()
         tokens = launched.tokens()
@@ -91,13 +86,17 @@ class DeviceLoop:
         return self.runner.score(part)
 
     def warm_up(self) -> None:
-        """Compile and capture the steps of decodes alone and of prompts alone."""
+        """Compile and capture the steps of decodes alone and of prompts alone.
+
+        Raises:
+            EngineError: memory is too small for them.
+        """
         scheduler = self._scheduler
         self.runner.warm_up(scheduler.max_batch_size, scheduler.max_batched_tokens)
 
     def drop(self) -> None:
         """Forget the step on its way."""
-        self._flying = None
+        self._on_its_way = None
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""
@@ -110,14 +109,20 @@ class DeviceLoop:
         return missing <= scheduler.blocks.free and on_device
 
     def _launch(self, slices: list[Slice]) -> tuple[Launched, dict[str, ActiveRequest]]:
-        self._assign_seats()
+        self._assign_indices()
         requests, work = {}, []
         for part in slices:
             name = part.sequence.name
             request = requests[name] = self._requests[name]
-            draw, logits = Draw(*request.draw), not request.chosen_on_device
-            whole = request.wants_prompt_logits
-            work.append(Work(part, part.samples, self._seats[name], draw, logits, whole))
+            own = ScheduledSlice(
+                part,
+                samples=part.samples,
+                index=self._indices[name],
+                draw=Draw(*request.draw),
+                logits=not request.chosen_on_device,
+                whole=request.wants_prompt_logits,
+            )
+            work.append(own)
         launched = self.runner.launch(work)
         self._scheduler.advance(slices)
         for own in work:
@@ -126,24 +131,9 @@ class DeviceLoop:
                 request.expect()
         return launched, requests
 
-    def _assign_seats(self) -> None:
-        """A seat for each running sequence; those of others are free again."""
+    def _assign_indices(self) -> None:
+        """A batch index for each running sequence; those of others are free again."""
         running = [sequence.name for sequence in self._scheduler.running]
-        kept = {name: self._seats[name] for name in running if name in self._seats}
+        kept = {name: self._indices[name] for name in running if name in self._indices}
         free = iter(sorted(set(range(self._scheduler.max_batch_size)) - set(kept.values())))
-        self._seats = kept | {name: next(free) for name in running if name not in kept}
-
-
-def make_device_loop(
-    model: LlamaModel,
-    pools: Sequence[KVPool],
-    scheduler: Scheduler,
-    config: EngineConfig,
-    requests: ActiveRequests,
-) -> DeviceLoop:
-    """The loop of an engine of so many places; arguments as in `DeviceLoop` and `GpuRunner`."""
-    assert config.max_model_len is not None
-    width, graphs = blocks_for(config.max_model_len), not config.eager
-    seats = config.max_batch_size
-    runner = GpuRunner(model, pools, scheduler.blocks, width, seats, graphs=graphs)
-    return DeviceLoop(runner, scheduler, requests, ahead=not config.eager)
+        self._indices = kept | {name: next(free) for name in running if name not in kept}

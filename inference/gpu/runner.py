@@ -1,8 +1,10 @@
-"""Steps on a GPU: one copy in, a row of kernels or a CUDA graph of them, one copy of tokens out.
+"""Steps on a GPU: planned on the host, executed as kernels or as a CUDA graph of them.
 
-Tokens are chosen on the device and kept there by seat, so that the next step can be launched before
-the host knows them: a token that it does not know yet stands as `PENDING` in a sequence, and its id
-is taken from the sequence's seat.
+One copy in, one copy of tokens out. Tokens are chosen on the device and kept there by batch index,
+so that the next step can be launched before the host knows them: a token that it does not know yet
+stands as `PENDING` in a sequence, and its id is taken from the sequence's index.
+
+`plan` looks at slices and gives a size and a block of bytes; `execute` looks at these alone.
 
 Steps are padded (`inference.gpu.steps`) and, with `graphs`, replayed as the CUDA graph of their
 size: one of decodes alone is captured when it is first needed, any other when it is needed again.
@@ -14,30 +16,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from inference.gpu.decoder import GpuBatch, forward
+from inference.gpu.decoder import GpuBatch, GpuDecoder, forward
 from inference.gpu.feed_forward import as_one
 from inference.gpu.fields import Fields
 from inference.gpu.layers import workspace_on
+from inference.gpu.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
 from inference.gpu.steps import (
+    ScheduledSlice,
     Size,
-    Work,
+    StepPlan,
+    WholeSize,
     decodes_of,
-    padded_shapes,
-    padded_values,
     places,
+    plan_step,
     prompt_sizes,
-    singles,
     size_of,
-    whole_values,
+    step_shapes,
 )
-from inference.models.decoder import LlamaModel
-from inference.models.kv_cache import BlockManager
-from inference.models.memory import ran_out
+from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import PENDING, Slice
 from kernels.attention_inputs import KVPool
 from kernels.devices import launches_on
@@ -48,34 +48,49 @@ log = logging.getLogger("ptq.inference")
 
 
 @dataclass
+class Executed:
+    """What a step gives; on its way until `done`.
+
+    Attributes:
+        logits: fp32 [rows, vocabulary] on the device, until the next step; None where nobody wants
+            them.
+        tokens: int64, the next token of each row that samples, on the host; negative where logits
+            were not finite.
+        done: When `tokens` are there; None where they are.
+    """
+
+    logits: Tensor | None
+    tokens: Tensor
+    done: torch.cuda.Event | None
+
+
+@dataclass
 class Launched:
-    """A step on its way.
+    """A step on its way, and whose rows are whose.
 
     Attributes:
         work: What runs, in an order of its own.
-        logits: fp32 [rows, vocabulary] on the device, in the order of `work`, until the next step;
-            None where nobody wants them.
+        executed: What it gives, in that order.
     """
 
-    work: Sequence[Work]
-    logits: Tensor | None
-    _tokens: Tensor
+    work: Sequence[ScheduledSlice]
+    executed: Executed
     _places: Sequence[int]
-    _done: torch.cuda.Event | None
 
     def tokens(self) -> list[int | None]:
         """Wait for the step: the next token of each sequence, negative where logits were not
         finite; None where the slice is not its last."""
-        if self._done is not None:
-            self._done.synchronize()
-        chosen, rows = self._tokens.tolist(), zip(self.work, self._places, strict=True)
+        if self.executed.done is not None:
+            self.executed.done.synchronize()
+        chosen, rows = self.executed.tokens.tolist(), zip(self.work, self._places, strict=True)
         return [chosen[place] if work.samples else None for work, place in rows]
 
     def logits_of(self, index: int) -> Tensor:
         """Logits of one slice, fp32 [rows, vocabulary], on the host."""
-        assert self.logits is not None
+        logits = self.executed.logits
+        assert logits is not None
         start = sum(work.rows for work in self.work[:index])
-        return self.logits[start : start + self.work[index].rows].cpu()
+        return logits[start : start + self.work[index].rows].cpu()
 
 
 @dataclass
@@ -99,28 +114,29 @@ class GpuRunner:
     Args:
         model: On the GPU.
         pools: Its cache.
-        blocks: Whose blocks are whose.
+        device: The GPU.
+        blocks: Which blocks of the cache each sequence holds.
         width: Most blocks of a sequence.
-        seats: Most sequences of a step.
-        graphs: Capture decode steps.
+        places: Most sequences of a step.
+        graphs: Capture steps as CUDA graphs.
     """
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: GpuDecoder,
         pools: Sequence[KVPool],
+        device: torch.device,
         blocks: BlockManager,
-        width: int,
-        seats: int,
         *,
+        width: int,
+        places: int,
         graphs: bool = True,
     ) -> None:
         self.model, self._pools, self._blocks, self._width = model, pools, blocks, width
-        self._device = model.place.device
-        captures = graphs and self._device.type == "cuda"
-        self._graphs = captures and self._asks_nothing(decodes_of(seats))
-        self._nobody = seats  # the seat of rows that stand for no sequence
-        self._tokens = torch.zeros(seats + 1, dtype=torch.int64, device=self._device)
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(places))
+        self._spare = places  # the batch index of rows that stand for no sequence
+        self._tokens = torch.zeros(places + 1, dtype=torch.int64, device=self._device)
         self._captured: dict[Size, Captured] = {}
         self._seen: set[Size] = set()  # steps of prompts that ran
         self._short: set[Size] = set()  # those for whose graph there was no memory
@@ -128,39 +144,62 @@ class GpuRunner:
             self._stream = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
 
-    def launch(self, work: Sequence[Work]) -> Launched:
-        """Start a step; what it reads was put on its way before it, nothing is waited for."""
-        with launches_on(self._device):
-            return self._launch(work)
+    def launch(self, work: Sequence[ScheduledSlice]) -> Launched:
+        """Start a step; what it reads was put on its way before it, nothing is waited for.
 
-    def _launch(self, work: Sequence[Work]) -> Launched:
-        self._workspace = workspace_on(self._device)  # held, so that all kernels share it
+        Raises:
+            EngineError: memory is too small for it.
+        """
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
+        plan = self.plan(work)
+        try:
+            return Launched(work, self.execute(plan), places(work, plan.size))
+        except RuntimeError as error:
+            if not ran_out(error):
+                raise
+            free = free_bytes(self._device)
+            raise too_small("a step", self._device, free, 0, OF_STEPS) from error
+
+    def plan(self, work: Sequence[ScheduledSlice]) -> StepPlan:
+        """Plan a step; sequences of one token come first."""
         size = size_of(work)
-        if size is None or (size.prompts and not self._asks_nothing(size)):
-            logits, chosen, rows = self._whole(work)
-        else:
-            logits, chosen = self._padded(work, size)
-            rows = places(work, size)
-        if self._device.type == "cpu":
-            return Launched(work, logits, chosen, rows, None)
-        tokens = torch.empty(len(chosen), dtype=torch.int64, pin_memory=True)
-        tokens.copy_(chosen, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return Launched(work, logits, tokens, rows, done)
+        if size is not None and size.prompts and not self._asks_nothing(size):
+            size = None
+        return self._plan(work, size)
+
+    def execute(self, plan: StepPlan) -> Executed:
+        """Start a planned step; nothing is waited for."""
+        with launches_on(self._device):
+            self._workspace = workspace_on(self._device)  # held, so that all kernels share it
+            if isinstance(plan.size, WholeSize):
+                logits, chosen = self._whole(plan.size, plan.block)
+            else:
+                logits, chosen = self._padded(plan.size, plan.block)
+            if not self._on_gpu:
+                return Executed(logits, chosen, None)
+            tokens = torch.empty(len(chosen), dtype=torch.int64, pin_memory=True)
+            tokens.copy_(chosen, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+            return Executed(logits, tokens, done)
 
     def score(self, part: Slice) -> Tensor:
         """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
-        return self.launch([Work(part, part.samples, self._nobody, whole=True)]).logits_of(0)
+        own = ScheduledSlice(part, part.samples, self._spare, whole=True)
+        return self.launch([own]).logits_of(0)
 
     def warm_up(self, sequences: int, tokens: int) -> None:
-        """Compile and capture the steps of up to so many decodes, and of prompts' tokens alone."""
+        """Compile and capture the steps of up to so many decodes, and of prompts' tokens alone.
+
+        Raises:
+            EngineError: memory is too small for them.
+        """
         decodes = dict.fromkeys(decodes_of(n) for n in range(1, sequences + 1))
         prompts = filter(self._asks_nothing, prompt_sizes(tokens))
-        for size in (*decodes, *prompts) if self._graphs else ():
-            self._seen.add(size)
-            self._graph_for(size)
+        with memory_for("warming up", self._device, 0, OF_STEPS), launches_on(self._device):
+            for size in (*decodes, *prompts) if self._graphs else ():
+                self._seen.add(size)
+                self._graph_for(size)
 
     def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
         """The graph of a decode step of so many sequences."""
@@ -171,17 +210,23 @@ class GpuRunner:
         tokens = size.tokens if size.prompts else None
         return all(as_one(layer.feed_forward, tokens) for layer in self.model.layers)
 
-    def _padded(self, work: Sequence[Work], size: Size) -> tuple[Tensor | None, Tensor]:
+    def _plan(self, work: Sequence[ScheduledSlice], size: Size | None) -> StepPlan:
+        own = (self._blocks, self._width, self._spare)
+        return plan_step(work, size, *own, pinned=self._on_gpu)
+
+    def _padded(self, size: Size, block: Tensor) -> tuple[Tensor | None, Tensor]:
         """A padded step: logits, if they are kept, and a next token for each of its rows."""
-        values = padded_values(work, size, self._blocks, self._nobody)
         captured = self._graph_for(size)
         if captured is not None:
-            captured.fields.upload(values)
+            captured.fields.upload(block)
             captured.graph.replay()
             return captured.logits, captured.tokens
-        fields = Fields(padded_shapes(size, self._width), self._device)
-        fields.upload(values)
-        return self._run(fields.on_device, size)
+        return self._run(self._uploaded(size, block), size)
+
+    def _uploaded(self, size: Size | WholeSize, block: Tensor) -> dict[str, Tensor]:
+        fields = Fields(step_shapes(size, self._width), self._device)
+        fields.upload(block)
+        return fields.on_device
 
     def _run(self, x: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
         """Logits and next tokens of the rows of a padded step."""
@@ -216,13 +261,13 @@ class GpuRunner:
         return self._captured[size]
 
     def _capture(self, size: Size) -> Captured:
-        fields = Fields(padded_shapes(size, self._width), self._device)
+        fields = Fields(step_shapes(size, self._width), self._device)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
                 workspace = workspace_on(self._device)
-                fields.upload(padded_values((), size, self._blocks, self._nobody))
+                fields.upload(self._plan((), size).block)
                 self._run(fields.on_device, size)  # kernels are compiled before the capture
         finally:  # where memory runs out, the next step has that of the fields
             current.wait_stream(self._stream)
@@ -231,16 +276,11 @@ class GpuRunner:
             logits, tokens = self._run(fields.on_device, size)
         return Captured(fields, None if size.prompts else logits, tokens, graph, workspace)
 
-    def _whole(self, work: Sequence[Work]) -> tuple[Tensor, Tensor, list[int]]:
-        """A step as it is: logits, next tokens of those that sample, and whose they are."""
-        shapes, values = whole_values(work, self._blocks, self._width)
-        fields = Fields(shapes, self._device)
-        fields.upload(values)
-        x = fields.on_device
-        batch = self._batch(x, singles(work), padded=False)
-        logits = forward(self.model, self._pools, batch)
-        rows = [*accumulate((int(w.samples) for w in work), initial=0)][:-1]
-        return logits, self._choose(logits[x["samples"]], x), rows
+    def _whole(self, size: WholeSize, block: Tensor) -> tuple[Tensor, Tensor]:
+        """A step as it is: logits, and the next tokens of those that sample."""
+        x = self._uploaded(size, block)
+        logits = forward(self.model, self._pools, self._batch(x, size.decodes, padded=False))
+        return logits, self._choose(logits[x["samples"]], x)
 
     def _batch(self, x: Mapping[str, Tensor], decodes: int, *, padded: bool) -> GpuBatch:
         return GpuBatch(
@@ -250,8 +290,8 @@ class GpuRunner:
         )  # fmt: skip
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:
-        """Ids of tokens; of those that the host did not know, what their seats hold."""
-        ids = torch.where(x["ids"] == PENDING, self._tokens[x["seats"]], x["ids"])
+        """Ids of tokens; of those that the host did not know, what was chosen for their index."""
+        ids = torch.where(x["ids"] == PENDING, self._tokens[x["batch_index"]], x["ids"])
         return ids.clamp_(min=0)  # a sequence whose logits were not finite runs on until it is told
 
     def _choose(self, logits: Tensor, x: Mapping[str, Tensor]) -> Tensor:
@@ -264,5 +304,5 @@ class GpuRunner:
             x["steps"],
             workspace_on(logits.device),
         )
-        self._tokens.index_copy_(0, x["sample_seats"], chosen)
+        self._tokens.index_copy_(0, x["sample_index"], chosen)
         return chosen

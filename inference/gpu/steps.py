@@ -1,9 +1,11 @@
-"""What a step on a GPU is made of: slices of sequences, and their tensors.
+"""A step on a GPU, planned on the host: its size, and its arrays as one block of bytes.
+
+Who executes a plan looks at nothing else: no slice, no sequence, no table of blocks.
 
 A step whose number of tokens is small is padded, so that a CUDA graph captured for one serves many:
 first the sequences of one token, as many as the next power of two; then, in a step that has others,
 `PROMPTS` sequences of `Size.tokens` tokens together. Rows that stand for no sequence have length 0,
-are written nowhere and keep their tokens at a seat of nobody.
+are written nowhere and keep their tokens at an index beyond the batch.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from inference.cpu.runner import lay_out
-from inference.gpu.fields import Shape
-from inference.models.kv_cache import BlockManager
+from inference.gpu.fields import Shape, pack_fields
+from inference.scheduling.blocks import BlockManager
+from inference.scheduling.layout import lay_out
 from inference.scheduling.scheduler import Slice
 
-OF_TOKENS = ("ids", "positions", "slots", "seats")  # int64
+OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
 PROMPTS = 8  # sequences of more than one token in a padded step
 MOST_TOKENS = 2048  # of them; launching a step of more takes less than running it
 
@@ -37,13 +40,13 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Work:
+class ScheduledSlice:
     """A slice of a sequence, and what is wanted of it.
 
     Attributes:
         part: The slice.
         samples: Whether a token follows it; asked now, since the sequence grows meanwhile.
-        seat: Where the sequence's last token is kept on the device.
+        index: The sequence's place in the batch: where its last token is kept on the device.
         draw: How its next token is chosen.
         logits: Whether the host wants the logits of its last token.
         whole: Whether it wants those of all its tokens.
@@ -51,7 +54,7 @@ class Work:
 
     part: Slice
     samples: bool
-    seat: int
+    index: int
     draw: Draw = Draw()
     logits: bool = False
     whole: bool = False
@@ -82,12 +85,82 @@ class Size:
         return self.decodes + self.prompts
 
 
+@dataclass(frozen=True)
+class WholeSize:
+    """Rows of a step that runs as it is, never captured.
+
+    Attributes:
+        decodes: Sequences of one token, which come first.
+        sequences: Sequences of one token and of more.
+        tokens: Tokens of all of them.
+        rows: Tokens whose logits are wanted.
+        samples: Sequences that get a next token.
+    """
+
+    decodes: int
+    sequences: int
+    tokens: int
+    rows: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step as the device is told of it.
+
+    Attributes:
+        size: Says which arrays there are, and of which shapes.
+        block: The arrays: uint8 on the host.
+    """
+
+    size: Size | WholeSize
+    block: Tensor
+
+
+def plan_step(
+    work: Sequence[ScheduledSlice],
+    size: Size | None,
+    blocks: BlockManager,
+    width: int,
+    spare: int,
+    *,
+    pinned: bool,
+) -> StepPlan:
+    """Plan a step.
+
+    Args:
+        work: Sequences of one token first.
+        size: The size that it is padded to; None where it runs as it is.
+        blocks: Which blocks of the cache each sequence holds.
+        width: Most blocks of a sequence.
+        spare: The batch index of rows that stand for no sequence.
+        pinned: Whether the arrays are to be moved without waiting.
+    """
+    if size is None:
+        whole, values = whole_size(work), whole_values(work, blocks)
+        return StepPlan(whole, pack_fields(step_shapes(whole, width), values, pinned=pinned))
+    values = padded_values(work, size, blocks, spare)
+    return StepPlan(size, pack_fields(step_shapes(size, width), values, pinned=pinned))
+
+
+def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:
+    """Types and shapes of a step's arrays, for sequences of so many blocks at most."""
+    if isinstance(size, Size):
+        return padded_shapes(size, width)
+    return {
+        **shapes_of(size.tokens, size.sequences, size.samples, width),
+        "rows": (torch.int64, (size.rows,)),
+        "samples": (torch.int64, (size.samples,)),
+        "query_start": (torch.int32, (size.sequences + 1,)),
+    }
+
+
 def decodes_of(sequences: int) -> Size:
     """The size of a step of so many sequences of one token each."""
     return Size(_power(sequences))
 
 
-def size_of(work: Sequence[Work]) -> Size | None:
+def size_of(work: Sequence[ScheduledSlice]) -> Size | None:
     """The padded size of a step; None where it is not to be padded.
 
     Args:
@@ -114,7 +187,7 @@ def shapes_of(tokens: int, sequences: int, samples: int, width: int) -> dict[str
         **dict.fromkeys(OF_TOKENS, (torch.int64, (tokens,))),
         "tables": (torch.int32, (sequences, width)),
         "lengths": (torch.int32, (sequences,)),
-        "sample_seats": (torch.int64, (samples,)),
+        "sample_index": (torch.int64, (samples,)),
         "temperature": (torch.float32, (samples,)),
         "top_p": (torch.float32, (samples,)),
         "top_k": (torch.int32, (samples,)),
@@ -133,15 +206,15 @@ def padded_shapes(size: Size, width: int) -> dict[str, Shape]:
 
 
 def padded_values(
-    work: Sequence[Work], size: Size, blocks: BlockManager, nobody: int
+    work: Sequence[ScheduledSlice], size: Size, blocks: BlockManager, spare: int
 ) -> dict[str, Sequence]:
     """What a padded step's arrays hold; the sample of work[i] is in row `places(work, size)[i]`.
 
     Args:
         work: Sequences of one token first.
         size: From `size_of`, or one at least as large.
-        blocks: Whose blocks are whose.
-        nobody: The seat of rows that stand for no sequence.
+        blocks: Which blocks of the cache each sequence holds.
+        spare: The batch index of rows that stand for no sequence.
     """
     ones = singles(work)
     missing, absent = size.decodes - ones, size.prompts - (len(work) - ones)
@@ -150,16 +223,16 @@ def padded_values(
         """Room for the sequences of one token that there are not."""
         return [*values[:ones], *[blank] * missing, *values[ones:]]
 
-    blank = {"slots": -1, "seats": nobody, "tables": ()}
+    blank = {"slots": -1, "batch_index": spare, "tables": ()}
     own = {name: spread(v, blank.get(name, 0)) for name, v in _of_slices(work, blocks).items()}
     own["slots"] += [-1] * (size.decodes + size.tokens - len(own["slots"]))
     counts = [w.part.count for w in work[ones:]]
     starts = [*range(size.decodes), *accumulate(counts, initial=size.decodes)]
     found: dict[str, Sequence] = {
         **own,
-        "sample_seats": [
-            *spread([w.seat if w.samples else nobody for w in work], nobody),
-            *[nobody] * absent,
+        "sample_index": [
+            *spread([w.index if w.samples else spare for w in work], spare),
+            *[spare] * absent,
         ],
         **draws_of(spread([w.draw for w in work], Draw())),
     }
@@ -169,33 +242,42 @@ def padded_values(
     return found
 
 
-def places(work: Sequence[Work], size: Size) -> list[int]:
-    """The row of each one's next token among those of a padded step."""
+def places(work: Sequence[ScheduledSlice], size: Size | WholeSize) -> list[int]:
+    """The row of each one's next token among those that a step of a size gives."""
+    if isinstance(size, WholeSize):
+        return [*accumulate((int(w.samples) for w in work), initial=0)][:-1]
     ones = singles(work)
     return [i if i < ones else i - ones + size.decodes for i in range(len(work))]
 
 
-def whole_values(
-    work: Sequence[Work], blocks: BlockManager, width: int
-) -> tuple[dict[str, Shape], dict[str, Sequence]]:
-    """Types and shapes of the arrays of a step as it is, and what they hold."""
-    counts = [w.part.count for w in work]
-    starts = [0, *accumulate(counts)]
-    rows, samples, seats = [], [], []
-    for w, start in zip(work, starts[:-1], strict=True):
+def whole_size(work: Sequence[ScheduledSlice]) -> WholeSize:
+    """The size of a step as it is."""
+    return WholeSize(
+        decodes=singles(work),
+        sequences=len(work),
+        tokens=sum(w.part.count for w in work),
+        rows=sum(w.rows for w in work),
+        samples=sum(w.samples for w in work),
+    )
+
+
+def whole_values(work: Sequence[ScheduledSlice], blocks: BlockManager) -> dict[str, Sequence]:
+    """What the arrays of a step as it is hold."""
+    starts = [0, *accumulate(w.part.count for w in work)]
+    rows, samples = [], []
+    for w, end in zip(work, starts[1:], strict=True):
+        rows += range(end - w.rows, end)
         if w.samples:
-            samples.append(len(rows) + w.rows - 1)
-            seats.append(w.seat)
-        rows += range(start + w.part.count - w.rows, start + w.part.count)
-    shapes = {
-        **shapes_of(starts[-1], len(work), len(samples), width),
-        "rows": (torch.int64, (len(rows),)),
-        "samples": (torch.int64, (len(samples),)),
-        "query_start": (torch.int32, (len(starts),)),
+            samples.append(len(rows) - 1)
+    sampling = [w for w in work if w.samples]
+    return {
+        **_of_slices(work, blocks),
+        **draws_of([w.draw for w in sampling]),
+        "rows": rows,
+        "samples": samples,
+        "sample_index": [w.index for w in sampling],
+        "query_start": starts,
     }
-    values = {"rows": rows, "samples": samples, "sample_seats": seats, "query_start": starts}
-    draws = draws_of([w.draw for w in work if w.samples])
-    return shapes, _of_slices(work, blocks) | draws | values
 
 
 def draws_of(draws: Sequence[Draw]) -> dict[str, Sequence]:
@@ -209,20 +291,20 @@ def draws_of(draws: Sequence[Draw]) -> dict[str, Sequence]:
     }
 
 
-def _of_slices(work: Sequence[Work], blocks: BlockManager) -> dict[str, Sequence]:
+def _of_slices(work: Sequence[ScheduledSlice], blocks: BlockManager) -> dict[str, Sequence]:
     """Where tokens stand, and the tables of their sequences."""
     own = lay_out([w.part for w in work], blocks)
     return {
         "ids": own.ids,
         "positions": own.positions,
         "slots": own.slots,
-        "seats": [w.seat for w in work for _ in range(w.part.count)],
+        "batch_index": [w.index for w in work for _ in range(w.part.count)],
         "tables": own.tables,
         "lengths": own.contexts,
     }
 
 
-def singles(work: Sequence[Work]) -> int:
+def singles(work: Sequence[ScheduledSlice]) -> int:
     """How many are of one token."""
     return sum(w.part.count == 1 for w in work)
 

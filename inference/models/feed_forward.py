@@ -7,16 +7,13 @@ SwiGLU (Shazeer 2020, arXiv 2002.05202, Eq. 6) with gate and up merged. A mixtur
 
 with p divided by the sum of the chosen ones where the family does so. Qwen2-MoE adds an expert that
 sees every token: y += sigmoid(x W_shared^T) E_shared(x) (Qwen Team 2024, arXiv 2407.10671).
-
-Tokens are sorted by expert, and each expert runs once on its rows. All that is added up of a token
-is added in the order of its own probabilities, so that its bits do not depend on the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,40 +21,19 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.experts import EXPERT_NAMES
-from inference.models.layers import Linear, Placement, load_linear, load_stacks
-from kernels.ops import silu_mul
+from inference.models.config import Routing
+from inference.models.layers import L, LayerFactory, X
+from inference.models.read import read_linear, read_stacks
 
-if TYPE_CHECKING:
-    from inference.gpu.experts import GpuExperts
-    from inference.gpu.layers import GpuLinear
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How a family's routers choose.
-
-    Attributes:
-        experts: How many there are in a block.
-        chosen: How many of them a token goes to.
-        normalized: Whether the probabilities of these are divided by their sum.
-    """
-
-    experts: int
-    chosen: int
-    normalized: bool
+E = TypeVar("E")
 
 
 @dataclass(frozen=True)
-class SwiGLU:
+class SwiGLU(Generic[L]):
     """down(silu(gate(x)) * up(x)); gate and up are merged."""
 
-    gate_up: Linear | GpuLinear
-    down: Linear | GpuLinear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, H] to the same."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(silu_mul(gate, up))
+    gate_up: L
+    down: L
 
     @property
     def nbytes(self) -> int:
@@ -66,92 +42,83 @@ class SwiGLU:
 
 
 @dataclass(frozen=True)
-class MixtureOfExperts:
+class MixtureOfExperts(Generic[L, X]):
     """Experts, of which each token goes to some; see the module's docstring.
 
     Attributes:
         routing: How experts are chosen.
         router: Gives a logit for each expert.
-        experts: In the router's order.
+        gate_up: Gate and up, merged, of each expert, in the router's order.
+        down: Down of each expert.
         shared: Sees every token, or None.
         shared_gate: Gives its logit.
-        gate_up: On a GPU all experts' as one, or None.
-        down: Likewise.
     """
 
     routing: Routing
-    router: Linear | GpuLinear
-    experts: Sequence[SwiGLU]
-    shared: SwiGLU | None
-    shared_gate: Linear | GpuLinear | None
-    gate_up: GpuExperts | None = None
-    down: GpuExperts | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, H] to the same."""
-        weights, chosen = self.route(x)
-        outputs = self.by_expert(x, chosen, SwiGLU.__call__)  # [T, k, H]
-        y = outputs[:, 0] * weights[:, :1]
-        for i in range(1, self.routing.chosen):  # in order: a sum of torch's may take any
-            y = y + outputs[:, i] * weights[:, i : i + 1]
-        if self.shared is not None and self.shared_gate is not None:
-            share = 1.0 / (1.0 + torch.exp(-self.shared_gate(x).float()))
-            y = y + self.shared(x) * share
-        return y.to(x.dtype)
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities fp32 and numbers int64 of each token's experts, both [T, k], descending."""
-        probabilities = torch.softmax(self.router(x).float(), dim=-1)
-        weights, chosen = torch.topk(probabilities, self.routing.chosen, dim=-1)
-        if self.routing.normalized:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
-
-    def by_expert(
-        self, x: Tensor, chosen: Tensor, run: Callable[[SwiGLU, Tensor], Tensor]
-    ) -> Tensor:
-        """Output of each of the tokens' experts [T, k, H]; every expert is `run` at most once."""
-        each = chosen.flatten()
-        order = torch.argsort(each, stable=True)  # rows of [T k], expert by expert
-        counts = torch.bincount(each, minlength=len(self.experts)).tolist()
-        outputs = x.new_empty(len(each), x.shape[-1])
-        for expert, rows in zip(self.experts, order.split(counts), strict=True):
-            if len(rows):
-                outputs[rows] = run(expert, x[rows // self.routing.chosen])
-        return outputs.unflatten(0, chosen.shape)
+    router: L
+    gate_up: X
+    down: X
+    shared: SwiGLU[L] | None
+    shared_gate: L | None
 
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
-        parts = (self.router, *self.experts, self.shared, self.shared_gate)
+        parts = (self.router, self.gate_up, self.down, self.shared, self.shared_gate)
         return sum(part.nbytes for part in parts if part is not None)
 
 
-FeedForward = SwiGLU | MixtureOfExperts
+FeedForward = SwiGLU[L] | MixtureOfExperts[L, X]
+
+
+def by_expert(
+    x: Tensor, chosen: Tensor, experts: Sequence[E], run: Callable[[E, Tensor], Tensor]
+) -> Tensor:
+    """What each token's experts make of it, one expert after another.
+
+    Tokens are sorted by expert, so that every expert is `run` at most once.
+
+    Args:
+        x: [T, H].
+        chosen: int64 [T, k], the experts of each token.
+        experts: All of them.
+        run: Runs one on rows [n, H].
+
+    Returns:
+        [T, k, H].
+    """
+    each = chosen.flatten()
+    order = torch.argsort(each, stable=True)  # rows of [T k], expert by expert
+    counts = torch.bincount(each, minlength=len(experts)).tolist()
+    outputs = x.new_empty(len(each), x.shape[-1])
+    for expert, rows in zip(experts, order.split(counts), strict=True):
+        if len(rows):
+            outputs[rows] = run(expert, x[rows // chosen.shape[1]])
+    return outputs.unflatten(0, chosen.shape)
 
 
 def load_feed_forward(
     checkpoint: Checkpoint,
     block: str,
     routing: Routing | None,
-    place: Placement,
-) -> FeedForward:
+    factory: LayerFactory[L, X],
+) -> FeedForward[L, X]:
     """Read the feed-forward layer of a block; it is a mixture if the checkpoint has its router.
 
     Args:
         checkpoint: Where from.
         block: Full name.
         routing: How the family's routers choose; None for dense families.
-        place: Where to.
+        factory: Makes its layers.
 
     Raises:
         CheckpointError: a tensor is missing, or the router is not one of these experts.
     """
 
-    def linear(*modules: str) -> Linear | GpuLinear:
-        return load_linear(checkpoint, modules, place)
+    def linear(*modules: str) -> L:
+        return factory.linear(read_linear(checkpoint, modules, factory.device))
 
-    def swiglu(module: str, gate: str, up: str, down: str) -> SwiGLU:
+    def swiglu(module: str, gate: str, up: str, down: str) -> SwiGLU[L]:
         return SwiGLU(linear(f"{module}.{gate}", f"{module}.{up}"), linear(f"{module}.{down}"))
 
     dense = ("gate_proj", "up_proj", "down_proj")
@@ -165,30 +132,17 @@ def load_feed_forward(
             f"{moe}.gate chooses among {found} experts, config.json says {routing.experts}. The "
             "checkpoint and its config.json do not belong together"
         )
-    experts = [f"{moe}.experts.{i}" for i in range(found)]
-    (gate_ups, gate_up), (downs, down) = (
-        _load_alike(checkpoint, [[f"{e}.{leaf}" for leaf in leaves] for e in experts], place)
-        for leaves in ((names.gate, names.up), (names.down,))
-    )
+
+    def experts(*leaves: str) -> X:
+        modules = [[f"{moe}.experts.{i}.{leaf}" for leaf in leaves] for i in range(found)]
+        return factory.experts(read_stacks(checkpoint, modules, factory.device), found)
+
     shared = f"{moe}.shared_expert_gate.weight" in checkpoint
     return MixtureOfExperts(
         routing=routing,
+        gate_up=experts(names.gate, names.up),
+        down=experts(names.down),
         router=linear(f"{moe}.gate"),
-        experts=[SwiGLU(*pair) for pair in zip(gate_ups, downs, strict=True)],
         shared=swiglu(f"{moe}.shared_expert", *dense) if shared else None,
         shared_gate=linear(f"{moe}.shared_expert_gate") if shared else None,
-        gate_up=gate_up,
-        down=down,
     )
-
-
-def _load_alike(
-    checkpoint: Checkpoint, layers: Sequence[Sequence[str]], place: Placement
-) -> tuple[Sequence[Linear | GpuLinear], GpuExperts | None]:
-    """The same layer of all experts: each, and on a GPU all as one, where that can be."""
-    if not place.triton:
-        return [load_linear(checkpoint, modules, place) for modules in layers], None
-    from inference.gpu.experts import side_by_side
-
-    name = f"{layers[0][0]} and {len(layers) - 1} more"
-    return side_by_side(load_stacks(checkpoint, layers, place), len(layers), name)

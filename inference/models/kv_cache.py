@@ -1,95 +1,118 @@
-"""The paged KV cache: which block belongs to whom, and the tensors that hold them."""
+"""The paged cache of a decoder: what it has to hold, and its tensors layer by layer."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from formats.errors import EngineError
+from formats.checkpoint.read import Checkpoint
 from formats.scheme import KVCacheSpec
-from inference.models.layers import Placement
+from inference.config import EngineConfig
+from inference.models.config import ModelConfig
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import TYPES
 
-CPU = Placement(torch.device("cpu"), torch.float32)
-
 
 @dataclass(frozen=True)
-class KVStats:
-    """Blocks of the cache; `free + used + cached == total`, always."""
+class CacheShape:
+    """What a cache has to hold; how it lies in memory is the backend's.
 
-    total: int
-    free: int
-    used: int
-    cached: int = 0
-
-
-class BlockManager:
-    """Hands out blocks of 64 tokens; pure bookkeeping.
-
-    Args:
-        total: Number of blocks.
+    Attributes:
+        blocks: Blocks of 64 tokens.
+        kv_heads: Key and value heads.
+        head_dim: Numbers of a head.
+        spec: How K and V are quantized, or None.
+        dtype: Type of K and V where they are not quantized; None leaves it to the backend.
+        scales: Static scales of K and V, layer by layer; None where there are none.
     """
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self._free = deque(range(total))
-        self._tables: dict[str, list[int]] = {}
+    blocks: int
+    kv_heads: int
+    head_dim: int
+    spec: KVCacheSpec | None
+    dtype: torch.dtype | None
+    scales: Sequence[tuple[Tensor, Tensor] | None]
+
+    @classmethod
+    def of_model(
+        cls,
+        checkpoint: Checkpoint,
+        model: ModelConfig,
+        sizes: EngineConfig,
+        spec: KVCacheSpec | None,
+    ) -> CacheShape:
+        """The cache of a decoder.
+
+        Args:
+            checkpoint: Has the static scales.
+            model: The decoder's shape.
+            sizes: The engine's sizes, all resolved.
+            spec: How K and V are quantized, or None.
+        """
+        assert sizes.kv_blocks is not None
+        names = [f"model.layers.{i}.self_attn" for i in range(model.layers)]
+        return cls(
+            blocks=sizes.kv_blocks,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            spec=spec,
+            dtype=None if sizes.kv_dtype is None else getattr(torch, sizes.kv_dtype),
+            scales=[None if spec is None else checkpoint.kv_scales.get(name) for name in names],
+        )
 
     @property
-    def free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+    def k_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a layer's keys: [blocks, Hkv, 64, D]."""
+        return self.blocks, self.kv_heads, KV_BLOCK, self.head_dim
 
-    def table(self, owner: str) -> list[int]:
-        """Blocks of an owner in the order of its tokens."""
-        return self._tables.get(owner, [])
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of K and V in all layers, held in `dtype` where they are not quantized."""
+        return 2 * math.prod(self.k_shape) * self._stored(dtype).itemsize * len(self.scales)
 
-    def missing(self, owner: str, tokens: int) -> int:
-        """Blocks that an owner lacks to hold so many tokens."""
-        return max(0, blocks_for(tokens) - len(self.table(owner)))
+    def allocate(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        v_shape: tuple[int, int, int, int],
+        dynamic_scales: torch.dtype,
+    ) -> list[KVPool]:
+        """A pool of zeros for each layer.
 
-    def grow(self, owner: str, tokens: int) -> bool:
-        """Give an owner blocks for so many tokens, or, if there are too few, change nothing."""
-        count = self.missing(owner, tokens)
-        if count > len(self._free):
-            return False
-        table = self._tables.setdefault(owner, [])
-        table.extend(self._free.popleft() for _ in range(count))
-        return True
-
-    def release(self, owner: str) -> None:
-        """Take all blocks of an owner back."""
-        self._free.extend(self._tables.pop(owner, []))
-
-    def stats(self) -> KVStats:
-        """Counts."""
-        return KVStats(self.total, self.free, sum(map(len, self._tables.values())))
-
-    def check(self) -> None:
-        """Every block is free or has one owner.
-
-        Raises:
-            EngineError: a block was lost or is held twice.
+        Args:
+            device: Where it lies.
+            dtype: Of K and V where they are not quantized.
+            v_shape: Shape of a layer's values.
+            dynamic_scales: Type of scales that are taken from the data.
         """
-        held = [block for table in self._tables.values() for block in table]
-        if sorted([*self._free, *held]) != list(range(self.total)):
-            raise EngineError(
-                f"the cache's blocks do not add up: {len(self._free)} free, {len(held)} held, "
-                f"{self.total} in all"
+        pools = []
+        for scales in self.scales:
+            k, v = (
+                torch.zeros(shape, dtype=self._stored(dtype), device=device)
+                for shape in (self.k_shape, v_shape)
             )
+            if self.spec is None:
+                pools.append(KVPool(k, v))
+            elif self.spec.dynamic:
+                k_scale, v_scale = (
+                    torch.ones(self.k_shape[:3], dtype=dynamic_scales, device=device) for _ in "kv"
+                )
+                pools.append(KVPool(k, v, k_scale, v_scale, dynamic=True))
+            else:
+                assert scales is not None  # one scale for all heads is a view: contiguous
+                k_scale, v_scale = (scale.to(device).contiguous() for scale in scales)
+                pools.append(KVPool(k, v, k_scale, v_scale))
+        return pools
+
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.spec is None else TYPES[self.spec.dtype].storage
 
 
-def blocks_for(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-tokens // KV_BLOCK)
-
-
-def forget(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
+def clear_blocks(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
     """Clear blocks of what may be NaN or infinite: V of floats.
 
     Kernels read whole blocks, and multiply by 0 what there is behind a sequence's last token.
@@ -99,37 +122,3 @@ def forget(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
         index = torch.tensor(blocks, device=floats[0].device)
         for v in floats:
             v.index_fill_(0, index, 0)
-
-
-def make_pool(
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    spec: KVCacheSpec | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-    place: Placement = CPU,
-) -> KVPool:
-    """Allocate the cache of one layer.
-
-    Args:
-        shape: blocks, KV heads, 64, head_dim.
-        dtype: Of K and V where they are not quantized.
-        spec: How they are quantized, or None.
-        scales: Static scales of K and V, where the specification has them.
-        place: Where it runs: the layout of V, and the type of dynamic scales, are its kernels'.
-    """
-    blocks, heads, page, dim = shape
-    kind = dtype if spec is None else TYPES[spec.dtype].storage
-    device = place.device
-    k = torch.zeros(shape, dtype=kind, device=device)
-    v = torch.zeros(
-        (blocks, heads, dim, page) if place.triton else shape, dtype=kind, device=device
-    )
-    if spec is None:
-        return KVPool(k, v)
-    if spec.dynamic:
-        of_scales = torch.float16 if place.triton else torch.float32
-        ones = [torch.ones(shape[:3], dtype=of_scales, device=device) for _ in "kv"]
-        return KVPool(k, v, *ones, dynamic=True)
-    assert scales is not None
-    k_scale, v_scale = (s.to(device).contiguous() for s in scales)  # one for all heads is a view
-    return KVPool(k, v, k_scale, v_scale)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.models.kv_cache import forget
 from inference.scheduling.detokenizer import Detokenizer
 from inference.scheduling.request import FinishReason, RequestOutput, SamplingParams
 from inference.scheduling.sampler import sample, top_logprobs
 from inference.scheduling.scheduler import PENDING, Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
-from kernels.attention_inputs import KVPool
 
 
 class ActiveRequest:
@@ -147,11 +145,11 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     Args:
         scheduler: Has their sequences.
-        pools: Their cache.
+        clear_blocks: Clears blocks of the cache of what may be NaN or infinite.
     """
 
-    def __init__(self, scheduler: Scheduler, pools: Sequence[KVPool]) -> None:
-        self._scheduler, self._pools = scheduler, pools
+    def __init__(self, scheduler: Scheduler, clear_blocks: Callable[[Sequence[int]], None]) -> None:
+        self._scheduler, self._clear_blocks = scheduler, clear_blocks
         self._by_name: dict[str, ActiveRequest] = {}
 
     def __getitem__(self, name: str) -> ActiveRequest:
@@ -188,7 +186,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     def finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
         """End a request and take its blocks back."""
         if reason == "error" or not request.output.token_ids:  # nobody has looked at what it made
-            forget(self._pools, self._scheduler.blocks.table(request.sequence.name))
+            self._clear_blocks(self._scheduler.blocks.table(request.sequence.name))
         self._scheduler.remove(request.sequence)
         del self._by_name[request.sequence.name]
         return request.close(reason)

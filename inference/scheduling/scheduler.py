@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from inference.models.kv_cache import BlockManager
+from inference.scheduling.blocks import BlockManager
 
 PENDING = -1  # a token that is being computed, and not known yet
 

@@ -23,7 +23,7 @@ from inference.bench.figures import environment
 from inference.bench.worker import Load, run_once
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.models.kv_cache import blocks_for
+from inference.scheduling.blocks import blocks_for
 from ptq.peers.measure import PeerRow, PeersRecord, measure_peers
 from ptq.plan.plan import Plan
 from ptq.recipe.schema import ModelSpec, OutputSpec, Recipe, SpeedSpec, resolved_yaml

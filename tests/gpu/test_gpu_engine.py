@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from calibrate.data import load_tokens
 from formats.checkpoint.read import Checkpoint
 from inference.accuracy import compare
+from inference.backend import choose_backend
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
@@ -76,16 +77,15 @@ MIXTURE = {
 
 
 def random_engine(shape: str, scheme: str, device: str = "cuda", **config) -> Engine:
+
     from inference.bench.random_checkpoint import SHAPES
     from inference.bench.random_model import RandomCheckpoint, random_tokenizer
-    from inference.models.load import load_model
 
     SHAPES["small"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     SHAPES["mixture"] = {k: v for k, v in SHAPES["small"].items() if k != "head_dim"} | MIXTURE
     checkpoint = RandomCheckpoint(shape, scheme, device, quantize_head=scheme != "float")
-    model = load_model(checkpoint, device=device)
     sizes = EngineConfig(**({"max_model_len": 1024, "max_batch_size": 16} | config))
-    return Engine(checkpoint, model, random_tokenizer(4096), sizes)
+    return Engine(checkpoint, random_tokenizer(4096), sizes, choose_backend(device, checkpoint))
 
 
 @OF_SHAPE

@@ -312,7 +312,7 @@ def test_an_engine_that_cannot_hold_one_request_is_refused(tiny_llama):
 def test_a_broken_step_loses_its_requests_and_not_the_engine(tiny_llama, monkeypatch):
     runner = engine(tiny_llama)
     runner.add_request("a")
-    monkeypatch.setattr(runner.model, "forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(runner.loop, "forward", lambda *_: 1 / 0)
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         runner.step()
     monkeypatch.undo()
@@ -323,14 +323,14 @@ def test_a_broken_step_loses_its_requests_and_not_the_engine(tiny_llama, monkeyp
 
 def test_logits_that_are_not_finite_end_the_request_only(tiny_llama, monkeypatch):
     runner = engine(tiny_llama)
-    forward = runner.model.forward
+    forward = runner.loop.forward
 
-    def broken(batch, pools):
-        logits = forward(batch, pools)
+    def broken(batch):
+        logits = forward(batch)
         logits[batch.query_start.diff().argmax()] = float("nan")
         return logits
 
-    monkeypatch.setattr(runner.model, "forward", broken)
+    monkeypatch.setattr(runner.loop, "forward", broken)
     short = runner.add_request([5], SamplingParams(max_tokens=1))
     long = runner.add_request([5] * 9, SamplingParams(max_tokens=1))
     outputs = {o.request_id: o for o in runner.step()}

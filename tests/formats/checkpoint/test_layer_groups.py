@@ -15,7 +15,7 @@ from formats.checkpoint.targets import layer_targets
 from formats.errors import CheckpointError
 from formats.scheme import PRESETS
 from inference.engine import Engine
-from inference.models.layers import Placement, load_linear
+from inference.models.read import read_linear
 
 MAIN, OTHER = PRESETS["a8w8"].of_layers, PRESETS["a8w8_dynamic"].of_layers
 LEAVES = [f"self_attn.{leaf}_proj" for leaf in "qkvo"]
@@ -141,4 +141,4 @@ def test_layers_that_run_as_one_must_have_one_scheme(tiny_llama, make_quantized,
     checkpoint._schemes["model.layers.0.self_attn.k_proj"] = MAIN
     names = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"]
     with pytest.raises(CheckpointError, match="layers that run as one differ in their scheme"):
-        load_linear(checkpoint, names, Placement(torch.device("cpu"), torch.float32))
+        read_linear(checkpoint, names, torch.device("cpu"))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from formats.checkpoint.read import Checkpoint
 from inference.config import EngineConfig
+from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
 from kernels.cpu import native
@@ -21,58 +24,52 @@ def token_ids(count=130) -> torch.Tensor:
     return torch.randint(1, 384, (count,), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture
-def unfused(monkeypatch):
-    """Makes engines that are loaded from now on run op by op."""
+def engine_of(folder, *, fused: bool = True, **config) -> Engine:
+    """An engine whose decoder runs in one call, or op by op."""
+    return Engine(
+        Checkpoint.open(folder),
+        AutoTokenizer.from_pretrained(folder),
+        EngineConfig(**config),
+        CpuBackend(fused=fused),
+    )
 
-    def make() -> None:
-        monkeypatch.setattr("inference.models.decoder.fuse", lambda model, pools: None)
 
-    return make
-
-
-def scores(folder, **config) -> torch.Tensor:
-    return Engine.from_pretrained(folder, config=EngineConfig(**config)).score(token_ids())
+def scores(folder, *, fused: bool = True, **config) -> torch.Tensor:
+    return engine_of(folder, fused=fused, **config).score(token_ids())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_float_models(make_model, unfused, family, kv_dtype):
+def test_float_models(make_model, family, kv_dtype):
     overrides = {"sliding_window": 40} if family == "mistral" else {}
     folder = make_model(family, **overrides)
     fused = scores(folder, kv_dtype=kv_dtype)
-    unfused()
-    assert torch.equal(fused, scores(folder, kv_dtype=kv_dtype))
+    assert torch.equal(fused, scores(folder, fused=False, kv_dtype=kv_dtype))
     assert torch.isfinite(fused).all()
 
 
 @pytest.mark.parametrize("preset", SCHEMES)
-def test_quantized_models(tiny_llama, make_quantized, unfused, preset):
+def test_quantized_models(tiny_llama, make_quantized, preset):
     folder = make_quantized(tiny_llama, preset)
-    fused = scores(folder)
-    unfused()
-    assert torch.equal(fused, scores(folder))
+    assert torch.equal(scores(folder), scores(folder, fused=False))
 
 
 def test_fused_is_what_runs(tiny_llama, monkeypatch):
-    monkeypatch.setattr("inference.models.decoder.LlamaModel.forward_by_ops", None)
+    monkeypatch.setattr("inference.cpu.backend.forward_by_ops", None)
     assert scores(tiny_llama).shape == (130, 384)
 
 
-def test_mixed_batches(tiny_llama, make_quantized, unfused):
+def test_mixed_batches(tiny_llama, make_quantized):
     """Decode steps beside chunks of prompts, requests that come and go."""
     folder = make_quantized(tiny_llama, "a8w8c8")
     prompts = [token_ids(n).tolist() for n in (3, 70, 1, 129, 64)]
-    config = EngineConfig(max_batched_tokens=33, max_batch_size=3)
 
-    def answers() -> list[list[int]]:
-        engine = Engine.from_pretrained(folder, config=config)
+    def answers(*, fused: bool) -> list[list[int]]:
+        engine = engine_of(folder, fused=fused, max_batched_tokens=33, max_batch_size=3)
         params = SamplingParams(max_tokens=12, ignore_eos=True)
         return [output.token_ids for output in engine.generate(prompts, params)]
 
-    fused = answers()
-    unfused()
-    assert fused == answers()
+    assert answers(fused=True) == answers(fused=False)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

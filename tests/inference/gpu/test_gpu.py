@@ -48,13 +48,17 @@ def engine_of(path: str, *, triton: bool = True, **config):
 
     from formats.checkpoint.read import Checkpoint
     from inference.config import EngineConfig
+    from inference.cpu.backend import CpuBackend
     from inference.engine import Engine
-    from inference.models.load import load_model
+    from inference.gpu.backend import TritonBackend
 
-    checkpoint = Checkpoint.open(path)
-    model = load_model(checkpoint, triton=triton, dtype=torch.float16 if triton else torch.float32)
-    sizes = {"max_model_len": 192, "max_batch_size": 4} | config
-    return Engine(checkpoint, model, AutoTokenizer.from_pretrained(path), EngineConfig(**sizes))
+    on_gpu = TritonBackend(torch.device("cpu"), torch.float16)
+    return Engine(
+        Checkpoint.open(path),
+        AutoTokenizer.from_pretrained(path),
+        EngineConfig(**({"max_model_len": 192, "max_batch_size": 4} | config)),
+        on_gpu if triton else CpuBackend(),
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -108,7 +112,7 @@ def held_once(path: str):
     model = engine_of(path).model
     layer = model.layers[0]
     others = (layer.qkv, layer.o, layer.feed_forward)
-    assert model.embedding.data_ptr() == model.head.weight.weight.data_ptr()
+    assert model.embedding is model.head.matrix
     assert model.weight_bytes == model.embedding.nbytes + sum(part.nbytes for part in others)
 
 
@@ -142,10 +146,8 @@ def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
 
 @interpreted
 def refused_at_once(path: str):
-    from inference.models.load import load_model
-
     with pytest.raises(CheckpointError, match="head_dim: found 24; GPUs run 16, 32, 64, 128, 256"):
-        load_model(path, triton=True)
+        engine_of(path)
     assert torch.isfinite(engine_of(path, triton=False).score(prompt(5))).all()
 
 
@@ -366,7 +368,7 @@ def on_their_device(path: str):
         engine.generate([prompt(20)], SamplingParams(max_tokens=3, ignore_eos=True))
         engine.score(prompt(3))
     assert len(seen) == 4
-    assert all(devices == [engine.model.place.device] for devices in seen)
+    assert all(devices == [engine.backend.device] for devices in seen)
 
 
 def test_odd_sizes_run_dequantized(tmp_path):

@@ -18,7 +18,8 @@ from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, Scheme, WeightSpec
 from inference.bench.random_checkpoint import SHAPES, random_checkpoint
 from inference.bench.random_model import RandomCheckpoint
-from inference.models import layers
+from inference.models import read
+from inference.models.decoder import Decoder
 from tests.kernels.triton_lab import interpreted
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,9 +67,9 @@ def test_the_bytes_are_those_of_experts_one_by_one(tmp_path, scheme, inner):
 
 @interpreted
 def one_by_one(folder: str, scheme: str, inner: int):
-    from inference.gpu.experts import side_by_side
+    from inference.gpu.backend import TritonBackend
 
-    place = layers.Placement(torch.device("cpu"), torch.float16, True)
+    device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patch:
         for name, own in OWN.items():
             patch.setitem(PRESETS, name, own)
@@ -78,12 +79,13 @@ def one_by_one(folder: str, scheme: str, inner: int):
             (("down_proj",), 256 * inner),
         ):
             names = [[f"model.layers.0.mlp.experts.{i}.{x}" for x in leaves] for i in range(5)]
-            wanted = [layers.load_linear(checkpoint, modules, place) for modules in names]
+            own = TritonBackend(device, torch.float16)
+            wanted = [own.linear(read.read_linear(checkpoint, m, device)) for m in names]
             for together in (1, 2 * size, 5 * size):  # in parts of 1, 2 and 5
-                patch.setattr(layers, "TOGETHER", together)
-                stacks = list(layers.load_stacks(checkpoint, names, place))
+                patch.setattr(read, "TOGETHER", together)
+                stacks = list(read.read_stacks(checkpoint, names, device))
                 assert len(stacks) == -(-5 * size // together) or together == 1
-                found, _ = side_by_side(iter(stacks), 5, "experts")
+                found = own.experts(iter(stacks), 5).each
                 assert len(found) == len(wanted)
                 for one, other in zip(found, wanted, strict=True):
                     assert type(one.weight) is type(other.weight)
@@ -108,7 +110,7 @@ def test_more_experts_take_no_more_calls(tmp_path, scheme, kind):
 
 @interpreted
 def calls_of_experts(folder: str, scheme: str, kind: str):
-    from inference.models.load import load_model
+    from inference.gpu.backend import TritonBackend
 
     counts = []
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +120,7 @@ def calls_of_experts(folder: str, scheme: str, kind: str):
             shape = shape_of(Path(folder) / str(experts), experts, 256, 128)
             checkpoint = opened(kind, Path(folder), shape, scheme)
             with Calls() as calls:
-                load_model(checkpoint, triton=True, dtype=torch.float16)
+                Decoder(checkpoint, TritonBackend(torch.device("cpu"), torch.float16))
             counts.append(calls.made)
     more = counts[1] - counts[0]
     assert sum(more.values()) <= 8, more
@@ -145,18 +147,20 @@ import ptq
 import torch
 from formats.checkpoint.read import Checkpoint
 from formats.memory import peak_rss_bytes, release_freed_memory, rss_bytes
-from inference.models import layers
-from inference.models.load import load_model
+from inference.gpu.backend import TritonBackend
+from inference.models import read
+from inference.models.decoder import Decoder
 
 torch.set_num_threads(1)
-layers.TOGETHER = 1 << 21
-load_model(sys.argv[1], triton=True)  # what is imported or compiled at the first time
+read.TOGETHER = 1 << 21
+backend = TritonBackend(torch.device("cpu"), torch.bfloat16)
+Decoder(Checkpoint.open(sys.argv[1]), backend)  # what is imported or compiled at the first time
 for path in sys.argv[2:]:
     checkpoint = Checkpoint.open(path)
     release_freed_memory()
     open("/proc/self/clear_refs", "w").write("5")  # the peak is forgotten
     before = rss_bytes()
-    model = load_model(checkpoint, triton=True)
+    model = Decoder(checkpoint, backend)
     print(peak_rss_bytes() - before, model.weight_bytes)
     del model
 """

@@ -16,9 +16,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from inference.config import EngineConfig
 from inference.gpu import runner, steps
-from inference.gpu.loop import make_device_loop
-from inference.models.kv_cache import BlockManager, blocks_for
+from inference.gpu.backend import TritonBackend
 from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.request import SamplingParams
 from inference.scheduling.scheduler import Scheduler
 
@@ -95,12 +95,12 @@ def serve(requests: list, rng: random.Random, config: EngineConfig, aborts: floa
     """Tokens and reasons of requests that arrive when they like, by number."""
     assert config.max_model_len is not None
     assert config.kv_blocks is not None
-    model: Any = SimpleNamespace(place=SimpleNamespace(device=CPU), layers=[])
+    model: Any = SimpleNamespace(layers=[])
     cache: Any = {}
     blocks = BlockManager(config.kv_blocks)
     scheduler = Scheduler(blocks, config.max_batch_size, config.max_batched_tokens)
-    active = ActiveRequests(scheduler, [])
-    loop = make_device_loop(model, cache, scheduler, config, active)
+    active = ActiveRequests(scheduler, lambda blocks: None)
+    loop = TritonBackend(CPU, torch.float16).loop(model, cache, scheduler, config, active)
     todo, found, idle = list(enumerate(requests)), {}, 0
     hurry = rng.choice([0.1, 0.5, 1.0])
     while todo or active:
@@ -127,16 +127,16 @@ def serve(requests: list, rng: random.Random, config: EngineConfig, aborts: floa
 @pytest.mark.parametrize("seed", range(24))
 def test_requests_get_in_any_company_what_they_get_alone(seed, monkeypatch):
     rng = random.Random(seed)
-    limit, seats = rng.choice([64, 65, 129, 200, 300]), rng.choice([1, 2, 3, 5, 13])
+    limit, places = rng.choice([64, 65, 129, 200, 300]), rng.choice([1, 2, 3, 5, 13])
     each = blocks_for(limit)
     monkeypatch.setattr(steps, "MOST_TOKENS", rng.choice([16, 48, 2048]))
     requests = [some_request(rng, limit) for _ in range(rng.randint(1, 20))]
     alone = EngineConfig(max_batch_size=1, max_model_len=limit, kv_blocks=each, eager=True)
     crowded = EngineConfig(
-        max_batch_size=seats,
+        max_batch_size=places,
         max_batched_tokens=rng.choice([1, 2, 7, 16, 64, 100, 512]),
         max_model_len=limit,
-        kv_blocks=each + rng.choice([0, 1, 3, each * seats]),
+        kv_blocks=each + rng.choice([0, 1, 3, each * places]),
     )
     wanted = serve(requests, rng, alone)
     assert len(wanted) == len(requests)

@@ -46,26 +46,26 @@ def tiny(make_model, family: str, **sizes):
 
 @interpreted
 def compare(path: str, tolerance: float, scales_differ: bool = False):
-    from inference.models import layers
-    from inference.models.feed_forward import MixtureOfExperts
+    from inference.gpu import feed_forward
+    from inference.models import read
 
-    read, tokens = layers._input_scale, prompt(11)
+    scales_of, tokens = read._input_scale, prompt(11)
 
     def of_expert(checkpoint, names, device, many):
         numbers = [re.search(r"experts\.(\d+)\.", modules[0]) for modules in names]
         factors = torch.tensor([0.3 + int(n[1]) if n else 1.0 for n in numbers])
-        return read(checkpoint, names, device, many) * factors.view(many)
+        return scales_of(checkpoint, names, device, many) * factors.view(many)
 
     with pytest.MonkeyPatch.context() as patch:
         if scales_differ:
-            patch.setattr(layers, "_input_scale", of_expert)
+            patch.setattr(read, "_input_scale", of_expert)
         wanted = engine_of(path, triton=False).score(tokens)
         engine = engine_of(path)
-        patch.setattr(MixtureOfExperts, "by_expert", refuse)
+        patch.setattr(feed_forward, "by_expert", refuse)
         found = engine.score(tokens)
     own = engine.model.layers[0].feed_forward
     for part in (own.gate_up, own.down):
-        static = part.rows.scale
+        static = part.merged.rows.scale
         assert (static is not None and static.numel() == 4) is scales_differ
     error = (found - wanted).norm() / wanted.norm()
     assert error < tolerance, error
@@ -75,7 +75,7 @@ def compare(path: str, tolerance: float, scales_differ: bool = False):
 @interpreted
 def test_layers_of_an_expert_may_differ_in_their_kernels(families):
     """Many rows of each expert, in tiles that both kernels take."""
-    from inference.gpu.experts import GpuExperts
+    from inference.gpu.experts import MergedExperts
     from inference.gpu.feed_forward import _all_at_once
     from kernels.triton.linear.dispatch import InputFormat
     from tests.kernels.expert_cases import make_weights
@@ -84,14 +84,14 @@ def test_layers_of_an_expert_may_differ_in_their_kernels(families):
     sizes = ((256, 128), (64, 128))  # outputs and inputs of gate and up, and of down
     weights = [make_weights(name, 2, *size) for name, size in zip(families, sizes, strict=True)]
     rows = [InputFormat(torch.int8 if "a8" in name else torch.float16) for name in families]
-    layers = [GpuExperts(own[0], wanted) for (own, _), wanted in zip(weights, rows, strict=True)]
+    layers = [MergedExperts(own[0], wanted) for (own, _), wanted in zip(weights, rows, strict=True)]
     x, chosen = torch.randn(300, 128).half(), torch.randint(2, (300, 1), dtype=torch.int32)
     found = _all_at_once(*layers, x, chosen, 2)
     few = [_all_at_once(*layers, x[i : i + 1], chosen[i : i + 1], 2) for i in range(0, 300, 37)]
     torch.testing.assert_close(found[::37], torch.cat(few), rtol=0.02, atol=0.02)
 
 
-def refuse(self, x: torch.Tensor, chosen: torch.Tensor, run):
+def refuse(x: torch.Tensor, chosen: torch.Tensor, experts, run):
     raise AssertionError("experts run one by one")
 
 
@@ -117,10 +117,7 @@ def test_experts_lie_side_by_side(make_model, make_quantized):
 @interpreted
 def side_by_side(path: str):
     own = engine_of(path).model.layers[0].feed_forward
-    for layers, whole in (
-        ([expert.gate_up for expert in own.experts], own.gate_up),
-        ([expert.down for expert in own.experts], own.down),
-    ):
+    for layers, whole in ((x.each, x.merged) for x in (own.gate_up, own.down)):
         for name in ("packed", "scale"):
             tensors = [getattr(layer.weight, name) for layer in layers]
             first = getattr(whole.weight, name)
@@ -129,7 +126,9 @@ def side_by_side(path: str):
             assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
             assert not torch.equal(tensors[0], tensors[1])
     held = [own.router.weight.weight]
-    held += [t for x in (own.gate_up, own.down) for t in (x.weight.packed, x.weight.scale)]
+    held += [
+        t for x in (own.gate_up.merged, own.down.merged) for t in (x.weight.packed, x.weight.scale)
+    ]
     assert own.nbytes == sum(t.untyped_storage().nbytes() for t in held)
 
 
@@ -141,7 +140,8 @@ def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_qu
 
 @interpreted
 def one_by_one(path: str, reason: str):
-    from inference.models import layers
+    from inference.gpu import layers
+    from inference.models import read
     from kernels.triton.linear import dispatch as linear
 
     lines: list[str] = []
@@ -159,12 +159,12 @@ def one_by_one(path: str, reason: str):
 
     with pytest.MonkeyPatch.context() as patch:
         if "alike" in reason:
-            patch.setattr(linear, "pack", unlike)
-            patch.setattr(layers, "TOGETHER", 1)
+            patch.setattr(layers, "pack", unlike)
+            patch.setattr(read, "TOGETHER", 1)
         engine = engine_of(path)
     log.removeHandler(handler)
     own = engine.model.layers[0].feed_forward
-    assert own.gate_up is None or own.down is None
+    assert own.gate_up.merged is None or own.down.merged is None
     told = [line for line in lines if reason in line]
     assert told, lines
     assert all(re.search(r"experts\.0\.\S+ and 3 more: .*without CUDA graphs", t) for t in told)

@@ -10,8 +10,8 @@ from inference.gpu.steps import (
     MOST_TOKENS,
     PROMPTS,
     Draw,
+    ScheduledSlice,
     Size,
-    Work,
     decodes_of,
     padded_shapes,
     padded_values,
@@ -20,13 +20,15 @@ from inference.gpu.steps import (
     size_of,
     whole_values,
 )
-from inference.models.kv_cache import BlockManager
+from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import Sequence, Slice
 
-NOBODY, WIDTH = 99, 8
+SPARE, WIDTH = 99, 8
 
 
-def some_work(blocks: BlockManager, singles: int, counts: list[int], seed: int) -> list[Work]:
+def some_work(
+    blocks: BlockManager, singles: int, counts: list[int], seed: int
+) -> list[ScheduledSlice]:
     """Slices of sequences of random tokens; those of one token first."""
     rng = random.Random(seed)
     work = []
@@ -36,7 +38,7 @@ def some_work(blocks: BlockManager, singles: int, counts: list[int], seed: int) 
         tokens = [rng.randint(1, 500) for _ in range(start + count + (not samples))]
         sequence = Sequence(f"s{i}", tokens)
         assert blocks.grow(sequence.name, len(tokens))
-        work.append(Work(Slice(sequence, start, count), samples, i, Draw(0.5 * i, i)))
+        work.append(ScheduledSlice(Slice(sequence, start, count), samples, i, Draw(0.5 * i, i)))
     return work
 
 
@@ -49,24 +51,24 @@ def test_tokens_stand_where_they_do_without_padding(singles, counts):
     work = some_work(blocks, singles, counts, len(counts))
     size = size_of(work)
     assert size is not None
-    padded = padded_values(work, size, blocks, NOBODY)
-    _, whole = whole_values(work, blocks, WIDTH)
+    padded = padded_values(work, size, blocks, SPARE)
+    whole = whole_values(work, blocks)
     for name, (_, shape) in padded_shapes(size, WIDTH).items():
         assert len(padded[name]) <= shape[0], name
     gap = size.decodes - singles
     tokens = [i if i < singles else i + gap for i in range(singles + sum(counts))]
     sequences = places(work, size)
-    for name in ("ids", "positions", "slots", "seats"):
+    for name in ("ids", "positions", "slots", "batch_index"):
         assert [padded[name][i] for i in tokens] == whole[name]
     for name in ("tables", "lengths"):
         assert [padded[name][i] for i in sequences] == whole[name]
     others = set(range(size.decodes + size.tokens)) - set(tokens)
     assert all(padded["slots"][i] == -1 for i in others), "nothing is written for nobody"
     sampled = [i for i, w in zip(sequences, work, strict=True) if w.samples]
-    for name in ("sample_seats", "temperature", "top_k", "seeds"):
+    for name in ("sample_index", "temperature", "top_k", "seeds"):
         assert [padded[name][i] for i in sampled] == whole[name]
-    held = [padded["sample_seats"][i] for i in range(size.sequences) if i not in sampled]
-    assert held == [NOBODY] * len(held), "no seat is lost to a row that samples nothing"
+    held = [padded["sample_index"][i] for i in range(size.sequences) if i not in sampled]
+    assert held == [SPARE] * len(held), "no token is lost to a row that samples nothing"
     if counts:
         starts = padded["query_start"]
         assert len(starts) == size.sequences + 1
@@ -93,16 +95,16 @@ def test_what_the_host_reads_is_not_padded():
     blocks = BlockManager(64)
     for whole in (False, True):
         work = some_work(blocks, 2, [9], 0)
-        work[1] = Work(work[1].part, True, 1, logits=not whole, whole=whole)
+        work[1] = ScheduledSlice(work[1].part, True, 1, logits=not whole, whole=whole)
         assert size_of(work) is None
         assert (size_of(work[:2]) is None) == whole, "of decodes logits are kept"
 
 
 @pytest.mark.parametrize("size", [Size(4), Size(0, PROMPTS, 16), Size(8, PROMPTS, 64)])
 def test_a_step_of_nobody_writes_nothing(size):
-    values = padded_values((), size, BlockManager(4), NOBODY)
+    values = padded_values((), size, BlockManager(4), SPARE)
     assert set(values["slots"]) == {-1}
-    assert set(values["sample_seats"]) == {NOBODY}
+    assert set(values["sample_index"]) == {SPARE}
     assert set(values["lengths"]) <= {0}
     if size.prompts:
         assert values["query_start"][-1] == size.decodes

@@ -23,16 +23,17 @@ import ptq
 import torch
 from formats.checkpoint.read import Checkpoint
 from formats.memory import peak_rss_bytes, release_freed_memory, rss_bytes
-from inference.models.load import load_model
+from inference.cpu.backend import CpuBackend
+from inference.models.decoder import Decoder
 
 torch.set_num_threads(1)
-load_model(sys.argv[1])  # what is imported, compiled or cached at the first time
+Decoder(Checkpoint.open(sys.argv[1]), CpuBackend())  # what is imported, compiled or cached at the first time
 for path in sys.argv[2:]:
     checkpoint = Checkpoint.open(path)
     release_freed_memory()
     open("/proc/self/clear_refs", "w").write("5")  # the peak is forgotten
     before = rss_bytes()
-    model = load_model(checkpoint)
+    model = Decoder(checkpoint, CpuBackend())
     print(peak_rss_bytes() - before, model.weight_bytes)
     del model
 """

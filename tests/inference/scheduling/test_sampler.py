@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from inference.models.kv_cache import BlockManager
+from inference.scheduling.blocks import BlockManager
 from inference.scheduling.detokenizer import Detokenizer
 from inference.scheduling.request import SamplingParams
 from inference.scheduling.sampler import keep_likely, penalize, sample, top_logprobs

@@ -1,4 +1,4 @@
-"""Memory of the device that a model runs on, and what is said where it is too small."""
+"""Memory of a GPU, and what is said where it is too small."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ OF_STEPS = "lower max_batched_tokens, or max_batch_size, max_model_len or kv_blo
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that nobody holds, what this process has freed included."""
+    """Bytes of a GPU that nobody holds, what this process has freed included.
+
+    A CPU, which stands for a GPU where Triton interprets, has none.
+    """
+    if device.type != "cuda":
+        return 0
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 
@@ -51,7 +56,7 @@ def memory_for(what: str, device: torch.device, needed: int, remedy: str) -> Ite
     Raises:
         EngineError: it did.
     """
-    free = free_bytes(device) if device.type == "cuda" else 0
+    free = free_bytes(device)
     try:
         yield
     except RuntimeError as error:

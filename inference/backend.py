@@ -1,0 +1,133 @@
+"""What a device is: the few doors through which the engine reaches the code that runs there.
+
+    check, linear, experts   while a decoder is loaded (`inference.models`)
+    cache                    its paged cache, in the layout of the backend's kernels
+    loop                     its steps, with the backend's interpreter of the decoder inside
+    loading, peak_bytes      memory
+
+Whoever needs to know a device asks its backend; no other code compares devices. There are two:
+`inference.cpu.backend` (compiled kernels, or plain torch) and `inference.gpu.backend` (Triton).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import EngineError
+from inference.config import EngineConfig
+from inference.cpu.backend import CpuBackend
+from inference.models.decoder import Decoder
+from inference.models.kv_cache import CacheShape
+from inference.models.layers import L, LayerFactory, X
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.request import RequestOutput
+from inference.scheduling.scheduler import Scheduler, Slice
+from kernels.attention_inputs import KVPool
+from kernels.devices import check_device
+
+
+class Loop(Protocol):
+    """Steps of an engine."""
+
+    def step(self) -> list[RequestOutput]:
+        """Run a step, and tell what requests gained: of this one, or of the one before it."""
+        ...
+
+    def score(self, part: Slice) -> Tensor:
+        """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compile and capture the usual steps now.
+
+        Raises:
+            EngineError: memory is too small for them.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Forget a step on its way."""
+        ...
+
+
+class Backend(LayerFactory[L, X], Protocol[L, X]):
+    """A device, and the kernels that run decoders there."""
+
+    def loading(self, nbytes: int) -> AbstractContextManager[object]:
+        """Tell where memory runs out while weights of so many bytes are loaded.
+
+        Raises:
+            EngineError: it did.
+        """
+        ...
+
+    def cache(self, shape: CacheShape) -> list[KVPool]:
+        """Allocate a cache, a pool for each layer.
+
+        Raises:
+            EngineError: the kernels do not take such a cache, or memory is too small.
+        """
+        ...
+
+    def loop(
+        self,
+        model: Decoder[L, X],
+        pools: Sequence[KVPool],
+        scheduler: Scheduler,
+        sizes: EngineConfig,
+        requests: ActiveRequests,
+    ) -> Loop:
+        """The steps of an engine.
+
+        Args:
+            model: Loaded on this backend.
+            pools: Its cache.
+            scheduler: Says what runs.
+            sizes: The engine's sizes, all resolved.
+            requests: Those that live.
+        """
+        ...
+
+    def peak_bytes(self) -> int:
+        """Most memory so far: resident of the process, or allocated on the GPU."""
+        ...
+
+
+def choose_backend(
+    device: torch.device | str, checkpoint: Checkpoint, dtype: torch.dtype | None = None
+) -> Backend[Any, Any]:
+    """The backend of a device.
+
+    Args:
+        device: cpu, cuda or cuda:N.
+        checkpoint: What will run there.
+        dtype: Of activations and of float weights; by default fp32 on a CPU, on a GPU the 16-bit
+            type of the checkpoint, or bf16.
+
+    Raises:
+        EngineError: the device is not one that is run on.
+    """
+    place = require_device(device)
+    if place.type == "cpu":
+        return CpuBackend(dtype or torch.float32)
+    from inference.gpu.backend import TritonBackend, half_type  # needs Triton
+
+    return TritonBackend(place, dtype or half_type(checkpoint))
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """`kernels.devices.check_device`.
+
+    Raises:
+        EngineError: the device is not one that is run on.
+    """
+    try:
+        return check_device(device)
+    except ValueError as error:
+        raise EngineError(f"device: {error}") from error

@@ -1,0 +1,80 @@
+"""The CPU: the compiled kernels where there is a compiler, plain torch where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from formats.memory import peak_rss_bytes
+from inference.config import EngineConfig
+from inference.cpu.batch import Batch
+from inference.cpu.decoder import CpuDecoder, forward_by_ops
+from inference.cpu.fused import fuse
+from inference.cpu.layers import Experts, Linear, pack_linear
+from inference.cpu.loop import HostLoop
+from inference.models.config import ModelConfig
+from inference.models.kv_cache import CacheShape
+from inference.models.read import StoredLinear
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.scheduler import Scheduler
+from kernels.attention_inputs import KVPool
+
+
+class CpuBackend:
+    """Runs decoders on a CPU; see `inference.backend.Backend`.
+
+    Args:
+        dtype: Of activations and of float weights; fp32 is the fast one.
+        fused: Run a whole decoder as one call where that can be; without, op by op.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
+        self.dtype, self._fused = dtype, fused
+
+    def check(self, config: ModelConfig) -> None:
+        """Every decoder that is described runs here."""
+
+    def loading(self, nbytes: int) -> AbstractContextManager[object]:
+        """The system tells where a process runs out of memory."""
+        return nullcontext()
+
+    def linear(self, stored: StoredLinear) -> Linear:
+        """Pack a linear layer."""
+        return pack_linear(stored, self.dtype)
+
+    def experts(self, stacks: Iterator[StoredLinear], count: int) -> Experts:
+        """Pack the same layer of each expert."""
+        return Experts([self.linear(one) for stack in stacks for one in stack.unstacked()])
+
+    def cache(self, shape: CacheShape) -> list[KVPool]:
+        """Allocate a cache, in the type asked for or the model's."""
+        dtype = shape.dtype or self.dtype
+        return shape.allocate(
+            self.device, dtype, v_shape=shape.k_shape, dynamic_scales=torch.float32
+        )
+
+    def forward(self, model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor]:
+        """What runs the steps of a decoder on a cache: logits [R, vocabulary] of a batch."""
+        fused = fuse(model, pools) if self._fused else None
+        return fused or partial(forward_by_ops, model, pools)
+
+    def loop(
+        self,
+        model: CpuDecoder,
+        pools: Sequence[KVPool],
+        scheduler: Scheduler,
+        sizes: EngineConfig,
+        requests: ActiveRequests,
+    ) -> HostLoop:
+        """The steps of an engine."""
+        return HostLoop(self.forward(model, pools), scheduler, requests)
+
+    def peak_bytes(self) -> int:
+        """Most memory that the process has held so far."""
+        return peak_rss_bytes()

@@ -1,0 +1,112 @@
+"""A decoder interpreted op by op: what the fused call does not take, and what it is checked by.
+
+The bits are those of `inference.cpu.fused`. In a mixture of experts, all that is added up of a
+token is added in the order of its own probabilities, so that its bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.cpu.batch import Batch
+from inference.cpu.layers import Experts, Linear
+from inference.models.config import Routing
+from inference.models.decoder import Decoder, Layer
+from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU, by_expert
+from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.ops import apply_rope, paged_attention, rms_norm, silu_mul, write_kv
+
+CpuDecoder = Decoder[Linear, Experts]
+CpuLayer = Layer[Linear, Experts]
+
+
+@torch.no_grad()
+def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> Tensor:
+    """Run the tokens of a step; their K and V go into the cache.
+
+    Returns:
+        Logits fp32 [R, vocabulary] of the rows asked for.
+    """
+    config = model.config
+    x = model.embedding[batch.ids].to(model.dtype)
+    turn = [angles[batch.positions].to(model.dtype) for angles in (model.cos, model.sin)]
+    for layer, pool, window in zip(model.layers, pools, config.windows, strict=True):
+        inputs = AttentionInputs(
+            pool,
+            batch.block_tables,
+            batch.context_len,
+            batch.query_start,
+            softmax_scale=config.head_dim**-0.5,
+            sliding_window=window,
+        )
+        normed = rms_norm(x, layer.input_norm, config.eps)
+        x = x + _attend(model, layer, normed, turn, batch.slots, inputs)
+        normed = rms_norm(x, layer.post_norm, config.eps)
+        x = x + feed_forward(layer.feed_forward, normed)
+    if not len(batch.rows):  # a step of prompts that go on
+        return x.new_empty((0, config.vocab_size), dtype=torch.float32)
+    x = rms_norm(x[batch.rows], model.norm, config.eps)
+    return model.head(x).float()
+
+
+def _attend(
+    model: CpuDecoder,
+    layer: CpuLayer,
+    x: Tensor,
+    turn: Sequence[Tensor],
+    slots: Tensor,
+    inputs: AttentionInputs,
+) -> Tensor:
+    """Attention with its projections: [T, H] to the same.
+
+    Args:
+        model: The decoder.
+        layer: One of its blocks.
+        x: The block's normed input.
+        turn: cos and sin of each token's position, [T, D].
+        slots: Where K and V go in the cache.
+        inputs: What the queries see.
+    """
+    c = model.config
+    heads = layer.qkv(x).unflatten(-1, (-1, c.head_dim))
+    q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, c.eps), rms_norm(k, layer.k_norm, c.eps)
+    q, k = apply_rope(q, k, *turn)
+    write_kv(k, v, inputs.pool, slots)
+    return layer.o(paged_attention(q, inputs).flatten(-2))
+
+
+def feed_forward(own: FeedForward[Linear, Experts], x: Tensor) -> Tensor:
+    """A block's feed-forward layer: [T, H] to the same."""
+    return _mixture(own, x) if isinstance(own, MixtureOfExperts) else _swiglu(own, x)
+
+
+def _swiglu(own: SwiGLU[Linear], x: Tensor) -> Tensor:
+    gate, up = own.gate_up(x).chunk(2, dim=-1)
+    return own.down(silu_mul(gate, up))
+
+
+def _mixture(own: MixtureOfExperts[Linear, Experts], x: Tensor) -> Tensor:
+    weights, chosen = route(own.router(x), own.routing)
+    experts = [SwiGLU(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
+    outputs = by_expert(x, chosen, experts, _swiglu)  # [T, k, H]
+    y = outputs[:, 0] * weights[:, :1]
+    for i in range(1, own.routing.chosen):  # in order: a sum of torch's may take any
+        y = y + outputs[:, i] * weights[:, i : i + 1]
+    if own.shared is not None and own.shared_gate is not None:
+        share = 1.0 / (1.0 + torch.exp(-own.shared_gate(x).float()))
+        y = y + _swiglu(own.shared, x) * share
+    return y.to(x.dtype)
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Probabilities fp32 and numbers int64 of each token's experts, both [T, k], descending."""
+    probabilities = torch.softmax(logits.float(), dim=-1)
+    weights, chosen = torch.topk(probabilities, routing.chosen, dim=-1)
+    if routing.normalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, chosen

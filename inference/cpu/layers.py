@@ -1,0 +1,82 @@
+"""Linear layers on a CPU, run by the ops of `kernels.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from formats.scheme import ActivationSpec
+from inference.models.read import StoredLinear
+from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
+from kernels.weights import FloatWeight, Weight, pack_float_weight, pack_quantized_weight
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer, quantized or not.
+
+    Attributes:
+        weight: Packed for the ops.
+        activations: How the input is quantized, or None.
+        input_scale: fp32, one element, or None where each token is scaled when it arrives.
+    """
+
+    weight: Weight
+    activations: ActivationSpec | None = None
+    input_scale: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] float -> [T, N] in the type of `x`."""
+        spec = self.activations
+        if spec is None:
+            return linear(x, self.weight, None, x.dtype)
+        if spec.dtype == "fp8_e4m3":
+            seen = fake_quantize_fp8(x, self.input_scale, spec.group)
+            return linear(seen, self.weight, None, x.dtype)
+        if self.input_scale is None:
+            xq, scale = quantize_per_token(x)
+        else:
+            xq, scale = quantize_static(x, self.input_scale), self.input_scale
+        return linear(xq, self.weight, scale, x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.weight.nbytes
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight [N, K], where there are no compiled kernels and it lies as that."""
+        return self.weight.packed if isinstance(self.weight, FloatWeight) else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The same linear layer of each expert of a mixture, in the router's order."""
+
+    each: Sequence[Linear]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return sum(layer.nbytes for layer in self.each)
+
+
+def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> Linear:
+    """Lay a layer out for the ops; `dtype` is that of float weights."""
+    weights, activations = stored.scheme.weights, stored.scheme.activations
+    if weights is None or stored.scale is None:
+        return Linear(pack_float_weight(stored.weight, stored.bias, dtype))
+    packed = pack_quantized_weight(
+        stored.weight,
+        stored.scale,
+        weights.dtype,
+        stored.zero_point,
+        stored.group,
+        stored.bias,
+        integer_inputs=activations is not None and activations.dtype == "int8",
+    )
+    return Linear(packed, activations, stored.input_scale)

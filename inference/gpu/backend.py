@@ -1,0 +1,129 @@
+"""NVIDIA GPUs, by the kernels of `kernels.triton`; a CPU stands for one where Triton interprets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, EngineError
+from inference.config import EngineConfig
+from inference.gpu.decoder import GpuDecoder
+from inference.gpu.experts import GpuExperts, side_by_side
+from inference.gpu.layers import GpuLinear, pack_linear
+from inference.gpu.loop import DeviceLoop
+from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, memory_for
+from inference.gpu.runner import GpuRunner
+from inference.models.config import ModelConfig
+from inference.models.kv_cache import CacheShape
+from inference.models.read import StoredLinear
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.blocks import blocks_for
+from inference.scheduling.scheduler import Scheduler
+from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.triton.attention.paged_cache import HEAD_SIZES, check_pages
+
+
+class TritonBackend:
+    """Runs decoders on a GPU; see `inference.backend.Backend`.
+
+    Args:
+        device: Where.
+        dtype: Of activations and of float weights: fp16 or bf16.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuse sizes of heads that attention has no kernel for.
+
+        Raises:
+            CheckpointError: these are such.
+        """
+        if config.head_dim not in HEAD_SIZES:
+            raise CheckpointError(
+                f"head_dim: found {config.head_dim}; GPUs run "
+                f"{', '.join(map(str, HEAD_SIZES))}, the CPU any"
+            )
+
+    def loading(self, nbytes: int) -> AbstractContextManager[object]:
+        """Tell where memory runs out for weights of so many bytes."""
+        return memory_for("loading the weights", self.device, nbytes, OF_WEIGHTS)
+
+    def linear(self, stored: StoredLinear) -> GpuLinear:
+        """Pack a linear layer for the kernel that takes it."""
+        return pack_linear(stored, self.dtype)
+
+    def experts(self, stacks: Iterator[StoredLinear], count: int) -> GpuExperts:
+        """Pack the same layer of each expert, side by side in memory."""
+        packed = ((self.linear(stack), stack.names[0][0]) for stack in stacks)
+        return side_by_side(packed, count)
+
+    def cache(self, shape: CacheShape) -> list[KVPool]:
+        """Allocate a cache in the kernels' layout: V lies token by token."""
+        if shape.spec is None and shape.dtype not in (None, self.dtype):
+            raise EngineError(
+                f"kv_dtype: found {_name(shape.dtype)}; on a GPU a cache that is not quantized has "
+                f"the model's type, {_name(self.dtype)}. Leave it out"
+            )
+        blocks, heads, page, dim = shape.k_shape
+        what = f"a cache of {blocks} blocks of {KV_BLOCK} tokens"
+        with memory_for(what, self.device, shape.nbytes(self.dtype), OF_CACHE):
+            pools = shape.allocate(
+                self.device,
+                self.dtype,
+                v_shape=(blocks, heads, dim, page),
+                dynamic_scales=torch.float16,
+            )
+        _check(pools)
+        return pools
+
+    def loop(
+        self,
+        model: GpuDecoder,
+        pools: Sequence[KVPool],
+        scheduler: Scheduler,
+        sizes: EngineConfig,
+        requests: ActiveRequests,
+    ) -> DeviceLoop:
+        """The steps of an engine; with `eager` kernel by kernel, each waited for."""
+        assert sizes.max_model_len is not None
+        runner = GpuRunner(
+            model,
+            pools,
+            self.device,
+            scheduler.blocks,
+            width=blocks_for(sizes.max_model_len),
+            places=sizes.max_batch_size,
+            graphs=not sizes.eager,
+        )
+        return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)
+
+    def peak_bytes(self) -> int:
+        """Most memory of the GPU that tensors have held so far."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+def half_type(checkpoint: Checkpoint) -> torch.dtype:
+    """fp16 for a checkpoint in it, else bf16."""
+    own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    return torch.float16 if own == "float16" else torch.bfloat16
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check(pools: Sequence[KVPool]) -> None:
+    """Raise EngineError now where the kernels would refuse a cache at the first step."""
+    try:
+        for pool in pools:
+            check_pages(pool.k, pool.v, pool.k_scale, pool.v_scale)
+    except ValueError as error:
+        raise EngineError(
+            f"the GPU's kernels do not take this model's cache: {error}; quantized_kv=False gives "
+            "it the model's type, device cpu runs any"
+        ) from error
