@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from formats.families.experts import EXPERT_NAMES, ExpertNames
+from formats.families.family import Mixture, SwiGLU
 
 OnRoute = Callable[[str, Tensor], None]
 
@@ -29,7 +29,7 @@ class Expert(nn.Module):
     """SwiGLU, its layers named as on disk: down(act(gate(x)) * up(x))."""
 
     def __init__(
-        self, names: ExpertNames, hidden: int, inner: int, act: Callable[[Tensor], Tensor]
+        self, names: SwiGLU, hidden: int, inner: int, act: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
         self._names, self._act = names, act
@@ -95,25 +95,21 @@ class Experts(nn.ModuleList):
             self.observed = False
 
 
-def split_experts(model: nn.Module, model_type: str) -> None:
-    """Take the experts of a model on the meta device apart into linear layers, in place.
+def split_experts(block: nn.Module, names: Mixture) -> None:
+    """Take the experts of a block on the meta device apart into linear layers, in place.
 
     Args:
-        model: From transformers, with its blocks in `model.model.layers`.
-        model_type: The family; dense ones are left as they are.
+        block: From transformers; a dense one is left as it is.
+        names: The family's.
     """
-    names = EXPERT_NAMES.get(model_type)
-    if names is None:
+    moe = block.get_submodule("mlp")
+    if not hasattr(moe, "experts"):
         return
-    for block in model.get_submodule("model.layers").children():
-        moe = block.get_submodule("mlp")
-        if not hasattr(moe, "experts"):  # these families have dense blocks too
-            continue
-        stacked = moe.get_submodule("experts")
-        count, hidden, inner = stacked.get_parameter("down_proj").shape
-        act = stacked.get_submodule("act_fn")
-        moe.experts = Experts(Expert(names, hidden, inner, act) for _ in range(count))
-        if names.layer != "mlp":  # named as on disk; the block's code finds it under its own name
-            del block.mlp
-            block.add_module(names.layer, moe)
-            block.__dict__["mlp"] = moe
+    stacked = moe.get_submodule("experts")
+    count, hidden, inner = stacked.get_parameter("down_proj").shape
+    act = stacked.get_submodule("act_fn")
+    moe.experts = Experts(Expert(names.expert, hidden, inner, act) for _ in range(count))
+    if names.module != "mlp":  # named as on disk; the block's code finds it under its own name
+        del block.mlp
+        block.add_module(names.module, moe)
+        block.__dict__["mlp"] = moe

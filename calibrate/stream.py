@@ -2,8 +2,8 @@
 
 The model is built from transformers' own modelling code on the meta device. One pass with blocks
 that only record tells what the model hands to each of them (positions, masks, windows), so families
-need no code of their own here; experts are taken apart (`calibrate.experts`). Then blocks are
-loaded, run on every sample and freed in turn.
+need no code of their own here; layers that transformers holds merged are taken apart
+(`calibrate.layers`). Then blocks are loaded, run on every sample and freed in turn.
 
 Every sample is run alone and without padding. What is observed can therefore not depend on batch
 size, and padding cannot enter it.
@@ -12,29 +12,19 @@ size, and padding cannot enter it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from calibrate.attention import ATTENTION, Cache, OnKV, watched
-from calibrate.experts import Experts, OnRoute, split_experts
-from formats.errors import CheckpointError, RecipeError
-
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-
-OnInput = Callable[[str, Tensor], None]
-
-
-def to_host(x: Tensor) -> Tensor:
-    """A copy in host memory that a GPU reaches at full speed; `x` itself if it is on the host."""
-    if not x.is_cuda:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+from calibrate.attention import ATTENTION
+from calibrate.block import DecoderBlock, to_host
+from calibrate.layers import meta_model
+from formats.errors import CheckpointError
+from formats.families.names import EMBEDDING
+from formats.families.registry import block_names, family_of
 
 
 class _Recorder(nn.Module):
@@ -50,127 +40,6 @@ class _Recorder(nn.Module):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         self.hidden, self.kwargs = hidden_states, kwargs
         return hidden_states
-
-
-class Block:
-    """A decoder block with its weights, its samples, and hooks into its run.
-
-    Attributes:
-        name: Full name, such as `model.layers.0`.
-        attention: Full name of its attention module.
-        module: The block; its float weights may be replaced by methods.
-        linears: Its linear layers by full name.
-        device: Where its weights are.
-        inputs: Hidden states of each sample: [tokens, hidden], in the host's memory.
-        quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        inputs: list[Tensor],
-        kwargs: dict[int, dict[str, Any]],
-        quantized_inputs: list[Tensor] | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self.name = name
-        self.device = device or torch.device("cpu")
-        self.attention = f"{name}.self_attn"
-        self.module = module
-        self.inputs = inputs
-        self.quantized_inputs = quantized_inputs
-        self.linears = {
-            f"{name}.{path}": part
-            for path, part in module.named_modules()
-            if isinstance(part, nn.Linear)
-        }
-        self._kwargs = kwargs
-
-    @torch.no_grad()
-    def run(
-        self,
-        sample: int,
-        *,
-        on_input: OnInput | None = None,
-        on_kv: OnKV | None = None,
-        on_route: OnRoute | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Run one sample through the block as it is now.
-
-        Args:
-            sample: Index into `inputs`.
-            on_input: Called with each linear layer's full name and its input [tokens, in]; layers
-                of experts see every token.
-            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
-            on_route: Called with the full name of the experts and how many tokens the router sends
-                to each of them: int64 [experts].
-            cache: Makes of the same what attention reads of them.
-
-        Returns:
-            Hidden states [tokens, hidden], on the block's device.
-        """
-        with self._hooks(on_input, on_kv, on_route, cache):
-            return self.forward(self.inputs[sample])
-
-    def output(
-        self,
-        sample: int,
-        *,
-        on_input: OnInput | None = None,
-        on_kv: OnKV | None = None,
-        on_route: OnRoute | None = None,
-    ) -> Tensor:
-        """`run`, checked and in the host's memory: a sample's hidden states for the next block.
-
-        Raises:
-            RecipeError: they hold NaN or infinity.
-        """
-        out = self.run(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
-        if not (bool(out.sum().isfinite()) or bool(out.isfinite().all())):  # the sum is quicker
-            raise RecipeError(
-                f"{self.name}: its output holds NaN or infinity. Check the model's weights"
-            )
-        return to_host(out)
-
-    def forward(self, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The block's function, with gradients: hidden states [tokens, hidden] to the same.
-
-        Args:
-            hidden: As long as one of the samples.
-            weights: Weights to compute with in place of those of linear layers, by the layer's
-                full name.
-        """
-        given = {f"{n.removeprefix(f'{self.name}.')}.weight": w for n, w in (weights or {}).items()}
-        out = functional_call(
-            self.module, given, (hidden[None].to(self.device),), self._kwargs[len(hidden)]
-        )
-        return (out[0] if isinstance(out, tuple) else out)[0]
-
-    @contextmanager
-    def _hooks(
-        self,
-        on_input: OnInput | None,
-        on_kv: OnKV | None,
-        on_route: OnRoute | None,
-        cache: Cache | None,
-    ) -> Iterator[None]:
-        attention = self.module.get_submodule("self_attn")
-        with ExitStack() as stack:
-            if on_input is not None:
-                for name, linear in self.linears.items():
-
-                    def hook(_: nn.Module, args: tuple[Tensor], name: str = name) -> None:
-                        on_input(name, args[0].flatten(0, -2))
-
-                    stack.callback(linear.register_forward_pre_hook(hook).remove)
-            for path, experts in self.module.named_modules():
-                if isinstance(experts, Experts):
-                    name = f"{self.name}.{path}"
-                    stack.enter_context(experts.watched(name, on_input is not None, on_route))
-            stack.enter_context(watched(attention, on_kv, cache))
-            yield
 
 
 class BlockStream:
@@ -189,7 +58,7 @@ class BlockStream:
         quantized_inputs: Those after the quantized blocks, or None where they are not kept.
 
     Raises:
-        RecipeError: the model's family is not supported.
+        CheckpointError: the model's family is not supported.
     """
 
     def __init__(
@@ -201,21 +70,13 @@ class BlockStream:
         dtype: torch.dtype = torch.float32,
         quantized_path: bool = False,
     ) -> None:
-        if config.model_type not in SUPPORTED:
-            raise RecipeError(
-                f"model_type {config.model_type!r} is not supported; supported are "
-                f"{', '.join(SUPPORTED)}"
-            )
+        values = config.to_dict()
+        self._family = family_of(values)
         self._read = read
         self._device, self._dtype = torch.device(device), dtype
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=ATTENTION
-            )
-        split_experts(model, config.model_type)
-        self._decoder = model.model.eval()
+        self._decoder: Any = meta_model(config, ATTENTION).get_submodule("model").eval()
         self._meta_blocks = list(self._decoder.layers)
-        self.blocks = tuple(f"model.layers.{i}" for i in range(len(self._meta_blocks)))
+        self.blocks = block_names(values)
         self.inputs: list[Tensor] = []
         self.quantized_inputs: list[Tensor] | None = [] if quantized_path else None
         self._kwargs: list[dict[int, dict[str, Any]]] = [{} for _ in self.blocks]
@@ -245,7 +106,8 @@ class BlockStream:
         decoder.layers = nn.ModuleList(recorders)
         decoder.norm = nn.Identity()
         decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(self._device)
-        weight = self._weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        shape = (config.vocab_size, config.hidden_size)
+        weight = self._weight(f"{EMBEDDING}.weight", shape)
         decoder.embed_tokens = nn.Embedding.from_pretrained(weight)
         self.inputs = []
         for ids in sequences:
@@ -267,7 +129,7 @@ class BlockStream:
             assert quantized_inputs is not None
             self.quantized_inputs = quantized_inputs
 
-    def load(self, index: int) -> Block:
+    def load(self, index: int) -> DecoderBlock:
         """Read a block's weights; its samples are those that `start` or `advance` left.
 
         Raises:
@@ -283,11 +145,19 @@ class BlockStream:
         for parameter in module.parameters():
             parameter.requires_grad_(False)
         kwargs = self._kwargs[index]
-        return Block(name, module.eval(), self.inputs, kwargs, self.quantized_inputs, self._device)
+        return DecoderBlock(
+            name,
+            self._family,
+            module.eval(),
+            self.inputs,
+            kwargs,
+            self.quantized_inputs,
+            self._device,
+        )
 
     def advance(
         self,
-        block: Block,
+        block: DecoderBlock,
         outputs: Sequence[Tensor] | None = None,
         quantized_outputs: Sequence[Tensor] | None = None,
     ) -> None:
@@ -297,7 +167,7 @@ class BlockStream:
 
         Args:
             block: The block that was loaded last.
-            outputs: From `Block.output`, where they are known; else the block is run as it is.
+            outputs: From `DecoderBlock.output`, where known; else the block is run as it is.
             quantized_outputs: Those of the quantized block, where the stream keeps them.
 
         Raises:

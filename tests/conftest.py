@@ -126,7 +126,7 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     from formats.checkpoint.read import Checkpoint
     from formats.checkpoint.weights import storage_format
     from formats.checkpoint.write import CheckpointWriter
-    from formats.families.experts import is_projection
+    from formats.families.names import is_projection
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
     from ptq.methods.common.block import QuantizedLinear

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from calibrate.experts import split_experts
+from formats.families.registry import find_family
 
 SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 MOE = {  # overrides of `make_model` by family; one has a dense block, two normalize
@@ -62,7 +63,9 @@ def split_model(folder: Path, state: dict[str, torch.Tensor]) -> torch.nn.Module
     """transformers' model in fp32 with experts as linear layers, and these tensors, by their names."""
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config)
-    split_experts(model, config.model_type)
+    mixture = find_family(config.to_dict()).mixture
+    for block in model.model.layers:
+        split_experts(block, mixture)
     state = {name: tensor.float() for name, tensor in state.items()}
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

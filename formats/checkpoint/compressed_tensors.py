@@ -15,9 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from formats.checkpoint.targets import HEAD, layer_targets
+from formats.checkpoint.targets import layer_targets
 from formats.checkpoint.weights import storage_format
 from formats.errors import CheckpointError
+from formats.families.names import HEAD
 from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
 
 CLASS = "Linear"  # the target that means every linear layer

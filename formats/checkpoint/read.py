@@ -3,7 +3,7 @@
     config.json                    with `quantization_config` where weights are quantized
     model*.safetensors (+ index)   a layer's weight as `formats.checkpoint.weights` says,
     X.input_scale [1];
-                                   experts as `formats.families.experts` says
+                                   merged layers and experts as `formats.checkpoint.split` says
     tokenizer and generation files
     quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
     quant/scale_table.json         every scale and where it came from
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import Groups, find_scheme, is_ignored, read_groups
 from formats.checkpoint.folder import auxiliary_files, check_manifest, read_config
+from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.safetensors_files import (
     SafetensorsFile,
     TensorFile,
@@ -32,7 +33,7 @@ from formats.checkpoint.safetensors_files import (
     read_elements,
     read_tensors,
 )
-from formats.checkpoint.targets import HEAD
+from formats.checkpoint.split import split_stored
 from formats.checkpoint.weights import (
     LEAVES,
     StoredWeight,
@@ -46,7 +47,9 @@ from formats.checkpoint.weights import (
     read_weights,
 )
 from formats.errors import CheckpointError
-from formats.families.experts import is_projection, per_expert
+from formats.families.family import heads_of
+from formats.families.names import HEAD, is_projection
+from formats.families.registry import attention_names
 from formats.scale_table import TOGETHER, ScaleTable
 from formats.scheme import KVCacheSpec, LayerScheme, Scheme
 
@@ -73,7 +76,8 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config, quantization = read_config(path)
-        self._files = per_expert(open_weights(path), self.config.get("model_type"))
+        self._files = split_stored(open_weights(path), self.config)
+        self._merged = MergedLayers(self.config)
         self._kv_file = _open_optional(path / KV_SCALES)
         self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
         self._groups: Groups = read_groups(quantization) if quantization else ()
@@ -159,8 +163,11 @@ class Checkpoint:
 
     @cached_property
     def _schemes(self) -> dict[str, LayerScheme]:
-        found = {name: find_scheme(name, self._groups) for name in self.quantized_modules}
+        found = {name: self._scheme_in_config(name) for name in self.quantized_modules}
         return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+    def _scheme_in_config(self, module: str) -> LayerScheme | None:
+        return find_scheme(self._merged.stored_name(module), self._groups)
 
     @property
     def own_schemes(self) -> dict[str, LayerScheme]:
@@ -240,12 +247,7 @@ class Checkpoint:
     def _read_kv_scales(self) -> dict[str, tuple[Tensor, Tensor]]:
         if self._kv_file is None or self.scheme.kv_cache is None or self.scheme.kv_cache.dynamic:
             return {}
-        queries = int(self.config["num_attention_heads"])
-        heads = int(self.config.get("num_key_value_heads") or queries)
-        dim = int(self.config.get("head_dim") or self.config["hidden_size"] // queries)
-        attentions = [
-            f"model.layers.{i}.self_attn" for i in range(self.config.get("num_hidden_layers", 0))
-        ]
+        heads, attentions = heads_of(self.config), attention_names(self.config)
         wanted = {f"{a}.{kind}_scale" for a in attentions for kind in "kv"}
         _same_names(wanted, set(self._kv_file.tensors), f"{KV_SCALES}: ")
         spec, scales = self.scheme.kv_cache, {}
@@ -253,8 +255,8 @@ class Checkpoint:
             pair = []
             for role in ("k_cache", "v_cache"):
                 scale = self._kv_file.tensor(name := f"{attention}.{role[0]}_scale")
-                check_scale(name, scale, (spec.scale_shape(role, heads, dim),))
-                pair.append(scale.expand(heads) if scale.numel() == 1 else scale)
+                check_scale(name, scale, (spec.scale_shape(role, heads.kv, heads.size),))
+                pair.append(scale.expand(heads.kv) if scale.numel() == 1 else scale)
             scales[attention] = (pair[0], pair[1])
         return scales
 
@@ -289,7 +291,8 @@ class Checkpoint:
         wanted = {
             name
             for name in projections
-            if not is_ignored(name, self.ignore) and find_scheme(name, self._groups)
+            if not is_ignored(self._merged.stored_name(name), self.ignore)
+            and self._scheme_in_config(name)
         }
         _same_names(wanted, quantized, f"{self.scheme.weights.dtype} weights by config.json: ")
         tensors = {f"{name}.{leaf}" for name in quantized for leaf in self._leaves(name)}

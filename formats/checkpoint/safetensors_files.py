@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,6 +52,15 @@ class TensorFile(Protocol):
 
     def span(self, name: str) -> tuple[int, int]:
         """Where a tensor begins and ends in the file, in bytes."""
+        ...
+
+
+@runtime_checkable
+class Derived(Protocol):
+    """A `TensorFile` whose tensors follow from a file's, and lie in none."""
+
+    def held(self, name: str) -> bytes:
+        """A tensor's elements."""
         ...
 
 
@@ -97,8 +106,13 @@ def read_elements(files: Mapping[str, TensorFile], names: Sequence[str]) -> Tens
     for path, run in groupby(names, lambda name: files[name].path):
         with path.open("rb") as file:
             for name in run:
-                first, end = files[name].span(name)
+                source = files[name]
+                first, end = source.span(name)
                 stop = start + end - first
+                if isinstance(source, Derived):
+                    data[start:stop] = source.held(name)
+                    start = stop
+                    continue
                 file.seek(first)
                 if file.readinto(data[start:stop]) != stop - start:
                     raise _damaged(path, f"{name} ends early")

@@ -1,8 +1,8 @@
 """Patterns for exactly some linear layers, as the targets of compressed-tensors' groups.
 
 Some readers see a model's layers by the names in its checkpoint, others by those of the layers that
-they fuse (vLLM and SGLang: `qkv_proj`, `gate_up_proj`). A pattern that names the parts and the
-fused layer means the same to both:
+they merge (vLLM and SGLang: `qkv_proj`, `gate_up_proj`). A pattern that names the parts and the
+merged layer means the same to both:
 
     re:.*layers\\.(0|3)\\.self_attn\\.(q_proj|k_proj|v_proj|qkv_proj)$
 
@@ -15,15 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from formats.families.experts import EXPERT
-
-HEAD = "lm_head"
-NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.([^.]+)")
-FUSED = {
-    frozenset(("q_proj", "k_proj", "v_proj")): "qkv_proj",
-    frozenset(("gate_proj", "up_proj")): "gate_up_proj",
-    frozenset(("w1", "w3")): "w13",
-}
+from formats.families.names import HEAD, MERGED, MERGED_EXPERTS, any_expert, split_name
 
 
 def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -31,7 +23,7 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
     Args:
         groups: Full names of linear layers of decoder blocks, such as
-            `model.layers.0.mlp.down_proj`, and of the head. Layers that are fused at run time are
+            `model.layers.0.mlp.down_proj`, and of the head. Layers that are merged at run time are
             of one group.
     """
     parts = [[_split(name) for name in names if name != HEAD] for names in groups]
@@ -47,13 +39,13 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _split(name: str) -> tuple[str, str, str]:
     """Index of a layer's block, its module there, and its own name."""
-    match = NAME.fullmatch(name)
-    assert match is not None, name
-    return match[1], match[2], match[3]
+    parts = split_name(name)
+    assert parts is not None, name
+    return parts
 
 
 def _starred(module: str) -> str:
-    return EXPERT.sub(".experts.*", f".{module}.").strip(".")
+    return any_expert(f".{module}.").strip(".")
 
 
 def _targets(
@@ -72,7 +64,7 @@ def _targets(
 
 
 def _pattern(module: str, blocks: tuple[str, ...], leaves: list[str]) -> str:
-    fused = [name for parts, name in FUSED.items() if parts <= set(leaves)]
+    merged = [name for name, parts in (MERGED | MERGED_EXPERTS).items() if {*parts} <= {*leaves}]
     where = f"({'|'.join(blocks)})" if blocks else r"\d+"
     inside = re.escape(module).replace(r"\*", r"\d+")
-    return rf"re:.*layers\.{where}\.{inside}\.({'|'.join([*leaves, *fused])})$"
+    return rf"re:.*layers\.{where}\.{inside}\.({'|'.join([*leaves, *merged])})$"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import quantization_config
 from formats.checkpoint.folder import MANIFEST
+from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import KV_SCALES, SCALE_TABLE, Checkpoint
 from formats.checkpoint.shards import ShardWriter
 from formats.checkpoint.weights import StoredWeight, weight_tensors
@@ -67,7 +68,8 @@ class CheckpointWriter:
         self.scheme = scheme
         self._config = dict(config)
         self._layers = layers or {}
-        self._ignore = ignore
+        self._merged = MergedLayers(config)
+        self._ignore = self._merged.stored_names(ignore)
         self._aux_files = aux_files
         self._force = force
         self._shard_bytes = shard_bytes
@@ -102,14 +104,18 @@ class CheckpointWriter:
         self._stack.__exit__(kind, error, trace)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor as it is; it is on the disk as soon as its shard is full."""
+        """Add a tensor as it is; it is on the disk as soon as its shard is full.
+
+        A part of a layer that the family stores merged waits for the other parts.
+        """
         if name in self._digests:
             raise CheckpointError(f"{name} was added twice")
         if tensor.dtype.is_floating_point and not _is_finite(tensor):
             raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
         tensor = tensor.detach().contiguous()
         with writing(self.out):
-            self._shards.add(name, tensor)
+            for stored, whole in self._merged.add(name, tensor):
+                self._shards.add(stored, whole)
         self._digests[name] = self._pool.submit(_digest, tensor)
 
     def add_linear(
@@ -155,6 +161,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: a check failed or the disk refused; nothing is left behind.
         """
+        self._merged.check_complete()
         with writing(self.out):
             self._shards.finish()
             self._write_documents(scale_table, documents or {})

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from formats.checkpoint.weights import StoredWeight, check_scale
 from formats.errors import CheckpointError
+from formats.families.names import MERGED
 from formats.foreign.layout import (
     Layout,
     check_divides,
@@ -41,9 +42,7 @@ Version = Literal[1, 2]
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 AGAIN = "Quantize the original model with one of the shipped recipes"
 # vLLM and SGLang merge these layers, and look the merged name up.
-MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
-    ("gate_proj", "up_proj"), "gate_up_proj"
-)
+MERGED_INTO = {part: merged for merged, parts in MERGED.items() for part in parts}
 
 
 def gptq_layout(spec: WeightSpec, version: Version) -> Layout:
@@ -234,7 +233,7 @@ def gptq_config(
 def _pattern(module: str) -> str:
     """A pattern for a layer's name and for that of the layer it is merged into."""
     parent, _, leaf = module.rpartition(".")
-    name = f"({leaf}|{MERGED[leaf]})" if leaf in MERGED else re.escape(leaf)
+    name = f"({leaf}|{MERGED_INTO[leaf]})" if leaf in MERGED_INTO else re.escape(leaf)
     return f"{re.escape(parent)}\\.{name}" if parent else name
 
 

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.families.family import heads_of
+from formats.families.names import MERGED
+from formats.families.registry import FAMILIES, find_family
 from formats.scheme import Scheme
 
 Table = dict[str, float | list[float]]
 FILES = ("act_scales.json", "weight_scales.json", "cachekv_scales.json")
-FAMILIES = ("llama", "qwen2")
 LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0}
-# Paddle multiplies these in one product, with the input scale of the first.
-MERGED = (("self_attn", "q_proj", ("k_proj", "v_proj")), ("mlp", "gate_proj", ("up_proj",)))
 
 
 def paddle_tables(checkpoint: Checkpoint) -> dict[str, Table]:
@@ -55,13 +55,14 @@ def require_family(config: Mapping[str, Any]) -> str:
     Raises:
         CheckpointError: names in the tables are not known of it.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
+    family = find_family(config)
+    if family is None or family.paddle is None:
+        known = ", ".join(family.paddle for family in FAMILIES if family.paddle)
         raise CheckpointError(
-            f"config.json: found model_type {family!r}; names in Paddle's tables are known of "
-            f"{', '.join(FAMILIES)} only"
+            f"config.json: found model_type {config.get('model_type')!r}; names in Paddle's tables "
+            f"are known of {known} only"
         )
-    return family
+    return family.paddle
 
 
 def refuse_paddle(scheme: Scheme) -> None:
@@ -109,10 +110,9 @@ def check_merged(scales: Mapping[str, float]) -> None:
         CheckpointError: they do.
     """
     for first, scale in scales.items():
-        for part, leaf, others in MERGED:
-            if not first.endswith(f".{part}.{leaf}"):
-                continue
-            for other in (first.removesuffix(leaf) + name for name in others):
+        module, _, leaf = first.rpartition(".")
+        for parts in MERGED.values():  # Paddle takes the input scale of the first for all
+            for other in (f"{module}.{name}" for name in parts[1:] if leaf == parts[0]):
                 if scales.get(other, scale) != scale:
                     raise CheckpointError(
                         f"input scales of {first} and {other} differ ({scale:.6g} and "
@@ -133,7 +133,7 @@ def _weights(checkpoint: Checkpoint) -> Table:
 
 
 def _cache(checkpoint: Checkpoint) -> Table:
-    table, queries = Table(), int(checkpoint.config["num_attention_heads"])
+    table, queries = Table(), heads_of(checkpoint.config).query
     for attention, pair in checkpoint.kv_scales.items():
         for letter, scale in zip("kv", pair, strict=True):
             of_queries = scale.repeat_interleave(queries // len(scale))
@@ -148,7 +148,7 @@ def _numbers(scale: Tensor, largest: float) -> list[float]:
 
 
 def _name(checkpoint: Checkpoint, module: str) -> str:
-    return table_name(str(checkpoint.config["model_type"]), module)
+    return table_name(require_family(checkpoint.config), module)
 
 
 def table_name(family: str, module: str) -> str:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from formats.checkpoint.weights import check_scale
 from formats.errors import CheckpointError
+from formats.families.family import heads_of
+from formats.families.registry import attention_names
 from formats.foreign.paddle import FILES, LARGEST, check_merged, require_family, table_name
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -106,14 +108,13 @@ def _scale(file: str, name: str, table: Mapping[str, Any], count: int) -> Tensor
 def _cache(
     family: str, config: Mapping[str, Any], table: Mapping[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    queries, scales = int(config["num_attention_heads"]), {}
-    heads = int(config.get("num_key_value_heads") or queries)
+    heads, scales = heads_of(config), {}
     names: set[str] = set()
-    for layer in range(int(config["num_hidden_layers"])):
-        attention, pair = f"model.layers.{layer}.self_attn", []
+    for attention in attention_names(config):
+        pair = []
         for letter in "kv":
             name = f"{table_name(family, attention)}.cache{letter}_matmul.activation_quanter"
-            of_queries = _scale(FILES[2], name, table, queries).reshape(heads, -1)
+            of_queries = _scale(FILES[2], name, table, heads.query).reshape(heads.kv, -1)
             if bool((of_queries != of_queries[:, :1]).any()):
                 raise CheckpointError(
                     f"{FILES[2]}: {name} differs between query heads of one KV head, whose cache "

@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 import kernels.bench.cpu as kernels_bench
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.targets import HEAD
 from formats.errors import EngineError, RequestError
+from formats.families.names import HEAD
 from formats.files import replace_file
 from inference.backend import require_device
 from inference.bench.figures import Ratio, Speed, compare_turns, describe, summarize, to_json

@@ -19,14 +19,15 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from formats.checkpoint.folder import read_config
-from formats.checkpoint.targets import HEAD
+from formats.checkpoint.split import split_shapes
 from formats.checkpoint.weights import StoredWeight, storage_format
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RequestError
-from formats.families.experts import is_projection, shapes_per_expert
+from formats.families.family import heads_of
+from formats.families.names import HEAD, is_projection
+from formats.families.registry import MODEL_TYPES, attention_names, find_family
 from formats.scale_table import Role, ScaleEntry, ScaleTable
 from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme
-from inference.models import SUPPORTED_MODEL_TYPES
 from kernels.numerics import (
     TYPES,
     block_absmax,
@@ -126,10 +127,10 @@ def read_shape(text: str) -> tuple[str, dict[str, Any]]:
             "shape",
         )
     config, _ = read_config(folder)
-    if config.get("model_type") not in SUPPORTED_MODEL_TYPES:
+    if find_family(config) is None:
         raise RequestError(
             f"shape: {text} is of model_type {config.get('model_type')!r}; random checkpoints are "
-            f"made of {', '.join(SUPPORTED_MODEL_TYPES)}",
+            f"made of {', '.join(MODEL_TYPES)}",
             "shape",
         )
     return folder.resolve().name, config
@@ -220,7 +221,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             AutoConfig.for_model(config["model_type"], **values)
         )
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return shapes_per_expert(shapes, config["model_type"])
+    return split_shapes(shapes, config)
 
 
 def random_values(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -297,15 +298,12 @@ def kv_scales(config: dict[str, Any], scheme: Scheme) -> dict[str, tuple[Tensor,
     spec = scheme.kv_cache
     if spec is None or spec.dynamic:
         return {}
-    queries = config["num_attention_heads"]
-    heads = config.get("num_key_value_heads") or queries
-    dim = config.get("head_dim") or config["hidden_size"] // queries
-    k, v = (spec.scale_shape(role, heads, dim) for role in ROLES)
-    names = (f"model.layers.{i}.self_attn" for i in range(config["num_hidden_layers"]))
+    heads = heads_of(config)
+    k, v = (spec.scale_shape(role, heads.kv, heads.size) for role in ROLES)
     kind = TYPES[spec.dtype]
     return {
         name: (choose_scale(torch.full(k, ABSMAX), kind), choose_scale(torch.full(v, ABSMAX), kind))
-        for name in names
+        for name in attention_names(config)
     }
 
 

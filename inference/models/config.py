@@ -10,10 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.experts import EXPERT_NAMES
-from inference.models import SUPPORTED_MODEL_TYPES
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+from formats.families.family import Family, heads_of
+from formats.families.registry import family_of
 
 
 @dataclass(frozen=True)
@@ -65,37 +63,32 @@ class ModelConfig:
         Raises:
             CheckpointError: the family, activation or rotary embedding is not supported.
         """
-        raw = dict(checkpoint.config)
-        kind = raw.pop("model_type", None)
-        if kind not in SUPPORTED_MODEL_TYPES:
-            raise CheckpointError(
-                f"model_type {kind!r} is not run here; supported are "
-                f"{', '.join(SUPPORTED_MODEL_TYPES)}"
-            )
+        family, raw = family_of(checkpoint.config), dict(checkpoint.config)
+        kind = raw.pop("model_type")
         config = AutoConfig.for_model(kind, **raw)
         rope = (config.rope_parameters or {}).get("rope_type", "default")
-        if rope not in ROPE_TYPES:
+        if rope not in family.rope_types:
             raise CheckpointError(
-                f"rope_type {rope!r} is not run here; supported are {', '.join(ROPE_TYPES)}"
+                f"rope_type {rope!r} is not run here; supported are {', '.join(family.rope_types)}"
             )
         if config.hidden_act != "silu":
             raise CheckpointError(f"hidden_act {config.hidden_act!r} is not run here, only silu")
         rotary = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
-        heads = config.num_attention_heads
+        heads = heads_of(config.to_dict())
         return cls(
             model_type=kind,
             layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
-            heads=heads,
-            kv_heads=config.num_key_value_heads or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            heads=heads.query,
+            kv_heads=heads.kv,
+            head_dim=heads.size,
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
             eps=config.rms_norm_eps,
             windows=_windows(config),
             inverse_frequency=rotary.inv_freq.float(),
             rope_scaling=float(rotary.attention_scaling),
-            routing=_routing(config),
+            routing=_routing(family, config),
             tied=config.tie_word_embeddings,
         )
 
@@ -109,12 +102,13 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _routing(config: PretrainedConfig) -> Routing | None:
-    if config.model_type not in EXPERT_NAMES:
+def _routing(family: Family, config: PretrainedConfig) -> Routing | None:
+    names = family.mixture
+    if names is None:
         return None
-    mixtral = config.model_type == "mixtral"  # always normalizes, and has no setting for it
+    normalized = names.normalized
     return Routing(
-        experts=config.num_local_experts if mixtral else config.num_experts,
+        experts=getattr(config, names.count),
         chosen=config.num_experts_per_tok,
-        normalized=mixtral or config.norm_topk_prob,
+        normalized=normalized if isinstance(normalized, bool) else getattr(config, normalized),
     )

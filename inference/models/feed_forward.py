@@ -20,7 +20,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.experts import EXPERT_NAMES
+from formats.families.registry import family_of
 from inference.models.config import Routing
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import read_linear, read_stacks
@@ -121,15 +121,19 @@ def load_feed_forward(
     def swiglu(module: str, gate: str, up: str, down: str) -> SwiGLU[L]:
         return SwiGLU(linear(f"{module}.{gate}", f"{module}.{up}"), linear(f"{module}.{down}"))
 
-    dense = ("gate_proj", "up_proj", "down_proj")
-    names = EXPERT_NAMES.get(checkpoint.config["model_type"])
-    if routing is None or names is None or f"{block}.{names.layer}.gate.weight" not in checkpoint:
+    family = family_of(checkpoint.config)
+    layer, names = family.feed_forward, family.mixture
+    dense = (layer.gate, layer.up, layer.down)
+    if routing is None or names is None:
         return swiglu(f"{block}.mlp", *dense)
-    moe = f"{block}.{names.layer}"
-    found = checkpoint.shape(f"{moe}.gate.weight")[0]
+    moe = f"{block}.{names.module}"
+    router = f"{moe}.{names.router}"
+    if f"{router}.weight" not in checkpoint:  # these families have dense blocks too
+        return swiglu(f"{block}.mlp", *dense)
+    found = checkpoint.shape(f"{router}.weight")[0]
     if found != routing.experts:
         raise CheckpointError(
-            f"{moe}.gate chooses among {found} experts, config.json says {routing.experts}. The "
+            f"{router} chooses among {found} experts, config.json says {routing.experts}. The "
             "checkpoint and its config.json do not belong together"
         )
 
@@ -137,12 +141,13 @@ def load_feed_forward(
         modules = [[f"{moe}.experts.{i}.{leaf}" for leaf in leaves] for i in range(found)]
         return factory.experts(read_stacks(checkpoint, modules, factory.device), found)
 
-    shared = f"{moe}.shared_expert_gate.weight" in checkpoint
+    shared, shared_gate = f"{moe}.{names.shared}", f"{moe}.{names.shared_gate}"
+    has_shared = f"{shared_gate}.weight" in checkpoint
     return MixtureOfExperts(
         routing=routing,
-        gate_up=experts(names.gate, names.up),
-        down=experts(names.down),
-        router=linear(f"{moe}.gate"),
-        shared=swiglu(f"{moe}.shared_expert", *dense) if shared else None,
-        shared_gate=linear(f"{moe}.shared_expert_gate") if shared else None,
+        gate_up=experts(*names.expert.gate_up),
+        down=experts(names.expert.down),
+        router=linear(router),
+        shared=swiglu(shared, *dense) if has_shared else None,
+        shared_gate=linear(shared_gate) if has_shared else None,
     )

@@ -13,11 +13,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
+from calibrate.layers import meta_model
 from formats.errors import CheckpointError
+from formats.families import names
 from formats.foreign.layout import ForeignFolder
-from ptq.plan.preflight import meta_model
 
-HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDINGS = f"{names.HEAD}.weight", f"{names.EMBEDDING}.weight"
 
 
 def surplus_tensors(source: ForeignFolder, modules: Sequence[str]) -> frozenset[str]:

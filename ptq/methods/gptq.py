@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
 from ptq.methods.common.later import descent, moments, numerics, rounding, storage, torch
 from ptq.methods.common.method import Method
-from ptq.methods.common.smoothing_group import SmoothingGroup
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:

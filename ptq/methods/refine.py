@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced
 from ptq.methods.common.events import Event
 from ptq.methods.common.later import numerics, storage, torch, two_level
 from ptq.methods.common.method import Method
-from ptq.methods.common.smoothing_group import SmoothingGroup
 from ptq.methods.common.spec import BlockSizes, MethodSpec, Stage
 
 if TYPE_CHECKING:

@@ -28,30 +28,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from formats.errors import RecipeError
+from formats.families import names
+from formats.families.family import heads_of
+from formats.families.groups import SmoothingGroup
+from formats.families.registry import family_of
 from formats.scheme import LayerScheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.later import hadamard, torch
-from ptq.methods.common.smoothing_group import SmoothingGroup
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-NORM_OF = {
-    "q_proj": "input_layernorm",
-    "k_proj": "input_layernorm",
-    "v_proj": "input_layernorm",
-    "gate_proj": "post_attention_layernorm",
-    "up_proj": "post_attention_layernorm",
-    "w1": "post_attention_layernorm",  # experts of Mixtral: gate, up and, below, down
-    "w3": "post_attention_layernorm",
-    "gate": "post_attention_layernorm",  # routers
-    "shared_expert_gate": "post_attention_layernorm",
-}
-WRITERS = ("o_proj", "down_proj", "w2")
-NORMS = ("input_layernorm", "post_attention_layernorm")
-UNTOUCHED = ("q_norm", "k_norm", "rotary_emb")
+EMBEDDING, FINAL_NORM, HEAD = (
+    f"{name}.weight" for name in (names.EMBEDDING, names.FINAL_NORM, names.HEAD)
+)
 ROWS = 8192  # of a weight that are rotated at a time
 
 
@@ -91,12 +82,12 @@ class RotationSpec(MethodSpec):
         self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
     ) -> Iterator[str]:
         """What of the layer turns."""
-        leaf = layer.rpartition(".")[2]
+        role = names.role_of(layer)
         if self.residual:
-            turned = "rows" if leaf in WRITERS else "columns"
+            turned = "rows" if role in ("o", "down") else "columns"
             yield f"rotation: its {turned} turn with the residual stream"
-        if self.values and leaf in ("v_proj", "o_proj"):
-            turned = "rows" if leaf == "v_proj" else "columns"
+        if self.values and role in ("v", "o"):
+            turned = "rows" if role == "v" else "columns"
             yield f"rotation: its {turned} turn with each head's V"
 
 
@@ -115,10 +106,10 @@ class RotatedCheckpoint(FloatModelView):
         super().__init__(source)
         self.spec = spec
         config = source.config
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or hidden // heads)
+        hidden, head = int(config["hidden_size"]), heads_of(config).size
+        self.family = family_of(config)
         self.r1 = hadamard.random_rotation(hidden, spec.seed) if spec.residual else None
-        self.r2 = hadamard.random_rotation(head_dim, spec.seed + 1) if spec.values else None
+        self.r2 = hadamard.random_rotation(head, spec.seed + 1) if spec.values else None
         tied = bool(config.get("tie_word_embeddings", HEAD not in source))
         self.unties = spec.residual and tied
         self._check_names()
@@ -165,7 +156,8 @@ class RotatedCheckpoint(FloatModelView):
     def tensor(self, name: str) -> Tensor:
         """Read one tensor and rotate it, in fp64; rounded once to its type."""
         stored, (module, leaf) = self.source.tensor(self._origin(name)), _parts(name)
-        if self.r1 is not None and (module in NORMS or name == FINAL_NORM):
+        norms = self.family.norms.before
+        if self.r1 is not None and (module in norms or name == FINAL_NORM):
             return torch.ones_like(stored)
         rows, columns = self._rotations(name, module)
         if rows is not None:  # [out, in] or, of a bias, [out]
@@ -182,24 +174,33 @@ class RotatedCheckpoint(FloatModelView):
         """What turns the outputs of a layer (its rows) and what its inputs (its columns)."""
         if name in (EMBEDDING, HEAD):
             return None, self.r1
-        rows = self.r1 if module in WRITERS else self.r2 if module == "v_proj" else None
-        columns = self.r1 if module in NORM_OF else self.r2 if module == "o_proj" else None
-        return rows, columns
+        family, attention = self.family, self.family.attention
+        rows = self.r1 if module in family.writers else self.r2 if module == attention.v else None
+        columns = self.r1 if module in family.readers else None
+        return rows, self.r2 if module == attention.o else columns
 
     def _norm(self, name: str, module: str) -> Tensor:
         """Weight of the norm that a layer takes over, fp64 [in]; 1 where there is none."""
-        block = ".".join(name.split(".")[:3])
-        norm = FINAL_NORM if name == HEAD else f"{block}.{NORM_OF.get(module)}.weight"
-        if self.r1 is None or (name != HEAD and module not in NORM_OF):
+        norm = names.FINAL_NORM if name == HEAD else self.family.readers.get(module)
+        if self.r1 is None or norm is None:
             return torch.ones((), dtype=torch.float64)
-        return self.source.tensor(norm).double()
+        full = norm if name == HEAD else f"{names.block_of(name)}.{norm}"
+        return self.source.tensor(f"{full}.weight").double()
 
     def _origin(self, name: str) -> str:
         """Name of the tensor in the source: a tied head is the embedding."""
         return EMBEDDING if self.unties and name == HEAD else name
 
     def _check_names(self) -> None:
-        known = {*NORM_OF, *WRITERS, *NORMS, *UNTOUCHED}
+        family, attention = self.family, self.family.attention
+        if self.spec.residual and family.norms.after:
+            raise RecipeError(
+                f"rotation: {', '.join(family.norms.after)} of {self.path} stand between a layer "
+                "and the residual stream that it adds to, and their weights cannot be folded into "
+                "it. Set residual: false"
+            )
+        untouched = (attention.q_norm, attention.k_norm, "rotary_emb", *family.norms.after)
+        known = {*family.readers, *family.writers, *family.norms.before, *untouched}
         top = {EMBEDDING, FINAL_NORM, HEAD}
         for name in self.source.names():
             if name not in top and _parts(name)[0] not in known:

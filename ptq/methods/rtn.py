@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme
 from ptq.methods.common.later import rounding
 from ptq.methods.common.method import Method
-from ptq.methods.common.smoothing_group import SmoothingGroup
 from ptq.methods.common.spec import MOMENTS, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:

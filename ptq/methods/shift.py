@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from formats.families.groups import SmoothingGroup
+from formats.families.names import role_of
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.biased import BiasedCheckpoint
 from ptq.methods.common.block import BlockWork, set_parameter
@@ -32,7 +34,6 @@ from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.folding import source_channel
 from ptq.methods.common.later import functional, torch
 from ptq.methods.common.method import Method
-from ptq.methods.common.smoothing_group import SmoothingGroup
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class ShiftSpec(MethodSpec):
         self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
     ) -> Iterator[str]:
         """The projections whose biases take the shift."""
-        if layer.endswith(("v_proj", "o_proj")):
+        if role_of(layer) in ("v", "o"):
             yield "shift: its bias takes what centres V, where it has one"
 
 
@@ -91,13 +92,14 @@ class Shift(Method):
 
     def prepare(self, work: BlockWork) -> None:
         """Find the two layers; where one has no bias, say so."""
-        self.value = f"{work.block.attention}.v_proj"
-        self.output = f"{work.block.attention}.o_proj"
+        names = work.block.family.attention
+        self.value = f"{work.block.attention}.{names.v}"
+        self.output = f"{work.block.attention}.{names.o}"
         self._weight = self._bias = self._low = self._high = self.z = None
         bare = [n for n in (self.value, self.output) if work.block.linears[n].bias is None]
         if bare:
-            names = " and ".join(name.rpartition(".")[2] for name in bare)
-            message = f"not shifted: {names} of this family cannot have a bias"
+            leaves = " and ".join(name.rpartition(".")[2] for name in bare)
+            message = f"not shifted: {leaves} of this family cannot have a bias"
             work.events.append(Event(module=self.value, kind="smoothing_skipped", message=message))
             return
         self._weight = work.block.linears[self.value].weight

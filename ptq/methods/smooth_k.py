@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from formats.families.groups import SmoothingGroup
+from formats.families.names import role_of
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, set_parameter
 from ptq.methods.common.later import cache, nn, torch
 from ptq.methods.common.method import Method
 from ptq.methods.common.migration import best_of, tell
-from ptq.methods.common.smoothing_group import SmoothingGroup
 from ptq.methods.common.spec import Alpha, MethodSpec, Stage
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class SmoothKSpec(MethodSpec):
         self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
     ) -> Iterator[str]:
         """The projections that take its factors."""
-        if layer.endswith(("q_proj", "k_proj")):
+        if role_of(layer) in ("q", "k"):
             yield "smooth_k: its rows, or the norm after it, take factors that even out K"
 
 
@@ -142,10 +143,9 @@ class SmoothK(Method):
 
 def _stages(work: BlockWork) -> tuple[str, str]:
     """Names of the last modules that K and Q pass before rotary embedding, and that can scale."""
-    attention = work.block.attention
-    normed = "k_norm" in dict(work.module(attention).named_children())
-    leaves = ("k_norm", "q_norm") if normed else ("k_proj", "q_proj")
-    return f"{attention}.{leaves[0]}", f"{attention}.{leaves[1]}"
+    attention, names = work.block.attention, work.block.family.attention
+    k, q = (names.k, names.q) if names.qk_norm == "none" else (names.k_norm, names.q_norm)
+    return f"{attention}.{k}", f"{attention}.{q}"
 
 
 def _takes_any_factor(work: BlockWork, name: str) -> bool:

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
 from formats.scheme import LayerScheme
 from ptq.methods.common.folding import SmoothedGroup
 from ptq.methods.common.later import torch
 from ptq.methods.common.migration import Choice, Migration
-from ptq.methods.common.smoothing_group import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
 from ptq.methods.common.spec import (
     Alpha,
     BlockSizes,

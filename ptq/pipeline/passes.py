@@ -7,33 +7,33 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from calibrate.block import DecoderBlock, to_host
 from calibrate.statistics import Statistics
-from calibrate.stream import Block, to_host
 from formats.errors import RecipeError
+from formats.families.family import heads_of
+from formats.families.groups import common_inputs
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
-from ptq.plan.groups import common_inputs
 from ptq.plan.plan import Plan
 
 STARVED = 0.01  # of an even share of the tokens; an expert that gets less is told of
 
 
-def block_work(plan: Plan, checkpoint: FloatModel, block: Block) -> BlockWork:
+def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> BlockWork:
     """A loaded block with what the plan says of it."""
     config = checkpoint.config
-    heads = config["num_attention_heads"]
     schemes = {name: s for name, s in plan.schemes.items() if name in block.linears}
     return BlockWork(
         block=block,
         scheme=plan.recipe.scheme,
         schemes=schemes,
         targets=tuple(schemes),
-        common_input=common_inputs(block.name, tuple(block.linears)),
+        common_input=common_inputs(block.family, block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=heads_of(config).size,
         input_observer=plan.recipe.observers.input,
         dtype_of=checkpoint.dtype,
     )

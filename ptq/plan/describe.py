@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from calibrate.data import TokenSet
-from formats.families.experts import EXPERT
+from formats.families.names import expert_of, split_name
 from formats.memory import rss_bytes
 from ptq.plan.plan import Plan
 from ptq.plan.preflight import is_taken
@@ -83,15 +83,16 @@ def group_modules(plan: Plan) -> Iterator[str]:
         groups.setdefault((name, shape, module.action, module.reason), []).append(module.name)
     width = max(len(name) for name, *_ in groups)
     for (name, shape, action, reason), names in groups.items():
-        blocks = _indices(r"\.layers\.(\d+)\.", names, "blocks")
-        experts = _indices(EXPERT, names, ", experts")
+        split = filter(None, map(split_name, names))
+        blocks = _indices((int(index) for index, _, _ in split), "blocks")
+        experts = _indices(map(expert_of, names), ", experts")
         where = f"{blocks}{experts}"
         yield f"{name:<{width}}  {shape:>11}  {where:<14}  {action:<8}  {reason}".rstrip()
 
 
-def _indices(pattern: str | re.Pattern[str], names: Iterable[str], title: str) -> str:
+def _indices(numbers: Iterable[int | None], title: str) -> str:
     """Which blocks or experts layers belong to; empty for those that belong to none."""
-    found = {int(match[1]) for match in (re.search(pattern, name) for name in names) if match}
+    found = {number for number in numbers if number is not None}
     return f"{title} {_ranges(sorted(found))}" if found else ""
 
 

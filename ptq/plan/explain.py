@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from formats.errors import RequestError
-from formats.families.experts import EXPERT
+from formats.families.names import any_expert
 from ptq.plan.plan import ModulePlan, Plan
 from ptq.text import matches
 
@@ -20,7 +20,7 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
     Raises:
         RequestError: the pattern matches no module.
     """
-    attentions = [f"{block}.self_attn" for block in plan.blocks]
+    attentions = [f"{block}.{plan.family.attention.module}" for block in plan.blocks]
     known = [module.name for module in plan.modules] + attentions
     if pattern is not None and not any(matches(name, pattern) for name in known):
         raise RequestError(
@@ -49,7 +49,7 @@ def _alike(modules: Iterable[ModulePlan]) -> Iterable[list[ModulePlan]]:
 
 
 def _starred(text: str) -> str:
-    return EXPERT.sub(".experts.*", text)
+    return any_expert(text)
 
 
 def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:

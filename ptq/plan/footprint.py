@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from formats.families.groups import SMOOTHING_KINDS
 from ptq.methods.common.float_model import FloatModel
-from ptq.methods.common.smoothing_group import SMOOTHING_KINDS
 from ptq.methods.common.spec import FLOAT, BlockSizes
 from ptq.plan.schedule import Schedule
 from ptq.plan.shapes import BlockShape, shard_bytes

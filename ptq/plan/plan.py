@@ -7,26 +7,26 @@ All that could stop a run later is looked for here, and everything found is said
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import pandas as pd
 from torch import nn
 from transformers import PretrainedConfig
 
-from calibrate.stream import BlockStream
+from calibrate.layers import meta_model
 from formats.checkpoint.compressed_tensors import is_ignored
 from formats.checkpoint.read import Checkpoint
-from formats.families.experts import is_router
+from formats.families.family import Family
+from formats.families.groups import SmoothingGroup, SmoothingKind, merged_layers, smoothing_groups
+from formats.families.names import by_block, is_router
+from formats.families.registry import BY_TYPE, block_names, family_of
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
 from ptq.methods.registry import view_of
 from ptq.peers.check import check_peers
 from ptq.plan import preflight
 from ptq.plan.footprint import Footprint
-from ptq.plan.groups import fused_layers, smoothing_groups
 from ptq.plan.shapes import Shape, block_shapes
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import LoadedRecipe, Recipe
@@ -105,6 +105,11 @@ class Plan(Strict):
         return tuple(module.name for module in self.modules if module.action == "quantize")
 
     @property
+    def family(self) -> Family:
+        """The declaration of the model's family."""
+        return BY_TYPE[self.model.model_type]
+
+    @property
     def schemes(self) -> dict[str, LayerScheme]:
         """Schemes of the quantized layers by full name."""
         return {name: self.recipe.scheme_of(name) for name in self.quantized}
@@ -143,11 +148,10 @@ def build_plan(
     """
     where = where or Where()
     config = preflight.read_config(checkpoint, where)
-    blocks = BlockStream(config, checkpoint.tensor).blocks
-    model = preflight.meta_model(config)
+    blocks, model = block_names(config.to_dict()), meta_model(config)
     shapes = dict(_layer_shapes(model))
-    names = _names_by_block(shapes)
-    modules = tuple(_plan_modules(recipe, blocks, shapes, names))
+    names, family = by_block(shapes), family_of(checkpoint.config)
+    modules = tuple(_plan_modules(recipe, family, blocks, shapes, names))
     quantized = {m.name: recipe.scheme_of(m.name) for m in modules if m.action == "quantize"}
     source = view_of(checkpoint, recipe.methods)
     prediction = _predict(recipe, source, config, shapes, quantized, blocks)
@@ -167,7 +171,7 @@ def build_plan(
     return Plan(
         recipe=recipe,
         modules=modules,
-        smoothing=tuple(_smoothing_groups(recipe, blocks, names)),
+        smoothing=tuple(_smoothing_groups(recipe, family, blocks, names)),
         blocks=blocks,
         model=_summary(checkpoint, len(blocks)),
         prediction=prediction,
@@ -203,25 +207,17 @@ def _layer_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
             yield name, (rows, columns)
 
 
-def _names_by_block(names: Iterable[str]) -> dict[str, list[str]]:
-    """Full names of layers by that of their decoder block; "" for those outside."""
-    grouped: dict[str, list[str]] = {}
-    for name in names:
-        match = re.match(r"model\.layers\.\d+(?=\.)", name)
-        grouped.setdefault(match[0] if match else "", []).append(name)
-    return grouped
-
-
 def _plan_modules(
     recipe: Recipe,
+    family: Family,
     blocks: tuple[str, ...],
     shapes: Mapping[str, tuple[int, int]],
     names: Mapping[str, list[str]],
 ) -> Iterator[ModulePlan]:
-    inside, fused = set[str](), dict[str, str]()
+    inside, merged = set[str](), dict[str, str]()
     for block in blocks:
         inside |= set(names[block])
-        fused |= fused_layers(block, names[block])
+        merged |= merged_layers(family, block, names[block])
     for name, shape in shapes.items():
         kept = None if name in inside else "outside of the decoder blocks"
         kept = kept or _kept_reason(recipe, name)
@@ -230,7 +226,7 @@ def _plan_modules(
             action="float" if kept else "quantize",
             reason=kept or recipe.scheme_of(name).text,
             shape=shape,
-            fused_group=fused.get(name),
+            fused_group=merged.get(name),
         )
 
 
@@ -321,13 +317,13 @@ def _check_divisible(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterato
 
 
 def _smoothing_groups(
-    recipe: Recipe, blocks: tuple[str, ...], names: Mapping[str, list[str]]
+    recipe: Recipe, family: Family, blocks: tuple[str, ...], names: Mapping[str, list[str]]
 ) -> Iterator[SmoothingGroup]:
     kinds: dict[SmoothingKind, None] = {}
     for method in recipe.methods:
         kinds |= dict.fromkeys(method.smooths)
     for block in blocks:
-        yield from smoothing_groups(block, names[block], tuple(kinds))
+        yield from smoothing_groups(family, block, names[block], tuple(kinds))
 
 
 def _summary(checkpoint: Checkpoint, blocks: int) -> ModelSummary:

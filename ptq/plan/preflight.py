@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from calibrate.data import TokenSet, load_tokens
-from calibrate.experts import split_experts
-from calibrate.stream import SUPPORTED
 from formats.checkpoint.compressed_tensors import is_ignored
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.weights import scale_shape, storage_format
+from formats.families.family import heads_of
+from formats.families.registry import MODEL_TYPES, find_family
 from formats.scheme import KVCacheSpec, LayerScheme
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
@@ -45,9 +45,11 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
     """
     found = str(checkpoint.config.get("model_type"))
     problems = []
-    if found not in SUPPORTED:
+    if find_family(checkpoint.config) is None:
         message = f"model_type {found!r} of {checkpoint.path} is not supported"
-        problems.append(Problem(where(MODEL), MODEL, f"{message}; {suggestion(found, SUPPORTED)}"))
+        problems.append(
+            Problem(where(MODEL), MODEL, f"{message}; {suggestion(found, MODEL_TYPES)}")
+        )
     if checkpoint.scheme.quantizes_anything:
         message = (
             f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
@@ -62,14 +64,6 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
         reason = " ".join(str(error).split())
         message = f"{checkpoint.path / 'config.json'} is not a valid configuration: {reason}"
         raise recipe_error([Problem(where(MODEL), MODEL, message)]) from error
-
-
-def meta_model(config: PretrainedConfig) -> nn.Module:
-    """The model with shapes only, its layers named as on disk."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    split_experts(model, config.model_type)
-    return model
 
 
 def check_tensors(
@@ -237,10 +231,9 @@ def predict_checkpoint(
         else:
             total += math.prod(shape) * dtype.itemsize
     if kv_cache is not None and not kv_cache.dynamic:
-        heads = config.num_key_value_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = heads_of(config.to_dict())
         for role in ("k_cache", "v_cache"):
-            scales = math.prod(kv_cache.scale_shape(role, heads, dim))
+            scales = math.prod(kv_cache.scale_shape(role, heads.kv, heads.size))
             total += config.num_hidden_layers * 4 * scales
     return total
 

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from formats.families.experts import EXPERT, is_router
+from formats.families.family import Family, heads_of
+from formats.families.groups import (
+    SmoothingGroup,
+    SmoothingKind,
+    common_inputs,
+    smoothing_groups,
+)
+from formats.families.names import by_block, expert_of, is_router
+from formats.families.registry import family_of
 from ptq.methods.common.float_model import FloatModel
-from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
-from ptq.plan.groups import common_inputs, smoothing_groups
 
 SMALLEST_SHARD = 16 << 20  # bytes
 Shape = tuple[int, int]  # of a weight: (out, in)
@@ -22,6 +28,7 @@ class BlockShape:
     """What is known of a block before it is loaded.
 
     Attributes:
+        family: Its model's.
         name: Full name.
         layers: Its linear layers by full name, with the shapes of their weights.
         targets: Those that are quantized.
@@ -34,6 +41,7 @@ class BlockShape:
         share: Part of the experts that a token is sent to; 1 without experts.
     """
 
+    family: Family
     name: str
     layers: Mapping[str, Shape]
     targets: tuple[str, ...]
@@ -47,11 +55,11 @@ class BlockShape:
 
     def share_of(self, layer: str) -> float:
         """Part of the tokens that a layer sees where only the chosen experts run."""
-        return self.share if EXPERT.search(layer) else 1.0
+        return 1.0 if expert_of(layer) is None else self.share
 
     def inputs(self, layers: Iterable[str]) -> dict[str, list[str]]:
         """Layers by the distinct input that they read."""
-        common = common_inputs(self.name, tuple(self.layers))
+        common = common_inputs(self.family, self.name, tuple(self.layers))
         distinct: dict[str, list[str]] = {}
         for name in layers:
             distinct.setdefault(common.get(name, name), []).append(name)
@@ -64,7 +72,8 @@ class BlockShape:
     def groups(self, kinds: Sequence[SmoothingKind]) -> list[list[SmoothingGroup]]:
         """Smoothing groups that can be folded; those that are searched together, in one list."""
         tied: dict[str, list[SmoothingGroup]] = {}
-        for group in smoothing_groups(self.name, (*self.layers, *self.routers), kinds):
+        names = (*self.layers, *self.routers)
+        for group in smoothing_groups(self.family, self.name, names, kinds):
             source = (group.source,) if group.source in self.layers else ()
             if {*group.consumers, *source} <= set(self.targets):
                 tied.setdefault(group.tied or group.source, []).append(group)
@@ -105,31 +114,21 @@ def block_shapes(
         quantized: Full names of those that are quantized.
         blocks: Full names of its blocks.
     """
-    elements, names = _by_block(source.names(), blocks), _by_block(layers, blocks)
-    targets = _by_block(quantized, blocks)
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    elements, names, targets = by_block(source.names()), by_block(layers), by_block(quantized)
+    family, heads = family_of(source.config), heads_of(config.to_dict())
     for block in blocks:
         routers = tuple(filter(is_router, names[block]))
-        experts = {match[1] for match in map(EXPERT.search, names[block]) if match}
+        experts = {expert_of(name) for name in names[block]} - {None}
         yield BlockShape(
+            family=family,
             name=block,
             layers={name: layers[name] for name in names[block] if name not in routers},
-            targets=tuple(targets[block]),
+            targets=tuple(targets.get(block, ())),
             routers=routers,
-            elements=sum(math.prod(source.shape(name)) for name in elements[block]),
+            elements=sum(math.prod(source.shape(name)) for name in elements.get(block, ())),
             hidden=config.hidden_size,
-            query=heads * dim,
-            cached=config.num_key_value_heads * dim,
-            kv_heads=config.num_key_value_heads,
+            query=heads.query * heads.size,
+            cached=heads.kv * heads.size,
+            kv_heads=heads.kv,
             share=config.num_experts_per_tok / len(experts) if experts else 1.0,
         )
-
-
-def _by_block(names: Iterable[str], blocks: Sequence[str]) -> dict[str, list[str]]:
-    grouped: dict[str, list[str]] = {block: [] for block in blocks}
-    for name in names:
-        block = ".".join(name.split(".")[:3])  # model.layers.0
-        if block in grouped:
-            grouped[block].append(name)
-    return grouped

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
-from formats.families.experts import is_projection
+from formats.families.names import is_projection
+from formats.families.registry import FAMILIES
 from formats.scheme import Strict
 from kernels.numerics import dequantize
 
@@ -87,14 +88,23 @@ def by_ratio(rows: list[OutlierRow]) -> list[OutlierRow]:
     return sorted(rows, key=lambda row: -(row.ratio or 0.0))
 
 
+FIRST = {  # of the layers that read an input
+    name
+    for family in FAMILIES
+    for name in (
+        *(family.attention.q, family.attention.o),
+        *(family.feed_forward.gate, family.feed_forward.down),
+    )
+}
+
+
 def distinct_inputs(rows: Sequence[OutlierRow]) -> list[OutlierRow]:
     """Rows of inputs; of layers that read the same one (q, k, v and gate, up), the first by rank.
 
     Their statistics are equal, as one observation serves all of them.
     """
-    rank = ("q_proj", "o_proj", "gate_proj", "down_proj")
     inputs = [row for row in rows if row.role == "input"]
-    inputs.sort(key=lambda row: row.module.rpartition(".")[2] not in rank)  # stable
+    inputs.sort(key=lambda row: row.module.rpartition(".")[2] not in FIRST)  # stable
     first: dict[tuple[object, ...], OutlierRow] = {}
     for row in inputs:
         block = row.module.rpartition(".")[0]

@@ -12,26 +12,30 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from formats.families.experts import EXPERT
+from formats.families.names import any_expert, is_shared_expert, split_name
+from formats.families.registry import FAMILIES
 from ptq.report.data import ReportData
 from ptq.report.figure import LIMIT, ORIGINAL, QUANTIZED, STYLE, draw_dot, new_figure, svg_text
 from ptq.report.outliers import distinct_inputs
 from ptq.report.peers import draw_peers
 
-READERS = {  # layers that read an input, by the first of them or by what smoothing divides: color
-    "q_proj": ("q, k, v", "C0"),
-    "input_layernorm": ("q, k, v", "C0"),
-    "o_proj": ("o", "C1"),
-    "v_proj": ("o", "C1"),
-    "gate_proj": ("gate, up", "C2"),
-    "post_attention_layernorm": ("gate, up", "C2"),
-    "down_proj": ("down", "C3"),
-    "up_proj": ("down", "C3"),
-    "w1": ("gate, up", "C2"),
-    "w2": ("down", "C3"),
-    "w3": ("down", "C3"),
-}
 ANNOTATED_COLUMNS = 12  # heat maps up to this wide have their values written in
+
+
+def _readers() -> dict[str | None, tuple[str, str]]:
+    """Layers that read an input, and their color, by the first of them or by what is smoothed."""
+    readers: dict[str | None, tuple[str, str]] = {}
+    for family in FAMILIES:
+        names, norms = family.attention, family.norms
+        readers |= dict.fromkeys((names.q, norms.before_attention), ("q, k, v", "C0"))
+        readers |= dict.fromkeys((names.o, names.v), ("o", "C1"))
+        for layer in family.feed_forwards:
+            readers |= dict.fromkeys((layer.gate, norms.before_feed_forward), ("gate, up", "C2"))
+            readers |= dict.fromkeys((layer.down, layer.up), ("down", "C3"))
+    return readers
+
+
+READERS = _readers()
 
 
 def draw_plots(data: ReportData) -> dict[str, str]:
@@ -144,9 +148,9 @@ def one_of_experts(rows: Mapping[str, Any], height: Callable[[Any], float]) -> d
     """Rows by full name, of the same layer of a block's experts only the highest."""
     highest: dict[str, str] = {}
     for name, row in rows.items():
-        kept = highest.setdefault(EXPERT.sub(".experts", name), name)
+        kept = highest.setdefault(any_expert(name), name)
         if height(row) > height(rows[kept]):
-            highest[EXPERT.sub(".experts", name)] = name
+            highest[any_expert(name)] = name
     return {name: rows[name] for name in highest.values()}
 
 
@@ -155,9 +159,8 @@ def _grid(names: Sequence[str]) -> tuple[list[str], dict[str, dict[str, str]]]:
     kinds: dict[str, None] = {}
     blocks: dict[str, dict[str, str]] = {}
     for name in names:
-        found = re.search(r"\.(\d+)\.(.+)$", name)
-        block, kind = (found[1], found[2].rpartition(".")[2]) if found else ("", name)
-        kind = f"shared {kind}" if "shared_expert" in name else kind
+        block, _, kind = split_name(name) or ("", "", name)
+        kind = f"shared {kind}" if is_shared_expert(name) else kind
         kinds[kind] = None
         blocks.setdefault(block, {})[kind] = name
     return list(kinds), blocks

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
+from formats.families.registry import attention_names, family_of
 from formats.files import building_directory, write_bytes
 from inference.accuracy import compare
 from inference.bench.command import measure_in_turns
@@ -195,7 +196,9 @@ def _measure_speed(
 def _sizes(original: Engine, quantized: Engine) -> Sizes:
     shape = quantized.model.config
     elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    own = original.checkpoint.dtype("model.layers.0.self_attn.k_proj.weight").itemsize
+    config = original.checkpoint.config
+    key = f"{attention_names(config)[0]}.{family_of(config).attention.k}.weight"
+    own = original.checkpoint.dtype(key).itemsize
     return Sizes(
         original_weights=original.checkpoint.nbytes,
         quantized_weights=quantized.checkpoint.nbytes,

@@ -211,9 +211,9 @@ def test_hooks_leave_nothing_behind(make_model):
     assert len(seen) == count
 
 
-def test_an_unknown_family_is_refused(tmp_path):
+def test_an_unknown_family_is_refused():
     config = AutoConfig.for_model("gpt2")
-    with pytest.raises(RecipeError, match="'gpt2' is not supported.*llama"):
+    with pytest.raises(CheckpointError, match="'gpt2' is not supported.*llama"):
         BlockStream(config, lambda name: torch.zeros(1))
 
 

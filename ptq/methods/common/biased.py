@@ -5,40 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from formats.families.registry import attention_names, family_of
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FAMILIES = ("llama", "qwen3")  # whose configuration has `attention_bias`, for q, k, v and o alike
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
 
 class BiasedCheckpoint(FloatModelView):
-    """A model with `attention_bias: true`; one that has it, or cannot, is left as it is."""
+    """A model whose q, k, v and o have biases; one that has them, or cannot, is left as it is."""
 
     def __init__(self, source: FloatModel) -> None:
         super().__init__(source)
-        config = source.config
-        adds = config["model_type"] in FAMILIES and not config.get("attention_bias", False)
-        blocks = range(int(config["num_hidden_layers"]) if adds else 0)
+        config, attention = source.config, family_of(source.config).attention
+        self.setting = attention.bias_setting
+        adds = self.setting is not None and not config.get(self.setting, False)
         self.added = {
-            f"model.layers.{i}.self_attn.{layer}.bias": f"model.layers.{i}.self_attn.{layer}.weight"
-            for i in blocks
-            for layer in LAYERS
+            f"{module}.{layer}.bias": f"{module}.{layer}.weight"
+            for module in (attention_names(config) if adds else ())
+            for layer in attention.linears
         }
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The model's, with biases of attention where they were added."""
-        return {**self.source.config, **({"attention_bias": True} if self.added else {})}
+        return {**self.source.config, **({str(self.setting): True} if self.added else {})}
 
     def describe(self) -> Iterator[str]:
         """What was added."""
         yield from super().describe()
         if self.added:
-            yield f"attention_bias: true, for shift; adds {len(self.added)} biases of q, k, v and o"
+            yield f"{self.setting}: true, for shift; adds {len(self.added)} biases of q, k, v and o"
 
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, the added among them."""

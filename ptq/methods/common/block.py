@@ -7,17 +7,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.methods.common.later import nn, numerics, observers, storage, torch
-from ptq.methods.common.smoothing_group import SmoothingGroup
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from calibrate.block import DecoderBlock
     from calibrate.observers import ObserverSpec, TensorStatistics
     from calibrate.statistics import Key, Statistics
-    from calibrate.stream import Block
     from formats.checkpoint.weights import StoredWeight
     from ptq.methods.common.moments import Moments
 
@@ -53,7 +53,7 @@ class BlockWork:
         scheme: What is to be quantized, and how, but for layers with a scheme of their own.
         schemes: Of each target, by its full name; `scheme_of` tells.
         targets: Full names of this block's linear layers that are to be quantized.
-        common_input: Layers that read one input, by full name: the norm that it comes from.
+        common_input: Layers that read one input, by full name: a name for that input.
         groups: Smoothing groups of this block.
         head_dim: Elements of one attention head.
         input_observer: How the clipping range of a static input is found.
@@ -69,7 +69,7 @@ class BlockWork:
         smoothing: What was chosen for each smoothing group.
     """
 
-    block: Block
+    block: DecoderBlock
     scheme: Scheme
     schemes: Mapping[str, LayerScheme]
     targets: tuple[str, ...]

@@ -17,10 +17,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from formats.families.groups import SmoothingGroup
 from formats.scheme import KVCacheSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
 from ptq.methods.common.later import cache, nn, numerics, rounding, torch
-from ptq.methods.common.smoothing_group import SmoothingGroup
 
 if TYPE_CHECKING:
     from torch import Tensor

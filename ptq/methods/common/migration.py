@@ -27,12 +27,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from formats.families.groups import SmoothingGroup
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, Event, SmoothingRow
 from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
 from ptq.methods.common.later import torch
 from ptq.methods.common.method import Method
-from ptq.methods.common.smoothing_group import SmoothingGroup
 
 if TYPE_CHECKING:
     from torch import Tensor

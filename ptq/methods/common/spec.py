@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from formats.families.groups import SmoothingGroup, SmoothingKind
 from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.methods.common.method import Method, MomentKind
-from ptq.methods.common.smoothing_group import SmoothingGroup, SmoothingKind
 
 if TYPE_CHECKING:
     from ptq.methods.common.float_model import FloatModel

@@ -16,6 +16,7 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 1,
+    "hidden_size": 128,
 }
 SHAPES = {"model.layers.0.self_attn.q_proj": (2, 3), "model.layers.0.mlp.up_proj": (1, 3)}
 Q, UP = "llama.layers.0.self_attn.q_proj", "llama.layers.0.mlp.up_proj"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.split import RowsOf
 from formats.errors import CheckpointError
-from formats.families.experts import RowsOf, is_projection, is_router
 from tests.experts import MOE, rewrite, stack_experts
 
 
@@ -65,13 +65,3 @@ def test_what_does_not_fit_is_refused(make_model, tmp_path, change, words):
     stacked = stack_experts(source, tmp_path / "stacked", "qwen3_moe")
     with pytest.raises(CheckpointError, match=words):
         Checkpoint.open(rewrite(stacked, tmp_path / "changed", change))
-
-
-def test_names_tell_projections_from_routers():
-    block = "model.layers.3"
-    for name in ("block_sparse_moe.experts.7.w2", "mlp.experts.11.up_proj", "mlp.gate_proj"):
-        assert is_projection(f"{block}.{name}")
-        assert not is_router(f"{block}.{name}")
-    for name in ("block_sparse_moe.gate", "mlp.gate", "mlp.shared_expert_gate"):
-        assert is_router(f"{block}.{name}")
-        assert not is_projection(f"{block}.{name}")

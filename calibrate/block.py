@@ -1,0 +1,148 @@
+"""A decoder block with its weights, as methods see it: what its layers read can be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from calibrate.attention import Cache, OnKV, watched
+from calibrate.experts import Experts, OnRoute
+from formats.errors import RecipeError
+from formats.families.family import Family
+
+OnInput = Callable[[str, Tensor], None]
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy in host memory that a GPU reaches at full speed; `x` itself if it is on the host."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+
+class DecoderBlock:
+    """A decoder block with its weights, its samples, and hooks into its run.
+
+    Attributes:
+        name: Full name, such as `model.layers.0`.
+        family: The declaration of its model's family.
+        attention: Full name of its attention module.
+        module: The block; its float weights may be replaced by methods.
+        linears: Its linear layers by full name.
+        device: Where its weights are.
+        inputs: Hidden states of each sample: [tokens, hidden], in the host's memory.
+        quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        family: Family,
+        module: nn.Module,
+        inputs: list[Tensor],
+        kwargs: dict[int, dict[str, Any]],
+        quantized_inputs: list[Tensor] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.name, self.family = name, family
+        self.device = device or torch.device("cpu")
+        self.attention = f"{name}.{family.attention.module}"
+        self.module = module
+        self.inputs = inputs
+        self.quantized_inputs = quantized_inputs
+        self.linears = {
+            f"{name}.{path}": part
+            for path, part in module.named_modules()
+            if isinstance(part, nn.Linear)
+        }
+        self._kwargs = kwargs
+
+    @torch.no_grad()
+    def run(
+        self,
+        sample: int,
+        *,
+        on_input: OnInput | None = None,
+        on_kv: OnKV | None = None,
+        on_route: OnRoute | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Run one sample through the block as it is now.
+
+        Args:
+            sample: Index into `inputs`.
+            on_input: Called with each linear layer's full name and its input [tokens, in]; layers
+                of experts see every token.
+            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
+            on_route: Called with the full name of the experts and how many tokens the router sends
+                to each of them: int64 [experts].
+            cache: Makes of the same what attention reads of them.
+
+        Returns:
+            Hidden states [tokens, hidden], on the block's device.
+        """
+        with self._hooks(on_input, on_kv, on_route, cache):
+            return self.forward(self.inputs[sample])
+
+    def output(
+        self,
+        sample: int,
+        *,
+        on_input: OnInput | None = None,
+        on_kv: OnKV | None = None,
+        on_route: OnRoute | None = None,
+    ) -> Tensor:
+        """`run`, checked and in the host's memory: a sample's hidden states for the next block.
+
+        Raises:
+            RecipeError: they hold NaN or infinity.
+        """
+        out = self.run(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
+        if not (bool(out.sum().isfinite()) or bool(out.isfinite().all())):  # the sum is quicker
+            raise RecipeError(
+                f"{self.name}: its output holds NaN or infinity. Check the model's weights"
+            )
+        return to_host(out)
+
+    def forward(self, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The block's function, with gradients: hidden states [tokens, hidden] to the same.
+
+        Args:
+            hidden: As long as one of the samples.
+            weights: Weights to compute with in place of those of linear layers, by the layer's
+                full name.
+        """
+        given = {f"{n.removeprefix(f'{self.name}.')}.weight": w for n, w in (weights or {}).items()}
+        out = functional_call(
+            self.module, given, (hidden[None].to(self.device),), self._kwargs[len(hidden)]
+        )
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    @contextmanager
+    def _hooks(
+        self,
+        on_input: OnInput | None,
+        on_kv: OnKV | None,
+        on_route: OnRoute | None,
+        cache: Cache | None,
+    ) -> Iterator[None]:
+        attention = self.module.get_submodule(self.family.attention.module)
+        with ExitStack() as stack:
+            if on_input is not None:
+                for name, linear in self.linears.items():
+
+                    def hook(_: nn.Module, args: tuple[Tensor], name: str = name) -> None:
+                        on_input(name, args[0].flatten(0, -2))
+
+                    stack.callback(linear.register_forward_pre_hook(hook).remove)
+            for path, experts in self.module.named_modules():
+                if isinstance(experts, Experts):
+                    name = f"{self.name}.{path}"
+                    stack.enter_context(experts.watched(name, on_input is not None, on_route))
+            stack.enter_context(watched(attention, on_kv, cache))
+            yield

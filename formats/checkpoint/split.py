@@ -1,0 +1,215 @@
+"""Layers that lie on disk as one tensor, read as the layers that they are.
+
+Hub checkpoints hold each expert's layers on their own, below a module M of each decoder block:
+
+    mixtral               M = block_sparse_moe   router M.gate   M.experts.E.{w1, w3, w2}
+    qwen2_moe, qwen3_moe  M = mlp                router M.gate   M.experts.E.{gate,up,down}_proj
+    qwen2_moe also has    M.shared_expert.{gate,up,down}_proj and its gate M.shared_expert_gate
+
+transformers 5 holds all experts of a block in two parameters, in every family as mlp.experts, and
+can write them so. With E experts, I their inner size, H the hidden size:
+
+    gate_up_proj  [E, 2 I, H]: gate above up          down_proj  [E, H, I]
+
+Some families (Phi-3) hold q, k and v, or gate and up, as one layer, one below the other. Whatever
+belongs to the rows of its weight (scales, zero points, a bias) is cut like them; one scale for all
+rows, of the weight or of the input, is every part's.
+
+All of these are read by the names of the layers themselves: each is a run of rows, and no more than
+these are read. `formats.checkpoint.join` is the way back for layers that a family stores merged;
+experts are always written one by one, which is what runtimes read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.checkpoint.safetensors_files import SafetensorsFile, TensorFile, read_elements
+from formats.errors import CheckpointError
+from formats.families.family import Mixture, merged_rows
+from formats.families.registry import find_family
+
+SHAPE = "weight_shape"
+ONE_FOR_ALL = "input_scale"
+_STACKED = re.compile(r"^(.*)\.(\w+)\.experts\.(gate_up_proj|down_proj)$")
+
+
+class RowsOf:
+    """Layers that are runs of rows of one tensor.
+
+    Args:
+        file: Holds the tensor.
+        tensor: Its name.
+        starts: First row of each layer, of the tensor seen as [rows, columns], by the name that
+            its own tensor gets.
+        shape: Of each layer's own tensor.
+    """
+
+    def __init__(
+        self,
+        file: SafetensorsFile,
+        tensor: str,
+        starts: Mapping[str, int],
+        shape: tuple[int, ...],
+    ) -> None:
+        dtype = file.tensors[tensor][0]
+        width = dtype.itemsize * (shape[-1] if len(shape) > 1 else 1)
+        self._file, self._tensor, self._starts = file, tensor, starts
+        self._width, self._nbytes = width, dtype.itemsize * math.prod(shape)
+        self.path = file.path
+        self.tensors = dict.fromkeys(starts, (dtype, shape))
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where a layer's rows begin and end in the file, in bytes."""
+        start = self._file.span(self._tensor)[0] + self._starts[name] * self._width
+        return start, start + self._nbytes
+
+
+class ShapeOf:
+    """The stored shape, int64 [2], of a layer whose packed weight is a run of rows.
+
+    Args:
+        file: Holds the shape of the whole.
+        tensor: Its name.
+        name: Name that the layer's own shape gets.
+        rows: Of the layer.
+    """
+
+    def __init__(self, file: SafetensorsFile, tensor: str, name: str, rows: int) -> None:
+        self._file, self._tensor, self._rows = file, tensor, rows
+        self.path = file.path
+        self.tensors = {name: (torch.int64, (2,))}
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where the shape of the whole lies in the file."""
+        return self._file.span(self._tensor)
+
+    def held(self, name: str) -> bytes:
+        """The layer's own shape, which no file has."""
+        whole = read_elements({self._tensor: self._file}, [self._tensor])
+        return torch.stack((torch.tensor(self._rows), whole[1])).numpy().tobytes()
+
+
+def split_stored(
+    files: Mapping[str, SafetensorsFile], config: Mapping[str, Any]
+) -> dict[str, TensorFile]:
+    """The file of every tensor, layers that are stored as one taken apart by the family's names.
+
+    Args:
+        files: By the names on disk.
+        config: config.json; without a declaration of its family, files are left as they are.
+
+    Raises:
+        CheckpointError: a tensor has another shape, or lies beside layers of the same name.
+    """
+    family, found = find_family(config), dict[str, TensorFile](files)
+    if family is None:
+        return found
+    if family.mixture is not None:
+        for name, file in files.items():
+            _split_experts(found, name, file, family.mixture)
+    if family.stored_merged:
+        for name, file in files.items():
+            _split_merged(found, name, file, merged_rows(family, config))
+    return found
+
+
+def split_shapes(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's parameters as transformers has them, layers taken apart."""
+    files = {name: _Shapes({name: (torch.bfloat16, shape)}) for name, shape in shapes.items()}
+    found = split_stored(files, config)  # pyright: ignore[reportArgumentType]
+    return {name: file.tensors[name][1] for name, file in found.items()}
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """A file of no data."""
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    path: Path = Path()
+
+
+def _split_merged(
+    found: dict[str, TensorFile],
+    name: str,
+    file: SafetensorsFile,
+    merged: Mapping[str, Mapping[str, int]],
+) -> None:
+    """Put the parts of a merged layer's tensor in its place; other tensors are left alone."""
+    module, _, leaf = name.rpartition(".")
+    parent, _, whole = module.rpartition(".")
+    if whole not in merged:
+        return
+    parts, shape = merged[whole], file.tensors[name][1]
+    total, first = sum(parts.values()), 0
+    del found[name]
+    for part, rows in parts.items():
+        own = f"{parent}.{part}.{leaf}"
+        if leaf == SHAPE:
+            found[own] = ShapeOf(file, name, own, rows)
+        elif leaf == ONE_FOR_ALL or shape in ((), (1,)):
+            found[own] = RowsOf(file, name, {own: 0}, shape or (1,))
+        elif rows * shape[0] % total:
+            raise CheckpointError(
+                f"{file.path}: {name} has {shape[0]} rows for {total} outputs, which cannot be cut "
+                f"into the {rows} of {part}. Write the checkpoint with a scheme per channel"
+            )
+        else:
+            count = rows * shape[0] // total
+            found[own] = RowsOf(file, name, {own: first}, (count, *shape[1:]))
+            first += count
+
+
+def _split_experts(
+    found: dict[str, TensorFile], name: str, file: SafetensorsFile, names: Mixture
+) -> None:
+    """Put experts' layers in the place of a 3-D parameter of all; others are left alone."""
+    match = _STACKED.match(name)
+    if match is None or match[2] not in ("mlp", names.module):
+        return
+    block, layer, leaf = match.groups()
+    apart: dict[str, TensorFile] = dict(_apart(file, name, f"{block}.{names.module}", names))
+    router = f"{block}.{layer}.{names.router}.weight"
+    if layer != names.module and router in found:  # named as in memory, like the experts
+        renamed, stored = f"{block}.{names.module}.{names.router}.weight", found[router]
+        assert isinstance(stored, SafetensorsFile)
+        apart[renamed] = RowsOf(stored, router, {renamed: 0}, stored.tensors[router][1])
+        del found[router]
+    twice = sorted(apart.keys() & found.keys())
+    if twice:
+        raise CheckpointError(
+            f"{file.path}: holds both {name} and {twice[0]}; a checkpoint has its experts in "
+            f"3-D parameters or one by one. Remove one kind, and {leaf} with it"
+        )
+    del found[name]
+    found |= apart
+
+
+def _apart(
+    file: SafetensorsFile, name: str, module: str, names: Mixture
+) -> Iterator[tuple[str, RowsOf]]:
+    """The layers in a 3-D parameter, by their tensors' names."""
+    shape, stacked = file.tensors[name][1], name.rpartition(".")[2]
+    leaves = (names.expert.down,) if stacked == "down_proj" else names.expert.gate_up
+    if len(shape) != 3 or shape[1] % len(leaves):
+        needed = "[E, H, I]" if len(leaves) == 1 else "[E, 2 I, H] with gate above up"
+        raise CheckpointError(
+            f"{name} has shape {list(shape)}; needed is {needed}. Save the experts one by one"
+        )
+    rows = shape[1] // len(leaves)
+    starts = {
+        f"{module}.experts.{expert}.{leaf}.weight": expert * shape[1] + i * rows
+        for expert in range(shape[0])
+        for i, leaf in enumerate(leaves)
+    }
+    layers = RowsOf(file, name, starts, (rows, shape[-1]))
+    yield from dict.fromkeys(starts, layers).items()

@@ -1,0 +1,240 @@
+"""The shape of a declaration: what a family's decoder is made of, and how its tensors are named.
+
+A decoder is an embedding, blocks, a norm and a head; a block is attention and a feed-forward layer,
+each a sub-layer that adds to the residual stream x:
+
+    x = x + after(attention(before(x)))        x = x + after(feed_forward(before(x)))
+
+where `before` and `after` are RMSNorms that a family has or has not. Everything that differs
+between families is a field here; whoever calibrates, quantizes, stores or runs a model reads these
+fields and asks for no family by name. Reading a declaration imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+QKNorm = Literal["none", "head", "projection"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention with rotary embedding, below the module `module` of a block.
+
+    Attributes:
+        module: Name of the module in its block.
+        q: Name of the query projection.
+        k: Name of the key projection.
+        v: Name of the value projection.
+        o: Name of the output projection.
+        merged: Name of q, k and v as one layer, for runtimes that multiply them at once.
+        stored_merged: Whether checkpoints hold that one layer in place of the three.
+        qk_norm: Whether RMSNorms stand between q and k and their rotation, each over one head
+            (Qwen3) or over the whole projection (OLMo-2).
+        q_norm: Name of the queries' norm.
+        k_norm: Name of the keys' norm.
+        bias_setting: Key of config.json that gives q, k, v and o a bias each; None where a family
+            has no such setting for all four.
+    """
+
+    module: str = "self_attn"
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+    merged: str = "qkv_proj"
+    stored_merged: bool = False
+    qk_norm: QKNorm = "none"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    bias_setting: str | None = None
+
+    @property
+    def qkv(self) -> tuple[str, str, str]:
+        """Names of the projections that read the attention's input, in the order they merge."""
+        return self.q, self.k, self.v
+
+    @property
+    def linears(self) -> tuple[str, str, str, str]:
+        """Names of all its linear layers."""
+        return self.q, self.k, self.v, self.o
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202, Eq. 6).
+
+    Attributes:
+        gate: Name of the gate projection.
+        up: Name of the up projection.
+        down: Name of the down projection.
+        merged: Name of gate and up as one layer, for runtimes that multiply them at once.
+        stored_merged: Whether checkpoints hold that one layer in place of the two.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    merged: str = "gate_up_proj"
+    stored_merged: bool = False
+
+    @property
+    def gate_up(self) -> tuple[str, str]:
+        """Names of the projections that read its input, in the order they merge."""
+        return self.gate, self.up
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts in the place of the feed-forward layer, in some or all blocks.
+
+    Attributes:
+        module: Name of the module that holds router and experts, as checkpoints name it.
+        expert: Names of an expert's layers.
+        count: Key of config.json that says how many experts a block has.
+        router: Name of the layer that gives each expert a logit.
+        normalized: Whether the chosen experts' probabilities are divided by their sum: always, or
+            as this key of config.json says.
+        shared: Name of the expert that sees every token, if there is one; named as a dense layer.
+        shared_gate: Name of the layer that gives its logit.
+    """
+
+    module: str
+    expert: SwiGLU
+    count: str
+    normalized: Literal[True] | str
+    router: str = "gate"
+    shared: str | None = None
+    shared_gate: str | None = None
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Names of the layers that say how much an expert counts."""
+        return (self.router, *((self.shared_gate,) if self.shared_gate else ()))
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The RMSNorms of a block, by where they stand; None where there is none.
+
+    Attributes:
+        before_attention: Name of the norm of what attention reads.
+        after_attention: Name of the norm of what attention adds.
+        before_feed_forward: Name of the norm of what the feed-forward layer reads.
+        after_feed_forward: Name of the norm of what it adds.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """Names of those whose weight can move into the layers that read them."""
+        return tuple(n for n in (self.before_attention, self.before_feed_forward) if n)
+
+    @property
+    def after(self) -> tuple[str, ...]:
+        """Names of those that stand between a layer and the residual stream it adds to."""
+        return tuple(n for n in (self.after_attention, self.after_feed_forward) if n)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of decoders.
+
+    Attributes:
+        model_types: Values of config.json's `model_type` that it has.
+        attention: Its attention.
+        feed_forward: Its dense feed-forward layer, below the module `mlp` of a block.
+        mixture: Its mixture of experts; None for dense families.
+        norms: Where its norms stand.
+        rope_types: Kinds of scaling of the rotary embedding that are run, as transformers' configs
+            name them.
+        partial_rotary: Whether config.json may say that only the first part of each head turns.
+        paddle: Its name in PaddleNLP's tables of scales; None where these are not known.
+    """
+
+    model_types: tuple[str, ...]
+    attention: Attention = Attention()
+    feed_forward: SwiGLU = SwiGLU()
+    mixture: Mixture | None = None
+    norms: Norms = Norms()
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    partial_rotary: bool = False
+    paddle: str | None = None
+
+    @property
+    def feed_forwards(self) -> tuple[SwiGLU, ...]:
+        """The kinds of feed-forward layers that its blocks can have."""
+        return (self.feed_forward, *((self.mixture.expert,) if self.mixture else ()))
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """Names of the layers whose outputs are added to the residual stream."""
+        return (self.attention.o, *(layer.down for layer in self.feed_forwards))
+
+    @property
+    def readers(self) -> dict[str, str | None]:
+        """Layers that read the residual stream: the norm between the two, None where none is."""
+        inner = [name for layer in self.feed_forwards for name in layer.gate_up]
+        inner += self.mixture.routers if self.mixture else ()
+        first, second = self.norms.before_attention, self.norms.before_feed_forward
+        return dict.fromkeys(self.attention.qkv, first) | dict.fromkeys(inner, second)
+
+    @property
+    def merged(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Layers that runtimes multiply as one outside of experts: its name, those of its parts."""
+        return (
+            (self.attention.merged, self.attention.qkv),
+            (self.feed_forward.merged, self.feed_forward.gate_up),
+        )
+
+    @property
+    def stored_merged(self) -> bool:
+        """Whether checkpoints hold some layers of a block as one."""
+        return self.attention.stored_merged or self.feed_forward.stored_merged
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a model's attention.
+
+    Attributes:
+        query: Query heads.
+        kv: Heads of K, and of V.
+        size: Elements of one head.
+    """
+
+    query: int
+    kv: int
+    size: int
+
+
+def heads_of(config: Mapping[str, Any]) -> Heads:
+    """The attention's sizes, from config.json: what a config leaves out follows from the rest."""
+    query = int(config["num_attention_heads"])
+    return Heads(
+        query=query,
+        kv=int(config.get("num_key_value_heads") or query),
+        size=int(config.get("head_dim") or config["hidden_size"] // query),
+    )
+
+
+def merged_rows(family: Family, config: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Layers that a family's checkpoints hold as one: rows of each part, by the whole's last name.
+
+    Parts are in the order in which they are stored, one below the other.
+    """
+    merged: dict[str, dict[str, int]] = {}
+    if family.attention.stored_merged:
+        heads, names = heads_of(config), family.attention
+        sizes = (heads.query * heads.size, heads.kv * heads.size, heads.kv * heads.size)
+        merged[names.merged] = dict(zip(names.qkv, sizes, strict=True))
+    if family.feed_forward.stored_merged:
+        names = family.feed_forward
+        merged[names.merged] = dict.fromkeys(names.gate_up, int(config["intermediate_size"]))
+    return merged
