@@ -125,11 +125,13 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al. 2021) in the two-halves layout of Llama checkpoints.
 
+    The first R channels of a head turn, as pairs (i, i + R / 2); the others pass as they are.
+
     Args:
         q: [T, Hq, D].
         k: [T, Hkv, D].
-        cos: [T, D] of each token's position, the two halves equal.
-        sin: [T, D], likewise.
+        cos: [T, R] of each token's position, the two halves equal; R is even, at most D.
+        sin: [T, R], likewise.
 
     Returns:
         (q, k) rotated, new tensors.

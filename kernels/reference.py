@@ -117,13 +117,15 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.ops.apply_rope`."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    turned, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
 
 
 def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:

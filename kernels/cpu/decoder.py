@@ -48,7 +48,7 @@ class _Decoder(Structure):
         *[(name, c_void_p) for name in ("blocks", "embedding", "cos", "sin", "norm")],
         ("head", _Layer),
         *[(name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim")],
-        *[(name, c_int64) for name in ("intermediate", "vocabulary")],
+        *[(name, c_int64) for name in ("rotary", "intermediate", "vocabulary")],
         ("embedding_format", c_int32),
         ("eps", c_float),
         ("softmax_scale", c_float),
@@ -107,7 +107,7 @@ class DecoderSpec:
         blocks: In order.
         norm: fp32 [hidden].
         head: Gives the logits.
-        cos: fp32 [positions, dim].
+        cos: fp32 [positions, R]: as many channels of each head, the first, are rotated.
         sin: Likewise.
         heads: Query heads.
         eps: Of the norms.
@@ -132,8 +132,7 @@ class FusedDecoder:
 
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec
-        dim = spec.cos.shape[1]
-        kv_heads = spec.blocks[0].pool.k.shape[1]
+        _, kv_heads, _, dim = spec.blocks[0].pool.k.shape
         self._blocks = (_Block * len(spec.blocks))(*[self._block(b) for b in spec.blocks])
         self._vocabulary = native.header(spec.head.packed).outputs
         self._decoder = _Decoder(
@@ -145,6 +144,7 @@ class FusedDecoder:
             spec.heads,
             kv_heads,
             dim,
+            spec.cos.shape[1],
             native.header(spec.blocks[0].down.packed).inputs,
             self._vocabulary,
             FORMATS[STORAGE_NAMES[spec.embedding.dtype]],

@@ -57,7 +57,7 @@ _SIGNATURES = {
     ),
     "ptq_silu_mul": ([c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int], None),
     "ptq_rope": (
-        [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int],
+        [c_void_p] * 4 + [c_int64] * 5 + [c_int],
         None,
     ),
     "ptq_read": ([c_void_p, c_int64, c_int], c_int64),

@@ -129,13 +129,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.ops.apply_rope`."""
-    needed = (q.shape[0], q.shape[-1])
-    if cos.shape != needed or sin.shape != needed or needed[1] % 2:
+    tokens, _, dim = q.shape
+    rotary = cos.shape[-1]
+    if cos.shape != (tokens, rotary) or sin.shape != cos.shape or rotary % 2 or rotary > dim:
         raise ValueError(
-            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; needed are [T, D] with the T "
-            f"and an even D of q, which is {tuple(q.shape)}"
+            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; needed are [T, R] with the T "
+            f"of q, which is {tuple(q.shape)}, and an even R of at most its D"
         )
-    if k.shape[::2] != needed:
+    if k.shape[::2] != (tokens, dim):
         raise ValueError(f"k is {tuple(k.shape)}; needed are T and D of q, {tuple(q.shape)}")
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -146,6 +147,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     native.loaded().ptq_rope(
         *map(pointer, (tokens, cos, sin, y)),
         *x.shape,
+        cos.shape[1],
         tokens.stride(0),
         torch.get_num_threads(),
     )

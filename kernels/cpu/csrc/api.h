@@ -173,7 +173,8 @@ struct Kernels {
   void (*silu_mul)(const float* gate, const float* up, float* y, int64_t rows, int64_t columns,
                    int64_t in_stride, int64_t y_stride, const Team&);
   void (*rope)(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
-               int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);
+               int64_t heads, int64_t dim, int64_t rotary, int64_t x_stride, int64_t y_stride,
+               const Team&);
   void (*write_kv)(const WriteKvArgs&, const Team&);
   void (*attention)(const AttentionArgs&, const Team&);
   int64_t (*attention_floats)(const AttentionArgs&, int threads);

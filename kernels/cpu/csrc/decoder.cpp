@@ -184,9 +184,9 @@ class StepRunner {
       kernels_.rms_norm(q, block.q_norm, d_.eps, q, d_.heads, d_.dim, d_.dim, d_.dim, solo_);
       kernels_.rms_norm(k, block.k_norm, d_.eps, k, d_.kv_heads, d_.dim, d_.dim, d_.dim, solo_);
     }
-    const float *cos = d_.cos + position * d_.dim, *sin = d_.sin + position * d_.dim;
-    kernels_.rope(q, cos, sin, q, 1, d_.heads, d_.dim, stride, stride, solo_);
-    kernels_.rope(k, cos, sin, k, 1, d_.kv_heads, d_.dim, stride, stride, solo_);
+    const float *cos = d_.cos + position * d_.rotary, *sin = d_.sin + position * d_.rotary;
+    kernels_.rope(q, cos, sin, q, 1, d_.heads, d_.dim, d_.rotary, stride, stride, solo_);
+    kernels_.rope(k, cos, sin, k, 1, d_.kv_heads, d_.dim, d_.rotary, stride, stride, solo_);
     WriteKvArgs args = {};
     args.k = k;
     args.v = k + d_.kv_heads * d_.dim;

@@ -29,10 +29,10 @@ struct Block {
 struct Decoder {
   const Block* blocks;
   const void* embedding;    // [vocabulary, hidden], fp32 or bf16
-  const float *cos, *sin;   // [positions, dim], the two halves equal
+  const float *cos, *sin;   // [positions, rotary], the two halves equal
   const float* norm;        // [hidden]
   Layer head;
-  int64_t layers, hidden, heads, kv_heads, dim, intermediate, vocabulary;
+  int64_t layers, hidden, heads, kv_heads, dim, rotary, intermediate, vocabulary;
   int32_t embedding_format;
   float eps, softmax_scale;
   int32_t unused;

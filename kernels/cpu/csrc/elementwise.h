@@ -147,16 +147,20 @@ static void silu_mul(const float* gate, const float* up, float* y, int64_t rows,
   }
 }
 
-// (x_i, x_{i + dim / 2}) rotated by the angle of the row; y may be x.
+// (x_i, x_{i + rotary / 2}) rotated by the angle of the row, what is beyond `rotary` left as it is;
+// y may be x.
 static void rope(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
-                 int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team& team) {
-  const int64_t half = dim / 2;
+                 int64_t heads, int64_t dim, int64_t rotary, int64_t x_stride, int64_t y_stride,
+                 const Team& team) {
+  const int64_t half = rotary / 2;
   const Range items = share(rows * heads, team);
   for (int64_t item = items.begin; item < items.end; item++) {
     const int64_t row = item / heads, head = item % heads;
     const float* from = x + row * x_stride + head * dim;
     float* to = y + row * y_stride + head * dim;
-    const float *c = cos + row * dim, *s = sin + row * dim;
+    const float *c = cos + row * rotary, *s = sin + row * rotary;
+    if (to != from)
+      for (int64_t i = rotary; i < dim; i++) to[i] = from[i];
     for (int64_t i = 0; i < half; i += W) {
       const int64_t n = half - i, j = half + i;
       const vf a = load_part(from + i, n), b = load_part(from + j, n);

@@ -104,9 +104,9 @@ PTQ_EXPORT void ptq_silu_mul(const float* gate, const float* up, float* y, int64
   });
 }
 PTQ_EXPORT void ptq_rope(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
-                         int64_t heads, int64_t dim, int64_t stride, int threads) {
+                         int64_t heads, int64_t dim, int64_t rotary, int64_t stride, int threads) {
   together(threads, [&](const Team& team) {
-    chosen->rope(x, cos, sin, y, rows, heads, dim, stride, heads * dim, team);
+    chosen->rope(x, cos, sin, y, rows, heads, dim, rotary, stride, heads * dim, team);
   });
 }
 PTQ_EXPORT void ptq_write_kv(const WriteKvArgs* args, int threads) {

@@ -36,13 +36,14 @@ def test_silu_mul_is_the_same_wherever_an_element_lies():
 
 
 @pytest.mark.usefixtures("backend")
-def test_rope():
+@pytest.mark.parametrize("dim", [32, 40])
+def test_rope(dim):
     torch.manual_seed(0)
-    q, k = torch.randn(7, 4, 32), torch.randn(7, 2, 32)
+    q, k = torch.randn(7, 4, dim), torch.randn(7, 2, dim)
     angle = torch.outer(torch.arange(7.0), 1e4 ** (-torch.arange(16) / 16)).repeat(1, 2)
     got = apply_rope(q, k, angle.cos(), angle.sin())
     turn = torch.polar(torch.ones(7, 1, 16).double(), angle[:, None, :16].double())
-    for rotated, x in zip(got, (q, k), strict=True):  # the pair (x_i, x_{i + D/2}) turns
-        want = turn * torch.complex(*x.double().chunk(2, dim=-1))
-        want = torch.cat((want.real, want.imag), dim=-1).float()
+    for rotated, x in zip(got, (q, k), strict=True):  # the pair (x_i, x_{i + R/2}) turns
+        want = turn * torch.complex(*x[..., :32].double().chunk(2, dim=-1))
+        want = torch.cat((want.real.float(), want.imag.float(), x[..., 32:]), dim=-1)
         torch.testing.assert_close(rotated, want, rtol=1e-5, atol=1e-6)
