@@ -113,8 +113,8 @@ def split_stored(
     if family is None:
         return found
     if family.mixture is not None:
-        for name, file in files.items():
-            _split_experts(found, name, file, family.mixture)
+        for name in files:
+            _split_experts(found, files, name, family.mixture)
     if family.stored_merged:
         for name, file in files.items():
             _split_merged(found, name, file, merged_rows(family, config))
@@ -170,18 +170,20 @@ def _split_merged(
 
 
 def _split_experts(
-    found: dict[str, TensorFile], name: str, file: SafetensorsFile, names: Mixture
+    found: dict[str, TensorFile],
+    files: Mapping[str, SafetensorsFile],
+    name: str,
+    names: Mixture,
 ) -> None:
     """Put experts' layers in the place of a 3-D parameter of all; others are left alone."""
     match = _STACKED.match(name)
     if match is None or match[2] not in ("mlp", names.module):
         return
-    block, layer, leaf = match.groups()
+    file, (block, layer, leaf) = files[name], match.groups()
     apart: dict[str, TensorFile] = dict(_apart(file, name, f"{block}.{names.module}", names))
     router = f"{block}.{layer}.{names.router}.weight"
     if layer != names.module and router in found:  # named as in memory, like the experts
-        renamed, stored = f"{block}.{names.module}.{names.router}.weight", found[router]
-        assert isinstance(stored, SafetensorsFile)
+        renamed, stored = f"{block}.{names.module}.{names.router}.weight", files[router]
         apart[renamed] = RowsOf(stored, router, {renamed: 0}, stored.tensors[router][1])
         del found[router]
     twice = sorted(apart.keys() & found.keys())
