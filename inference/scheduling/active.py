@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from inference.scheduling.detokenizer import Detokenizer
-from inference.scheduling.request import FinishReason, RequestOutput, SamplingParams
+from inference.scheduling.request import (
+    FinishReason,
+    Item,
+    ListView,
+    RequestOutput,
+    SamplingParams,
+)
 from inference.scheduling.sampler import sample, top_logprobs
 from inference.scheduling.scheduler import PENDING, Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
@@ -30,7 +36,8 @@ class ActiveRequest:
 
     Attributes:
         sequence: Its tokens, for the scheduler.
-        output: What it has so far.
+        prompt: Its token ids.
+        tokens: What it has generated.
     """
 
     def __init__(
@@ -42,12 +49,17 @@ class ActiveRequest:
         ends: frozenset[int],
         limit: int,
     ) -> None:
-        self.sequence = TokenSequence(name, list(prompt))
-        self.output = RequestOutput(name, list(prompt), arrival=time.perf_counter())
-        self.output.logprobs = None if params.logprobs is None else []
-        self.output.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        self.sequence, self.prompt = TokenSequence(name, list(prompt)), list(prompt)
+        self.tokens: list[int] = []
+        self._times: list[float] = []
+        self._arrival = time.perf_counter()
+        self._logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self._prompt_logprobs: list[dict[int, float] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
         self._params, self._ends, self._limit = params, ends, limit
         self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self._told = 0  # pieces of the text that outputs have told
         self._generator: torch.Generator | None = None
         self._seed = params.seed or 0
         if params.temperature > 0:
@@ -60,12 +72,12 @@ class ActiveRequest:
     @property
     def wants_prompt_logits(self) -> bool:
         """Whether log probabilities of the prompt are wanted and not yet complete."""
-        found = self.output.prompt_logprobs
-        return found is not None and len(found) < len(self.output.prompt_token_ids)
+        found = self._prompt_logprobs
+        return found is not None and len(found) < len(self.prompt)
 
     def note_prompt(self, part: Slice, logits: Tensor) -> None:
         """Take the log probabilities of prompt tokens from the logits of a slice's tokens."""
-        prompt, found = self.output.prompt_token_ids, self.output.prompt_logprobs
+        prompt, found = self.prompt, self._prompt_logprobs
         assert found is not None
         for row, position in zip(logits, range(part.start + 1, len(prompt)), strict=False):
             if position == len(found):  # not yet known from before a preemption
@@ -75,42 +87,40 @@ class ActiveRequest:
     @property
     def chosen_on_device(self) -> bool:
         """Whether temperature, top_k and top_p are all that its next token depends on."""
-        params, made = self._params, len(self.output.token_ids)
+        params, made = self._params, len(self.tokens)
         plain = params.repetition_penalty == 1.0 and not (
             params.presence_penalty or params.frequency_penalty
         )
-        silent = self.output.logprobs is None and not self.wants_prompt_logits
+        silent = self._logprobs is None and not self.wants_prompt_logits
         return plain and silent and (made >= params.min_tokens or not self._ends)
 
     @property
     def draw(self) -> tuple[float, int, float, int, int]:
         """temperature, top_k, top_p, seed and number of the token that comes next."""
-        params, made = self._params, len(self.sequence.tokens) - len(self.output.prompt_token_ids)
+        params, made = self._params, len(self.sequence.tokens) - len(self.prompt)
         return params.temperature, params.top_k, params.top_p, self._seed, made
 
     def expect(self) -> None:
         """Keep a place for a token that is being chosen, unless it is the last."""
-        made = len(self.sequence.tokens) - len(self.output.prompt_token_ids)
+        made = len(self.sequence.tokens) - len(self.prompt)
         if made + 1 < self._params.max_tokens and len(self.sequence.tokens) + 1 < self._limit:
             self.sequence.tokens.append(PENDING)
 
     def take(self, logits: Tensor) -> FinishReason | None:
         """Choose the next token from logits [vocabulary]; the reason where it is the last."""
-        params, output = self._params, self.output
-        forbidden = sorted(self._ends) if len(output.token_ids) < params.min_tokens else ()
-        prompt = output.prompt_token_ids
-        token = sample(logits, prompt, output.token_ids, params, forbidden, self._generator)
-        if output.logprobs is not None:
-            output.logprobs.append(top_logprobs(logits, token, params.logprobs or 0))
+        params = self._params
+        forbidden = sorted(self._ends) if len(self.tokens) < params.min_tokens else ()
+        token = sample(logits, self.prompt, self.tokens, params, forbidden, self._generator)
+        if self._logprobs is not None:
+            self._logprobs.append(top_logprobs(logits, token, params.logprobs or 0))
         return self.accept(token)
 
     def accept(self, token: int) -> FinishReason | None:
         """Append the next token; the reason where it is the last."""
-        params, output = self._params, self.output
-        made = len(output.token_ids)
-        output.token_ids.append(token)
-        output.token_times.append(time.perf_counter())
-        place = len(output.prompt_token_ids) + made
+        params, made = self._params, len(self.tokens)
+        self.tokens.append(token)
+        self._times.append(time.perf_counter())
+        place = len(self.prompt) + made
         self.sequence.tokens[place : place + 1] = [token]  # in the place that was kept, or new
         if token in self._ends:
             return "stop"
@@ -120,24 +130,43 @@ class ActiveRequest:
         full = place + 1 >= self._limit
         return "length" if made + 1 >= params.max_tokens or full else None
 
-    def close(self, reason: FinishReason) -> RequestOutput:
-        """End it; gives its final state."""
+    def close(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """End it; gives its final state, which no more steps change."""
         self._detokenizer.finish()
         if self._detokenizer.stopped and reason == "length":
             reason = "stop"  # what was held back completed a stop text
-        self.output.finish_reason = reason
-        return self.snapshot()
+        return replace(
+            self.snapshot(),
+            token_ids=self.tokens,
+            pieces=self._detokenizer.pieces,
+            finish_reason=reason,
+            error=error,
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            token_times=self._times,
+        )
 
     def snapshot(self) -> RequestOutput:
-        """Its state as it is now, safe from later steps."""
-        output, text = self.output, self._detokenizer.text
-        output.delta, output.text = text[len(output.text) :], text
-        return replace(
-            output,
-            token_ids=list(output.token_ids),
-            token_times=list(output.token_times),
-            logprobs=None if output.logprobs is None else list(output.logprobs),
+        """Its state as it is now, safe from later steps; costs the same at any length."""
+        pieces, told = self._detokenizer.pieces, self._told
+        self._told = len(pieces)
+        return RequestOutput(
+            self.sequence.name,
+            self.prompt,
+            token_ids=_as_now(self.tokens),
+            pieces=_as_now(pieces),
+            delta="".join(pieces[told:]),
+            logprobs=None if self._logprobs is None else _as_now(self._logprobs),
+            prompt_logprobs=(
+                None if self._prompt_logprobs is None else _as_now(self._prompt_logprobs)
+            ),
+            arrival=self._arrival,
+            token_times=_as_now(self._times),
         )
+
+
+def _as_now(items: list[Item]) -> ListView[Item]:
+    return ListView(items, len(items))
 
 
 class ActiveRequests(Mapping[str, ActiveRequest]):
@@ -183,13 +212,15 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             return self._fail(request)
         return self._after(request, request.accept(token))
 
-    def finish(self, request: ActiveRequest, reason: FinishReason) -> RequestOutput:
-        """End a request and take its blocks back."""
-        if reason == "error" or not request.output.token_ids:  # nobody has looked at what it made
+    def finish(
+        self, request: ActiveRequest, reason: FinishReason, error: str | None = None
+    ) -> RequestOutput:
+        """End a request and take its blocks back; `error` says why where the reason is that."""
+        if reason == "error" or not request.tokens:  # nobody has looked at what it made
             self._clear_blocks(self._scheduler.blocks.table(request.sequence.name))
         self._scheduler.remove(request.sequence)
         del self._by_name[request.sequence.name]
-        return request.close(reason)
+        return request.close(reason, error)
 
     def drop(self) -> None:
         """Forget all of them, and take their blocks back."""
@@ -201,5 +232,5 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         return self.finish(request, reason) if reason else request.snapshot()
 
     def _fail(self, request: ActiveRequest) -> RequestOutput:
-        request.output.error = "the model's logits hold NaN or infinity; check the checkpoint"
-        return self.finish(request, "error")
+        told = "the model's logits hold NaN or infinity; check the checkpoint"
+        return self.finish(request, "error", told)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
 
 from pydantic import Field, ValidationError
 
 from formats.errors import RequestError
 from formats.scheme import Strict
 
+Item = TypeVar("Item")
 FinishReason = Literal["stop", "length", "abort", "error"]
 LEAST, MOST = 1e-10, 1e10  # of what logits are divided by: their quotients stay finite
 
@@ -78,36 +79,76 @@ class SamplingParams(Strict):
             )
 
 
+class ListView(Sequence[Item]):
+    """The first items of a list that is only ever appended to; none is copied.
+
+    Args:
+        items: The list.
+        count: How many of them.
+    """
+
+    def __init__(self, items: list[Item], count: int) -> None:
+        self._items, self._count = items, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Item]: ...
+    def __getitem__(self, index: int | slice) -> Item | list[Item]:
+        own = range(self._count)[index]
+        return self._items[own] if isinstance(own, int) else [self._items[i] for i in own]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (list, ListView)) and list(self) == list(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  (equal to lists, which have none)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 @dataclass
 class RequestOutput:
-    """State of a request after a step.
+    """State of a request after a step; while it runs, sequences are views that cost nothing.
 
     Attributes:
         request_id: Its name.
         prompt_token_ids: The prompt.
         token_ids: Generated tokens so far, an end token included.
-        text: Their text, without a stop text; while unfinished, what can still turn out to be the
-            start of a stop text or half of a character is held back.
-        delta: What `text` gained since the request's previous output.
+        pieces: Their text so far, piece by piece; see `text`.
+        delta: What the text gained since the request's previous output.
         finish_reason: `stop` (end token or stop text), `length`, `abort`, `error`; None before.
         error: Why, where the reason is `error`.
         logprobs: For each generated token, {token: log probability}.
-        prompt_logprobs: For each prompt token but the first, which has none, likewise.
+        prompt_logprobs: {token: log probability} for each prompt token but the first, which has
+            none.
         arrival: When it was added, seconds of `time.perf_counter`.
-        token_times: When each token was there, likewise.
+        token_times: When each token was there, in the same seconds.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    token_ids: Sequence[int] = ()
+    pieces: Sequence[str] = ()
     delta: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    logprobs: list[dict[int, float]] | None = None
-    prompt_logprobs: list[dict[int, float] | None] | None = None
+    logprobs: Sequence[dict[int, float]] | None = None
+    prompt_logprobs: Sequence[dict[int, float] | None] | None = None
     arrival: float = 0.0
-    token_times: list[float] = field(default_factory=list)
+    token_times: Sequence[float] = ()
+
+    @property
+    def text(self) -> str:
+        """The text of the tokens, without a stop text.
+
+        While unfinished, what can still turn out to be the start of a stop text or half of a
+        character is held back.
+        """
+        return "".join(self.pieces)
 
     @property
     def finished(self) -> bool:

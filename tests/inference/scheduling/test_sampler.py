@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import pytest
 import torch
 
+from inference.scheduling.active import ActiveRequest
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.detokenizer import Detokenizer
 from inference.scheduling.request import SamplingParams
@@ -62,15 +64,19 @@ class Bytes:
         return bytes(tokens).decode("utf-8", errors="replace")
 
 
+def text_of(detokenizer: Detokenizer) -> str:
+    return "".join(detokenizer.pieces)
+
+
 def feed(text: str, stop=()) -> tuple[list[str], Detokenizer]:
     detokenizer, shown = Detokenizer(Bytes(), stop), []
     for byte in text.encode():
         detokenizer.add(byte)
-        shown.append(detokenizer.text)
+        shown.append(text_of(detokenizer))
         if detokenizer.stopped:
             break
     detokenizer.finish()
-    return [*shown, detokenizer.text], detokenizer
+    return [*shown, text_of(detokenizer)], detokenizer
 
 
 def test_half_characters_are_held_back():
@@ -85,9 +91,9 @@ def test_a_sequence_that_ends_within_a_character_shows_it_as_broken():
     detokenizer = Detokenizer(Bytes())
     for byte in b"ab\xf0\x9f":
         detokenizer.add(byte)
-    assert detokenizer.text == "ab"
+    assert text_of(detokenizer) == "ab"
     detokenizer.finish()
-    assert detokenizer.text == "ab\ufffd"
+    assert text_of(detokenizer) == "ab\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +109,56 @@ def test_a_sequence_that_ends_within_a_character_shows_it_as_broken():
 )
 def test_stop_texts(text, stop, want):
     shown, detokenizer = feed(text, stop)
-    assert detokenizer.text == want
+    assert text_of(detokenizer) == want
     assert all(want.startswith(part) for part in shown)
     assert detokenizer.stopped == (want != text)
+
+
+def test_the_host_pays_the_same_for_a_token_at_any_length():
+    """Bytes that are allocated for one, not seconds: nothing told before is copied."""
+    params = SamplingParams(max_tokens=10**6, ignore_eos=True, stop=("STOP",))
+    request = ActiveRequest("long", [1] * 1000, params, Bytes(), frozenset(), 10**6)
+
+    def most_of_one(count: int) -> int:
+        found = []
+        for _ in range(count):
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            request.accept(97)
+            request.snapshot()
+            found.append(tracemalloc.get_traced_memory()[1] - before)
+        return sorted(found)[count // 2]  # now and then a list moves to a larger place
+
+    tracemalloc.start()
+    try:
+        early = most_of_one(51)
+        for _ in range(20_000):
+            request.accept(97)
+        assert most_of_one(51) < early + 200
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_output_stays_as_it_was_while_its_request_goes_on():
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    request = ActiveRequest("a", [1], params, Bytes(), frozenset(), 99)
+    seen = []
+    for token in b"abc":
+        request.accept(token)
+        seen.append(request.snapshot())
+    last = request.close("abort")
+    assert [out.token_ids for out in seen] == [[97], [97, 98], [97, 98, 99]]
+    assert [out.text for out in seen] == ["a", "ab", "abc"] == [*["a", "ab"], last.text]
+    assert [out.delta for out in seen] == ["a", "b", "c"]
+    assert [len(out.token_times) for out in seen] == [1, 2, 3]
+    assert (seen[1].token_ids[-1], seen[1].token_ids[:5], list(seen[0].token_ids)) == (
+        98,
+        [97, 98],
+        [97],
+    )
+    assert (last.token_ids, last.finish_reason) == ([97, 98, 99], "abort")
+    with pytest.raises(IndexError):
+        seen[0].token_ids[1]
 
 
 def test_the_scheduler_serves_in_order_and_preempts_the_last():
