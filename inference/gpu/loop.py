@@ -16,7 +16,7 @@ import time
 from torch import Tensor
 
 from inference.gpu.runner import GpuRunner, Launched
-from inference.gpu.steps import Draw, ScheduledSlice
+from inference.gpu.sizes import Draw, ScheduledSlice
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.request import RequestOutput
 from inference.scheduling.scheduler import Scheduler, Slice

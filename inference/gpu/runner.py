@@ -25,18 +25,15 @@ from inference.gpu.feed_forward import as_one
 from inference.gpu.fields import Fields
 from inference.gpu.layers import workspace_on
 from inference.gpu.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
-from inference.gpu.steps import (
+from inference.gpu.sizes import (
     ScheduledSlice,
     Size,
-    StepPlan,
     WholeSize,
     decodes_of,
-    places,
-    plan_step,
     prompt_sizes,
     size_of,
-    step_shapes,
 )
+from inference.gpu.steps import StepPlan, places, plan_step, step_shapes
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import PENDING, Slice
 from kernels.attention_inputs import KVPool

@@ -2,10 +2,8 @@
 
 Who executes a plan looks at nothing else: no slice, no sequence, no table of blocks.
 
-A step whose number of tokens is small is padded, so that a CUDA graph captured for one serves many:
-first the sequences of one token, as many as the next power of two; then, in a step that has others,
-`PROMPTS` sequences of `Size.tokens` tokens together. Rows that stand for no sequence have length 0,
-are written nowhere and keep their tokens at an index beyond the batch.
+Rows of a padded step that stand for no sequence have length 0, are written nowhere and keep their
+tokens at an index beyond the batch.
 """
 
 from __future__ import annotations
@@ -19,89 +17,11 @@ import torch
 from torch import Tensor
 
 from inference.gpu.fields import Shape, pack_fields
+from inference.gpu.sizes import Draw, ScheduledSlice, Size, WholeSize, singles, whole_size
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.layout import lay_out
-from inference.scheduling.scheduler import Slice
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
-PROMPTS = 8  # sequences of more than one token in a padded step
-MOST_TOKENS = 2048  # of them; launching a step of more takes less than running it
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How the next token of a sequence is chosen: see `kernels.triton.sampling.sample.sample`."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    step: int = 0
-
-
-@dataclass(frozen=True)
-class ScheduledSlice:
-    """A slice of a sequence, and what is wanted of it.
-
-    Attributes:
-        part: The slice.
-        samples: Whether a token follows it; asked now, since the sequence grows meanwhile.
-        index: The sequence's place in the batch: where its last token is kept on the device.
-        draw: How its next token is chosen.
-        logits: Whether the host wants the logits of its last token.
-        whole: Whether it wants those of all its tokens.
-    """
-
-    part: Slice
-    samples: bool
-    index: int
-    draw: Draw = Draw()
-    logits: bool = False
-    whole: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of logits that it needs."""
-        return self.part.count if self.whole else int(self.samples)
-
-
-@dataclass(frozen=True)
-class Size:
-    """Rows of a padded step.
-
-    Attributes:
-        decodes: Sequences of one token.
-        prompts: Sequences of more, after them; 0 if there are none.
-        tokens: Of the latter.
-    """
-
-    decodes: int
-    prompts: int = 0
-    tokens: int = 0
-
-    @property
-    def sequences(self) -> int:
-        """Of one token and of more."""
-        return self.decodes + self.prompts
-
-
-@dataclass(frozen=True)
-class WholeSize:
-    """Rows of a step that runs as it is, never captured.
-
-    Attributes:
-        decodes: Sequences of one token, which come first.
-        sequences: Sequences of one token and of more.
-        tokens: Tokens of all of them.
-        rows: Tokens whose logits are wanted.
-        samples: Sequences that get a next token.
-    """
-
-    decodes: int
-    sequences: int
-    tokens: int
-    rows: int
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -153,32 +73,6 @@ def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:
         "samples": (torch.int64, (size.samples,)),
         "query_start": (torch.int32, (size.sequences + 1,)),
     }
-
-
-def decodes_of(sequences: int) -> Size:
-    """The size of a step of so many sequences of one token each."""
-    return Size(_power(sequences))
-
-
-def size_of(work: Sequence[ScheduledSlice]) -> Size | None:
-    """The padded size of a step; None where it is not to be padded.
-
-    Args:
-        work: Sequences of one token first.
-    """
-    decodes, tokens = singles(work), sum(w.part.count for w in work)
-    if decodes == len(work) and all(w.samples and not w.whole for w in work):
-        return decodes_of(decodes)
-    prompts, tokens = len(work) - decodes, tokens - decodes
-    if any(w.logits or w.whole for w in work) or prompts > PROMPTS or tokens > MOST_TOKENS:
-        return None
-    return Size(_power(decodes) if decodes else 0, PROMPTS, _rounded(tokens))
-
-
-def prompt_sizes(most: int) -> list[Size]:
-    """Sizes of steps of prompts alone, of at most so many tokens."""
-    counts = range(1, min(most, MOST_TOKENS) + 1)
-    return [Size(0, PROMPTS, tokens) for tokens in sorted({_rounded(n) for n in counts})]
 
 
 def shapes_of(tokens: int, sequences: int, samples: int, width: int) -> dict[str, Shape]:
@@ -250,17 +144,6 @@ def places(work: Sequence[ScheduledSlice], size: Size | WholeSize) -> list[int]:
     return [i if i < ones else i - ones + size.decodes for i in range(len(work))]
 
 
-def whole_size(work: Sequence[ScheduledSlice]) -> WholeSize:
-    """The size of a step as it is."""
-    return WholeSize(
-        decodes=singles(work),
-        sequences=len(work),
-        tokens=sum(w.part.count for w in work),
-        rows=sum(w.rows for w in work),
-        samples=sum(w.samples for w in work),
-    )
-
-
 def whole_values(work: Sequence[ScheduledSlice], blocks: BlockManager) -> dict[str, Sequence]:
     """What the arrays of a step as it is hold."""
     starts = [0, *accumulate(w.part.count for w in work)]
@@ -302,19 +185,3 @@ def _of_slices(work: Sequence[ScheduledSlice], blocks: BlockManager) -> dict[str
         "tables": own.tables,
         "lengths": own.contexts,
     }
-
-
-def singles(work: Sequence[ScheduledSlice]) -> int:
-    """How many are of one token."""
-    return sum(w.part.count == 1 for w in work)
-
-
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
-
-
-def _rounded(tokens: int) -> int:
-    """The next of 16, 32, 48, 64, 96, 128, 192, ...: powers of two and what lies halfway."""
-    power = max(16, _power(tokens))
-    return power * 3 // 4 if power > 32 and tokens <= power * 3 // 4 else power

@@ -292,7 +292,7 @@ def warms_up_without_prompts(path: str):
     from unittest.mock import patch
 
     from inference.gpu.runner import GpuRunner
-    from inference.gpu.steps import Size
+    from inference.gpu.sizes import Size
 
     asked: list[Size] = []
 

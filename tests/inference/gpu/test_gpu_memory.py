@@ -13,7 +13,7 @@ from formats.errors import EngineError
 from inference.gpu import memory, runner
 from inference.gpu.backend import TritonBackend
 from inference.gpu.runner import GpuRunner
-from inference.gpu.steps import ScheduledSlice
+from inference.gpu.sizes import ScheduledSlice
 from inference.models.kv_cache import CacheShape
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import Sequence, Slice

@@ -6,20 +6,17 @@ import random
 
 import pytest
 
-from inference.gpu.steps import (
+from inference.gpu.sizes import (
     MOST_TOKENS,
     PROMPTS,
     Draw,
     ScheduledSlice,
     Size,
     decodes_of,
-    padded_shapes,
-    padded_values,
-    places,
     prompt_sizes,
     size_of,
-    whole_values,
 )
+from inference.gpu.steps import padded_shapes, padded_values, places, whole_values
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import Sequence, Slice
 
