@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import ptq  # noqa: F401  (joins our kernels folder to a foreign package of that name)
+from formats.namespace import join_kernels
+
+join_kernels()
 
 torch.set_num_threads(min(4, torch.get_num_threads()))
 
@@ -31,6 +33,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if path is not None:
         opened = native.open_library(path)
         native.library = lambda: opened
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave what takes minutes to the CI."""
+    if os.environ.get("CI") != "true":
+        skip = pytest.mark.skip(reason="takes minutes: runs where CI=true is set")
+        for item in items:
+            if item.get_closest_marker("ci"):
+                item.add_marker(skip)
 
 
 CORPUS = [

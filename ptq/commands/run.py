@@ -19,26 +19,32 @@ from ptq.pipeline.resume import discard
 from ptq.plan.plan import plan_recipe
 from ptq.plan.preflight import is_taken, read_data
 from ptq.recipe.schema import LoadedRecipe, read_recipe
-from ptq.result import REPORT_FOLDER, unfinished
+from ptq.result import REPORT_FOLDER, Stopwatch, unfinished
 from ptq.text import format_table, typed_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe; 0 where its thresholds hold, 1 where they do not."""
     require_own_packages("inference")
-    from ptq.pipeline.driver import quantize  # after the check above: these import the engine
+    from ptq.pipeline.driver import (
+        quantize_tokens,
+    )  # after the check above: these import the engine
     from ptq.report.report import make_report
 
     arguments = _parse(argv)
     loaded = _read(arguments)
     output = loaded.recipe.output.path
     plan = plan_recipe(loaded, force=arguments.force)
-    read_data(plan.recipe)  # a fault of the evaluation data shows before hours of work
+    watch = Stopwatch()
+    with watch.phase("data"):  # of both splits: a fault of the second shows before hours of work
+        data = read_data(plan.recipe)
     if unfinished(output):
         print(f"{typed_path(output)}: an earlier run was stopped; going on where it was")
-    result = quantize(plan, force=arguments.force, keep=True)
+    result = quantize_tokens(
+        plan, data["calibration"], force=arguments.force, keep=True, watch=watch
+    )
     shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
-    report = make_report(result, plan)
+    report = make_report(result, plan, data["evaluation"])
     discard(output)
     print()
     print(format_table(report.summary_rows))

@@ -70,12 +70,19 @@ class Report:
     data: ReportData
 
 
-def make_report(result: QuantizationResult, plan: Plan, *, progress: bool = True) -> Report:
+def make_report(
+    result: QuantizationResult,
+    plan: Plan,
+    evaluation: TokenSet | None = None,
+    *,
+    progress: bool = True,
+) -> Report:
     """Compare a quantized checkpoint with its original, and write the report beside it.
 
     Args:
         result: The finished quantization.
         plan: What it followed; its recipe says what is measured and where the output lies.
+        evaluation: The recipe's evaluation tokens; None reads them.
         progress: Show progress bars.
 
     Raises:
@@ -83,17 +90,23 @@ def make_report(result: QuantizationResult, plan: Plan, *, progress: bool = True
         CheckpointError: a checkpoint is damaged, or the report cannot be written.
         EngineError: a model gives NaN or infinity.
     """
-    data = measure(result, plan, progress=progress)
+    data = measure(result, plan, evaluation, progress=progress)
     folder = plan.recipe.output.path / REPORT_FOLDER
     write_report(data, folder)
     return Report(data.passed, data.failures, tuple(summary_rows(data)), folder, data)
 
 
-def measure(result: QuantizationResult, plan: Plan, *, progress: bool = True) -> ReportData:
+def measure(
+    result: QuantizationResult,
+    plan: Plan,
+    evaluation: TokenSet | None = None,
+    *,
+    progress: bool = True,
+) -> ReportData:
     """Run both models and gather the report's data; arguments and errors as in `make_report`."""
     recipe, watch = plan.recipe, Stopwatch()
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
-    evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
+    evaluation = evaluation or load_tokens(recipe.dataset, tokenizer, "evaluation")
     config = engine_config(evaluation, recipe.report.speed)
     with watch.phase("loading both models"):
         device = recipe.report.device

@@ -11,7 +11,7 @@ import pytest
 import ptq
 from formats.errors import RecipeError
 from ptq.recipe.schema import load_recipe
-from tests.test_packaging import write_stand_in
+from tests.e2e.test_packaging import write_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = (

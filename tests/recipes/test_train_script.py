@@ -120,6 +120,7 @@ def test_only_a_copyright_notice_is_cut():
     assert without_notice("# what this is\nimport os\n") == "# what this is\nimport os\n"
 
 
+@pytest.mark.ci  # trains a tokenizer and a model
 def test_a_tiny_run_writes_a_model_that_transformers_runs(tmp_path):
     site, out = tmp_path / "site", tmp_path / "model"
     files = {

@@ -32,6 +32,7 @@ def runtime_of(name: str) -> str | None:
     return path if Path(path).is_absolute() else None
 
 
+@pytest.mark.ci  # compiles the kernels with sanitizers, and they are slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(native.library() is None, reason="no C++ compiler")
 def test_kernels_read_and_write_only_what_is_theirs(tmp_path):

@@ -62,14 +62,17 @@ def calls(monkeypatch) -> list[str]:
     """Replaces quantization and report by ones that only say that they were called."""
     made: list[str] = []
 
-    def quantize(plan, *, force=False, progress=True, keep=False):
+    def quantize_tokens(plan, tokens, *, force, keep, watch):
         assert keep
+        assert tokens.split == "calibration"
+        assert "data" in watch.seconds()
         made.append(f"quantize force={force}")
         folder = plan.recipe.output.path / "checkpoint"
         folder.mkdir(parents=True, exist_ok=True)
         return Result(folder)
 
-    def make_report(result, plan):
+    def make_report(result, plan, evaluation):
+        assert evaluation.split == "evaluation"
         made.append("report")
         folder = plan.recipe.output.path / "report"
         assert not folder.exists()
@@ -77,7 +80,7 @@ def calls(monkeypatch) -> list[str]:
         kl = plan.recipe.report.thresholds.kl
         return Report(kl is None, () if kl is None else (f"kl 0.5 is above {kl}",), folder)
 
-    for name, function in (("pipeline.driver", quantize), ("report.report", make_report)):
+    for name, function in (("pipeline.driver", quantize_tokens), ("report.report", make_report)):
         module = ModuleType(f"ptq.{name}")
         setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, f"ptq.{name}", module)

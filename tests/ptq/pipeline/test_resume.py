@@ -254,7 +254,8 @@ def runs(model):
     server.close()
 
 
-def test_kill_9_at_twenty_random_moments(runs, tmp_path):
+@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.ci)])
+def test_kill_9_at_random_moments(runs, tmp_path, times):
     """Whatever the moment, the same command ends with the bytes of a run that was left alone."""
     whole, output = tmp_path / "whole", tmp_path / "out"
     assert runs.run(whole) == 0  # the first one is slower
@@ -264,7 +265,7 @@ def test_kill_9_at_twenty_random_moments(runs, tmp_path):
     seconds = time.perf_counter() - begin
     expected, moments = files(whole), random.Random(0)
     kills = hits = 0
-    while kills < 20:
+    while kills < times:
         begin, fresh = time.perf_counter(), not output.exists()
         code = runs.run(output, kill_after=moments.uniform(0.0, seconds))
         assert code in (0, -signal.SIGKILL)
@@ -277,7 +278,7 @@ def test_kill_9_at_twenty_random_moments(runs, tmp_path):
             shutil.rmtree(output)
     assert runs.run(output) == 0
     assert differing(output, expected) == []
-    assert hits >= 5  # that many at least hit a run at work
+    assert hits >= times // 4  # that many at least hit a run at work
     assert PRESETS["w4"] == Checkpoint.open(output / "checkpoint", verify=True).scheme
 
 

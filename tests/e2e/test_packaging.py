@@ -12,12 +12,12 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-LAYOUTS = ("checkout", "editable", "wheel")
+ROOT = Path(__file__).resolve().parents[2]
 PROBE = """
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,8 +99,15 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("foreign", ["absent", "accepted", "0.1.0"])
+@pytest.mark.parametrize(
+    ("layout", "foreign"),
+    [
+        ("checkout", "absent"),
+        ("checkout", "0.1.0"),
+        ("editable", "accepted"),
+        ("wheel", "accepted"),
+    ],
+)
 def test_works_beside_a_foreign_kernels_package(tmp_path, layout, foreign, wheel, tiny_llama):
     python, site = environment(tmp_path / "env", layout, wheel)
     if foreign != "absent":
@@ -113,22 +120,18 @@ def test_works_beside_a_foreign_kernels_package(tmp_path, layout, foreign, wheel
     done = run([str(python), "-c", code, str(tiny_llama)], cwd)
     expected = {"absent": "namespace", "accepted": accepted_version()}.get(foreign, foreign)
     assert done.stdout.split()[-1] == expected
-    command = [str(python), "-m", "ptq"]
-    if layout != "checkout":
-        command = [str(python.parent / "ptq")]
+    command = [str(python), "-m", "ptq"] if layout == "checkout" else [str(python.parent / "ptq")]
     assert "run" in run([*command, "--help"], cwd).stdout
+    if foreign == "accepted":
+        quantize_there(python, cwd, (site if layout == "wheel" else ROOT) / "recipes", tiny_llama)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_beside_a_foreign_kernels_package(tmp_path, layout, wheel, tiny_llama):
-    python, site = environment(tmp_path / "env", layout, wheel)
-    write_stand_in(site, accepted_version())
-    cwd = ROOT if layout == "checkout" else tmp_path
-    recipes = (site if layout == "wheel" else ROOT) / "recipes"
+def quantize_there(python: Path, cwd: Path, recipes: Path, model: Path) -> None:
+    """The command of the README in that environment, on a small model."""
     command = [str(python), "-m", "ptq.run", str(recipes / "a8w8c8.yaml")]
     for override in (
-        f"model.path={tiny_llama}",
-        f"output.path={tmp_path / 'out'}",
+        f"model.path={model}",
+        f"output.path={cwd / 'out'}",
         "dataset.calibration.samples=4",
         "dataset.calibration.sequence_length=64",
         "dataset.evaluation.samples=2",
@@ -139,12 +142,19 @@ def test_a_run_beside_a_foreign_kernels_package(tmp_path, layout, wheel, tiny_ll
     ):
         command += ["--set", override]
     run(command, cwd)
-    assert (tmp_path / "out" / "checkpoint" / "model.safetensors").exists()
+    assert (cwd / "out" / "checkpoint" / "model.safetensors").exists()
 
 
-def test_the_wheel_holds_recipes_and_the_default_model(wheel):
-    import zipfile
-
+def test_the_wheel_holds_all_that_is_read_beside_the_code(wheel):
+    """Recipes, the default model, kernels' sources and tuning tables, scripts of peers; no tests."""
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"recipes/a8w8c8.yaml", "recipes/tiny-python/model.safetensors"} <= names
+    for package in ("ptq", "calibrate", "formats", "inference", "kernels", "recipes"):
+        files = {
+            str(path.relative_to(ROOT))
+            for path in (ROOT / package).rglob("*")
+            if path.is_file() and not {"__pycache__", "_native"} & set(path.parts)
+        }
+        assert files <= names, sorted(files - names)
+    assert not {name for name in names if name.startswith("tests/")}
     assert "kernels/__init__.py" not in names
