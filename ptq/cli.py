@@ -31,10 +31,10 @@ COMMANDS = {
     "predict": ("inference.predict", "complete a prompt or a file of prompts"),
     "peers": ("ptq.commands.peers", "measure what other tools make of a recipe's model"),
     "report": ("ptq.commands.report", "measure a finished run again and write its report"),
-    "bench": ("inference.bench.command", "measure tokens per second, latencies and memory"),
-    "gpu": ("inference.bench.steps", "measure the steps of a model of random weights on a GPU"),
-    "kernels": ("kernels.bench.gpu", "measure every GPU kernel beside its floor and its peers"),
-    "tune": ("kernels.bench.tune", "measure tiles of GPU kernels and write the device's table"),
+    "bench": (
+        "inference.bench.command",
+        "measure speed: requests, or with --steps, --kernels, --tune a GPU's steps and kernels",
+    ),
     "inspect": ("ptq.commands.inspect", "show a checkpoint's scales, outlier channels and sizes"),
     "convert": (
         "ptq.commands.convert",

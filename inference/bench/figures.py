@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from formats.scheme import Strict
-from inference.bench.worker import Load, Run
+from inference.bench.load import Load, Run
 
 
 class Spread(Strict):

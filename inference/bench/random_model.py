@@ -14,17 +14,16 @@ from transformers import PreTrainedTokenizerFast
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.weights import StoredWeight
 from formats.scheme import LayerScheme
-from inference.bench.random_checkpoint import (
+from inference.bench.random_weights import (
     constant_input_scale,
     kv_scales,
     quantized_layers,
     random_values,
-    read_scheme,
-    read_shape,
     round_to_nearest,
     tensor_shapes,
     words_of,
 )
+from inference.bench.shapes import read_scheme, read_shape
 
 
 class RandomCheckpoint(Checkpoint):
@@ -33,8 +32,11 @@ class RandomCheckpoint(Checkpoint):
     Args:
         shape: As in `read_shape`.
         scheme: As in `read_scheme`.
-        quantize_head: As in `random_checkpoint`.
         device: Where tensors are made.
+        quantize_head: Quantize the head too: int8, its input per token.
+
+    Attributes:
+        layers: Schemes of the linear layers that are quantized.
     """
 
     def __init__(
@@ -44,15 +46,20 @@ class RandomCheckpoint(Checkpoint):
         self.path, self.scheme = Path(f"{name}-{scheme}"), read_scheme(scheme)
         self.config = config | {"torch_dtype": "bfloat16"}
         self._device, self._shapes = device, tensor_shapes(config)
-        self._layers = quantized_layers(self._shapes, self.scheme, quantize_head)
-        self.quantized_modules, self.scale_table = tuple(sorted(self._layers)), None
+        self.layers = quantized_layers(self._shapes, self.scheme, quantize_head)
+        self.quantized_modules, self.scale_table = tuple(sorted(self.layers)), None
         self.kv_scales = kv_scales(config, self.scheme)
 
     def __contains__(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")
-        if module in self._layers and leaf == "input_scale":
-            return self._layers[module].static_input
-        return name in self._shapes and (leaf != "weight" or module not in self._layers)
+        if module in self.layers and leaf == "input_scale":
+            return self.layers[module].static_input
+        return name in self._shapes and (leaf != "weight" or module not in self.layers)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """All tensors of the model, as they are before layers are quantized."""
+        return self._shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
@@ -70,7 +77,7 @@ class RandomCheckpoint(Checkpoint):
 
     def weights(self, modules: Sequence[str], device: torch.device | str = "cpu") -> StoredWeight:
         """Random quantized weights as one; they are where tensors are made."""
-        scheme = self._layers[modules[0]]
+        scheme = self.layers[modules[0]]
         drawn = self._drawn([f"{module}.weight" for module in modules])
         made = [round_to_nearest(values.float(), scheme) for values in drawn]
         zeros = [part.zero_point for part in made if part.zero_point is not None]
@@ -92,11 +99,11 @@ class RandomCheckpoint(Checkpoint):
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer is quantized."""
-        return self._layers.get(module) or LayerScheme()
+        return self.layers.get(module) or LayerScheme()
 
     def scale(self, name: str) -> Tensor:
         """The scale of a static input."""
-        inputs = self._layers[name.rpartition(".")[0]].activations
+        inputs = self.layers[name.rpartition(".")[0]].activations
         assert inputs is not None
         return constant_input_scale(inputs)
 

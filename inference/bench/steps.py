@@ -1,88 +1,29 @@
-"""`ptq gpu`: steps of a model of random weights on a GPU, one by one.
+"""Steps of a model of random weights on a GPU, one by one; the command is `ptq bench --steps`.
 
-    ptq gpu --schemes a8w8c8 w4c8 float --batch 1 16 64 --json gpu.json
-
-For every scheme and batch: the median step with a cache that holds `--context` tokens of each
-sequence, without computing them first, so that a table takes a minute; the same step's CUDA graph
-alone; what the host does in a step that is not waiting; then a prefill of 8 prompts of 1024 tokens,
-the first token of one prompt of 128, and the peak of the GPU's memory beside weights and cache. A
-scheme that does not fit is told, and the others are measured. `ptq bench --device cuda` measures
-whole requests.
+For every scheme and batch: the median step with a cache that holds some tokens of each sequence,
+without computing them first, so that a table takes a minute; the same step's CUDA graph alone; what
+the host does in a step that is not waiting; then a prefill of 8 prompts of 1024 tokens, the first
+token of one prompt of 128, and the peak of the GPU's memory beside weights and cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 
-from formats.command import run_command
-from formats.errors import EngineError
-from formats.files import replace_file
-from inference.backend import choose_backend, require_device
-from inference.bench.random_checkpoint import SHAPES, read_scheme, read_shape
+from inference.backend import choose_backend
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+from inference.bench.steps_table import PROMPT, PROMPTS, SHORT, Figures, Step
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from inference.scheduling.request import SamplingParams
 
-SCHEMES = ("a8w8c8", "fp8_c8", "w4c8", "a8w4c8_two_level", "float")
-WARM_UP, STEPS, PROMPTS, PROMPT, SHORT = 8, 32, 8, 1024, 128
-
-
-@dataclass(frozen=True)
-class Step:
-    """Milliseconds of a decode step.
-
-    Attributes:
-        batch: Its requests.
-        whole: From one to the next.
-        graph: Of its CUDA graph alone.
-        host: What the host does but waiting.
-    """
-
-    batch: int
-    whole: float
-    graph: float
-    host: float
-
-    @property
-    def tokens_s(self) -> float:
-        """Tokens per second of all its requests."""
-        return 1e3 * self.batch / self.whole
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What was measured of a scheme.
-
-    Attributes:
-        steps: Of each batch.
-        prefill_ms: From the arrival of the prompts to the first token of each.
-        short_ms: From the arrival of one short prompt to its first token.
-        peak_bytes: Most memory of the GPU, weights and cache included.
-    """
-
-    scheme: str
-    steps: list[Step]
-    prefill_ms: float
-    short_ms: float
-    weight_bytes: int
-    cache_bytes: int
-    peak_bytes: int
-
-    @property
-    def prefill_tokens_s(self) -> float:
-        """Tokens of the prompts per second."""
-        return 1e3 * PROMPTS * PROMPT / self.prefill_ms
+WARM_UP, STEPS = 8, 32
 
 
 def make_engine(shape: str, scheme: str, batches: Sequence[int], context: int) -> Engine:
@@ -180,104 +121,3 @@ def measure(shape: str, scheme: str, batches: Sequence[int], context: int) -> Fi
     cache = sum(pool.k.nbytes + pool.v.nbytes for pool in engine.pools)
     peak = torch.cuda.max_memory_allocated()
     return Figures(scheme, steps, prefill, short, engine.model.weight_bytes, cache, peak)
-
-
-def describe(own: Figures) -> list[str]:
-    """The lines of a scheme."""
-    lines = [
-        f"{own.scheme:12} batch {step.batch:3}: {step.whole:7.3f} ms a step, {step.tokens_s:6.0f} "
-        f"tokens/s; graph {step.graph:7.3f} ms, host {step.host:6.3f} ms, beyond the graph "
-        f"{1 - step.graph / step.whole:5.1%}"
-        for step in own.steps
-    ]
-    return [
-        *lines,
-        f"{own.scheme:12} prefill {PROMPTS} x {PROMPT}: {own.prefill_ms:.1f} ms, "
-        f"{own.prefill_tokens_s:.0f} tokens/s; 1 x {SHORT}: {own.short_ms:.1f} ms; "
-        f"peak memory {own.peak_bytes / 1e9:.2f} GB of "
-        f"{own.weight_bytes / 1e9:.2f} weights and {own.cache_bytes / 1e9:.2f} cache",
-    ]
-
-
-def table(found: Sequence[Figures], context: int) -> str:
-    """All schemes in Markdown: tokens per second of all requests."""
-    batches = [step.batch for step in found[0].steps] if found else []
-    heads = [f"batch {batch}" for batch in batches]
-    heads += [
-        f"prefill {PROMPTS} x {PROMPT}",
-        f"first token of {SHORT}",
-        "beyond the graph",
-        "peak memory / weights + cache",
-    ]
-    rows = [[f"context {context}, tokens/s", *heads], ["---"] * (len(heads) + 1)]
-    for own in found:
-        beyond = [1 - step.graph / step.whole for step in own.steps]
-        held = own.weight_bytes + own.cache_bytes
-        cells = [f"{step.tokens_s:,.0f}" for step in own.steps] + [f"{own.prefill_tokens_s:,.0f}"]
-        cells += [f"{own.short_ms:.1f} ms"]
-        cells += [f"{min(beyond):.1%} to {max(beyond):.1%}"]
-        rows.append([own.scheme, *cells, f"{own.peak_bytes / 1e9:.1f} / {held / 1e9:.1f} GB"])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def to_json(
-    device: str, shape: str, context: int, found: Sequence[Figures], missing: Mapping[str, str]
-) -> str:
-    """All figures, and why a scheme has none."""
-    data = {"device": device, "torch": torch.__version__, "shape": shape, "context": context}
-    schemes = [
-        asdict(own) | {"tokens_s": {str(step.batch): step.tokens_s for step in own.steps}}
-        for own in found
-    ]
-    return json.dumps(data | {"schemes": schemes, "missing": dict(missing)}, indent=1) + "\n"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; 1 where a scheme did not fit."""
-    arguments = _parse(argv)
-    read_shape(arguments.shape)
-    for scheme in arguments.schemes:
-        read_scheme(scheme)
-    require_device("cuda")
-    device = torch.cuda.get_device_name()
-    print(device, flush=True)
-    found: list[Figures] = []
-    missing: dict[str, str] = {}
-    for scheme in dict.fromkeys(arguments.schemes):
-        try:
-            found.append(measure(arguments.shape, scheme, arguments.batch, arguments.context))
-        except EngineError as error:
-            missing[scheme] = str(error)
-            print(f"{scheme}: {error}", flush=True)
-        else:
-            print("\n".join(describe(found[-1])), flush=True)
-    print(f"\n{table(found, arguments.context)}")
-    if arguments.json is not None:
-        text = to_json(device, arguments.shape, arguments.context, found, missing)
-        replace_file(arguments.json, text.encode())
-    return 1 if missing else 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="ptq gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--shape", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or the path of a config.json"
-    )
-    parser.add_argument(
-        "--schemes", nargs="+", default=SCHEMES, help="presets of recipes, or float for bf16"
-    )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], metavar="N")
-    parser.add_argument("--context", type=int, default=4048, metavar="TOKENS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    arguments = parser.parse_args(argv)
-    if min(*arguments.batch, arguments.context) < 1:
-        parser.error("--batch and --context are whole numbers from 1 on")
-    return arguments
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command(main))

@@ -1,24 +1,81 @@
-"""How calls on a GPU are timed: medians of CUDA-graph replays, arguments rotated past its cache."""
+"""How calls are timed: in turns, with arguments that no cache holds.
+
+Whoever is compared takes turns, A B A B ..., so that what the machine does meanwhile hits all
+alike. On a GPU a turn is the replay of a CUDA graph of some calls, and the median counts; on a CPU
+it is one call, and the 20th percentile counts: on a machine that is shared, a thread that waits for
+its core costs a slice of the scheduler, many times what an op takes.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-ROTATED = 300e6  # bytes that are read between two uses of a copy; L2 holds 50 to 60 MB
+T = TypeVar("T")
+
+ROTATED = {"cuda": 300e6, "cpu": 96e6}  # bytes read between two uses of an argument: beyond caches
+
+Call = Callable[[int], object]
+"""call(i) with the i-th set of arguments."""
 
 
-def copies_of(nbytes: float, most: int = 32) -> int:
-    """Sets of arguments of so many bytes, of which none is still in L2 when its turn comes."""
-    return max(1, min(most, int(ROTATED / nbytes) + 1))
+def copies_of(nbytes: float, device: torch.device | str = "cuda", most: int = 32) -> int:
+    """Sets of arguments of so many bytes, of which none is in a cache when its turn comes."""
+    return max(1, min(most, int(ROTATED[torch.device(device).type] / nbytes) + 1))
 
 
-def timed(call: Callable[[int], object], copies: int, repeats: int = 20) -> float:
-    """Median microseconds of call(i), i cycling over `copies`, of replays of a CUDA graph.
+def rotated(first: Tensor, at_once: int = 1, most: int = 32) -> list[Tensor]:
+    """Copies of a tensor, of which a call reads one, beside others as large."""
+    copies = copies_of(at_once * first.nbytes, first.device, most)
+    return [first, *(first.clone() for _ in range(copies - 1))]
+
+
+def in_turns(samples: Sequence[Callable[[], T]], turns: Iterable[object]) -> list[list[T]]:
+    """What each sample gave in each turn."""
+    found: list[list[T]] = [[] for _ in samples]
+    for _ in turns:
+        for sample, kept in zip(samples, found, strict=True):
+            kept.append(sample())
+    return found
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How calls are timed on a device.
+
+    Attributes:
+        sample: Of call(i), i cycling over so many sets of arguments: what gives the microseconds of
+            a call, measured anew each time.
+        quantile: Of these that counts.
+        least: Turns at least.
+        seconds: That are spent at least.
+    """
+
+    sample: Callable[[Call, int], Callable[[], float]]
+    quantile: float
+    least: int
+    seconds: float = 0.0
+
+    def times(self, samples: Sequence[Callable[[], float]]) -> list[float]:
+        """Microseconds of each, in turns."""
+        taken = in_turns(samples, self._turns())
+        return [float(np.quantile(each, self.quantile)) for each in taken]
+
+    def _turns(self) -> Iterator[int]:
+        start, turn = time.perf_counter(), 0
+        while turn < self.least or time.perf_counter() - start < self.seconds:
+            yield turn
+            turn += 1
+
+
+def replays(call: Call, copies: int) -> Callable[[], float]:
+    """Microseconds of a call in a replayed CUDA graph.
 
     A call starts when the one ahead of it has ended: in a model it is another kernel.
     """
@@ -35,26 +92,35 @@ def timed(call: Callable[[int], object], copies: int, repeats: int = 20) -> floa
                 call(i % copies)
     for _ in range(2):
         graph.replay()
-        settle()
+        torch.cuda.synchronize()
+        time.sleep(0.05)  # timings straight after fp64 work came out up to a fifth too long
     for _ in range(10):
         graph.replay()
-    times = []
-    for _ in range(repeats):
+
+    def sample() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / inner)
-    return statistics.median(times)
+        return start.elapsed_time(end) * 1e3 / inner
+
+    return sample
 
 
-def settle() -> None:
-    """Wait: timings straight after fp64 work came out up to a fifth too long."""
-    torch.cuda.synchronize()
-    time.sleep(0.05)
+def calls(call: Call, copies: int) -> Callable[[], float]:
+    """Microseconds of a call on a CPU."""
+    turn = 0
+    call(0)  # warm
+
+    def sample() -> float:
+        nonlocal turn
+        turn = (turn + 1) % copies
+        start = time.perf_counter()
+        call(turn)
+        return (time.perf_counter() - start) * 1e6
+
+    return sample
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; NaN if anything is NaN."""
-    return ((found.double() - wanted).norm() / wanted.norm()).item()
+CLOCKS = {"cuda": Clock(replays, 0.5, 20), "cpu": Clock(calls, 0.2, 5, 0.4)}

@@ -1,10 +1,7 @@
-"""`ptq tune`: measure tiles on this GPU and write the device's table.
+"""Measuring tiles on a GPU, and writing the device's table (`ptq bench --tune`).
 
 Every candidate is checked against its twin, then timed as `kernels.bench.timing` says. What the
-table has for other families or shapes is kept. By default all families run over the shapes of a
-Llama-3-8B layer:
-
-    ptq tune --families w4a16 w8a8 --shapes 28672x4096 --rows 16 64
+table has for other families or shapes is kept.
 """
 
 # pyright: reportMissingImports=false
@@ -14,15 +11,13 @@ import argparse
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.bench.shapes import DECODE, PREFILL, SHAPES, count, layer
-from kernels.devices import run_on_gpu
+from kernels.bench.shapes import DECODE, PREFILL, TUNED_ATTENTION, TUNED_PROMPTS
 from kernels.triton.tuning import (
     PARTS,
     Block,
@@ -35,27 +30,10 @@ from kernels.triton.tuning import (
 )
 
 if TYPE_CHECKING:  # the rest needs Triton, and its absence is told
-    from kernels.bench.problems import Problem
+    from kernels.bench.case import BenchCase
+    from kernels.triton.common import Workspace
 
 log = logging.getLogger("ptq.kernels")
-ATTENTION = ("attention", "attention_per_token", "attention_16_bits")
-PROMPTS = ("prefill", "prefill_16_bits")
-FAMILIES = (
-    "w4a16",
-    "w4a8",
-    "w4a8_two_level",
-    "w4a16_many",
-    "w4a8_many",
-    "w4a8_two_level_many",
-    "w8a16",
-    "w8a8",
-    "fp8",
-    "fp8_block",
-    "w16a16",
-    *ATTENTION,
-    *PROMPTS,
-)
-ROWS = (16, 64, 256)
 
 
 def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) -> Iterator[Tile]:
@@ -158,48 +136,23 @@ def blocks() -> Iterator[Block]:
     yield Block(128, 64, 4, 0)
 
 
-def best(problem: Problem, candidates: Iterator[Any]) -> tuple[Any, float]:
+def best(case: BenchCase, candidates: Iterator[Any]) -> tuple[Any, float]:
     """The fastest candidate and its microseconds."""
     from triton.runtime.errors import OutOfResources
 
     found = []
     for candidate in candidates:
         try:
-            problem.check(candidate)
+            case.check(candidate)
         except OutOfResources as error:
-            log.info("%s %s: %s", problem.name, candidate, error)
+            log.info("%s %s: %s", case.name, candidate, error)
             continue
-        found.append((candidate, problem.time(candidate)))
+        found.append((candidate, case.time(candidate)))
     finals = sorted(found, key=lambda entry: entry[1])[:4]
-    finals = [(candidate, problem.time(candidate)) for candidate, _ in finals]
+    finals = [(candidate, case.time(candidate)) for candidate, _ in finals]
     ranked = sorted(finals, key=lambda entry: entry[1])
-    log.info("%s: %s", problem.name, "; ".join(f"{c} {us:.2f}" for c, us in ranked))
+    log.info("%s: %s", case.name, "; ".join(f"{c} {us:.2f}" for c, us in ranked))
     return ranked[0]
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="ptq tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
-    parser.add_argument(
-        "--shapes", nargs="+", type=layer, default=SHAPES, metavar="NxK", help="of linear layers"
-    )
-    parser.add_argument(
-        "--rows", nargs="+", type=count, default=ROWS, metavar="M", help="buckets of rows"
-    )
-    parser.add_argument("--output", type=Path, help="by default the device's table")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write; 2 where there is no GPU to run on."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    arguments = parse(argv)
-    return run_on_gpu(lambda device: tune(arguments, device))
 
 
 def runs(family: str) -> bool:
@@ -216,13 +169,11 @@ def has_choice(family: str, rows: int) -> bool:
     return rows <= 64 if family == "w16a16" else rows > 32 or not family.endswith("_many")
 
 
-def tune(arguments: argparse.Namespace, device: torch.device) -> int:
+def tune_families(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure all families that are asked for and run here, and write each into the table."""
-    from kernels.bench import attention_problems, problems
     from kernels.triton.common import Workspace
 
     workspace = Workspace.on(device)
-    processors = multiprocessors(device)
     path = arguments.output or file_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -231,27 +182,55 @@ def tune(arguments: argparse.Namespace, device: torch.device) -> int:
             log.info("left %s out: this device has none", family)
             continue
         own = table.setdefault(family, {})
-        shapes = [] if family in (*ATTENTION, *PROMPTS) else arguments.shapes
-        dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
-        for new, context in PREFILL if family in PROMPTS else ():
-            problem = attention_problems.prefill(new, context, workspace, dtype)
-            block, _ = best(problem, blocks())
-            own[f"128x{bucket(32 * sum(new))}"] = asdict(block)
-        for sequences, context in DECODE if family in ATTENTION else ():
-            per_token = family == "attention_per_token"
-            problem = attention_problems.attention(sequences, context, workspace, dtype, per_token)
-            cut, _ = best(problem, cuts(sequences, context, processors))
-            own[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
-        few_or_many = [rows for rows in arguments.rows if has_choice(family, rows)]
-        for (outputs, inputs), rows in itertools.product(shapes, few_or_many):
-            problem = problems.gemm(family, rows, outputs, inputs, workspace)
-            tile, _ = best(problem, tiles(family, rows, outputs, inputs, processors))
-            own.setdefault(f"{outputs}x{inputs}", {})[str(bucket(rows))] = asdict(tile)
+        if family in TUNED_PROMPTS:
+            own |= _prompts(family, workspace)
+        elif family in TUNED_ATTENTION:
+            own |= _decodes(family, workspace, multiprocessors(device))
+        else:
+            for (outputs, inputs), rows in itertools.product(arguments.shapes, arguments.rows):
+                if has_choice(family, rows):
+                    tile = best_tile(
+                        family, rows, outputs, inputs, workspace, multiprocessors(device)
+                    )
+                    own.setdefault(f"{outputs}x{inputs}", {})[str(bucket(rows))] = asdict(tile)
         text = json.dumps(table, indent=1, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")  # what is measured stays if the rest fails
         log.info("wrote %s of %s", family, path)
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _type_of(family: str) -> torch.dtype:
+    return torch.bfloat16 if family.endswith("16_bits") else torch.int8
+
+
+def _prompts(family: str, workspace: Workspace) -> dict[str, dict[str, int]]:
+    """The entries of prefill attention."""
+    from kernels.bench.gpu_attention import prefill
+
+    made = {}
+    for new, context in PREFILL:
+        block, _ = best(prefill(new, context, workspace, _type_of(family)), blocks())
+        made[f"128x{bucket(32 * sum(new))}"] = asdict(block)
+    return made
+
+
+def _decodes(family: str, workspace: Workspace, processors: int) -> dict[str, dict[str, int]]:
+    """The entries of decode attention."""
+    from kernels.bench.gpu_attention import attention
+
+    made, per_token = {}, family == "attention_per_token"
+    for sequences, context in DECODE:
+        case = attention(sequences, context, workspace, _type_of(family), per_token)
+        cut, _ = best(case, cuts(sequences, context, processors))
+        made[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
+    return made
+
+
+def best_tile(
+    family: str, rows: int, outputs: int, inputs: int, workspace: Workspace, processors: int
+) -> Tile:
+    """The fastest tile of a linear layer."""
+    from kernels.bench.gpu_linear import gemm
+
+    case = gemm(family.removesuffix("_many"), rows, outputs, inputs, workspace)
+    return best(case, tiles(family, rows, outputs, inputs, processors))[0]

@@ -1,6 +1,6 @@
 """Which tile a kernel runs with: a table of the device, measured offline, or a rule.
 
-`kernels/triton/tuning/<device>.json` is written by `ptq tune` and read once.
+`kernels/triton/tuning/<device>.json` is written by `ptq bench --tune` and read once.
 Nothing is measured while a model runs. What a table lacks is looked up in that of a device of the
 same chip (`LIKE`). A table maps family, "N x K" and a bucket of rows to a tile:
 

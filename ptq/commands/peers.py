@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from formats.errors import RecipeError
 from formats.files import replace_file
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.peers.catalogue import QUANTIZERS
 from ptq.peers.measure import PEERS_FILE
-from ptq.peers.specs import PEERS
 from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.schema import read_recipe
 from ptq.report.peers import HEADS, peer_rows
@@ -47,7 +47,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ptq peers",
         description=(__doc__ or "").split("\n\n")[0],
-        epilog=f"Peers: {', '.join(PEERS)}. "
+        epilog=f"Peers: {', '.join(QUANTIZERS)}. "
         "Exit codes: 0 all peers ran, 1 one of them could not, 2 errors.",
     )
     add_recipe_arguments(parser)
@@ -75,7 +75,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if not loaded.recipe.report.peers:
         raise RecipeError(
             f"{arguments.recipe}: found no peers in report.peers; name some there, or give "
-            f"--peer NAME. Allowed: {', '.join(PEERS)}"
+            f"--peer NAME. Allowed: {', '.join(QUANTIZERS)}"
         )
     return plan_recipe(loaded, force=True)
 

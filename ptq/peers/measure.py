@@ -8,27 +8,28 @@ the reason in its row, and no error of ours.
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
+from torch import Tensor
 from tqdm import tqdm
 
 from calibrate.data import TokenSet
 from formats.errors import EngineError
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
-from inference.bench.peers.interpreter import installed
-from ptq.peers.process import PeerProcess, interpreter
-from ptq.peers.specs import PeerSpec
+from inference.bench.peers.process import PeerProcess
+from ptq.peers.catalogue import PeerChoice
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import Recipe
 from ptq.result import CalibrationSummary
 
+KIND = Path(__file__).resolve().parent / "quantize_job.py"
 LOGS, PEERS_FILE = "peers", "peers.json"  # below the output path
 SAME_KL = 1e-8  # nats; two implementations of one float model differ by less
 
@@ -99,56 +100,90 @@ def measure_peers(
     logs.mkdir(parents=True, exist_ok=True)
     rows = []
     bar = tqdm(recipe.report.peers, desc="Other tools", unit="tool", disable=not progress)
-    for spec in bar:
-        bar.set_postfix_str(spec.name)
+    for choice in bar:
+        bar.set_postfix_str(choice.name)
         with tempfile.TemporaryDirectory(prefix="ptq-peer-") as folder:
-            _write_job(Path(folder), recipe, spec, calibration, evaluation)
-            process = PeerProcess(
-                spec, Path(folder), logs / f"{spec.name}.log", cpu_only=recipe.device == "cpu"
-            )
-            rows.append(_measure(spec, process, original, evaluation.sequences()))
+            job = _job(Path(folder).resolve(), recipe, choice, calibration, evaluation)
+            process = peer_process(choice, job, logs / f"{choice.name}.log", recipe.device == "cpu")
+            rows.append(_measure(choice, process, original, evaluation.sequences()))
     return tuple(rows)
 
 
-def _write_job(
-    folder: Path, recipe: Recipe, spec: PeerSpec, calibration: TokenSet, evaluation: TokenSet
-) -> None:
+def _job(
+    folder: Path, recipe: Recipe, choice: PeerChoice, calibration: TokenSet, evaluation: TokenSet
+) -> dict[str, Any]:
+    """What `ptq.peers.quantize_job` is given; its tokens lie in a folder."""
     tensors = {}
     for name, tokens in (("calibration", calibration), ("evaluation", evaluation)):
         tensors |= {name: tokens.ids.contiguous(), f"{name}_mask": tokens.mask.contiguous()}
     save_file(tensors, folder / "tokens.safetensors")
     (folder / "scratch").mkdir()
-    job = {
+    return {
+        "adapter": str(choice.spec.adapter),
+        "folder": str(folder),
         "model": str(recipe.model.path.resolve()),
-        "adapter": str(spec.peer.adapter),
-        "options": dict(spec.peer.options),
+        "options": dict(choice.spec.options),
         "threads": torch.get_num_threads(),
     }
-    (folder / "job.json").write_text(json.dumps(job))
+
+
+def peer_process(choice: PeerChoice, job: dict[str, Any], log: Path, cpu_only: bool) -> PeerProcess:
+    """The process of a peer, which is started where its job's files are."""
+    settings = {"TOKENIZERS_PARALLELISM": "false"}
+    settings |= {"CUDA_VISIBLE_DEVICES": ""} if cpu_only else {}
+    return PeerProcess(
+        choice.interpreter,
+        KIND,
+        job,
+        log,
+        settings=settings,
+        cwd=Path(job["folder"]),
+        timeout=choice.timeout,
+    )
+
+
+class SentLogits:
+    """The logits that a peer's process sends, as a `Scorer`."""
+
+    def __init__(self, process: PeerProcess) -> None:
+        self._process = process
+
+    def score(self, ids: Tensor) -> Tensor:
+        """Logits fp32 [T, vocabulary] of the next evaluation sequence [T].
+
+        Raises:
+            EngineError: the process failed, or what it sent cannot be judged.
+        """
+        logits = load(self._process.frame())["logits"]
+        if len(logits) != len(ids) or not torch.isfinite(logits).all():
+            raise EngineError(
+                f"its logits {list(logits.shape)} of {len(ids)} tokens are not finite, or too few"
+            )
+        return logits
 
 
 def _measure(
-    spec: PeerSpec, process: PeerProcess, original: Scorer, sequences: Sequence[torch.Tensor]
+    choice: PeerChoice, process: PeerProcess, original: Scorer, sequences: Sequence[Tensor]
 ) -> PeerRow:
-    peer, version = spec.peer, None
-    found: dict[str, object] = {}
+    spec, version = choice.spec, None
+    found: dict[str, Any] = {}
     try:
-        version = installed(interpreter(spec), [peer.package])[peer.package]
+        version = spec.version(choice.interpreter)
         with process:
-            found |= dict(process.quantized())
-            accuracy = compare(original, process, sequences)
+            found |= process.answer()  # its seconds and memory
+            accuracy = compare(original, SentLogits(process), sequences)
         if accuracy.kl_mean < SAME_KL:
             raise EngineError("its logits are those of the original: it quantized nothing")
         found["accuracy"] = accuracy
     except EngineError as error:
         found["error"] = without_folders(str(error))
     return PeerRow(
-        name=spec.name,
-        method=peer.method,
-        package=peer.package,
+        name=choice.name,
+        method=spec.method,
+        package=spec.package,
         version=version,
         threads=torch.get_num_threads(),
-        **found,  # pyright: ignore[reportArgumentType]
+        **found,
     )
 
 

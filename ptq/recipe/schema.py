@@ -21,7 +21,7 @@
     report:
       thresholds: {perplexity_ratio: 1.01, kl: 0.01}
       speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
-      peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.peers.specs
+      peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.peers.catalogue
       device: cpu                           # or cuda: where the two models run for it
 
 A recipe may start from another one, `base: other.yaml`: what it says itself goes over what the base
@@ -49,7 +49,7 @@ from formats.checkpoint.compressed_tensors import is_ignored
 from formats.errors import RecipeError
 from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.methods.registry import AnyMethod
-from ptq.peers.specs import PeerSpec
+from ptq.peers.catalogue import PeerChoice
 from ptq.recipe.draft import Draft
 from ptq.recipe.method_list import method_fault
 from ptq.recipe.problems import Origin, Problem, Where, recipe_error, suggestion
@@ -169,18 +169,18 @@ class ReportSpec(Strict):
     """What the report checks and measures.
 
     `speed` is null (in YAML also `false`) where speed is not to be measured. `peers` are other
-    tools that quantize the same model, shown beside our own run; see `ptq.peers.specs`. `device`
-    is where both models run for it.
+    tools that quantize the same model, shown beside our own run; see `ptq.peers.catalogue`.
+    `device` is where both models run for it.
     """
 
     thresholds: ThresholdsSpec = ThresholdsSpec()
     speed: SpeedSpec | None = SpeedSpec()
-    peers: tuple[PeerSpec, ...] = ()
+    peers: tuple[PeerChoice, ...] = ()
     device: Literal["cpu", "cuda"] = "cpu"
 
     @field_validator("peers")
     @classmethod
-    def _once(cls, peers: tuple[PeerSpec, ...]) -> tuple[PeerSpec, ...]:
+    def _once(cls, peers: tuple[PeerChoice, ...]) -> tuple[PeerChoice, ...]:
         names = [spec.name for spec in peers]
         if len(set(names)) < len(names):
             raise ValueError(f"found {', '.join(names)}; give each peer once")

@@ -19,9 +19,9 @@ from formats.checkpoint.read import Checkpoint
 from formats.families.registry import attention_names, family_of
 from formats.files import building_directory, write_bytes
 from inference.accuracy import compare
-from inference.bench.command import measure_in_turns
 from inference.bench.figures import environment
-from inference.bench.worker import Load, run_once
+from inference.bench.load import Load, run_once
+from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for

@@ -77,9 +77,8 @@ MIXTURE = {
 
 
 def random_engine(shape: str, scheme: str, device: str = "cuda", **config) -> Engine:
-
-    from inference.bench.random_checkpoint import SHAPES
     from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+    from inference.bench.shapes import SHAPES
 
     SHAPES["small"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     SHAPES["mixture"] = {k: v for k, v in SHAPES["small"].items() if k != "head_dim"} | MIXTURE

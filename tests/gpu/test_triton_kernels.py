@@ -10,7 +10,7 @@ import kernels.reference as reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.bench import problems
+    from kernels.bench import draw, gpu_linear
     from kernels.triton import fused
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
@@ -40,7 +40,7 @@ def integers(*shape: int, top: int = 127) -> torch.Tensor:
 def test_linear_layers_equal_their_fp64_twins(family, dtype, workspace):
     for rows in ROWS:
         for outputs, inputs in ((6144, 4096), (192, 1408)):
-            problems.gemm(family, rows, outputs, inputs, workspace, dtype).check()
+            gpu_linear.gemm(family, rows, outputs, inputs, workspace, dtype).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -70,11 +70,11 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
             for tile in (None, Tile(64, 16, splits if outputs < 2**16 else 1)):
                 args = x, w, bias, workspace, torch.float32, tile
                 first = w16a16_linear(*args)
-                assert problems.relative(first, wanted) < 1e-4, (rows, outputs, tile)
+                assert draw.relative(first, wanted) < 1e-4, (rows, outputs, tile)
                 assert all(torch.equal(w16a16_linear(*args), first) for _ in range(10))
                 assert not workspace.arrivals.any()
             got = linear(x, None, DenseWeight(w, bias), workspace, torch.float32)
-            assert problems.relative(got, wanted) < 1e-4, (rows, outputs)
+            assert draw.relative(got, wanted) < 1e-4, (rows, outputs)
 
 
 def test_w4a8_integers_are_exact(workspace):
@@ -143,7 +143,7 @@ def test_decode_attention_of_ragged_sequences(stages, kind, storage, workspace):
             got, again = (
                 decode_attention(q, *arguments, 128**-0.5, workspace, cut=cut) for _ in "ab"
             )
-            assert problems.relative(got, wanted) < 4e-3, (group, cut)
+            assert draw.relative(got, wanted) < 4e-3, (group, cut)
             assert not got[2].any()
             assert torch.equal(got, again)
             assert not workspace.arrivals.any()
@@ -197,7 +197,7 @@ def test_prefill_attention_of_ragged_sequences(storage, kind, dim, group, window
         got, again = (
             prefill_attention(*args, workspace, window, decodes, block=block)[:-3] for _ in "ab"
         )
-        assert problems.relative(got, wanted) < 4e-3, block
+        assert draw.relative(got, wanted) < 4e-3, block
         each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
         assert each.max() < 2e-2, (block, each.argmax())
         assert torch.equal(got, again)
@@ -212,7 +212,7 @@ def test_a_sliding_window_and_other_head_sizes(window, workspace):
         for splits in (1, 4):
             cut = Cut(2, splits)
             got = decode_attention(q, *arguments, dim**-0.5, workspace, window, cut)
-            assert problems.relative(got, wanted) < 1e-3
+            assert draw.relative(got, wanted) < 1e-3
 
 
 def test_a_graph_replays_what_was_captured(workspace):
@@ -295,9 +295,9 @@ def test_cache_write_equals_its_twin(storage, kind, start):
         out = write(q, k, v, cos, sin, *pools, slots, *scales, **moved)
         found.append((out, *pools, *scales))
     got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
-    assert problems.relative(got[0], wanted[0].double()) < 4e-3
+    assert draw.relative(got[0], wanted[0].double()) < 4e-3
     if kind == 0:
-        assert problems.relative(got[1], wanted[1].double()) < 1e-3
+        assert draw.relative(got[1], wanted[1].double()) < 1e-3
         assert torch.equal(got[2], wanted[2])
         return
     close_integers(got[1], wanted[1])

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
-    from kernels.bench.problems import relative, two_level_scale
+    from kernels.bench.draw import relative, two_level_scale
     from kernels.triton.linear import w4_many
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.linear.w4a16 import pack_w4a16

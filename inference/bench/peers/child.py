@@ -1,10 +1,16 @@
-"""What starts in a peer's own interpreter: runs a file there, and ends when its parent does.
+"""What starts in a peer's own interpreter: does a job there, and ends when its parent does.
 
-    python child.py FILE ARGUMENTS...
+    python child.py KIND
 
-FILE has `main(arguments, lines) -> int`, where `lines` are those that the parent writes to standard
-input. The parent keeps that open: when it ends, however it ends, this process and all that it
-started are killed, whatever they are at. Packages see an empty standard input.
+The parent writes lines of JSON to standard input. The first is the job; its `adapter` is the file
+that knows the package. KIND is the file that knows what is asked of such packages: it has
+`do(job, adapter, questions, send)`, where `questions` gives the lines that follow, and `send`
+writes an answer to what was standard output: the length of a frame in 8 bytes, little-endian, then
+JSON or bytes. Whatever goes wrong is a last answer `{"error": ...}`.
+
+The parent keeps standard input open: when it ends, however it ends, this process and all that it
+started are killed, whatever they are at. Packages see an empty standard input, and what they print
+goes to standard error.
 
 Nothing of this project is imported here, as the peer's environment need not have it. What such
 files share they import from `peer_child`, which is this one.
@@ -13,16 +19,18 @@ files share they import from `peer_child`, which is this one.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import resource
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from types import ModuleType
-from typing import TextIO
+from typing import Any, BinaryIO, TextIO
 
 
 def load_file(path: str, name: str) -> ModuleType:
@@ -36,11 +44,6 @@ def load_file(path: str, name: str) -> ModuleType:
     return module
 
 
-def load_adapter(path: str) -> ModuleType:
-    """The adapter of a job."""
-    return load_file(path, "peer_adapter")
-
-
 def peak_rss_bytes() -> int:
     """Largest resident memory of this process so far."""
     status = Path("/proc/self/status")
@@ -51,21 +54,15 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def reason_of(error: Exception) -> str:
-    """An error as one line for the parent; its trace goes to standard error."""
-    traceback.print_exception(error)
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def follow_parent() -> SimpleQueue[str]:
-    """Lines from the parent, as they come; when there can be no more, this process ends."""
+def follow_parent() -> Iterator[Any]:
+    """What the parent asks, as it comes; when there can be no more, this process ends."""
     lines: SimpleQueue[str] = SimpleQueue()
     pipe = os.fdopen(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     Thread(target=_follow, args=(pipe, lines), daemon=True).start()
-    return lines
+    return iter(lambda: json.loads(lines.get()), None)
 
 
 def _follow(pipe: TextIO, lines: SimpleQueue[str]) -> None:
@@ -74,8 +71,34 @@ def _follow(pipe: TextIO, lines: SimpleQueue[str]) -> None:
     os.killpg(0, signal.SIGKILL)  # a session of its own: what the parent started, and no more
 
 
+def keep_output() -> BinaryIO:
+    """What was standard output, for answers alone; what packages print goes to standard error."""
+    private = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return private
+
+
+def serve(kind: str) -> int:
+    """Do the job of the parent's first line; an error is the last answer."""
+    questions, out = follow_parent(), keep_output()
+
+    def send(answer: bytes | dict[str, Any]) -> None:
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        out.write(len(content).to_bytes(8, "little") + content)
+        out.flush()
+
+    try:
+        job = next(questions)
+        adapter = load_file(job["adapter"], "peer_adapter")
+        load_file(kind, "peer_kind").do(job, adapter, questions, send)
+    except Exception as error:  # whatever a package raises is this process's answer
+        traceback.print_exception(error)
+        send({"error": " ".join(f"{type(error).__name__}: {error}".split())})
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
     del sys.path[0], sys.argv[0]  # this folder: its files are no packages
     sys.modules["peer_child"] = sys.modules[__name__]
-    worker = load_file(sys.argv[0], "peer_worker")
-    raise SystemExit(worker.main(sys.argv[1:], follow_parent()))
+    raise SystemExit(serve(sys.argv[0]))

@@ -1,67 +1,84 @@
-"""A peer at work in a process of its own, under its own interpreter."""
+"""A peer at work in a process of its own, under its own interpreter: the parent's side.
+
+The other side, and what goes over the pipes, is `inference.bench.peers.child`.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
+import signal
 import subprocess
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from formats.errors import EngineError
-from inference.bench.peers.interpreter import kill_group, start, why_it_ended
-from inference.bench.peers.specs import PeerSpec
-from inference.bench.worker import Load, Run
+from inference.bench.peers.interpreter import clean_environment
 
-WORKER = Path(__file__).resolve().parent / "worker.py"
+CHILD = Path(__file__).resolve().parent / "child.py"
 
 
-class PeerWorker:
-    """Runs loads on a peer; a context manager, like `inference.bench.worker.Worker`.
+class PeerProcess:
+    """Does a job in a peer's interpreter, and gives its answers; a context manager.
 
-    Entering writes the model's files, where `work` lacks them, and loads them.
+    Entering starts the process and sends the job; leaving ends it, and whatever it has started.
 
     Args:
-        spec: The peer.
-        config: config.json of the shape.
-        shape: Name of the shape.
-        work: Folder for the model's files and for what the peer prints.
-
-    Attributes:
-        name: Name and format of the peer.
-        note: What it is, in a few words.
+        python: The interpreter.
+        kind: File with `do`; see `inference.bench.peers.child`.
+        job: What it is given; `adapter` is the path of the adapter.
+        log: File that receives what the process prints.
+        settings: Its environment, beside ours.
+        cwd: Where it starts; some packages leave files there.
+        timeout: Seconds after which it is stopped, whatever it is at; None for never.
 
     Raises:
-        EngineError: from all methods, where it could not be started, failed or died; the message is
-            the reason.
+        EngineError: from all methods, where it could not be started, failed, died, or was stopped
+            as its time was over; the message is the reason.
     """
 
-    def __init__(self, spec: PeerSpec, config: Mapping[str, Any], shape: str, work: Path) -> None:
-        key = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:8]
-        self.name = self.note = spec.text
-        self._spec, self._work = spec, work
-        self._log = work / f"{spec.name}.log"
-        self._job = {
-            "adapter": str(spec.peer.adapter),
-            "config": dict(config),
-            "name": f"{shape}-{key}",
-            "work": str(work.resolve()),
-            "format": spec.format,
-            "cache": spec.cache,
-            "threads": torch.get_num_threads(),
-        }
+    def __init__(
+        self,
+        python: str,
+        kind: Path,
+        job: Mapping[str, Any],
+        log: Path,
+        *,
+        settings: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        self._command = [python, str(CHILD), str(kind.resolve())]
+        self._job, self._log, self._cwd, self._timeout = job, log, cwd, timeout
+        shared = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        self._settings = shared | dict(settings or {})
+        self._late = False
 
-    def __enter__(self) -> PeerWorker:
-        version = self._spec.check_installed()
-        if self._spec.peer.has_files:
-            self._start("prepare")
-            self._end()
-        note = self._start("serve").get("note")
-        self.note = f"{self.name}: {self._spec.peer.distributions[0]} {version}, {note}"
+    def __enter__(self) -> PeerProcess:
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=clean_environment(self._settings),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    cwd=self._cwd,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(f"{self._command[0]} cannot be started ({error.strerror})") from error
+        self._timer = threading.Timer(self._timeout or 0.0, self._stop)
+        self._timer.daemon = True
+        if self._timeout is not None:
+            self._timer.start()
+        self.tell(self._job)
         return self
 
     def __exit__(
@@ -70,50 +87,61 @@ class PeerWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end()
+        self._timer.cancel()
+        self._kill()
+        self._process.wait()
+        for pipe in self._pipes():
+            with suppress(BrokenPipeError):  # what was not read there is of no use any more
+                pipe.close()
 
-    def run(self, load: Load) -> Run:
-        """Run a load once."""
-        return Run(**self._ask(load.model_dump())["run"])
+    def tell(self, question: Mapping[str, Any]) -> None:
+        """Send a line; that nobody reads it any more is told when the answer is asked for."""
+        stdin, _ = self._pipes()
+        with suppress(BrokenPipeError):
+            stdin.write(json.dumps(question).encode() + b"\n")
+            stdin.flush()
 
-    def _start(self, what: str) -> dict[str, str]:
-        """Start a process on the job, and wait until it is ready; gives what it then tells."""
-        settings = {"OMP_NUM_THREADS": str(self._job["threads"]), "HF_HUB_OFFLINE": "1"}
-        self._work.mkdir(parents=True, exist_ok=True)
-        with self._log.open("wb") as log:
-            self._process = start(
-                self._spec.python, WORKER, [what], settings, stdout=subprocess.PIPE, stderr=log
-            )
-        try:
-            return self._ask(self._job)["ready"]
-        except BaseException:
-            self._end()
-            raise
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a line, and wait for its answer."""
+        self.tell(question)
+        return self.answer()
 
-    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """Wait for the next answer that is JSON."""
+        return json.loads(self.frame())
+
+    def frame(self) -> bytes:
+        """Wait for the next answer as bytes."""
+        _, stdout = self._pipes()
+        length = int.from_bytes(header := stdout.read(8), "little")
+        frame = stdout.read(length)
+        if len(header) < 8 or len(frame) < length:
+            raise EngineError(self._why_it_ended())
+        if frame.startswith(b'{"error"'):
+            raise EngineError(json.loads(frame)["error"])
+        return frame
+
+    def _pipes(self) -> tuple[BinaryIO, BinaryIO]:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        try:
-            stdin.write(json.dumps(question).encode() + b"\n")
-            stdin.flush()
-            line = stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        if not line.endswith(b"\n"):
-            reason = why_it_ended(self._process.wait(), self._log)
-            raise EngineError(f"{self.name}: {reason}. All that it printed is in {self._log}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise EngineError(f"{self.name}: {answer['error']}. Its trace is in {self._log}")
-        return answer
+        return stdin, stdout  # pyright: ignore[reportReturnType]
 
-    def _end(self) -> None:
-        kill_group(self._process)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:  # what was not read there is of no use any more
-                continue
+    def _why_it_ended(self) -> str:
+        """Its exit code, and the last line of what it printed."""
+        code = self._process.wait()
+        if self._late:
+            return f"stopped after its {self._timeout:g} s; a larger `timeout` gives it longer"
+        lines = self._log.read_text(errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        killed = " (killed: memory may have run out)" if code == -signal.SIGKILL else ""
+        return f"its process ended with exit code {code}{killed}; the last that it printed: {last}"
+
+    def _stop(self) -> None:
+        self._late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """End the process, in a session of its own, and whatever it started."""
+        with suppress(ProcessLookupError):  # all of them ended by themselves
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -14,18 +14,17 @@ PEER = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from inference.bench.peers.interpreter import start
+from inference.bench.peers.process import PeerProcess
 
-process = start(sys.executable, Path({worker!r}), ["one", "two"], {{}}, stdout=1, stderr=2)
-process.stdin.write(b"a line\\n")
-process.stdin.flush()
-time.sleep(100)
+with PeerProcess(sys.executable, Path({worker!r}), {{"adapter": {worker!r}}}, Path({log!r})) as peer:
+    peer.tell({{"a": "question"}})
+    time.sleep(100)
 """
 WORKER = """
 import os, subprocess, sys, time
 
-def main(arguments, lines):
-    told = [*arguments, lines.get().strip(), sys.stdin.read()]
+def do(job, adapter, questions, send):
+    told = [*job, next(questions), sys.stdin.read()]
     child = subprocess.Popen(["sleep", "100"])
     with open({pids!r}, "w") as file:
         file.write(f"{{told}}\\n{{os.getpid()}} {{child.pid}}\\n")
@@ -36,7 +35,7 @@ import multiprocessing, os, sys, time
 sys.path.insert(0, {root!r})
 
 def busy():
-    from inference.bench.worker import end_with_parent
+    from inference.bench.engine_process import end_with_parent
     end_with_parent()
     with open({pids!r}, "w") as file:
         file.write(f"\\n{{os.getpid()}}\\n")
@@ -62,11 +61,14 @@ def runs(pid: str) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads processes from /proc")
-@pytest.mark.parametrize(("parent", "told"), [(PEER, "['one', 'two', 'a line', '']"), (ENGINE, "")])
+@pytest.mark.parametrize(
+    ("parent", "told"), [(PEER, "['adapter', {'a': 'question'}, '']"), (ENGINE, "")]
+)
 def test_what_a_killed_command_has_started_ends(parent, told, tmp_path):
     pids, worker, script = tmp_path / "pids", tmp_path / "worker.py", tmp_path / "parent.py"
     worker.write_text(WORKER.format(pids=str(pids)))
-    script.write_text(parent.format(root=str(ROOT), worker=str(worker), pids=str(pids)))
+    paths = {"root": ROOT, "worker": worker, "pids": pids, "log": tmp_path / "log"}
+    script.write_text(parent.format(**{name: str(path) for name, path in paths.items()}))
     process = subprocess.Popen([sys.executable, str(script)])
     try:
         assert wait_for(lambda: pids.exists() and pids.read_text().endswith("\n"))

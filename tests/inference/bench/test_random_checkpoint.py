@@ -11,8 +11,10 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from formats.files import sha256_file
-from inference.bench.random_checkpoint import SHAPES, random_checkpoint, read_shape
-from inference.bench.worker import EngineSource, Load, run_once
+from inference.bench.engine_process import EngineSource
+from inference.bench.load import Load, run_once
+from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.shapes import SHAPES, read_shape
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams

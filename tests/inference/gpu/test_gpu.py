@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from formats.errors import CheckpointError, EngineError
-from inference.bench.random_checkpoint import SHAPES, random_checkpoint
+from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.shapes import SHAPES
 from tests.kernels.triton_lab import interpreted
 
 SCHEMES = [

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.bench.random_checkpoint import SHAPES, random_checkpoint
+from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.shapes import SHAPES
 from kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -79,17 +79,22 @@ def test_sums_of_candidates_fit_in_a_workspace(family, processors, monkeypatch):
 def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
     """Of the families that the device has."""
     pytest.importorskip("triton")
-    from kernels.bench import problems
+    from kernels.bench.command import parse_tune
+    from kernels.bench.shapes import TUNED, TUNED_ATTENTION, TUNED_PROMPTS
     from kernels.triton import common
 
     monkeypatch.setattr(tuning, "FOLDER", tmp_path)
     monkeypatch.setattr(common, "capability", lambda: capability)
     asked = []
-    monkeypatch.setattr(problems, "gemm", lambda family, *sizes: asked.append((family, sizes[0])))
-    monkeypatch.setattr(tune, "best", lambda problem, candidates: (Tile(64, 32, 2, 7), 1.0))
-    layers = [family for family in tune.FAMILIES if family not in (*tune.ATTENTION, *tune.PROMPTS)]
+
+    def best(family, *sizes):
+        asked.append((family, sizes[0]))
+        return Tile(64, 32, 2, 7)
+
+    monkeypatch.setattr(tune, "best_tile", best)
+    layers = [family for family in TUNED if family not in (*TUNED_ATTENTION, *TUNED_PROMPTS)]
     sizes = ("--shapes", "128x256", "--rows", "16", "64", "256")
-    assert tune.tune(tune.parse(["--families", *layers, *sizes]), CPU) == 0
+    assert tune.tune_families(parse_tune(["--families", *layers, *sizes]), CPU) == 0
     for family in layers:
         runs = not family.endswith("_many") or capability == 90
         runs &= family != "fp8" or capability >= 89

@@ -21,9 +21,14 @@ from inference.bench.peers.interpreter import installed
 from inference.engine import Engine
 from ptq.commands import compare as runs
 from ptq.commands import peers as command
-from ptq.peers.measure import PeerRow, PeersRecord, measure_peers, without_folders
-from ptq.peers.process import PeerProcess
-from ptq.peers.specs import PEERS, Peer, PeerSpec
+from ptq.peers.catalogue import JOB_NEEDS, QUANTIZERS, PeerChoice, Quantizer
+from ptq.peers.measure import (
+    PeerRow,
+    PeersRecord,
+    measure_peers,
+    peer_process,
+    without_folders,
+)
 from ptq.plan.plan import build_plan
 from ptq.recipe.schema import load_recipe, read_recipe, resolved_yaml
 
@@ -63,9 +68,14 @@ def quantize(job):
 """
 SENDS = """\
 import os, sys
-with open({frames!r}, "rb") as file:
-    os.write(int(sys.argv[2]), file.read())
-os._exit(0)
+
+def quantize(job):
+    send = sys._getframe(1).f_locals["send"]
+    (out,) = (cell.cell_contents for cell in send.__closure__)
+    with open({frames!r}, "rb") as file:
+        out.write(file.read())
+    out.flush()
+    os._exit(0)
 """
 
 
@@ -84,8 +94,8 @@ def fake(tmp_path, monkeypatch):
     def make(text: str, *, package: str = "torch", in_extra: bool = False, **options: object):
         path = tmp_path / "adapter.py"
         path.write_text(text)
-        peer = Peer("rounding", package, path, options, in_extra=in_extra)
-        monkeypatch.setitem(PEERS, "fake", peer)
+        peer = Quantizer(package, JOB_NEEDS, path, "rounding", options, in_extra)
+        monkeypatch.setitem(QUANTIZERS, "fake", peer)
         return peer
 
     return make
@@ -242,8 +252,8 @@ def test_what_a_peer_has_started_ends_with_it(fake, tmp_path):
         f"child = subprocess.Popen(['sleep', '100'])\nopen({str(started)!r}, 'w').write(f'{{child.pid}}\\n')\n"
         "time.sleep(100)"
     )
-    (tmp_path / "job.json").write_text(json.dumps({"adapter": str(PEERS["fake"].adapter)}))
-    with PeerProcess(PeerSpec(name="fake"), tmp_path, tmp_path / "log", cpu_only=True):
+    job = {"adapter": str(QUANTIZERS["fake"].adapter), "folder": str(tmp_path)}
+    with peer_process(PeerChoice(name="fake"), job, tmp_path / "log", cpu_only=True):
         for _ in range(600):
             if started.exists() and started.read_text().endswith("\n"):
                 break
@@ -306,8 +316,8 @@ def test_short_forms_and_paths_of_interpreters(fake, tmp_path, tiny_llama, monke
     peers = "[autoround, {name: fake, python: env/bin/python, timeout: 5}]"
     path = recipe_file(tmp_path, tiny_llama, peers)
     first, second = load_recipe(path).report.peers
-    assert first == PeerSpec(name="autoround")
-    assert second == PeerSpec(name="fake", python=tmp_path / "env/bin/python", timeout=5)
+    assert first == PeerChoice(name="autoround")
+    assert second == PeerChoice(name="fake", python=tmp_path / "env/bin/python", timeout=5)
     typed = load_recipe(path, ["report.peers=[{name: fake, python: ./python}]"])
     assert typed.report.peers[0].python == tmp_path.parent / "python"
     (tmp_path / "again.yaml").write_text(resolved_yaml(load_recipe(path)))
@@ -362,19 +372,19 @@ def test_paths_are_cut_from_reasons():
 def test_the_catalogue_the_extra_and_the_shipped_recipe_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extra = {text.split(">")[0].split("[")[0] for text in project["optional-dependencies"]["peers"]}
-    held = [peer for peer in PEERS.values() if peer.in_extra]
+    held = [peer for peer in QUANTIZERS.values() if peer.in_extra]
     assert {peer.package for peer in held} == extra - {"accelerate"}
-    assert all(peer.adapter.is_file() for peer in PEERS.values())
+    assert all(peer.adapter.is_file() for peer in QUANTIZERS.values())
     shipped = load_recipe(ROOT / "recipes" / "peers" / "w4_gptq.yaml").report.peers
-    assert {PEERS[spec.name].package for spec in shipped} == {peer.package for peer in held}
+    assert {QUANTIZERS[spec.name].package for spec in shipped} == {peer.package for peer in held}
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", list(PEERS))
+@pytest.mark.parametrize("name", list(QUANTIZERS))
 def test_the_real_package(name, tmp_path, tiny_llama, original):
     """Runs where the package is installed beside ours."""
-    if None in installed(sys.executable, PEERS[name].distributions).values():
-        pytest.skip(f"{PEERS[name].package} is not installed")
+    if None in installed(sys.executable, QUANTIZERS[name].distributions).values():
+        pytest.skip(f"{QUANTIZERS[name].package} is not installed")
     recipe = load_recipe(recipe_file(tmp_path, tiny_llama, f"[{name}]"))
     tokens = {s: load_tokens(recipe.dataset, original.tokenizer, s) for s in ("calibration", "evaluation")}  # fmt: skip
     row = measured(tmp_path, tiny_llama, original, tokens, f"[{name}]")

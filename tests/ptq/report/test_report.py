@@ -21,8 +21,8 @@ from inference.engine import Engine
 from ptq.commands import compare as runs
 from ptq.commands import report as command
 from ptq.methods.common.events import Event
+from ptq.peers.catalogue import QUANTIZERS, Quantizer
 from ptq.peers.measure import PeerRow
-from ptq.peers.specs import PEERS, Peer
 from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
 from ptq.recipe.schema import Recipe, ThresholdsSpec, load_recipe
@@ -363,7 +363,7 @@ def test_other_tools_stand_beside_the_run(made):
 def test_a_peer_that_fails_does_not_fail_the_report(folder, made, tmp_path, monkeypatch):
     adapter = tmp_path / "adapter.py"
     adapter.write_text("raise ValueError('broken')")
-    monkeypatch.setitem(PEERS, "fake", Peer("rounding", "torch", adapter))
+    monkeypatch.setitem(QUANTIZERS, "fake", Quantizer("torch", (), adapter, "rounding"))
     peers = json.dumps([{"name": "fake", "python": sys.executable}])
     out = Path(shutil.copytree(folder / "out", tmp_path / "out"))
     settings = [f"report.peers={peers}", "report.speed=false", f"output.path={out}"]

@@ -125,7 +125,7 @@ class Model:
         self.note = f"{job.format}, cache {cache}, {job.threads} threads"
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
-        """See `inference.bench.peers.worker`."""
+        """See `inference.bench.peers.run_loads`."""
         self._resize(len(prompts), len(prompts[0]) + new_tokens)
         api.llama_memory_clear(api.llama_get_memory(self._context), True)
         last = len(prompts[0]) - 1

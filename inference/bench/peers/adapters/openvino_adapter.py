@@ -80,7 +80,7 @@ class Model:
         )
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
-        """See `inference.bench.peers.worker`."""
+        """See `inference.bench.peers.run_loads`."""
         ids, batch = np.array(prompts, np.int64), len(prompts)
         self._request.reset_state()
         start, times = 0, [time.perf_counter()]

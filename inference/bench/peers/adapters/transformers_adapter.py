@@ -27,7 +27,7 @@ class Model:
 
     @torch.inference_mode()
     def run(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
-        """See `inference.bench.peers.worker`."""
+        """See `inference.bench.peers.run_loads`."""
         ids, cache = torch.tensor(prompts), None
         times = [time.perf_counter()]
         for _ in range(new_tokens):

@@ -14,6 +14,7 @@ safetensors and the package are enough there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,65 +23,56 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from formats.scheme import Strict
+from inference.bench.peers.spec import PeerSpec
 from ptq.recipe.problems import suggestion
 
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
-WORKER_NEEDS = ("torch", "transformers", "safetensors")
+JOB_NEEDS = ("torch", "transformers", "safetensors")
 
 
 @dataclass(frozen=True)
-class Peer:
+class Quantizer(PeerSpec):
     """One way to quantize with another package.
 
     Attributes:
         method: What it does, in a few words.
-        package: The distribution whose version is told.
-        adapter: File that holds its `quantize`.
-        options: What that is given.
-        needs: Further distributions that it does not install itself.
+        options: What its adapter is given.
         in_extra: Whether our extra `peers` holds the package.
     """
 
     method: str
-    package: str
-    adapter: Path
     options: Mapping[str, Any] = field(default_factory=dict)
-    needs: tuple[str, ...] = ()
     in_extra: bool = False
 
-    @property
-    def distributions(self) -> tuple[str, ...]:
-        """All that its interpreter must have."""
-        return (*WORKER_NEEDS, self.package, *self.needs)
+
+def _quantizer(
+    method: str, package: str, adapter: str, *needs: str, in_extra: bool = False, **options: Any
+) -> Quantizer:
+    """A way of a package; `needs` are distributions that it does not install itself."""
+    path = ADAPTERS / f"{adapter}_adapter.py"
+    return Quantizer(package, (*JOB_NEEDS, *needs), path, method, options, in_extra)
 
 
-def _bitsandbytes(method: str, bits: int) -> Peer:
-    adapter, needs = ADAPTERS / "bitsandbytes_adapter.py", ("accelerate",)
-    return Peer(method, "bitsandbytes", adapter, {"bits": bits}, needs, in_extra=True)
+def _bitsandbytes(method: str, bits: int) -> Quantizer:
+    package = adapter = "bitsandbytes"
+    return _quantizer(method, package, adapter, "accelerate", in_extra=True, bits=bits)
 
 
-def _llm_compressor(method: str, **options: str) -> Peer:
-    return Peer(method, "llmcompressor", ADAPTERS / "llm_compressor_adapter.py", options)
+def _llm_compressor(method: str, **options: Any) -> Quantizer:
+    return _quantizer(method, "llmcompressor", "llm_compressor", **options)
 
 
-def _auto_round(method: str, iterations: int) -> Peer:
-    adapter = ADAPTERS / "auto_round_adapter.py"
-    return Peer(method, "auto-round", adapter, {"iterations": iterations})
-
-
-PEERS = {
+QUANTIZERS = {
     "bitsandbytes-int8": _bitsandbytes("LLM.int8()", 8),
     "bitsandbytes-nf4": _bitsandbytes("NF4, blocks of 64", 4),
-    "neural-compressor-rtn": Peer(
+    "neural-compressor-rtn": _quantizer(
         "int4, RTN",
         "neural-compressor",
-        ADAPTERS / "neural_compressor_adapter.py",
-        needs=("prettytable", "torchao"),  # of its extra `pt`
+        "neural_compressor",
+        *("prettytable", "torchao"),  # of its extra `pt`
         in_extra=True,
     ),
-    "gptqmodel-gptq": Peer(
-        "int4, GPTQ", "gptqmodel", ADAPTERS / "gptqmodel_adapter.py", in_extra=True
-    ),
+    "gptqmodel-gptq": _quantizer("int4, GPTQ", "gptqmodel", "gptqmodel", in_extra=True),
     "llm-compressor-rtn": _llm_compressor("int4, RTN", rounding="rtn", scheme="W4A16"),
     "llm-compressor-gptq": _llm_compressor("int4, GPTQ", rounding="gptq", scheme="W4A16"),
     "llm-compressor-awq": _llm_compressor(
@@ -92,22 +84,22 @@ PEERS = {
     "llm-compressor-a8w8-dynamic": _llm_compressor(
         "int8 dynamic, SmoothQuant, GPTQ", rounding="gptq", scheme="W8A8", before="smoothquant"
     ),
-    "autoround": _auto_round("int4, 200 iterations", 200),
-    "autoround-rtn": _auto_round("int4, RTN", 0),
+    "autoround": _quantizer("int4, 200 iterations", "auto-round", "auto_round", iterations=200),
+    "autoround-rtn": _quantizer("int4, RTN", "auto-round", "auto_round", iterations=0),
 }
 
 
 def _known(name: str) -> str:
-    if name not in PEERS:
-        raise ValueError(f"unknown peer {name!r}; {suggestion(name, PEERS)}")
+    if name not in QUANTIZERS:
+        raise ValueError(f"unknown peer {name!r}; {suggestion(name, QUANTIZERS)}")
     return name
 
 
-class PeerSpec(Strict):
+class PeerChoice(Strict):
     """One peer of a recipe; see the module's docstring for its YAML.
 
     Attributes:
-        name: Of `PEERS`.
+        name: Of `QUANTIZERS`.
         python: Interpreter that runs it; null is the one that runs us.
         timeout: Seconds after which it is stopped, the evaluation included.
     """
@@ -117,6 +109,11 @@ class PeerSpec(Strict):
     timeout: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 7200.0
 
     @property
-    def peer(self) -> Peer:
+    def spec(self) -> Quantizer:
         """What the name stands for."""
-        return PEERS[self.name]
+        return QUANTIZERS[self.name]
+
+    @property
+    def interpreter(self) -> str:
+        """The Python that runs it, in full."""
+        return sys.executable if self.python is None else str(self.python.absolute())

@@ -15,49 +15,48 @@ from pathlib import Path
 
 from formats.errors import EngineError, RequestError
 from formats.scheme import LayerScheme
-from inference.bench.peers.interpreter import installed
+from inference.bench.peers.spec import PeerSpec
 
 ADAPTERS = Path(__file__).resolve().parent / "adapters"
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A runtime.
+class Runtime(PeerSpec):
+    """A runtime that `--peer` names.
 
     Attributes:
-        distributions: All that its interpreter must have; the version of the first is told.
-        adapter: File that runs it; see `inference.bench.peers.worker`.
         formats: How it can store weights.
         by_bits: The format nearest to weights of 4, 8 and 16 bits.
         caches: Types of its cache that can be asked for.
         has_files: Whether it loads a model from files, which are written first.
     """
 
-    distributions: tuple[str, ...]
-    adapter: Path
     formats: tuple[str, ...]
     by_bits: Mapping[int, str]
     caches: tuple[str, ...]
     has_files: bool = True
 
 
-PEERS = {
-    "llama.cpp": Peer(
-        ("llama-cpp-python", "gguf", "numpy"),
+RUNTIMES = {
+    "llama.cpp": Runtime(
+        "llama-cpp-python",
+        ("gguf", "numpy"),
         ADAPTERS / "llama_cpp_adapter.py",
         ("Q4_0", "Q4_K_M", "Q8_0", "F16"),
         {4: "Q4_0", 8: "Q8_0", 16: "F16"},
         ("f16", "q8_0"),
     ),
-    "openvino": Peer(
-        ("openvino", "optimum-intel", "nncf", "transformers", "torch"),
+    "openvino": Runtime(
+        "openvino",
+        ("optimum-intel", "nncf", "transformers", "torch"),
         ADAPTERS / "openvino_adapter.py",
         ("int4", "int8", "fp16"),
         {4: "int4", 8: "int8", 16: "fp16"},
         ("u8", "f16", "f32"),
     ),
-    "transformers": Peer(
-        ("transformers", "torch"),
+    "transformers": Runtime(
+        "transformers",
+        ("torch",),
         ADAPTERS / "transformers_adapter.py",
         ("bfloat16", "float32"),
         {4: "bfloat16", 8: "bfloat16", 16: "bfloat16"},
@@ -68,11 +67,11 @@ PEERS = {
 
 
 @dataclass(frozen=True)
-class PeerSpec:
-    """A peer as it is asked for.
+class RuntimeChoice:
+    """A runtime as it is asked for.
 
     Attributes:
-        name: Of `PEERS`.
+        name: Of `RUNTIMES`.
         python: Interpreter that runs it.
         format: How it stores weights.
         cache: Type of its cache, None for its default.
@@ -84,9 +83,9 @@ class PeerSpec:
     cache: str | None
 
     @property
-    def peer(self) -> Peer:
+    def spec(self) -> Runtime:
         """What the name stands for."""
-        return PEERS[self.name]
+        return RUNTIMES[self.name]
 
     @property
     def text(self) -> str:
@@ -99,26 +98,25 @@ class PeerSpec:
         Raises:
             EngineError: its interpreter is none, or lacks something.
         """
-        versions = installed(self.python, self.peer.distributions)
-        missing = [name for name, version in versions.items() if version is None]
+        missing = self.spec.missing(self.python)
         if missing:
             raise EngineError(
                 f"{self.name} needs {', '.join(missing)}, which {self.python} does not have; "
                 f"install with `{self.python} -m pip install {' '.join(missing)}`, or name the "
                 f"interpreter of an environment that has it: --peer {self.name}=PYTHON"
             )
-        return str(versions[self.peer.distributions[0]])
+        return str(self.spec.version(self.python))
 
 
-def read_peers(
+def read_choices(
     texts: Sequence[str], formats: Sequence[str], caches: Sequence[str], scheme: LayerScheme
-) -> list[PeerSpec]:
+) -> list[RuntimeChoice]:
     """The peers of a command line.
 
     Args:
         texts: Names, each with `=` and an interpreter where it is not this one.
         formats: How they store weights; each goes to the peers that know it.
-        caches: Types of their caches, likewise.
+        caches: Types of their caches; each goes to the peers that know it.
         scheme: Of our weights, whose bits choose the formats that are not given.
 
     Raises:
@@ -126,14 +124,14 @@ def read_peers(
     """
     pairs = [text.partition("=")[::2] for text in texts]
     for name, _ in pairs:
-        if name not in PEERS:
-            raise RequestError(f"peer: found {name!r}; allowed are {', '.join(PEERS)}", "peer")
-    peers = [PEERS[name] for name, _ in pairs]
+        if name not in RUNTIMES:
+            raise RequestError(f"peer: found {name!r}; allowed are {', '.join(RUNTIMES)}", "peer")
+    peers = [RUNTIMES[name] for name, _ in pairs]
     _check_known("peer_format", formats, [peer.formats for peer in peers])
     _check_known("peer_kv", caches, [peer.caches for peer in peers])
     bits = 16 if scheme.weights is None else scheme.weights.bits
     return [
-        PeerSpec(
+        RuntimeChoice(
             name=name,
             python=python or sys.executable,
             format=_last(formats, peer.formats) or peer.by_bits[bits],

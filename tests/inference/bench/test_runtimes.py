@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +15,10 @@ from formats.errors import EngineError, RequestError
 from formats.scheme import PRESETS, LayerScheme
 from inference.bench import command as bench
 from inference.bench.figures import compare_turns
-from inference.bench.peers.process import PeerWorker
-from inference.bench.peers.specs import PEERS, Peer, PeerSpec, read_peers
-from inference.bench.random_checkpoint import SHAPES
-from inference.bench.worker import Load, Run
+from inference.bench.load import Load, Run
+from inference.bench.peers.runtimes import RUNTIMES, Runtime, RuntimeChoice, read_choices
+from inference.bench.peers.speed import RuntimeProcess
+from inference.bench.shapes import SHAPES
 
 LOAD = Load(batch=2, prompt_tokens=5, new_tokens=3)
 STAND_IN = """\
@@ -52,24 +53,26 @@ class load:
 def fake(tmp_path, monkeypatch):
     """Puts a stand-in into the catalogue: an adapter's text, which runs under this interpreter."""
 
-    def make(text: str = STAND_IN, needs: tuple[str, ...] = ("torch",)) -> PeerSpec:
+    def make(text: str = STAND_IN, needs: tuple[str, ...] = ("torch",)) -> RuntimeChoice:
         path = tmp_path / "adapter.py"
         path.write_text(text)
         by_bits = {4: "q4", 8: "q8", 16: "plain"}
-        peer = Peer(needs, path, ("q4", "q8", "plain"), by_bits, ("narrow",))
-        monkeypatch.setitem(PEERS, "fake", peer)
-        return PeerSpec("fake", sys.executable, "q4", None)
+        package, *others = needs
+        formats = ("q4", "q8", "plain")
+        runtime = Runtime(package, tuple(others), path, formats, by_bits, ("narrow",))
+        monkeypatch.setitem(RUNTIMES, "fake", runtime)
+        return RuntimeChoice("fake", sys.executable, "q4", None)
 
     return make
 
 
-def worker(spec: PeerSpec, work: Path, config: object = None) -> PeerWorker:
-    return PeerWorker(spec, config or {"vocab_size": 50}, "tiny", work)  # pyright: ignore[reportArgumentType]
+def process(spec: RuntimeChoice, work: Path, config: object = None) -> RuntimeProcess:
+    return RuntimeProcess(spec, config or {"vocab_size": 50}, "tiny", work)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_run_is_what_the_adapter_timed(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with worker(fake(), tmp_path / "w") as peer:
+    with process(fake(), tmp_path / "w") as peer:
         runs = [peer.run(LOAD), peer.run(LOAD)]
     assert peer.note == f"fake q4: torch {torch.__version__}, stand-in"
     run = runs[0]
@@ -92,20 +95,25 @@ def test_a_run_is_what_the_adapter_timed(fake, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("def prepare(job):", "def prepare(job):\n    raise OSError('no\\nroom')", r"fake q4: OSError: no room. Its trace is in .*fake.log"),
+        ("def prepare(job):", "def prepare(job):\n    raise OSError('no\\nroom')", r"fake q4: OSError: no room. All that it printed is in .*fake.log"),
         ("import json, os, sys", "import json, os, sys, nothing_of_that_name", "ModuleNotFoundError: No module named"),
         ("self.job = job", "sys.stderr.write('last words\\n'); os._exit(3)", "ended with exit code 3; the last that it printed: last words"),
         ("told = {", "os.kill(os.getpid(), 9)\n        told = {", r"exit code -9 \(killed: memory may have run out\)"),
         ("return [10.0, ", "return [", "ValueError: 3 tokens were asked for, 2 came"),
     ],
 )  # fmt: skip
-def test_a_peer_that_fails_says_why(fake, tmp_path, old, new, reason):
+def test_a_peer_that_fails_says_why(fake, tmp_path, monkeypatch, old, new, reason):
     assert old in STAND_IN
     spec = fake(STAND_IN.replace(old, new))
-    peer = worker(spec, tmp_path / "w")
+    peer = process(spec, tmp_path / "w")
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1]
+    )
     with pytest.raises(EngineError, match=reason), peer:
         peer.run(LOAD)
-    assert peer._process.returncode is not None  # it has ended, and was waited for
+    assert started
+    assert all(p.returncode is not None for p in started)  # they have ended, and were waited for
 
 
 def test_a_missing_package_says_what_to_install(fake):
@@ -115,7 +123,7 @@ def test_a_missing_package_says_what_to_install(fake):
         spec.check_installed()
     assert f"`{sys.executable} -m pip install no-such-package`" in str(caught.value)
     with pytest.raises(EngineError, match="/bin/true cannot be used as a Python interpreter"):
-        PeerSpec("fake", "/bin/true", "q4", None).check_installed()
+        RuntimeChoice("fake", "/bin/true", "q4", None).check_installed()
 
 
 def test_formats_follow_from_our_weights_unless_they_are_given():
@@ -125,8 +133,8 @@ def test_formats_follow_from_our_weights_unless_they_are_given():
         ("fp8_channel", ["Q8_0", "int8", "bfloat16"]),
         ("c8", ["F16", "fp16", "bfloat16"]),
     ):
-        assert [spec.format for spec in read_peers(texts, [], [], PRESETS[preset])] == formats
-    specs = read_peers(texts, ["Q4_K_M", "float32"], ["q8_0"], LayerScheme())
+        assert [spec.format for spec in read_choices(texts, [], [], PRESETS[preset])] == formats
+    specs = read_choices(texts, ["Q4_K_M", "float32"], ["q8_0"], LayerScheme())
     assert [spec.format for spec in specs] == ["Q4_K_M", "fp16", "float32"]
     assert [spec.cache for spec in specs] == ["q8_0", None, None]
     assert [spec.python for spec in specs] == ["/env/bin/python", sys.executable, sys.executable]
@@ -144,7 +152,7 @@ def test_formats_follow_from_our_weights_unless_they_are_given():
 )
 def test_unknown_peers_formats_and_caches_are_refused(arguments, message):
     with pytest.raises(RequestError, match=message):
-        read_peers(*arguments, LayerScheme())
+        read_choices(*arguments, LayerScheme())
 
 
 def test_ratios_are_those_of_the_turns():
@@ -203,10 +211,10 @@ def test_a_command_that_cannot_be_meant_is_refused(tiny_llama, fake, capsys):
     assert "fake needs no-such-package" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", list(PEERS))
+@pytest.mark.parametrize("name", list(RUNTIMES))
 def test_the_real_package(name, tmp_path):
     """Runs where the package is installed beside ours."""
-    spec = PeerSpec(name, sys.executable, PEERS[name].by_bits[8], None)
+    spec = RuntimeChoice(name, sys.executable, RUNTIMES[name].by_bits[8], None)
     try:
         spec.check_installed()
     except EngineError:
@@ -214,7 +222,7 @@ def test_the_real_package(name, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 64, "head_dim": 64}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = SHAPES["llama-1.1b"] | sizes
-    with worker(spec, tmp_path, config) as peer:
+    with process(spec, tmp_path, config) as peer:
         runs = [peer.run(LOAD), peer.run(Load(batch=1, prompt_tokens=3, new_tokens=2))]
     assert [run.decode_tokens for run in runs] == [4, 1]
     assert all(run.prefill_s > 0 and run.decode_s > 0 for run in runs)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +13,11 @@ import torch
 from formats.command import run_command
 from formats.errors import CheckpointError, EngineError, RequestError
 from inference.bench import command as bench
-from inference.bench.command import measure_in_turns, measure_speed
+from inference.bench import requests
+from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import describe, summarize
-from inference.bench.worker import EngineSource, Load, Run, Worker, run_once
+from inference.bench.load import Load, Run, run_once
+from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig
 from inference.engine import Engine
 
@@ -87,7 +92,8 @@ def test_prompts_in_chunks_count_decoded_tokens_once(tiny_llama):
 
 
 def test_measure_speed_in_this_process(engine):
-    speed = measure_speed(engine, batch=1, prompt_tokens=8, new_tokens=4, warmup=0, repeats=2)
+    load = Load(batch=1, prompt_tokens=8, new_tokens=4)
+    (speed,) = measure_in_turns([partial(run_once, engine)], load, warmup=0, repeats=2)
     assert speed.repeats == 2
     assert 0 < speed.decode_tokens_s.low <= speed.decode_tokens_s.median
 
@@ -95,14 +101,14 @@ def test_measure_speed_in_this_process(engine):
 @pytest.mark.parametrize(("batch", "prompt"), [(3, 8), (2, 64)])
 def test_a_batch_that_cannot_run_at_once_is_refused(engine, batch, prompt):
     with pytest.raises(RequestError, match="lower the batch") as caught:
-        measure_speed(engine, batch=batch, prompt_tokens=prompt, new_tokens=4)
+        run_once(engine, Load(batch=batch, prompt_tokens=prompt, new_tokens=4))
     assert caught.value.param == "batch"
 
 
 def test_a_worker_passes_errors_on(tmp_path, tiny_llama):
     with (
-        Worker(EngineSource(str(tmp_path / "nothing"), EngineConfig())) as missing,
-        Worker(EngineSource(str(tiny_llama), EngineConfig())) as killed,
+        EngineProcess(EngineSource(str(tmp_path / "nothing"), EngineConfig())) as missing,
+        EngineProcess(EngineSource(str(tiny_llama), EngineConfig())) as killed,
     ):
         with pytest.raises(CheckpointError, match="no such folder"):
             missing.run(LOAD)
@@ -113,7 +119,7 @@ def test_a_worker_passes_errors_on(tmp_path, tiny_llama):
 
 def test_a_workers_memory_is_its_own(tiny_llama):
     held = torch.ones(200_000_000)
-    with Worker(EngineSource(str(tiny_llama), EngineConfig())) as worker:
+    with EngineProcess(EngineSource(str(tiny_llama), EngineConfig())) as worker:
         assert worker.run(LOAD).peak_memory_bytes < held.nbytes
 
 
@@ -145,7 +151,7 @@ def test_a_wrong_path_is_told_before_anything_runs(tmp_path, capsys):
 
 
 def test_a_device_that_is_none_is_told_before_anything_is_loaded(tiny_llama, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "Worker", None)
+    monkeypatch.setattr(requests, "EngineProcess", None)
     assert run_command(bench.main, [str(tiny_llama), "--device", "cuda:99"]) == 2
     err = capsys.readouterr().err
     assert err.splitlines()[-1].startswith("error: device: found 'cuda:99', but torch sees")
@@ -156,3 +162,32 @@ def test_useless_lengths_are_refused(arguments):
     with pytest.raises(SystemExit) as caught:
         bench.main(["checkpoint", *arguments])
     assert caught.value.code == 2
+
+
+def test_arguments_are_read_before_anything_heavy_is_imported():
+    code = (
+        "import sys\n"
+        "from inference.bench.command import main\n"
+        "for mode in ([], ['--steps'], ['--kernels', '--device', 'cpu'], ['--tune']):\n"
+        "    try:\n"
+        "        main([*mode, '--nothing-of-that-name'])\n"
+        "    except SystemExit as end:\n"
+        "        assert end.code == 2\n"
+        "print('torch' in sys.modules, 'transformers' in sys.modules)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout == "False False\n", found.stderr
+
+
+def test_help_names_the_modes_and_each_has_its_own(capsys):
+    for arguments, words in (
+        ([], ("ptq bench --steps", "ptq bench --kernels", "ptq bench --tune", "--peer-format")),
+        (["--steps"], ("usage: ptq bench --steps", "--schemes")),
+        (["--kernels"], ("usage: ptq bench --kernels", "--markdown")),
+        (["--tune"], ("usage: ptq bench --tune", "--output")),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            bench.main([*arguments, "--help"])
+        assert caught.value.code == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in words), arguments

@@ -1,0 +1,130 @@
+"""Whole requests of checkpoints and of other runtimes, in turns: `ptq bench` without a mode."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from formats.checkpoint.read import Checkpoint
+from formats.families.names import HEAD
+from formats.files import replace_file
+from inference.backend import require_device
+from inference.bench.engine_process import EngineProcess, EngineSource
+from inference.bench.figures import Ratio, Speed, compare_turns, describe, summarize, to_json
+from inference.bench.load import Load
+from inference.bench.peers.runtimes import read_choices
+from inference.bench.peers.speed import RuntimeProcess
+from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.shapes import read_shape
+from inference.bench.turns import Runner, run_in_turns
+from inference.config import EngineConfig
+from inference.scheduling.blocks import blocks_for
+
+
+class Model(NamedTuple):
+    """Something that runs loads: what it is called, what it is, and how it is run."""
+
+    name: str
+    note: str
+    run: Runner
+
+
+def measure_requests(arguments: argparse.Namespace) -> int:
+    """Measure what `inference.bench.command.parse` read, and print; 0 on success."""
+    results: list[list[tuple[str, Speed]]] = []  # by batch, then by model
+    ratios: list[Ratio] = []
+    with ExitStack() as stack:
+        models = _start_models(stack, arguments)
+        for batch in tqdm(sorted(set(arguments.batch)), desc="Measuring", unit="batch"):
+            load = Load(batch=batch, prompt_tokens=arguments.prompt, new_tokens=arguments.new)
+            runners = [model.run for model in models]
+            runs = run_in_turns(runners, load, arguments.warmup, arguments.repeats)
+            named = [(model.name, own) for model, own in zip(models, runs, strict=True)]
+            results.append([(name, summarize(load, own)) for name, own in named])
+            ratios += [compare_turns(load, named[-1], other) for other in named[:-1]]
+    notes = [model.note for model in models]
+    print("\n".join(describe(results, ratios, notes, arguments.device)))
+    if arguments.json is not None:
+        replace_file(arguments.json, to_json(results, ratios, notes, arguments.device).encode())
+    return 0
+
+
+def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Model]:
+    """Start what the command line asks for, the checkpoint last; faults are told before that.
+
+    Raises:
+        RequestError: a shape, scheme or peer is unknown.
+        CheckpointError: a checkpoint is none.
+        EngineError: the device is not one that is run on; a peer lacks its package, or fails.
+    """
+    require_device(arguments.device)
+    work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
+    path, shape = _place(arguments, work)
+    config = _engine_config(arguments)
+    sources = [_source(arguments, path, config)]
+    if arguments.against is not None:
+        sources.insert(0, replace(sources[0], path=str(arguments.against), random=None))
+    checkpoints = [source.checkpoint() for source in sources]
+    ours = checkpoints[-1]
+    specs = read_choices(arguments.peer, arguments.peer_format, arguments.peer_kv, ours.scheme)
+    for spec in specs:
+        spec.check_installed()
+    peers = [RuntimeProcess(spec, ours.config, shape, work) for spec in specs]
+    peers = [stack.enter_context(peer) for peer in peers]
+    engines = [stack.enter_context(EngineProcess(source)) for source in sources]
+    names = [source.path for source in sources]
+    if arguments.shape is not None:
+        names[-1] = Path(names[-1]).name
+    rows = zip(names, checkpoints, engines, strict=True)
+    models = [Model(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
+    for kind in arguments.against_kv:
+        kept = config.model_copy(update={"kv_dtype": kind})
+        source = replace(sources[-1], config=kept, quantized_kv=False)
+        worker = stack.enter_context(EngineProcess(source))
+        name = f"{names[-1]}, {kind} cache"
+        models.insert(-1, Model(name, f"{name}: the same weights", worker.run))
+    return [*models[:-1], *(Model(p.name, p.note, p.run) for p in peers), models[-1]]
+
+
+def _place(arguments: argparse.Namespace, work: Path) -> tuple[Path, str]:
+    """Folder of the checkpoint that is measured, and what its shape is called.
+
+    Where a shape stands for it, it is made first; for a GPU it is made there, when it is loaded.
+    """
+    if arguments.shape is None:
+        return arguments.checkpoint, arguments.checkpoint.resolve().name
+    (name, _), scheme = read_shape(arguments.shape), arguments.scheme
+    if arguments.device != "cpu":
+        return Path(f"{name}-{scheme}"), name
+    head = arguments.quantize_head
+    return random_checkpoint(work, arguments.shape, scheme, quantize_head=head), name
+
+
+def _source(arguments: argparse.Namespace, path: Path, config: EngineConfig) -> EngineSource:
+    random = None
+    if arguments.shape is not None and arguments.device != "cpu":
+        random = (arguments.shape, arguments.scheme, arguments.quantize_head)
+    return EngineSource(str(path), config, device=arguments.device, random=random)
+
+
+def _about(checkpoint: Checkpoint) -> str:
+    scheme, head = checkpoint.scheme, checkpoint.scheme_of(HEAD)
+    parts = [scheme.of_layers.text, f"head {head.text}"]
+    if scheme.kv_cache is not None:
+        parts.append(f"cache {scheme.kv_cache.dtype} {scheme.kv_cache.granularity}")
+    return "; ".join(parts)
+
+
+def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    longest = arguments.prompt + arguments.new
+    return EngineConfig(
+        max_batch_size=max(arguments.batch),
+        max_model_len=longest,
+        kv_blocks=max(arguments.batch) * blocks_for(longest),
+    )

@@ -1,0 +1,110 @@
+"""Shapes of models that speed is measured on without their weights, and schemes by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint.folder import read_config
+from formats.errors import RequestError
+from formats.families.registry import MODEL_TYPES, find_family
+from formats.scheme import PRESETS, Scheme
+
+SHARED = {
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA = SHARED | {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+}
+SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
+    "llama-1.1b": LLAMA
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "vocab_size": 32000,
+        "max_position_embeddings": 16384,
+        "rope_theta": 10000.0,
+    },
+    "llama-3-8b": LLAMA
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
+    "qwen3-30b-a3b": SHARED
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+}
+
+
+def read_shape(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and config.json of a shape.
+
+    Args:
+        text: One of `SHAPES`, or the path of a config.json or of a folder that holds one.
+
+    Raises:
+        RequestError: it is neither.
+        CheckpointError: the file is damaged.
+    """
+    if text in SHAPES:
+        return text, dict(SHAPES[text])
+    path = Path(text)
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        raise RequestError(
+            f"shape: found {text!r}; allowed are {', '.join(SHAPES)}, or the path of a config.json "
+            "or of a folder that holds one",
+            "shape",
+        )
+    config, _ = read_config(folder)
+    if find_family(config) is None:
+        raise RequestError(
+            f"shape: {text} is of model_type {config.get('model_type')!r}; random checkpoints are "
+            f"made of {', '.join(MODEL_TYPES)}",
+            "shape",
+        )
+    return folder.resolve().name, config
+
+
+def read_scheme(text: str) -> Scheme:
+    """The scheme of a preset's name; `float` quantizes nothing.
+
+    Raises:
+        RequestError: there is no such preset.
+    """
+    if text == "float":
+        return Scheme()
+    if text not in PRESETS:
+        raise RequestError(
+            f"scheme: found {text!r}; allowed are float, {', '.join(PRESETS)}", "scheme"
+        )
+    return PRESETS[text]

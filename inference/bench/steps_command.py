@@ -1,0 +1,78 @@
+"""`ptq bench --steps`: a GPU's table of tokens/s, scheme by scheme, all in one process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from formats.errors import EngineError
+from formats.files import replace_file
+from inference.bench.shapes import SHAPES, read_scheme, read_shape
+from inference.bench.steps_table import Figures, describe, table, to_json
+
+SCHEMES = ("a8w8c8", "fp8_c8", "w4c8", "a8w4c8_two_level", "float")
+HELP = """\
+Steps of a model of random weights on a GPU, one by one.
+
+    ptq bench --steps --schemes a8w8c8 w4c8 float --batch 1 16 64 --json steps.json
+
+For every scheme and batch: the median step with a cache that holds --context tokens of each
+sequence; the same step's CUDA graph alone; what the host does in a step that is not waiting; then a
+prefill of 8 prompts of 1024 tokens, the first token of one prompt of 128, and the peak of the GPU's
+memory. A scheme that does not fit is told, and the others are measured. Whole requests are measured
+by `ptq bench --shape llama-3-8b --scheme a8w8c8 --device cuda`.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 where a scheme did not fit."""
+    arguments = parse(argv)
+    read_shape(arguments.shape)
+    for scheme in arguments.schemes:
+        read_scheme(scheme)
+    import torch
+
+    from inference.backend import require_device
+    from inference.bench.steps import measure
+
+    require_device("cuda")
+    device = torch.cuda.get_device_name()
+    print(device, flush=True)
+    found: list[Figures] = []
+    missing: dict[str, str] = {}
+    for scheme in dict.fromkeys(arguments.schemes):
+        try:
+            found.append(measure(arguments.shape, scheme, arguments.batch, arguments.context))
+        except EngineError as error:
+            missing[scheme] = str(error)
+            print(f"{scheme}: {error}", flush=True)
+        else:
+            print("\n".join(describe(found[-1])), flush=True)
+    print(f"\n{table(found, arguments.context)}")
+    if arguments.json is not None:
+        text = to_json(device, arguments.shape, arguments.context, found, missing)
+        replace_file(arguments.json, text.encode())
+    return 1 if missing else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of `ptq bench --steps`."""
+    parser = argparse.ArgumentParser(
+        prog="ptq bench --steps",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--shape", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or the path of a config.json"
+    )
+    parser.add_argument(
+        "--schemes", nargs="+", default=SCHEMES, help="presets of recipes, or float for bf16"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], metavar="N")
+    parser.add_argument("--context", type=int, default=4048, metavar="TOKENS")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    arguments = parser.parse_args(argv)
+    if min(*arguments.batch, arguments.context) < 1:
+        parser.error("--batch and --context are whole numbers from 1 on")
+    return arguments

@@ -1,0 +1,183 @@
+"""The rows of a CPU's table: the compiled ops that a model runs, on all of torch's threads.
+
+Inputs of linear layers come in fp32: where a family multiplies integers, quantizing them is part of
+the op, and of the peers that need it. Limits are measured with the instructions that the kernels
+use (`kernels/cpu/csrc/limits.h`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+import kernels.ops as ops
+import kernels.triton.reference as twins
+from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
+from kernels.bench.case import BenchCase, Limits
+from kernels.bench.draw import Numbers, draw_weight, relative
+from kernels.bench.peers.torch_peers import TORCH_ROWS, OnRows
+from kernels.bench.shapes import (
+    CPU_CONTEXTS,
+    CPU_ROWS,
+    CPU_SHAPES,
+    Attention,
+    Gemm,
+    Rows,
+    Selection,
+)
+from kernels.bench.timing import calls, copies_of
+from kernels.cpu import native
+from kernels.cpu.structures import FORMATS
+from kernels.weights import PackedWeight, pack_float_weight, pack_quantized_weight
+
+CACHES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+STORED = {"w8a8": "int8", "w4a8": "int4", "w8a16": "int8", "w4a16": "int4", "fp8": "fp8_e4m3"}
+UNITS = {"w8a8": "int8", "w4a8": "int4"}  # whose products are of integers
+
+
+def of_families(families: Iterable[str], selection: Selection) -> Iterator[tuple[str, BenchCase]]:
+    """The cases of families, each made when the one before is done with."""
+    for family in families:
+        for case in islice(of_family(family, selection), selection.most):
+            yield family, case
+
+
+def of_family(family: str, selection: Selection) -> Iterator[BenchCase]:
+    """The cases of a family."""
+    if family == "attention":
+        yield from (attention(context, kind) for context in CPU_CONTEXTS for kind in CACHES)
+    elif family == "fused":
+        yield from (elementwise(op, rows) for rows in (1, 256) for op in ROW_OPS)
+    else:
+        for size in selection.shapes or CPU_SHAPES:
+            yield from layers(family, size, selection.rows or CPU_ROWS)
+
+
+def layers(family: str, size: tuple[int, int], counts: Iterable[int]) -> Iterator[BenchCase]:
+    """A linear layer of a family with some rows and more; the weight is packed once."""
+    numbers = draw_weight(Gemm.of(family, 1, *size), "cpu")
+    weights = _rotated(family, numbers, Gemm.of(family, 1, *size).group)
+    for rows in counts:
+        yield _linear(Gemm.of(family, rows, *size, "float32"), numbers, weights)
+
+
+def _rotated(family: str, numbers: Numbers, group: int) -> list[PackedWeight]:
+    """Copies of a weight that together exceed the caches."""
+    if numbers.scale is None:
+        first = pack_float_weight(numbers.q)
+    else:
+        grouped = None if numbers.scale.shape[1] == 1 else group
+        first = pack_quantized_weight(numbers.q, numbers.scale, STORED[family], None, grouped)
+    assert isinstance(first, PackedWeight)
+    copies = range(copies_of(first.nbytes, "cpu") - 1)
+    others = [native.aligned(first.nbytes).copy_(first.packed) for _ in copies]
+    return [first, *(PackedWeight(packed, first.outputs) for packed in others)]
+
+
+def _linear(shape: Gemm, numbers: Numbers, weights: list[PackedWeight]) -> BenchCase:
+    x, unit = torch.randn(shape.rows, shape.inputs), UNITS.get(shape.family, "f32")
+
+    def call(i: int, _: object) -> Tensor:
+        if unit == "f32":
+            return ops.linear(x, weights[i])
+        xq, scale = ops.quantize_per_token(x)
+        return ops.linear(xq, weights[i], scale)
+
+    def error(y: Tensor) -> float:
+        inputs = (x, None) if unit == "f32" else ops.quantize_per_token(x)
+        return relative(y, numbers.product(*inputs))
+
+    return BenchCase(
+        f"{shape.family} {shape.outputs}x{shape.inputs} M={shape.rows}",
+        shape,
+        call,
+        len(weights),
+        weights[0].nbytes + x.nbytes + shape.rows * shape.outputs * 4,
+        error,
+        1e-3,
+        2.0 * shape.rows * shape.inputs * shape.outputs,
+        unit,
+        device="cpu",
+    )
+
+
+def attention(context: int, dtype: torch.dtype) -> BenchCase:
+    """One decoded token over a paged cache, 32 query and 8 KV heads of 64."""
+    shape = Attention(1, context, cache=str(dtype)[6:], dim=64)
+    blocks, heads, factor = context // KV_BLOCK, shape.kv_heads, shape.dim**-0.5
+    q = torch.randn(1, shape.heads, shape.dim)
+    pool = (torch.randn(blocks, heads, KV_BLOCK, shape.dim) * 20).to(dtype)
+    scale = torch.full((heads,), 0.05) if dtype.itemsize == 1 else None
+    table, length = torch.randperm(blocks)[None], torch.tensor([context])
+    rest = (table, length, torch.tensor([0, 1]), factor)
+    inputs = [
+        AttentionInputs(KVPool(pool.clone(), pool.clone(), scale, scale), *rest)
+        for _ in range(copies_of(2 * pool.nbytes, "cpu"))
+    ]
+    values = pool.transpose(2, 3)  # the twin's cache is a GPU's
+    wanted = twins.decode_attention(q, pool, values, table, length, scale, scale, factor)
+    return BenchCase(
+        f"attention {shape.cache} context {context}",
+        shape,
+        lambda i, _: ops.paged_attention(q, inputs[i]),
+        len(inputs),
+        2 * pool.nbytes,
+        lambda y: relative(y, wanted),
+        1e-3,
+        4.0 * shape.heads * shape.dim * context,
+        "f32",
+        device="cpu",
+    )
+
+
+ROW_OPS: dict[str, tuple[OnRows, int]] = {  # and how many tensors [rows, size] are read
+    "norm": (lambda x, y, w: ops.rms_norm(x, w, 1e-5), 1),
+    "silu": (lambda x, y, w: ops.silu_mul(x, y), 2),
+    "quantize": (lambda x, y, w: ops.quantize_per_token(x)[0], 1),
+}
+
+
+def elementwise(op: str, rows: int, size: int = 8192) -> BenchCase:
+    """Norm, activation or quantization of rows."""
+    x, y, weight = torch.randn(rows, size), torch.randn(rows, size), torch.randn(size)
+    run, read = ROW_OPS[op]
+    wanted = TORCH_ROWS[op](x.double(), y.double(), weight.double())
+    nbytes = (1 + read) * x.nbytes
+    return BenchCase(
+        f"{op} {rows}x{size}",
+        Rows(op, rows, size, nbytes),
+        lambda i, _: run(x, y, weight),
+        1,
+        nbytes,
+        lambda found: relative(found, wanted),
+        1e-3,
+        unit="f32",
+        device="cpu",
+    )
+
+
+def measure_limits(seconds: float = 0.2) -> Limits:
+    """Measure the machine: a buffer that no cache holds, and multiplications in registers."""
+    loaded, threads = native.loaded(), torch.get_num_threads()
+    data = torch.ones(256 << 20, dtype=torch.uint8)
+    read = calls(lambda _: loaded.ptq_read(data.data_ptr(), data.nbytes, threads), 1)
+    bandwidth = data.nbytes / min(read() for _ in range(9))
+    rates = {}
+    for unit in ("f32", "int8", "int4"):
+        rounds, done, spent = 100_000, 0.0, 0.0
+        while spent < seconds:
+            rounds *= 2
+            start = time.perf_counter()
+            done = loaded.ptq_multiply_add(FORMATS[unit], rounds, threads)
+            spent = time.perf_counter() - start
+        rates[unit] = done / spent / 1e6
+    told = ", ".join(f"{unit} {rate / 1e3:.0f}" for unit, rate in rates.items())
+    note = (
+        f"{threads} threads: reads {bandwidth / 1e3:.1f} GB/s; multiplies and adds in registers, "
+        f"GOPS: {told}"
+    )
+    return Limits(str(native.isa()), bandwidth, rates, note)

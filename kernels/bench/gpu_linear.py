@@ -1,0 +1,123 @@
+"""Linear layers on a GPU, for benchmarks and tuning; see `kernels.bench.case`."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.bench.case import BenchCase
+from kernels.bench.draw import FP8, Numbers, draw_rows, draw_weight, relative
+from kernels.bench.shapes import Gemm
+from kernels.bench.timing import copies_of
+from kernels.triton.common import Workspace
+from kernels.triton.fused import quantize_rows
+from kernels.triton.linear import w8a8
+from kernels.triton.linear.dispatch import DenseWeight, linear
+from kernels.triton.linear.fp8_block import fp8_block_linear, pack_fp8_block
+from kernels.triton.linear.w4_many import many_rows_tile, w4a8_linear, w4a16_linear
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+from kernels.triton.linear.w8a16 import pack_w8a16, w8a16_linear
+from kernels.triton.linear.w16a16 import w16a16_linear
+from kernels.triton.tuning import Tile, multiprocessors, rule
+
+PLAIN_FEW = (Tile(128, 64, 1), Tile(64, 64, 2))  # tiles of plain kernels beside the rule's
+PLAIN_MANY = (Tile(128, 128, 1, 3, 8), Tile(128, 64, 1))
+TOLERANCES = {"fp8": 1e-2, "float16": 1e-3, "bfloat16": 4e-3}
+
+
+def gemm(
+    family: str, rows: int, outputs: int, inputs: int, workspace: Workspace,
+    dtype: torch.dtype = torch.bfloat16,
+) -> BenchCase:  # fmt: skip
+    """A linear layer of a family of `kernels.bench.shapes.LAYERS`; results are in `dtype`."""
+    name = str(dtype)[6:]
+    shape = Gemm.of(family, rows, outputs, inputs, name)
+    numbers = draw_weight(shape, "cuda")
+    x, own = draw_rows(shape, "cuda")
+    if family == "fp8_block":
+        x, own = quantize_rows(torch.randn(rows, inputs, device="cuda"), None, FP8, 128)
+    wanted = numbers.product(x, own)
+    weights = rotated(pack(shape, numbers))
+    run = runner(shape.base, x, own, workspace, dtype)
+    wide = "a16" in family
+    return BenchCase(
+        f"{family} {outputs}x{inputs} M={rows} {name}", shape,
+        lambda i, tile: run(weights[i], tile), len(weights),
+        weights[0].nbytes + rows * (inputs * (2 if wide else 1) + outputs * 2),
+        lambda y: relative(y, wanted), TOLERANCES["fp8" if family.startswith("fp8") else name],
+        2.0 * rows * outputs * inputs, "16 bits" if wide else "8 bits",
+        plain_tiles(family, rows, outputs, inputs),
+    )  # fmt: skip
+
+
+def pack(shape: Gemm, numbers: Numbers) -> Any:
+    """A weight in the layout of its family's kernel."""
+    q, scale = numbers.q, numbers.scale
+    if scale is None:
+        return DenseWeight(q, None)
+    if shape.base == "fp8_block":
+        return pack_fp8_block(q, scale)
+    if shape.base in ("w8a8", "fp8"):
+        return pack_w8a8(q, scale[:, 0])
+    packs = {"w4a16": pack_w4a16, "w4a8": pack_w4a8, "w8a16": pack_w8a16}
+    return packs[shape.base.removesuffix("_two_level")](q, scale, None, numbers.zero_point)
+
+
+def rotated(weight: Any) -> list[Any]:
+    """Copies of a weight, of which none is in the cache when its turn comes."""
+
+    def copy() -> Any:
+        held = {field.name: getattr(weight, field.name) for field in fields(weight)}
+        return replace(weight, **{n: v.clone() for n, v in held.items() if isinstance(v, Tensor)})
+
+    return [weight, *(copy() for _ in range(copies_of(weight.nbytes) - 1))]
+
+
+def runner(
+    base: str, x: Tensor, own: Tensor | None, workspace: Workspace, dtype: torch.dtype
+) -> Callable[[Any, Tile | None], Tensor]:
+    """run(weight, tile) of a family, with inputs and their scales."""
+    scaled = {
+        "w4a8": w4a8_linear,
+        "w4a8_two_level": w4a8_linear,
+        "w8a8": w8a8_linear,
+        "fp8": w8a8_linear,
+        "fp8_block": fp8_block_linear,
+    }
+    if base in scaled:
+        return lambda weight, tile: scaled[base](x, own, weight, workspace, dtype, tile)
+    if base == "w16a16":
+
+        def dense(weight: DenseWeight, tile: Tile | None) -> Tensor:
+            if tile is None:  # what a model runs: cuBLAS, beyond few rows
+                return linear(x, None, weight, workspace, dtype)
+            return w16a16_linear(x, weight.weight, None, workspace, dtype, tile)
+
+        return dense
+    floats = w4a16_linear if base == "w4a16" else w8a16_linear
+    return lambda weight, tile: floats(x, weight, workspace, tile)
+
+
+def plain_tiles(family: str, rows: int, outputs: int, inputs: int) -> tuple[Tile, ...]:
+    """Tiles of the plain kernel, where a model runs the one with stated layouts; none elsewhere."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    own = None
+    if family in ("w4a16", "w4a8", "w4a8_two_level"):
+        own = many_rows_tile(family, device, rows, outputs, inputs)
+    elif family in ("w8a8", "fp8"):
+        own = w8a8.tile_of(family, device, rows, outputs, inputs)
+    if own is None or not own.persistent:
+        return ()
+    others = PLAIN_MANY if rows > 64 else PLAIN_FEW
+    fitting = [tile for tile in others if outputs % tile.outputs == 0]
+    return tuple(
+        dict.fromkeys((rule(family, multiprocessors(device), rows, outputs, inputs), *fitting))
+    )

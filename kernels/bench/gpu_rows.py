@@ -1,0 +1,126 @@
+"""Fused ops on rows on a GPU, and sampling, for benchmarks; see `kernels.bench.case`."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+import kernels.triton.fused as fused
+import kernels.triton.reference as twins
+from kernels.bench.case import BenchCase
+from kernels.bench.draw import FP8, relative
+from kernels.bench.shapes import Gemm, Rows
+from kernels.bench.timing import copies_of
+from kernels.triton.attention.rope_cache import rope_write
+from kernels.triton.common import Workspace
+from kernels.triton.sampling.sample import sample
+
+READ = {"norm": 6, "silu": 4, "quantize": 2}  # bytes of an element; two of norm's are its sum
+NAMES = {"norm": "add + norm", "silu": "silu * up", "quantize": "rows"}
+
+
+def quantized(
+    op: str, rows: int, size: int, dtype: torch.dtype = torch.int8, group: int | None = None
+) -> BenchCase:
+    """An op whose rows come out quantized, or in 16 bits.
+
+    Args:
+        op: `norm` (sum and norm), `silu` (SwiGLU's product) or `quantize` (plain rows).
+        rows: Of the input.
+        size: Elements of a row that comes out.
+        dtype: Of what comes out.
+        group: Elements that share a scale; None for all of a row.
+    """
+    copies = copies_of(rows * size * READ[op])
+    width = 2 * size if op == "silu" else size
+    x, other = (torch.randn(copies, rows, width, device="cuda").bfloat16() for _ in "ab")
+    weight = torch.rand(size, device="cuda").bfloat16()
+
+    def run(library: ModuleType, i: int) -> Tensor:
+        if op == "norm":
+            return library.add_rms_norm(x[i], other[i], weight, 1e-6, None, dtype, group)[0]
+        name = "silu_mul" if op == "silu" else "quantize_rows"
+        return getattr(library, name)(x[i], None, dtype, group)[0]
+
+    nbytes = rows * size * (READ[op] + dtype.itemsize)
+    kind = str(dtype)[6:] + (f" by {group}" if group else "")
+    return BenchCase(
+        f"{NAMES[op]} -> {kind} {rows}x{size}", Rows(op, rows, size, nbytes),
+        lambda i, cut: run(fused, i), copies, nbytes,
+        lambda y: relative(y, run(twins, 0).double()), 4e-3,
+    )  # fmt: skip
+
+
+def before(shape: Gemm, quantize: bool) -> BenchCase:
+    """The op before a layer, which ends in the quantization of its inputs or does not.
+
+    SwiGLU's product before a layer that makes rows shorter, the norm before others.
+    """
+    dtype, group = torch.bfloat16, None
+    if quantize and shape.family.startswith("fp8"):
+        dtype, group = FP8, 128 if shape.family == "fp8_block" else None
+    elif quantize:
+        dtype = torch.int8
+    op = "silu" if shape.inputs > shape.outputs else "norm"
+    return quantized(op, shape.rows, shape.inputs, dtype, group)
+
+
+SAMPLINGS = {  # temperature, top_k, top_p, standard deviation of the logits
+    "greedy": (0.0, 0, 1.0, 4.0),
+    "temperature": (0.8, 0, 1.0, 4.0),
+    "top_k 50": (0.8, 50, 1.0, 4.0),
+    "top_p 0.9": (0.8, 0, 0.9, 4.0),
+    "top_k 50, top_p 0.9": (0.8, 50, 0.9, 4.0),
+    "top_p 0.9, nearly even": (1.0, 0, 0.9, 0.5),
+}
+
+
+def sampling(rows: int, vocabulary: int, kind: str, workspace: Workspace) -> BenchCase:
+    """A token for every row of fp32 logits that the GEMM before has left in L2."""
+    temperature, top_k, top_p, deviation = SAMPLINGS[kind]
+    logits = torch.randn(rows, vocabulary, device="cuda") * deviation
+    each = [torch.full((rows,), x, device="cuda") for x in (temperature, top_k, top_p)]
+    seeds, steps = (torch.arange(rows, device="cuda") + i for i in (2**40, 7))
+    rest = (each[0], each[1].int(), each[2], seeds, steps)
+    wanted = twins.sample(logits, *rest)
+    return BenchCase(
+        f"sample {kind} ({rows}, {vocabulary})", Rows("sample", rows, vocabulary, logits.nbytes),
+        lambda i, cut: sample(logits, *rest, workspace), 1, logits.nbytes,
+        lambda y: (y != wanted).double().mean().item(), 1e-9,
+    )  # fmt: skip
+
+
+def rope(rows: int, per_token: bool = True, start: int = 0) -> BenchCase:
+    """Rotation, quantization and cache write from a place on, 32 query and 8 KV heads of 128."""
+    pages, dim = -(-rows // 64) * 2, 128
+    copies = copies_of(rows * 6144 * 2, most=8)
+    x = torch.randn(copies, rows, 48, dim, device="cuda").bfloat16()
+    angles = (torch.rand(rows, dim // 2, device="cuda") * 6).repeat(1, 2)
+    slots = torch.arange(rows, device="cuda") + start
+    shapes = ((pages, 8, 64, dim), (pages, 8, dim, 64))
+    pools = [torch.zeros(size, dtype=torch.int8, device="cuda") for size in shapes]
+    shape = (pages, 8, 64) if per_token else (8,)
+    scales = [torch.full(shape, 0.03, device="cuda") for _ in "kv"]
+    rest = (angles.cos(), angles.sin(), *pools, slots, *scales)
+
+    def parts(i: int) -> tuple[Tensor, ...]:
+        return x[i, :, :32], x[i, :, 32:40], x[i, :, 40:]
+
+    def error(y: Tensor) -> float:
+        found = [pool.clone() for pool in pools]
+        count = min(rows, 256)
+        few = [t[:count] for t in (*parts(0), angles.cos(), angles.sin())]
+        wanted = twins.rope_write(*few, *pools, slots[:count], *scales)
+        off = max((a.int() - b.int()).abs().max().item() for a, b in zip(found, pools, strict=True))
+        return relative(y[:count], wanted.double()) if off <= 1 else float("nan")
+
+    nbytes = rows * 6144 * 2 + rows * (8192 + 2048)
+    return BenchCase(
+        f"rope + quantize + write {rows}{f' from {start} on' if start else ''}",
+        Rows("rope", rows, 6144, nbytes), lambda i, cut: rope_write(*parts(i), *rest), copies,
+        nbytes, error, 4e-3,
+    )  # fmt: skip
