@@ -1,10 +1,9 @@
 """From statistics to quantized weights; and the door for Python, whose rooms open when used.
 
 from ptq import Checkpoint, Engine, SamplingParams, quantize
-
 result = quantize("recipes/a8w8c8.yaml", output="output/mine")
 engine = Engine.from_pretrained(result.checkpoint)
-print(engine.generate("def add(a, b):", SamplingParams(max_tokens=32)).text)
+print(engine.generate(["def add(a, b):"], SamplingParams(max_tokens=32))[0].text)
 """
 
 from __future__ import annotations
