@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from calibrate.layers import meta_model
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
-from ptq.plan.preflight import meta_model
 from ptq.recipe.schema import read_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
