@@ -92,17 +92,10 @@ def _linear(shape: Gemm, numbers: Numbers, weights: list[PackedWeight]) -> Bench
         return relative(y, numbers.product(*inputs))
 
     return BenchCase(
-        f"{shape.family} {shape.outputs}x{shape.inputs} M={shape.rows}",
-        shape,
-        call,
-        len(weights),
-        weights[0].nbytes + x.nbytes + shape.rows * shape.outputs * 4,
-        error,
-        1e-3,
-        2.0 * shape.rows * shape.inputs * shape.outputs,
-        unit,
-        device="cpu",
-    )
+        f"{shape.family} {shape.outputs}x{shape.inputs} M={shape.rows}", shape, call, len(weights),
+        weights[0].nbytes + x.nbytes + shape.rows * shape.outputs * 4, error, 1e-3,
+        2.0 * shape.rows * shape.inputs * shape.outputs, unit, device="cpu",
+    )  # fmt: skip
 
 
 def attention(context: int, dtype: torch.dtype) -> BenchCase:
@@ -121,17 +114,11 @@ def attention(context: int, dtype: torch.dtype) -> BenchCase:
     values = pool.transpose(2, 3)  # the twin's cache is a GPU's
     wanted = twins.decode_attention(q, pool, values, table, length, scale, scale, factor)
     return BenchCase(
-        f"attention {shape.cache} context {context}",
-        shape,
-        lambda i, _: ops.paged_attention(q, inputs[i]),
-        len(inputs),
-        2 * pool.nbytes,
-        lambda y: relative(y, wanted),
-        1e-3,
-        4.0 * shape.heads * shape.dim * context,
-        "f32",
+        f"attention {shape.cache} context {context}", shape,
+        lambda i, _: ops.paged_attention(q, inputs[i]), len(inputs), 2 * pool.nbytes,
+        lambda y: relative(y, wanted), 1e-3, 4.0 * shape.heads * shape.dim * context, "f32",
         device="cpu",
-    )
+    )  # fmt: skip
 
 
 ROW_OPS: dict[str, tuple[OnRows, int]] = {  # and how many tensors [rows, size] are read
@@ -148,16 +135,9 @@ def elementwise(op: str, rows: int, size: int = 8192) -> BenchCase:
     wanted = TORCH_ROWS[op](x.double(), y.double(), weight.double())
     nbytes = (1 + read) * x.nbytes
     return BenchCase(
-        f"{op} {rows}x{size}",
-        Rows(op, rows, size, nbytes),
-        lambda i, _: run(x, y, weight),
-        1,
-        nbytes,
-        lambda found: relative(found, wanted),
-        1e-3,
-        unit="f32",
-        device="cpu",
-    )
+        f"{op} {rows}x{size}", Rows(op, rows, size, nbytes), lambda i, _: run(x, y, weight), 1,
+        nbytes, lambda found: relative(found, wanted), 1e-3, unit="f32", device="cpu",
+    )  # fmt: skip
 
 
 def measure_limits(seconds: float = 0.2) -> Limits:
