@@ -71,7 +71,7 @@ class Accuracy(Strict):
         perplexity_quantized: The same of the quantized model.
         perplexity_ratio: Quantized over original; 1 is no loss.
         kl_mean: Mean KL(original || quantized) in nats; 0 is no loss.
-        kl_p50: Its median over all predictions; likewise the 90th and 99th percentile and the
+        kl_p50: Its median over all predictions; beside it the 90th and 99th percentile and the
             largest value.
         top1_agreement: Share of predictions where both have the same most likely token.
         top5_agreement: Share of the original's 5 most likely tokens that are among the quantized
@@ -152,7 +152,7 @@ def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> Sequence
 
     Args:
         original: fp32 [T, vocabulary]; row i predicts token i + 1.
-        quantized: Likewise.
+        quantized: Of the quantized model, of the same shape.
         ids: Token ids int64 [T].
     """
     rows = max(1, CHUNK_ELEMENTS // original.shape[1])

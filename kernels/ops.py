@@ -25,8 +25,8 @@ import kernels.reference as reference
 import kernels.reference_attention as reference_attention
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
+from kernels.cpu.weights import Int8Weight, NativeWeight, Weight
 from kernels.numerics import dequantize
-from kernels.weights import Int8Weight, PackedWeight, Weight
 
 
 def _rows():
@@ -77,7 +77,7 @@ def linear(
         [T, N]. Integer inputs: sums over the inputs that share a scale are exact integers; with
         one scale an output, acc * (x_scale * w_scale) + bias in fp32. Float inputs: fp32 sums.
     """
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, NativeWeight):
         return native_ops.linear(x, weight.packed, x_scale).to(out_dtype)
     if isinstance(weight, Int8Weight):
         assert x_scale is not None
@@ -131,7 +131,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
         q: [T, Hq, D].
         k: [T, Hkv, D].
         cos: [T, R] of each token's position, the two halves equal; R is even, at most D.
-        sin: [T, R], likewise.
+        sin: [T, R], laid out as `cos`.
 
     Returns:
         (q, k) rotated, new tensors.

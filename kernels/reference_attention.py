@@ -122,7 +122,7 @@ def _attend(
     Args:
         q: fp32 [S, Hkv, R, D], scaled.
         k: [S, B, Hkv, 64, D], as cached.
-        v: Likewise.
+        v: [S, B, Hkv, 64, D], as cached.
         position: int64 [S, R], position of each row's query.
         sliding_window: Positions seen, or None.
         scales: Of each token's K and V, fp32 [S, B, Hkv, 64] both, or None.

@@ -14,7 +14,7 @@ from inference.cpu.layers import Linear
 from inference.models.feed_forward import SwiGLU
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
-from kernels.weights import PackedWeight
+from kernels.cpu.weights import NativeWeight
 
 
 def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor] | None:
@@ -46,7 +46,7 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
 
 
 def _linear(linear: Linear) -> LinearSpec | None:
-    if not isinstance(linear.weight, PackedWeight):
+    if not isinstance(linear.weight, NativeWeight):
         return None
     packed, spec = linear.weight.packed, linear.activations
     if spec is None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from formats.scheme import ActivationSpec
 from inference.models.read import StoredLinear
+from kernels.cpu.weights import FloatWeight, Weight, pack_float_weight, pack_quantized_weight
 from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
-from kernels.weights import FloatWeight, Weight, pack_float_weight, pack_quantized_weight
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from kernels.bench.shapes import (
 from kernels.bench.timing import calls, copies_of
 from kernels.cpu import native
 from kernels.cpu.structures import FORMATS
-from kernels.weights import PackedWeight, pack_float_weight, pack_quantized_weight
+from kernels.cpu.weights import NativeWeight, pack_float_weight, pack_quantized_weight
 
 CACHES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 STORED = {"w8a8": "int8", "w4a8": "int4", "w8a16": "int8", "w4a16": "int4", "fp8": "fp8_e4m3"}
@@ -65,20 +65,20 @@ def layers(family: str, size: tuple[int, int], counts: Iterable[int]) -> Iterato
         yield _linear(Gemm.of(family, rows, *size, "float32"), numbers, weights)
 
 
-def _rotated(family: str, numbers: Numbers, group: int) -> list[PackedWeight]:
+def _rotated(family: str, numbers: Numbers, group: int) -> list[NativeWeight]:
     """Copies of a weight that together exceed the caches."""
     if numbers.scale is None:
         first = pack_float_weight(numbers.q)
     else:
         grouped = None if numbers.scale.shape[1] == 1 else group
         first = pack_quantized_weight(numbers.q, numbers.scale, STORED[family], None, grouped)
-    assert isinstance(first, PackedWeight)
+    assert isinstance(first, NativeWeight)
     copies = range(copies_of(first.nbytes, "cpu") - 1)
     others = [native.aligned(first.nbytes).copy_(first.packed) for _ in copies]
-    return [first, *(PackedWeight(packed, first.outputs) for packed in others)]
+    return [first, *(NativeWeight(packed, first.outputs) for packed in others)]
 
 
-def _linear(shape: Gemm, numbers: Numbers, weights: list[PackedWeight]) -> BenchCase:
+def _linear(shape: Gemm, numbers: Numbers, weights: list[NativeWeight]) -> BenchCase:
     x, unit = torch.randn(shape.rows, shape.inputs), UNITS.get(shape.family, "f32")
 
     def call(i: int, _: object) -> Tensor:

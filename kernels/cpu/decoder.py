@@ -108,7 +108,7 @@ class DecoderSpec:
         norm: fp32 [hidden].
         head: Gives the logits.
         cos: fp32 [positions, R]: as many channels of each head, the first, are rotated.
-        sin: Likewise.
+        sin: fp32 [positions, R].
         heads: Query heads.
         eps: Of the norms.
     """

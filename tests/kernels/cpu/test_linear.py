@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.cpu.weights import pack_float_weight, pack_quantized_weight
 from kernels.numerics import (
     FP8,
     INT4,
@@ -22,7 +23,6 @@ from kernels.ops import (
     quantize_per_token,
     quantize_static,
 )
-from kernels.weights import pack_float_weight, pack_quantized_weight
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -15,10 +15,10 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme, WeightSpec
 from inference.engine import Engine
+from kernels.cpu.weights import pack_quantized_weight
 from kernels.numerics import INT8, dequantize, fake_quantize_activations
 from kernels.ops import linear, quantize_per_token
 from kernels.two_level import choose_unit, larger_unit, two_level
-from kernels.weights import pack_quantized_weight
 from ptq.commands import diff, explain, inspect
 from ptq.convert.convert import convert
 from ptq.methods.awq import AWQSpec

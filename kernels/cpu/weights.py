@@ -1,6 +1,6 @@
-"""Weights of linear layers as the kernels want them: packed once, when a checkpoint is loaded.
+"""Weights of linear layers as the CPU's ops want them: packed once, when a checkpoint is loaded.
 
-On a CPU with compiled kernels a weight of any format is one block of bytes; without them, what
+With compiled kernels a weight of any format is one block of bytes; without them it is what
 torch's own products take.
 """
 
@@ -16,8 +16,8 @@ from kernels.numerics import TYPES, dequantize
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """A weight of any format in the layout of the compiled CPU kernels.
+class NativeWeight:
+    """A weight of any format in the layout of the compiled kernels.
 
     Attributes:
         packed: uint8, one dimension: integers or floats, scales, zero points and bias; see
@@ -68,7 +68,7 @@ class FloatWeight:
         return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-Weight = PackedWeight | Int8Weight | FloatWeight
+Weight = NativeWeight | Int8Weight | FloatWeight
 
 
 def pack_float_weight(
@@ -87,7 +87,7 @@ def pack_float_weight(
     if native.library() is not None and dtype == torch.float32:
         held = weight if weight.dtype == torch.bfloat16 else weight.float()
         name = "bf16" if held.dtype == torch.bfloat16 else "f32"
-        return PackedWeight(native.pack(held, name, bias=bias), weight.shape[0])
+        return NativeWeight(native.pack(held, name, bias=bias), weight.shape[0])
     bias = None if bias is None else bias.detach().to(dtype)
     return FloatWeight(weight.to(dtype).contiguous(), bias)
 
@@ -118,7 +118,7 @@ def pack_quantized_weight(
     """
     _check_quantized(q, scale, dtype, zero_point, group)
     if native.library() is not None:
-        return PackedWeight(native.pack(q, dtype, scale, zero_point, bias, group), q.shape[0])
+        return NativeWeight(native.pack(q, dtype, scale, zero_point, bias, group), q.shape[0])
     bias = None if bias is None else bias.float()
     if integer_inputs and dtype == "int8" and group is None and zero_point is None:
         flat = scale.detach().float().reshape(-1).contiguous()
