@@ -9,7 +9,8 @@ from formats.errors import RecipeError
 from ptq.pipeline.driver import quantize as run_plan
 from ptq.plan.plan import plan_recipe
 from ptq.recipe.problems import Where
-from ptq.recipe.schema import LoadedRecipe, OutputSpec, Recipe, output_override, read_recipe
+from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
+from ptq.recipe.schema import OutputSpec, Recipe
 from ptq.result import QuantizationResult
 
 

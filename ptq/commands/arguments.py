@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ptq.recipe.schema import output_override
+from ptq.recipe.reading import output_override
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

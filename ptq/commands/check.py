@@ -18,7 +18,7 @@ from ptq.pipeline.timing import predict_seconds
 from ptq.plan.describe import describe_plan, describe_seconds
 from ptq.plan.plan import Plan, plan_recipe
 from ptq.plan.preflight import read_data
-from ptq.recipe.schema import read_recipe
+from ptq.recipe.reading import read_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.plan.explain import explain
 from ptq.plan.plan import plan_recipe
-from ptq.recipe.schema import read_recipe
+from ptq.recipe.reading import read_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

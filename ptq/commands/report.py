@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ptq.plan.plan import plan_recipe
-from ptq.recipe.schema import output_override, read_recipe
+from ptq.recipe.reading import output_override, read_recipe
 from ptq.report.report import make_report
 from ptq.result import RECIPE_FILE, load_result
 from ptq.text import format_table, typed_path

@@ -18,7 +18,7 @@ from ptq.commands.next_steps import forced_command, next_commands
 from ptq.pipeline.resume import discard
 from ptq.plan.plan import plan_recipe
 from ptq.plan.preflight import is_taken, read_data
-from ptq.recipe.schema import LoadedRecipe, read_recipe
+from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.result import REPORT_FOLDER, Stopwatch, unfinished
 from ptq.text import format_table, typed_path
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from formats.errors import RecipeError
 from ptq.commands.next_steps import next_commands
 from ptq.plan.plan import plan_recipe
-from ptq.recipe.schema import LoadedRecipe, output_override, read_recipe
+from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
 from ptq.result import RECIPE_FILE
 from ptq.text import typed_path
 

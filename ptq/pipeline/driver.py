@@ -37,7 +37,7 @@ from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solver import BlockSolver
 from ptq.plan.plan import Plan
 from ptq.plan.shapes import shard_bytes
-from ptq.recipe.schema import resolved_yaml
+from ptq.recipe.reading import resolved_yaml
 from ptq.result import (
     CHECKPOINT_FOLDER,
     RECIPE_FILE,

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from formats.errors import RequestError
 from formats.families.names import any_expert
-from ptq.plan.plan import ModulePlan, Plan
+from ptq.plan.modules import ModulePlan
+from ptq.plan.plan import Plan
 from ptq.text import matches
 
 

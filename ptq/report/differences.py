@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from formats.checkpoint.read import Checkpoint
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 
 
 def flatten(value: Any, key: str = "") -> dict[str, Any]:

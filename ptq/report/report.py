@@ -27,7 +27,8 @@ from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from ptq.peers.measure import PeerRow, PeersRecord, measure_peers
 from ptq.plan.plan import Plan
-from ptq.recipe.schema import ModelSpec, OutputSpec, Recipe, SpeedSpec, resolved_yaml
+from ptq.recipe.reading import resolved_yaml
+from ptq.recipe.schema import ModelSpec, OutputSpec, Recipe, SpeedSpec
 from ptq.report.data import (
     KVScales,
     ReportData,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ptq.commands.run import main
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

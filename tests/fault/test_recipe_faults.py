@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import RecipeError
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 
 GOOD = """\
 model: {path: .}

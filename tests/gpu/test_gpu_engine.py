@@ -18,7 +18,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
 from ptq.commands.run import main
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROOT = Path(__file__).resolve().parents[2]

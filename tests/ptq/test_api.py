@@ -10,7 +10,7 @@ import pytest
 
 import ptq
 from formats.errors import RecipeError
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 from tests.e2e.test_packaging import write_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from formats.errors import RecipeError
 from ptq.commands import check, run
 from ptq.commands.next_steps import next_commands
 from ptq.plan.describe import _ranges
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 from ptq.text import typed_path
 
 RECIPE = """\

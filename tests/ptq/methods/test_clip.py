@@ -9,7 +9,7 @@ from formats.errors import RecipeError
 from ptq.methods.clip import Clip, ClipSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 from tests.ptq.quantizing import make_plan, observed_work, random_tokens
 
 METHODS = (ClipSpec(search_samples=3), RTNSpec())

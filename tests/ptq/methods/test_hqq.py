@@ -13,7 +13,7 @@ from kernels.numerics import TYPES, block_view, dequantize, quantize
 from ptq.methods.common.rounding import choose_qparams
 from ptq.methods.hqq import HQQSpec, half_quadratic, shrink
 from ptq.pipeline.driver import quantize_tokens
-from ptq.recipe.schema import load_recipe
+from ptq.recipe.reading import load_recipe
 from tests.ptq.quantizing import make_plan, random_tokens
 
 GROUPS = WeightSpec(dtype="int4", granularity="group", group_size=32)

@@ -30,7 +30,7 @@ from ptq.peers.measure import (
     without_folders,
 )
 from ptq.plan.plan import build_plan
-from ptq.recipe.schema import load_recipe, read_recipe, resolved_yaml
+from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\

@@ -24,7 +24,8 @@ from ptq.methods.common.method import Method
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize, quantize_tokens
 from ptq.pipeline.passes import observe
-from ptq.recipe.schema import ObserversSpec, load_recipe
+from ptq.recipe.reading import load_recipe
+from ptq.recipe.schema import ObserversSpec
 from ptq.result import QuantizationResult, load_result
 from tests.ptq.quantizing import (
     add_outliers,

@@ -9,7 +9,7 @@ from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.timing import predict_seconds
 from ptq.plan.describe import describe_seconds
-from ptq.recipe.schema import resolved_yaml
+from ptq.recipe.reading import resolved_yaml
 from ptq.text import duration_text
 from tests.ptq.quantizing import make_plan, random_tokens
 

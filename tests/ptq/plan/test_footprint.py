@@ -17,7 +17,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
-from ptq.recipe.schema import read_recipe
+from ptq.recipe.reading import read_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\
@@ -235,7 +235,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.memory import rss_bytes
 from ptq.pipeline.driver import quantize_tokens
 from ptq.plan.plan import build_plan
-from ptq.recipe.schema import read_recipe
+from ptq.recipe.reading import read_recipe
 
 loaded = read_recipe(Path(sys.argv[1]))
 plan = build_plan(loaded.recipe, Checkpoint.open(loaded.recipe.model.path))

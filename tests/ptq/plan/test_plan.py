@@ -11,7 +11,8 @@ import pytest
 from formats.checkpoint.read import Checkpoint
 from formats.errors import PTQError, RecipeError
 from ptq.plan.plan import Plan, SmoothingGroup, build_plan
-from ptq.recipe.schema import Recipe, load_recipe, read_recipe
+from ptq.recipe.reading import load_recipe, read_recipe
+from ptq.recipe.schema import Recipe
 
 SIZES = (
     "calibration: {samples: 2, sequence_length: 32}, evaluation: {samples: 2, sequence_length: 32}"

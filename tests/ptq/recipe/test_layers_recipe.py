@@ -8,7 +8,7 @@ from formats.errors import RecipeError
 from formats.scheme import PRESETS
 from ptq.plan.describe import describe_plan
 from ptq.plan.explain import explain
-from ptq.recipe.schema import load_recipe, resolved_yaml
+from ptq.recipe.reading import load_recipe, resolved_yaml
 from tests.ptq.plan.test_plan import plan, problems
 
 DYNAMIC = "int8 weights per_channel, dynamic int8 inputs per_token"

@@ -11,7 +11,8 @@ from formats.errors import RecipeError
 from formats.scheme import PRESETS
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
-from ptq.recipe.schema import Recipe, load_recipe, resolved_yaml
+from ptq.recipe.reading import load_recipe, resolved_yaml
+from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import dump, parse
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.yaml"))

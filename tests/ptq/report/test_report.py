@@ -25,7 +25,8 @@ from ptq.peers.catalogue import QUANTIZERS, Quantizer
 from ptq.peers.measure import PeerRow
 from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
-from ptq.recipe.schema import Recipe, ThresholdsSpec, load_recipe
+from ptq.recipe.reading import load_recipe
+from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import OutlierRow, distinct_inputs

@@ -1,0 +1,117 @@
+"""Reading a recipe: its bases laid under it, overrides over it, and all that is wrong with it.
+
+A loaded recipe holds absolute paths and every default (`ptq.recipe.schema` tells which is relative
+to what); written out again, it repeats the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.errors import RecipeError
+from ptq.recipe.draft import Draft
+from ptq.recipe.problems import Origin, Problem, Where, recipe_error, suggestion
+from ptq.recipe.schema import Recipe
+from ptq.recipe.strict_yaml import dump, parse
+
+RESOLVED = "# Every setting of a run, defaults included: `ptq run` on this file repeats it.\n"
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML with every default spelled out; loading it gives an equal recipe."""
+    data: dict[str, Any] = recipe.model_dump(mode="json")
+    data["methods"] = [{options.pop("name"): options} for options in data["methods"]]
+    data["report"]["speed"] = data["report"]["speed"] or False
+    if not recipe.layers:
+        del data["layers"]
+    return RESOLVED + dump(data)
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe and where each of its values was written, for messages."""
+
+    recipe: Recipe
+    where: Where
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe; `read_recipe` without the origins."""
+    return read_recipe(path, overrides).recipe
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read, override and check a recipe.
+
+    Args:
+        path: The YAML file.
+        overrides: `key.key=value` each, the value in YAML; list items by their index from 0.
+
+    Raises:
+        RecipeError: tells everything that is wrong, each with its line or override, its key, what
+            was found and what is allowed.
+    """
+    draft = _read_draft(Path(path), ())
+    if not isinstance(draft.data, dict):
+        empty = draft.at((), "found no keys; a recipe needs model, scheme and output")
+        raise recipe_error(draft.problems or [empty])
+    draft.expand()
+    for text in overrides:
+        draft.override(text)
+    draft.unusable = draft.expand()
+    draft.anchor_paths(Path(path).absolute().parent)
+    draft.check_model()
+    return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))
+
+
+def output_override(output: str | Path | None) -> list[str]:
+    """The override that gives a recipe another output folder; none for None."""
+    return [] if output is None else [f"output.path={json.dumps(str(output))}"]
+
+
+def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:
+    """A file as it stands, laid over its base, if it names one."""
+    document = parse(_read_text(path))
+    draft = Draft(
+        document.data,
+        {key: Origin(str(path), line) for key, line in document.lines.items()},
+        [Problem(Origin(str(path), f.line), f.key, f.message) for f in document.faults],
+    )
+    if not isinstance(draft.data, dict):
+        return draft
+    if above:  # a base: its paths are relative to its own folder
+        draft.anchor_paths(path.absolute().parent)
+    if above or "base" in draft.data:
+        draft.expand()
+    if "base" not in draft.data:
+        return draft
+    base = draft.data.pop("base")
+    if not isinstance(base, str):
+        message = f"found {base!r}; needed is the path of another recipe"
+        draft.problems.append(draft.at(("base",), message))
+        return draft
+    under = path.parent / base
+    chain = (*above, path.resolve())
+    if under.resolve() in chain:
+        circle = " -> ".join(p.name for p in (*chain, under))
+        draft.problems.append(draft.at(("base",), f"the bases go in a circle: {circle}"))
+        return draft
+    lower = _read_draft(under, chain)
+    return draft.laid_over(lower) if isinstance(lower.data, dict) else draft
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8"
+        ) from error
+    except OSError as error:
+        beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        near = f"; {suggestion(path.name, beside)}" if beside else ""
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}){near}") from error
