@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from formats.errors import RecipeError
 from formats.files import replace_file
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
-from ptq.peers.catalogue import QUANTIZERS
 from ptq.peers.measure import PEERS_FILE
 from ptq.plan.plan import Plan, plan_recipe
+from ptq.recipe.peers import QUANTIZERS
 from ptq.recipe.reading import read_recipe
 from ptq.report.peers import HEADS, peer_rows
 from ptq.report.report import measure_only_peers

@@ -24,8 +24,8 @@ from formats.errors import EngineError
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
 from inference.bench.peers.process import PeerProcess
-from ptq.peers.catalogue import PeerChoice
 from ptq.plan.plan import ModelSummary
+from ptq.recipe.peers import PeerChoice
 from ptq.recipe.schema import Recipe
 from ptq.result import CalibrationSummary
 

@@ -21,10 +21,10 @@ from formats.families.registry import BY_TYPE, block_names, family_of
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.registry import view_of
-from ptq.peers.check import check_peers
 from ptq.plan import preflight
 from ptq.plan.footprint import Footprint
 from ptq.plan.modules import ModulePlan, check_modules, layer_shapes, plan_modules
+from ptq.plan.peers import check_peers
 from ptq.plan.shapes import Shape, block_shapes
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.reading import LoadedRecipe

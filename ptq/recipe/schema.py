@@ -21,7 +21,7 @@
     report:
       thresholds: {perplexity_ratio: 1.01, kl: 0.01}
       speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
-      peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.peers.catalogue
+      peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.recipe.peers
       device: cpu                           # or cuda: where the two models run for it
 
 A recipe may start from another one, `base: other.yaml`: what it says itself goes over what the base
@@ -45,8 +45,8 @@ from calibrate.observers import ObserverSpec
 from formats.checkpoint.compressed_tensors import is_ignored
 from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.methods.registry import AnyMethod
-from ptq.peers.catalogue import PeerChoice
 from ptq.recipe.method_list import method_fault
+from ptq.recipe.peers import PeerChoice
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -161,7 +161,7 @@ class ReportSpec(Strict):
     """What the report checks and measures.
 
     `speed` is null (in YAML also `false`) where speed is not to be measured. `peers` are other
-    tools that quantize the same model, shown beside our own run; see `ptq.peers.catalogue`.
+    tools that quantize the same model, shown beside our own run; see `ptq.recipe.peers`.
     `device` is where both models run for it.
     """
 

@@ -21,7 +21,6 @@ from inference.bench.peers.interpreter import installed
 from inference.engine import Engine
 from ptq.commands import compare as runs
 from ptq.commands import peers as command
-from ptq.peers.catalogue import JOB_NEEDS, QUANTIZERS, PeerChoice, Quantizer
 from ptq.peers.measure import (
     PeerRow,
     PeersRecord,
@@ -30,6 +29,7 @@ from ptq.peers.measure import (
     without_folders,
 )
 from ptq.plan.plan import build_plan
+from ptq.recipe.peers import JOB_NEEDS, QUANTIZERS, PeerChoice, Quantizer
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,10 +21,10 @@ from inference.engine import Engine
 from ptq.commands import compare as runs
 from ptq.commands import report as command
 from ptq.methods.common.events import Event
-from ptq.peers.catalogue import QUANTIZERS, Quantizer
 from ptq.peers.measure import PeerRow
 from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
+from ptq.recipe.peers import QUANTIZERS, Quantizer
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.report.data import ReportData, check_thresholds, failure

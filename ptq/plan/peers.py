@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from formats.errors import EngineError
-from ptq.peers.catalogue import PeerChoice
+from ptq.recipe.peers import PeerChoice
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 

@@ -26,7 +26,7 @@ from formats.scheme import Strict
 from inference.bench.peers.spec import PeerSpec
 from ptq.recipe.problems import suggestion
 
-ADAPTERS = Path(__file__).resolve().parent / "adapters"
+ADAPTERS = Path(__file__).resolve().parents[1] / "peers" / "adapters"
 JOB_NEEDS = ("torch", "transformers", "safetensors")
 
 
