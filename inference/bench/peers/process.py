@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from formats.errors import EngineError
-from inference.bench.peers.interpreter import clean_environment
+from inference.bench.peers.spec import clean_environment
 
 CHILD = Path(__file__).resolve().parent / "child.py"
 
