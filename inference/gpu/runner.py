@@ -148,9 +148,10 @@ class GpuRunner:
             EngineError: memory is too small for it.
         """
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
-        plan = self.plan(work)
         try:
-            return Launched(work, self.execute(plan), places(work, plan.size))
+            with launches_on(self._device):
+                plan = self.plan(work)
+                return Launched(work, self.execute(plan), places(work, plan.size))
         except RuntimeError as error:
             if not ran_out(error):
                 raise

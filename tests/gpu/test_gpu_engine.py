@@ -157,12 +157,12 @@ def test_steps_do_not_wait_for_the_host(shape, monkeypatch):
         engine.step()
     from inference.gpu import runner
 
-    land = runner.Launched.tokens
+    tokens = runner.Launched.tokens
 
     def allowed(self):
         torch.cuda.set_sync_debug_mode("default")
         try:
-            return land(self)
+            return tokens(self)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
