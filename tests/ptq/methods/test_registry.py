@@ -27,7 +27,7 @@ def test_methods_are_listed_in_the_order_of_a_recipe():
     assert set(stages) == set(Stage)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", sorted(FILES))
 def test_a_method_works_on_blocks_or_gives_a_view(name):
     spec = registry.METHODS[name]
     views = spec.view is not MethodSpec.view
