@@ -29,7 +29,7 @@ from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import has_e4m3
 from kernels.triton.fused import add_rms_norm
-from kernels.triton.linear.dispatch import InputFormat
+from kernels.triton.linear.weight import InputFormat
 
 GpuDecoder = Decoder[GpuLinear, GpuExperts]
 

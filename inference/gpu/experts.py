@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
 from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.dispatch import GpuWeight, InputFormat, linear, takes_sorted_rows
+from kernels.triton.linear.weight import GpuWeight, InputFormat
 
 log = logging.getLogger("ptq.inference")
 
@@ -42,7 +42,7 @@ class MergedExperts:
         self, rows: Tensor, scales: Tensor | None, sorted_rows: SortedRows, dtype: torch.dtype
     ) -> Tensor:
         """What the pairs' experts make of rows of tokens or pairs: [P, N] in `dtype`."""
-        return linear(rows, scales, self.weight, workspace_on(rows.device), dtype, sorted_rows)
+        return self.weight.run(rows, scales, workspace_on(rows.device), dtype, sorted_rows)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
     form, scales, first_name, why = [], [], "", ""
     for stack, name in stacks:
         first_name = first_name or name
-        size = len(next(_tensors(stack.weight))[1])
+        size = len(next(iter(stack.weight.tensors().values())))
         if not layers and size < count:
-            memory = {key: _room_for(own, count) for key, own in _tensors(stack.weight)}
+            memory = {key: _room_for(own, count) for key, own in stack.weight.tensors().items()}
         form = form or _form(stack)
         if _form(stack) != form:
             why = "they are not packed alike"
@@ -90,7 +90,7 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
         layers += _apart(stack, size)
         scales.append(stack.rows.scale)
     first = layers[0]
-    if not why and not takes_sorted_rows(first.weight):
+    if not why and not first.weight.takes_sorted_rows:
         why = "no kernel takes rows of each at once"
     if why:
         log.warning(
@@ -99,13 +99,6 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
         )  # fmt: skip
         return GpuExperts(layers, None)
     return GpuExperts(layers, MergedExperts(first.weight, _rows(first.rows, scales)))
-
-
-def _tensors(weight: GpuWeight) -> Iterator[tuple[str, Tensor]]:
-    for field in fields(weight):
-        value = getattr(weight, field.name)
-        if isinstance(value, Tensor):
-            yield field.name, value
 
 
 def _room_for(stack: Tensor, count: int) -> Tensor:
@@ -123,7 +116,7 @@ def _moved(stack: GpuLinear, places: Mapping[str, Tensor]) -> GpuLinear:
 
 def _apart(stack: GpuLinear, size: int) -> list[GpuLinear]:
     """The layers of a stack, each of which sees its own part of every tensor."""
-    parts = {key: tensor.unbind() for key, tensor in _tensors(stack.weight)}
+    parts = {key: tensor.unbind() for key, tensor in stack.weight.tensors().items()}
     scale = stack.rows.scale
     rows = [stack.rows] * size
     if scale is not None:

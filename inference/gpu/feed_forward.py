@@ -19,7 +19,7 @@ from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU,
 from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import silu_mul
-from kernels.triton.linear.dispatch import InputFormat, tallest_tile
+from kernels.triton.linear.weight import InputFormat
 from kernels.triton.tuning import bucket
 
 GpuFeedForward = FeedForward[GpuLinear, GpuExperts]
@@ -92,7 +92,7 @@ def _all_at_once(
     gate_up: MergedExperts, down: MergedExperts, x: Tensor, chosen: Tensor, experts: int
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
-    tallest = min(tallest_tile(gate_up.weight), tallest_tile(down.weight))
+    tallest = min(gate_up.weight.tallest_tile, down.weight.tallest_tile)
     height = tile_height(chosen.numel(), experts, tallest)
     pairs, numbers = sort_by_expert(chosen, experts, height), chosen.view(-1)
     ready = replace(pairs, metadata_ready=True)

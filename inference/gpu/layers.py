@@ -13,7 +13,9 @@ from formats.scheme import ActivationSpec
 from inference.models.read import StoredLinear
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
-from kernels.triton.linear.dispatch import FP8, DenseWeight, GpuWeight, InputFormat, linear, pack
+from kernels.triton.linear.dispatch import FP8, pack
+from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.linear.weight import GpuWeight, InputFormat
 
 log = logging.getLogger("ptq.inference")
 
@@ -75,7 +77,7 @@ class GpuLinear:
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The layer on rows that are quantized already: [T, N] in `dtype`."""
-        return linear(rows, scales, self.weight, workspace_on(rows.device), dtype)
+        return self.weight.run(rows, scales, workspace_on(rows.device), dtype)
 
     @property
     def nbytes(self) -> int:

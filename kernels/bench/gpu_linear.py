@@ -4,9 +4,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,16 +15,14 @@ from kernels.bench.shapes import Gemm
 from kernels.bench.timing import copies_of
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
-from kernels.triton.linear import w8a8
-from kernels.triton.linear.dispatch import DenseWeight, linear
-from kernels.triton.linear.fp8_block import fp8_block_linear, pack_fp8_block
-from kernels.triton.linear.w4_many import many_rows_tile, w4a8_linear, w4a16_linear
+from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.linear.w4a8 import pack_w4a8
 from kernels.triton.linear.w4a16 import pack_w4a16
-from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
-from kernels.triton.linear.w8a16 import pack_w8a16, w8a16_linear
-from kernels.triton.linear.w16a16 import w16a16_linear
-from kernels.triton.tuning import Tile, multiprocessors, rule
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.w8a16 import pack_w8a16
+from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.linear.weight import GpuWeight
+from kernels.triton.tuning import Tile
 
 PLAIN_FEW = (Tile(128, 64, 1), Tile(64, 64, 2))  # tiles of plain kernels beside the rule's
 PLAIN_MANY = (Tile(128, 128, 1, 3, 8), Tile(128, 64, 1))
@@ -46,19 +42,18 @@ def gemm(
         x, own = quantize_rows(torch.randn(rows, inputs, device="cuda"), None, FP8, 128)
     wanted = numbers.product(x, own)
     weights = rotated(pack(shape, numbers))
-    run = runner(shape.base, x, own, workspace, dtype)
     wide = "a16" in family
     return BenchCase(
         f"{family} {outputs}x{inputs} M={rows} {name}", shape,
-        lambda i, tile: run(weights[i], tile), len(weights),
+        lambda i, tile: weights[i].run(x, own, workspace, dtype, tile=tile), len(weights),
         weights[0].nbytes + rows * (inputs * (2 if wide else 1) + outputs * 2),
         lambda y: relative(y, wanted), TOLERANCES["fp8" if family.startswith("fp8") else name],
         2.0 * rows * outputs * inputs, "16 bits" if wide else "8 bits",
-        plain_tiles(family, rows, outputs, inputs),
+        plain_tiles(weights[0], x, dtype),
     )  # fmt: skip
 
 
-def pack(shape: Gemm, numbers: Numbers) -> Any:
+def pack(shape: Gemm, numbers: Numbers) -> GpuWeight:
     """A weight in the layout of its family's kernel."""
     q, scale = numbers.q, numbers.scale
     if scale is None:
@@ -71,53 +66,20 @@ def pack(shape: Gemm, numbers: Numbers) -> Any:
     return packs[shape.base.removesuffix("_two_level")](q, scale, None, numbers.zero_point)
 
 
-def rotated(weight: Any) -> list[Any]:
+def rotated(weight: GpuWeight) -> list[GpuWeight]:
     """Copies of a weight, of which none is in the cache when its turn comes."""
 
-    def copy() -> Any:
-        held = {field.name: getattr(weight, field.name) for field in fields(weight)}
-        return replace(weight, **{n: v.clone() for n, v in held.items() if isinstance(v, Tensor)})
+    def copy() -> GpuWeight:
+        return replace(weight, **{name: t.clone() for name, t in weight.tensors().items()})
 
     return [weight, *(copy() for _ in range(copies_of(weight.nbytes) - 1))]
 
 
-def runner(
-    base: str, x: Tensor, own: Tensor | None, workspace: Workspace, dtype: torch.dtype
-) -> Callable[[Any, Tile | None], Tensor]:
-    """run(weight, tile) of a family, with inputs and their scales."""
-    scaled = {
-        "w4a8": w4a8_linear,
-        "w4a8_two_level": w4a8_linear,
-        "w8a8": w8a8_linear,
-        "fp8": w8a8_linear,
-        "fp8_block": fp8_block_linear,
-    }
-    if base in scaled:
-        return lambda weight, tile: scaled[base](x, own, weight, workspace, dtype, tile)
-    if base == "w16a16":
-
-        def dense(weight: DenseWeight, tile: Tile | None) -> Tensor:
-            if tile is None:  # what a model runs: cuBLAS, beyond few rows
-                return linear(x, None, weight, workspace, dtype)
-            return w16a16_linear(x, weight.weight, None, workspace, dtype, tile)
-
-        return dense
-    floats = w4a16_linear if base == "w4a16" else w8a16_linear
-    return lambda weight, tile: floats(x, weight, workspace, tile)
-
-
-def plain_tiles(family: str, rows: int, outputs: int, inputs: int) -> tuple[Tile, ...]:
+def plain_tiles(weight: GpuWeight, x: Tensor, dtype: torch.dtype) -> tuple[Tile, ...]:
     """Tiles of the plain kernel, where a model runs the one with stated layouts; none elsewhere."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    own = None
-    if family in ("w4a16", "w4a8", "w4a8_two_level"):
-        own = many_rows_tile(family, device, rows, outputs, inputs)
-    elif family in ("w8a8", "fp8"):
-        own = w8a8.tile_of(family, device, rows, outputs, inputs)
+    own = weight.tile(x, dtype, None)
     if own is None or not own.persistent:
         return ()
-    others = PLAIN_MANY if rows > 64 else PLAIN_FEW
-    fitting = [tile for tile in others if outputs % tile.outputs == 0]
-    return tuple(
-        dict.fromkeys((rule(family, multiprocessors(device), rows, outputs, inputs), *fitting))
-    )
+    others = PLAIN_MANY if len(x) > 64 else PLAIN_FEW
+    fitting = [tile for tile in others if weight.size[0] % tile.outputs == 0]
+    return tuple(dict.fromkeys((weight.few_rows_tile(x), *fitting)))

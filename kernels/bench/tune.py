@@ -60,7 +60,7 @@ def tiles(family: str, rows: int, outputs: int, inputs: int, processors: int) ->
 def _whole(family: str, rows: int, outputs: int, inputs: int) -> Iterator[Tile]:
     """Candidates of the kernel that takes whole tiles of 8-bit weights."""
     from kernels.triton.common import capability
-    from kernels.triton.linear.w8a8 import FAST_INPUTS, many_rows_tiles
+    from kernels.triton.linear.hopper.w8_launch import FAST_INPUTS, many_rows_tiles
 
     if capability() == 90:
         long = family == "fp8" and inputs > FAST_INPUTS

@@ -10,9 +10,9 @@ if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.bench import draw, gpu_linear
     from kernels.bench.shapes import VARIANTS
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
-    from kernels.triton.linear.w8a16 import dequantize_w8a16, pack_w8a16, w8a16_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a16 import pack_w8a16
     from kernels.triton.tuning import Tile
 
 ROWS = (1, 16, 33, 64, 128, 300, 600)
@@ -37,23 +37,20 @@ def test_families_equal_their_fp64_twins(base, dtype, workspace):
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weight_only_of_every_kind(bits, group, zeros, workspace):
-    pack, linear, back = {
-        4: (pack_w4a16, w4a16_linear, dequantize_w4a16),
-        8: (pack_w8a16, w8a16_linear, dequantize_w8a16),
-    }[bits]
+    pack = pack_w4a16 if bits == 4 else pack_w8a16
     q, scale, zero = draw.grouped_weight(bits, 512, 1024, group, zeros)
     bias = torch.randn(512, device="cuda")
     for scales in (scale, scale.half(), scale.bfloat16()):
         weight = pack(q, scales, bias, zero)
         for dtype, bound in BOUNDS.items():
             exact = twins.grouped_weight(q, scales, zero)
-            assert draw.relative(back(weight, dtype), exact) < bound
+            assert draw.relative(weight.dequantize(dtype), exact) < bound
             for rows in (1, 16, 70, 600):
                 x = torch.randn(rows, 1024, device="cuda").to(dtype)
                 wanted = twins.grouped_linear(x, q, scales, bias, None, zero)
                 tiles = (None, Tile(128, 16, 3), Tile(64, 64, 1, 3), Tile(128, 128, 1, 3, 8))
                 for tile in tiles:
-                    got = linear(x, weight, workspace, tile)
+                    got = weight.run(x, None, workspace, dtype, tile=tile)
                     assert draw.relative(got, wanted) < bound, (rows, tile, dtype)
     assert not workspace.arrivals.any()
 
@@ -67,7 +64,7 @@ def test_w4a8_integers_are_exact(group, zeros, workspace):
         x = torch.randint(-127, 128, (rows, 1024), dtype=torch.int8, device="cuda")
         wanted = twins.grouped_linear(x, q, scale, None, None, zero).float()
         for tile in (None, Tile(64, 16, 4), Tile(128, 64, 2), Tile(128, 128, 1, 3, 8)):
-            got = w4a8_linear(x, one, weight, workspace, torch.float32, tile)
+            got = weight.run(x, one, workspace, torch.float32, tile=tile)
             assert torch.equal(got, wanted), (rows, tile)
 
 
@@ -88,15 +85,14 @@ def test_the_largest_integers(bits, workspace):
     zero[:, 1] = low
     scale = torch.full((64, 2), 2.0**-6, device="cuda")
     exact = twins.grouped_weight(q, scale, zero)
-    back = dequantize_w4a16 if bits == 4 else dequantize_w8a16
     weight = (pack_w4a16 if bits == 4 else pack_w8a16)(q, scale, None, zero)
     for dtype in BOUNDS:
-        assert torch.equal(back(weight, dtype).double(), exact)
+        assert torch.equal(weight.dequantize(dtype).double(), exact)
     if bits == 4:
         x = torch.full((5, 256), 127, dtype=torch.int8, device="cuda")
         x[1::2] = -127
         one = torch.ones(1, device="cuda")
-        got = w4a8_linear(x, one, pack_w4a8(q, scale, None, zero), workspace, torch.float32)
+        got = pack_w4a8(q, scale, None, zero).run(x, one, workspace, torch.float32)
         assert torch.equal(got.double(), x.double() @ exact.T)
 
 
@@ -114,10 +110,10 @@ def test_weights_of_several_experts_are_packed_as_on_a_cpu(group, zeros):
 def test_a_graph_replays_what_was_captured(workspace):
     q, scale, zero = draw.grouped_weight(8, 512, 1024, 1024, True)
     weight, x = pack_w8a16(q, scale, None, zero), torch.randn(4, 1024, device="cuda").half()
-    w8a16_linear(x, weight, workspace)
+    weight.run(x, None, workspace, x.dtype)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = w8a16_linear(x, weight, workspace)
+        out = weight.run(x, None, workspace, x.dtype)
     x.normal_()
     graph.replay()
-    assert torch.equal(out, w8a16_linear(x, weight, workspace))
+    assert torch.equal(out, weight.run(x, None, workspace, x.dtype))

@@ -18,7 +18,6 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
 
     from kernels.triton.common import Workspace
     from kernels.triton.experts.sorting import sort_by_expert
-    from kernels.triton.linear.dispatch import linear
     from tests.kernels.expert_cases import EXACT, FAMILIES, make_rows, make_weights, plain_rows
 
     torch.manual_seed(0)
@@ -30,7 +29,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
             chosen = torch.rand(tokens, EXPERTS).topk(EACH).indices.int()
         pairs = replace(sort_by_expert(chosen, EXPERTS, rows), metadata_ready=ready)
         torch.cuda.synchronize()  # ready
-        got = linear(x, scales, weights[0], workspace, torch.float32, pairs)
+        got = weights[0].run(x, scales, workspace, torch.float32, pairs)
         source = torch.arange(tokens * EACH, device="cuda") // (1 if by_pair else EACH)
         owners, alone = chosen.flatten(), torch.zeros_like(got)
         wanted = torch.zeros_like(got).double()
@@ -39,7 +38,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
             if len(own):
                 part = None if scales is None else scales[own]
                 wanted[owners == e] = plain[e](plain_rows(x[own], part))
-                alone[owners == e] = linear(x[own], part, weights[e], workspace, torch.float32)
+                alone[owners == e] = weights[e].run(x[own], part, workspace, torch.float32)
         if family in EXACT:
             assert torch.equal(got, alone), family
         for found in (got, alone):

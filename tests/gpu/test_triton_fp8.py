@@ -13,8 +13,6 @@ if torch.cuda.is_available():
     from kernels.triton.common import capability
     from kernels.triton.linear.fp8_block import (
         LIBRARY_ROWS,
-        fp8_block_linear,
-        library_linear,
         pack_fp8_block,
     )
     from kernels.triton.sampling.sample import sample
@@ -43,9 +41,9 @@ def test_every_cut_gives_the_twin_and_the_same_bits_twice(workspace):
     wanted = twins.fp8_block_linear(xq, own, q, scale, bias)
     cuts = [(o, r, s) for o in (64, 128) for r in (16, 32, 64) for s in (1, 3)]
     for tile in (*(Tile(*cut) for cut in cuts), Tile(256, 16, 2), Tile(128, 128, 1, 3, 8)):
-        got = fp8_block_linear(xq, own, weight, workspace, torch.float32, tile)
+        got = weight.run(xq, own, workspace, torch.float32, tile=tile)
         assert draw.relative(got, wanted) < 1e-3, tile  # of the tensor cores' own sums
-        again = fp8_block_linear(xq, own.contiguous(), weight, workspace, torch.float32, tile)
+        again = weight.run(xq, own.contiguous(), workspace, torch.float32, tile=tile)
         assert torch.equal(got, again), tile
     assert not workspace.arrivals.any()
 
@@ -56,7 +54,7 @@ def test_what_lies_behind_the_rows_does_not_matter(workspace):
     x.view(torch.uint8)[16] = 127  # NaN
     q, scale = torch.randn(64, 208, device="cuda").to(FP8), torch.rand(1, 2, device="cuda")
     weight = pack_fp8_block(q, scale)
-    got = fp8_block_linear(x[:16], own[:16], weight, workspace, torch.float32)
+    got = weight.run(x[:16], own[:16], workspace, torch.float32)
     assert draw.relative(got, twins.fp8_block_linear(x[:16], own[:16], q, scale)) < 1e-3
 
 
@@ -72,12 +70,12 @@ def test_the_library_agrees(dtype, rows, workspace):
         weight = pack_fp8_block(q, scale, torch.randn(outputs, device="cuda"))
         x = torch.randn(rows, inputs, device="cuda").bfloat16()
         xq, own = fused.quantize_rows(x, None, FP8, 128)
-        ours = fp8_block_linear(xq, own, weight, workspace, dtype, Tile(128, 128, 1, 3, 8))
+        ours = weight.run(xq, own, workspace, dtype, tile=Tile(128, 128, 1, 3, 8))
         for scales in (own, own.contiguous()):
-            theirs = library_linear(xq, scales, weight, dtype)
+            theirs = weight.by_library(xq, scales, dtype)
             assert theirs.is_contiguous()
             assert draw.relative(theirs, ours.double()) < 6e-3
-        assert torch.equal(theirs, fp8_block_linear(xq, own, weight, workspace, dtype))
+        assert torch.equal(theirs, weight.run(xq, own, workspace, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,11 +15,10 @@ if torch.cuda.is_available():
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.attention.rope_cache import rope_write
-    from kernels.triton.linear.dispatch import DenseWeight, linear
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
-    from kernels.triton.linear.w16a16 import w16a16_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a8 import pack_w8a8
+    from kernels.triton.linear.w16a16 import DenseWeight
     from kernels.triton.tuning import Block, Cut, Tile
 
 ROWS = (1, 33, 64, 300, 600)
@@ -56,7 +55,7 @@ def test_w8a8_equals_its_twin_bit_for_bit(dtype, workspace):
             )
             for tile in tiles:
                 weight = pack_w8a8(q, scale, bias)
-                got = w8a8_linear(x, own, weight, workspace, dtype, tile)
+                got = weight.run(x, own, workspace, dtype, tile=tile)
                 assert torch.equal(got.cpu(), wanted), (rows, tile)
 
 
@@ -67,13 +66,15 @@ def test_16_bit_weights_give_the_same_bits_every_time_and_logits_their_own_type(
         for rows, splits in ((1, 1), (16, 2), (50, 3)):
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             wanted = twins.float_linear(x, w, bias)
-            for tile in (None, Tile(64, 16, splits if outputs < 2**16 else 1)):
-                args = x, w, bias, workspace, torch.float32, tile
-                first = w16a16_linear(*args)
+            weight = DenseWeight(w, bias)
+            by_rule = weight.few_rows_tile(x)
+            for tile in (by_rule, Tile(64, 16, splits if outputs < 2**16 else 1)):
+                args = x, None, workspace, torch.float32, None, tile
+                first = weight.run(*args)
                 assert draw.relative(first, wanted) < 1e-4, (rows, outputs, tile)
-                assert all(torch.equal(w16a16_linear(*args), first) for _ in range(10))
+                assert all(torch.equal(weight.run(*args), first) for _ in range(10))
                 assert not workspace.arrivals.any()
-            got = linear(x, None, DenseWeight(w, bias), workspace, torch.float32)
+            got = weight.run(x, None, workspace, torch.float32)
             assert draw.relative(got, wanted) < 1e-4, (rows, outputs)
 
 
@@ -85,7 +86,7 @@ def test_w4a8_integers_are_exact(workspace):
         x, one = integers(rows, 2048), torch.ones(1, device="cuda")
         wanted = (x.double() @ q.double().T).float()
         for tile in (None, Tile(64, 16, 4), Tile(128, 64, 2)):
-            assert torch.equal(w4a8_linear(x, one, weight, workspace, torch.float32, tile), wanted)
+            assert torch.equal(weight.run(x, one, workspace, torch.float32, tile=tile), wanted)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])
@@ -93,11 +94,11 @@ def test_splits_give_the_same_bits_every_time_and_in_any_batch(splits, workspace
     q, scale = integers(512, 4096, top=7), torch.rand(512, 32, device="cuda").half()
     weight, tile = pack_w4a16(q, scale), Tile(64, 16, splits)
     x = torch.randn(16, 4096, device="cuda").half()
-    first = w4a16_linear(x, weight, workspace, tile)
+    first = weight.run(x, None, workspace, x.dtype, tile=tile)
     for _ in range(20):
-        assert torch.equal(w4a16_linear(x, weight, workspace, tile), first)
+        assert torch.equal(weight.run(x, None, workspace, x.dtype, tile=tile), first)
     for rows in (1, 3, 15):
-        assert torch.equal(w4a16_linear(x[:rows], weight, workspace, tile), first[:rows])
+        assert torch.equal(weight.run(x[:rows], None, workspace, x.dtype, tile=tile), first[:rows])
     assert not workspace.arrivals.any()
 
 

@@ -15,7 +15,6 @@ pytestmark = [
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.bench.draw import relative, two_level_scale
-    from kernels.triton.linear import w4_many
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.tuning import Tile
@@ -54,10 +53,10 @@ def test_w4a16_equals_its_fp64_twin(dtype, workspace):
         x = torch.randn(rows, inputs, device="cuda").to(dtype)
         wanted = twins.grouped_linear(x, *parts)
         for tile in (None, *TILES["w4a16"]):
-            got = w4_many.w4a16_linear(x, weight, workspace, tile)
+            got = weight.run(x, None, workspace, x.dtype, tile=tile)
             bound = 1e-3 if dtype == torch.float16 else 4e-3
             assert relative(got, wanted) < bound, (rows, tile)
-            assert torch.equal(got, w4_many.w4a16_linear(x, weight, workspace, tile))
+            assert torch.equal(got, weight.run(x, None, workspace, x.dtype, tile=tile))
             assert not workspace.arrivals.any()
 
 
@@ -69,7 +68,7 @@ def test_w4a8_equals_its_fp64_twin(workspace):
         for own in (torch.rand(rows, 1, device="cuda") * 0.01, torch.tensor([0.03]).cuda()):
             wanted = twins.grouped_linear(x, *parts, own)
             for tile in (None, *TILES["w4a8"]):
-                got = w4_many.w4a8_linear(x, own, weight, workspace, torch.bfloat16, tile)
+                got = weight.run(x, own, workspace, torch.bfloat16, tile=tile)
                 assert relative(got, wanted) < 4e-3, (rows, tile)
                 assert not workspace.arrivals.any()
 
@@ -90,16 +89,16 @@ def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, workspace):
         tiles = TILES["w4a8_two_level"]
         for tile in tiles if group == 128 else tiles[:5:2]:  # both kernels
             if outputs % tile.outputs == 0 and (tile.splits == 1 or outputs * rows < 4e6):
-                got = w4_many.w4a8_linear(x, own, weight, workspace, torch.bfloat16, tile)
+                got = weight.run(x, own, workspace, torch.bfloat16, tile=tile)
                 assert torch.equal(got, wanted), (rows, tile)
                 assert not workspace.arrivals.any()
-        assert torch.equal(w4_many.w4a8_linear(x, own, weight, workspace), wanted)
+        assert torch.equal(weight.run(x, own, workspace), wanted)
 
 
 def test_a_graph_replays_what_was_captured(workspace):
     parts = layer(512, 2048)
     weight, x = pack_w4a16(*parts), torch.randn(200, 2048, device="cuda").half()
-    run = lambda: w4_many.w4a16_linear(x, weight, workspace, TILES["w4a16"][-1])  # noqa: E731
+    run = lambda: weight.run(x, None, workspace, x.dtype, tile=TILES["w4a16"][-1])  # noqa: E731
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -17,7 +17,7 @@ pytestmark = [
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.bench.draw import relative
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.tuning import Tile
 
     TILES = [
@@ -58,7 +58,7 @@ def test_int8_equals_its_twin_bit_for_bit(dtype, with_bias, per_row, workspace):
         wanted = (x.double() @ q.double().T).float() * (own * scale)
         wanted = (wanted if bias is None else wanted + bias).to(dtype)
         for tile in (None, *(t for t in TILES if outputs % t.outputs == 0)):
-            got = w8a8_linear(x, own, weight, workspace, dtype, tile)
+            got = weight.run(x, own, workspace, dtype, tile=tile)
             assert torch.equal(got, wanted), (rows, outputs, inputs, tile)
         if rows == 65:
             args = (t if t is None else t.cpu() for t in (x, own, q, scale, bias))
@@ -76,16 +76,16 @@ def test_fp8_is_within_bounds_of_its_fp64_twin(dtype, per_row, workspace):
             if outputs % tile.outputs == 0 and (
                 inputs <= 8192 or tile.rows * tile.outputs <= 2**14
             ):
-                got = w8a8_linear(x, own, weight, workspace, dtype, tile)
+                got = weight.run(x, own, workspace, dtype, tile=tile)
                 assert relative(got, wanted) < 5e-3, (rows, outputs, inputs, tile)
-                assert torch.equal(got, w8a8_linear(x, own, weight, workspace, dtype, tile))
-        assert relative(w8a8_linear(x, own, weight, workspace, dtype), wanted) < 1e-2
+                assert torch.equal(got, weight.run(x, own, workspace, dtype, tile=tile))
+        assert relative(weight.run(x, own, workspace, dtype), wanted) < 1e-2
 
 
 def test_a_graph_replays_what_was_captured(workspace):
     x, q, scale, _ = layer(200, 512, 2048, torch.int8, False)
     weight, one = pack_w8a8(q, scale), torch.ones(1, device="cuda")
-    run = lambda: w8a8_linear(x, one, weight, workspace, tile=TILES[1])  # noqa: E731
+    run = lambda: weight.run(x, one, workspace, tile=TILES[1])  # noqa: E731
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -32,12 +32,12 @@ def make_weights(family: str, experts: int, outputs: int, inputs: int) -> tuple[
 
 
 def _weight(family: str, outputs: int, inputs: int):
-    from kernels.triton.linear.dispatch import DenseWeight
     from kernels.triton.linear.fp8_block import pack_fp8_block
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.linear.w8a16 import pack_w8a16
+    from kernels.triton.linear.w16a16 import DenseWeight
 
     base, _, kind = family.partition("_")
     bias = torch.randn(outputs)

@@ -15,7 +15,6 @@ Programs of tiles that are not there end at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -23,10 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import announce, overlap, require, wait
-from kernels.triton.tuning import Tile, gemm_tile
 
 BLOCK = 1024  # pairs that a program takes at once
-COUNTED = 1 << 31  # elements whose places fit in 32 bits
 
 
 @dataclass(frozen=True)
@@ -53,58 +50,6 @@ class SortedRows:
     def rows(self) -> int:
         """Rows of a tile."""
         return self.pairs.shape[1]
-
-
-def rows_of(x: Tensor, sorted_rows: SortedRows | None) -> tuple[int, dict[str, Any]]:
-    """(rows of a result, what a kernel takes to find them, by name).
-
-    Raises:
-        ValueError: x has a row neither for each pair nor for each token.
-    """
-    wide = {"WIDE": x.numel() > COUNTED}
-    if sorted_rows is None:
-        return len(x), wide | {"experts": None, "pairs": None, "SHARE": 1, "READY": False}
-    count = sorted_rows.count
-    require(
-        len(x) > 0 and count % len(x) == 0,
-        f"x has {len(x)} rows; needed is one for each of {count} pairs, or for each token",
-    )
-    places = {"experts": sorted_rows.experts, "pairs": sorted_rows.pairs}
-    return count, wide | places | {"SHARE": count // len(x), "READY": sorted_rows.metadata_ready}
-
-
-def tile_of(
-    family: str, x: Tensor, outputs: int, inputs: int, sorted_rows: SortedRows | None
-) -> Tile:
-    """The tile of a linear layer's few-row kernel for x, all at once or by expert."""
-    if sorted_rows is None:
-        return gemm_tile(family, x.device, len(x), outputs, inputs)
-    row_tiles = len(sorted_rows.experts)
-    return gemm_tile(family, x.device, sorted_rows.rows, outputs, inputs, row_tiles)
-
-
-@triton.jit
-def rows_of_tile(
-    row_tile, M, experts, pairs,
-    SHARE: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Rows of a tile: (its expert, rows of the result, rows of x, whether they exist).
-
-    Without `experts` all rows are those of one weight. SHARE pairs read a row of x. If WIDE, rows
-    of x are int64.
-    """
-    m = row_tile * ROWS + tl.arange(0, ROWS)
-    expert, row, there = row_tile, m, m < M
-    if experts is not None:
-        if not READY:
-            wait(OVERLAP)
-        expert = tl.load(experts + row_tile)
-        m = tl.load(pairs + m)
-        row, there = m // SHARE, m >= 0
-    if WIDE:
-        row = row.to(tl.int64)
-    return expert, m, row, there
 
 
 @triton.jit(do_not_specialize=["P", "row_tiles"])

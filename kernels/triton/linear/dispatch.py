@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: which kernel takes which weight, and how it wants its input.
+"""Linear layers on a GPU: which weight is packed for which kernel.
 
 | weight                            | input                          | kernel       |
 |-----------------------------------|--------------------------------|--------------|
@@ -12,10 +12,11 @@
 | float, few rows                   | float                          | `w16a16`     |
 | any other, and any other size     | the same, as floats            | cuBLAS       |
 
-Rows of experts go to the same kernels, all experts' at once (`kernels.triton.experts.sorting`).
-Two levels (`kernels.two_level`) are seen in the scales; sums over whole rows are then exact.
-Behind `w4a16`, `w4a8` and `w8a8` is a second kernel each, for many rows on Hopper (`w4_gluon`,
-`w8_gluon`); behind `fp8_block` and `w16a16` cuBLASLt and cuBLAS.
+A packed weight runs itself (`kernels.triton.linear.weight`). Rows of experts go to the same
+kernels, all experts' at once (`kernels.triton.experts.sorting`). Two levels (`kernels.two_level`)
+are seen in the scales; sums over whole rows are then exact. Behind `w4a16`, `w4a8` and `w8a8` is a
+second kernel each, for many rows on Hopper (`kernels.triton.linear.hopper`); behind `w8a8` of e4m3,
+`fp8_block` and `w16a16` cuBLASLt and cuBLAS.
 What no kernel takes is dequantized when it is loaded, and its quantized input when it arrives: the
 same numbers but for rounding to the float type, at the cost of a float model.
 """
@@ -23,56 +24,21 @@ same numbers but for rounding to the float type, at the cost of a float model.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.numerics import dequantize
-from kernels.triton.common import Workspace, has_e4m3
-from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.fp8_block import Fp8BlockWeight, fp8_block_linear, pack_fp8_block
-from kernels.triton.linear.packed import fits_tiles
-from kernels.triton.linear.w4_many import w4a8_linear, w4a16_linear
-from kernels.triton.linear.w4a8 import W4A8Weight, pack_w4a8
-from kernels.triton.linear.w4a16 import W4A16Weight, pack_w4a16
-from kernels.triton.linear.w8a8 import W8A8Weight, pack_w8a8, w8a8_linear
-from kernels.triton.linear.w8a16 import W8A16Weight, pack_w8a16, w8a16_linear
-from kernels.triton.linear.w16a16 import fits, takes, w16a16_linear
+from kernels.triton.common import has_e4m3
+from kernels.triton.linear.fp8_block import pack_fp8_block
+from kernels.triton.linear.packing import fits_tiles
+from kernels.triton.linear.w4a8 import pack_w4a8
+from kernels.triton.linear.w4a16 import pack_w4a16
+from kernels.triton.linear.w8a8 import pack_w8a8
+from kernels.triton.linear.w8a16 import pack_w8a16
+from kernels.triton.linear.w16a16 import DenseWeight
+from kernels.triton.linear.weight import GpuWeight, InputFormat
 
 FP8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True)
-class InputFormat:
-    """How a linear layer wants the rows of its input.
-
-    Attributes:
-        dtype: int8, float8_e4m3fn or the model's float type.
-        scale: fp32, one element, for all rows; None where they are scaled by their data, or not.
-        group: Inputs of a row that share a scale of their own; None for the whole row.
-    """
-
-    dtype: torch.dtype
-    scale: Tensor | None = None
-    group: int | None = None
-
-
-@dataclass(frozen=True)
-class DenseWeight:
-    """A weight [N, K] in the model's float type, with its bias [N] or None."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-GpuWeight = W4A16Weight | W4A8Weight | W8A16Weight | W8A8Weight | Fp8BlockWeight | DenseWeight
 
 
 def pack(
@@ -142,72 +108,3 @@ def _packed(
     if rows.dtype == torch.int8:
         return pack_w8a8(q, scale, bias) if groups == 1 and zero_point is None else None
     return pack_w8a16(q, scale, bias, zero_point) if fine else None
-
-
-def takes_sorted_rows(weight: GpuWeight) -> bool:
-    """Whether there is a kernel of few rows for a weight, which can take those of each expert."""
-    return not isinstance(weight, DenseWeight) or fits(weight.weight)
-
-
-def tallest_tile(weight: GpuWeight) -> int:
-    """The most rows of a tile whose sums a weight's kernel holds in registers."""
-    integers = isinstance(weight, W8A8Weight) and weight.packed.dtype == torch.int8
-    return 128 if integers or isinstance(weight, W4A16Weight) else 64
-
-
-def linear(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: GpuWeight,
-    workspace: Workspace,
-    dtype: torch.dtype,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """x W^T + bias.
-
-    Args:
-        x: [T, K], contiguous, as the layer's `InputFormat` say.
-        x_scale: fp32, one element, [T, 1] or [T, K / group]; None for float rows.
-        weight: From `pack`.
-        workspace: Of the stream that this runs in.
-        dtype: Of the result.
-        sorted_rows: Of a mixture of experts, which rows are whose: the rows of x are tokens or
-            pairs, those of the result pairs, and `weight` is the first of the experts', which lie
-            one behind the other.
-
-    Returns:
-        [T, N] in `dtype`; sums in fp32 or exact int32.
-    """
-    if isinstance(weight, DenseWeight):
-        return _dense(x, x_scale, weight, workspace, dtype, sorted_rows)
-    if isinstance(weight, W4A16Weight):
-        return w4a16_linear(x, weight, workspace, out_dtype=dtype, sorted_rows=sorted_rows)
-    if isinstance(weight, W8A16Weight):
-        return w8a16_linear(x, weight, workspace, out_dtype=dtype, sorted_rows=sorted_rows)
-    assert x_scale is not None
-    if isinstance(weight, W4A8Weight):
-        return w4a8_linear(x, x_scale, weight, workspace, dtype, sorted_rows=sorted_rows)
-    if isinstance(weight, W8A8Weight):
-        return w8a8_linear(x, x_scale, weight, workspace, dtype, sorted_rows=sorted_rows)
-    return fp8_block_linear(x, x_scale, weight, workspace, dtype, sorted_rows=sorted_rows)
-
-
-def _dense(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: DenseWeight,
-    workspace: Workspace,
-    dtype: torch.dtype,
-    sorted_rows: SortedRows | None,
-) -> Tensor:
-    w = weight.weight
-    if x_scale is not None:
-        if x_scale.numel() > len(x):  # a scale for each run of 128 inputs
-            x_scale = x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
-        x = (x.float() * x_scale).to(w.dtype)
-    if sorted_rows is not None or takes(x, w):
-        return w16a16_linear(x, w, weight.bias, workspace, dtype, sorted_rows=sorted_rows)
-    if dtype == w.dtype or not x.is_cuda:
-        return F.linear(x, w, weight.bias).to(dtype)
-    out = torch.mm(x, w.t(), out_dtype=dtype)  # logits: not rounded to the model's type
-    return out if weight.bias is None else out + weight.bias

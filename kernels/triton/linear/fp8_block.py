@@ -28,20 +28,20 @@ from torch import Tensor
 from kernels.triton.common import (
     AHEAD,
     ASM,
-    Workspace,
     announce,
     capability,
     library_scales,
-    overlap,
     prefetch_lines,
     require,
     storage,
-    sum_splits,
     takes_wide_steps,
     wait,
 )
-from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
-from kernels.triton.linear.packed import grid_of, lay_bias
+from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.launch import Product, launch_few_rows, tile_for
+from kernels.triton.linear.packing import lay_bias
+from kernels.triton.linear.tiles import rows_of_tile, sum_tile
+from kernels.triton.linear.weight import GpuWeight
 from kernels.triton.tuning import Tile
 
 RUN = 128
@@ -59,57 +59,6 @@ lop3.b32 $0, a, 0x80008000, s, 0xEA;
 shr.u32 s, b, 1;
 and.b32 s, s, 0x3F803F80;
 lop3.b32 $1, b, 0x80008000, s, 0xEA; }""")
-
-
-@dataclass(frozen=True)
-class Fp8BlockWeight:
-    """A weight packed for `fp8_block_linear`.
-
-    Attributes:
-        packed: e4m3 [N', K'], zeros appended up to 64s of outputs and 128s of inputs.
-        scale: fp32 [N' / 128, K' / 128], both rounded up, rows padded to fours.
-        bias: fp32 [N] or None.
-        outputs: N.
-        inputs: K.
-    """
-
-    packed: Tensor
-    scale: Tensor
-    bias: Tensor | None
-    outputs: int
-    inputs: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return sum(t.nbytes for t in (self.packed, self.scale, self.bias) if t is not None)
-
-
-def pack_fp8_block(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Fp8BlockWeight:
-    """Lay a quantized weight out for `fp8_block_linear`, on the device it is on.
-
-    Args:
-        q: e4m3 [N, K], K a multiple of 16.
-        scale: fp32 [ceil(N / 128), ceil(K / 128)].
-        bias: Float [N] or None.
-
-    Raises:
-        ValueError: a shape or type is another.
-    """
-    require(
-        q.dim() >= 2 and q.dtype == torch.float8_e4m3fn and q.shape[-1] % 16 == 0,
-        f"weight is {q.dtype} {tuple(q.shape)}; needed is float8_e4m3fn [N, K], K in 16s",
-    )
-    *experts, outputs, inputs = q.shape
-    blocks = (*experts, -(-outputs // RUN), -(-inputs // RUN))
-    require(
-        tuple(scale.shape) == blocks,
-        f"scales are {tuple(scale.shape)}; needed is one for each block of 128 x 128, {blocks}",
-    )
-    bias = lay_bias(bias, q)
-    q = F.pad(q.view(torch.int8), (0, -inputs % RUN, 0, -outputs % 64)).view(q.dtype)
-    scale = F.pad(scale.detach().float(), (0, -scale.shape[-1] % 4))
-    return Fp8BlockWeight(q.contiguous(), scale.contiguous(), bias, outputs, inputs)
 
 
 @triton.jit
@@ -188,9 +137,7 @@ def fp8_block_kernel(
             acc += part * ((sw * sx)[None, :] if one else sw[:, None] * sx[None, :])
     last = True
     if SPLITS > 1:
-        own = i[:, None] * ROWS + j[None, :]
-        number = row_tile * tl.num_programs(0) + tile
-        acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
+        acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
     if last:
         y = acc if NATIVE else acc * 65536.0
         if BIAS:
@@ -201,107 +148,132 @@ def fp8_block_kernel(
         tl.store(place, y.to(out.dtype.element_ty), mask=real & (n < N)[:, None])
 
 
-def fp8_block_linear(
-    xq: Tensor,
-    x_scale: Tensor,
-    weight: Fp8BlockWeight,
-    workspace: Workspace,
-    out_dtype: torch.dtype = torch.bfloat16,
-    tile: Tile | None = None,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """x W^T + bias of e4m3 rows.
+@dataclass(frozen=True)
+class Fp8BlockWeight(GpuWeight):
+    """An e4m3 weight with a scale a block, for e4m3 rows with one a run.
+
+    Attributes:
+        packed: e4m3 [N', K'], zeros appended up to 64s of outputs and 128s of inputs.
+        scale: fp32 [N' / 128, K' / 128], both rounded up, rows padded to fours.
+        bias: fp32 [N] or None.
+        outputs: N.
+        inputs: K.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    outputs: int
+    inputs: int
+
+    @property
+    def family(self) -> str:
+        """Under which the tables of tiles know the kernel."""
+        return "fp8_block"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.outputs, self.inputs
+
+    def check(self, x: Tensor, x_scale: Tensor | None) -> None:
+        """Raise ValueError unless rows are e4m3 of K inputs with a scale a run, of any strides.
+
+        The strides of scales that `quantize_rows` gives are the fastest.
+        """
+        require(
+            x.dtype == torch.float8_e4m3fn and x.is_contiguous(),
+            f"x is {x.dtype}; needed is contiguous float8_e4m3fn",
+        )
+        require(x.shape[1] == self.inputs, f"x has {x.shape[1]} inputs, the weight {self.inputs}")
+        needed = (len(x), self.packed.shape[1] // RUN)
+        found = (torch.Size(), None) if x_scale is None else (x_scale.shape, x_scale.dtype)
+        require(
+            found == (needed, torch.float32),
+            f"scales of x are {found[1]} {tuple(found[0])}; needed is one for each run of 128, "
+            f"fp32 {needed}",
+        )
+
+    def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile | None:
+        """How a product is cut; None for cuBLASLt."""
+        if sorted_rows is None and len(x) > LIBRARY_ROWS and self._library_takes(dtype):
+            return None
+        return self.few_rows_tile(x, sorted_rows)
+
+    def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
+        """As the table or the rule says."""
+        return tile_for(self.family, x, *self.packed.shape, sorted_rows)
+
+    def launch(self, product: Product, tile: Tile) -> None:
+        """Run the kernel."""
+        x, x_scale, (lines, width) = product.x, product.x_scale, self.packed.shape
+        assert x_scale is not None
+        small = tile.outputs <= 128 and tile.outputs * tile.rows <= 64 * 64
+        wide = small and width % (2 * RUN) == 0 and takes_wide_steps(x.device)
+        operands = (storage(x), storage(self.packed), x_scale, self.scale)
+        launch_few_rows(
+            fp8_block_kernel, operands, self.bias, product, tile, padding=lines - self.outputs,
+            width=width, row_step=x_scale.stride(0), run_step=x_scale.stride(1),
+            blocks=self.scale.shape[1], RUNS=2 if wide else 1, BAND=BAND,
+            NATIVE=capability() >= 89, RAGGED=self.inputs != width,
+        )  # fmt: skip
+
+    def _library_takes(self, dtype: torch.dtype) -> bool:
+        whole = self.outputs % RUN == 0 and self.inputs % RUN == 0
+        return whole and dtype in LIBRARY_TYPES and library_scales(self.packed.device)
+
+    def by_library(self, x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The same by cuBLASLt, on Hopper alone; N and K are multiples of 128.
+
+        It wants the scales of x by run, 16 bytes of a run at a time: rows are padded to fours, by
+        what lies in memory, since no row sees another.
+        """
+        assert x_scale is not None
+        rows, whole = x.shape[0], x.shape[0] + -x.shape[0] % 4
+        if whole != rows:
+            padded = torch.empty((whole, x.shape[1]), dtype=x.dtype, device=x.device)
+            padded[:rows].copy_(x)
+            x = padded
+        if whole != rows or x_scale.stride() != (1, rows):
+            by_run = torch.empty((x_scale.shape[1], whole), device=x.device)
+            by_run[:, :rows].copy_(x_scale.t())
+            x_scale = by_run.t()
+        out = F.scaled_mm(
+            x,
+            self.packed.t(),
+            x_scale,
+            F.ScalingType.BlockWise1x128,
+            self.scale.t(),
+            F.ScalingType.BlockWise128x128,
+            swizzle_a=F.SwizzleType.NO_SWIZZLE,
+            swizzle_b=F.SwizzleType.NO_SWIZZLE,
+            output_dtype=dtype,
+        )[:rows]
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def pack_fp8_block(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Fp8BlockWeight:
+    """Lay a quantized weight out on the device it is on.
 
     Args:
-        xq: e4m3 [M, K], contiguous.
-        x_scale: fp32 [M, ceil(K / 128)], any strides; those of `quantize_rows` are the fastest.
-        weight: From `pack_fp8_block`, on the device of `xq`.
-        workspace: Of the stream that this runs in.
-        out_dtype: Element type of the result.
-        tile: How to cut it; by default the device's table says, or cuBLASLt runs.
-        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
-
-    Returns:
-        [M, N] in `out_dtype`.
+        q: e4m3 [N, K], K a multiple of 16.
+        scale: fp32 [ceil(N / 128), ceil(K / 128)].
+        bias: Float [N] or None.
 
     Raises:
-        ValueError: a shape or type does not fit, or the workspace is too small.
+        ValueError: a shape or type is another.
     """
-    rows, inputs = xq.shape
     require(
-        xq.dtype == torch.float8_e4m3fn and xq.is_contiguous(),
-        f"x is {xq.dtype}; needed is contiguous float8_e4m3fn",
+        q.dim() >= 2 and q.dtype == torch.float8_e4m3fn and q.shape[-1] % 16 == 0,
+        f"weight is {q.dtype} {tuple(q.shape)}; needed is float8_e4m3fn [N, K], K in 16s",
     )
-    require(inputs == weight.inputs, f"x has {inputs} inputs, the weight {weight.inputs}")
-    runs = weight.packed.shape[1] // RUN
+    *experts, outputs, inputs = q.shape
+    blocks = (*experts, -(-outputs // RUN), -(-inputs // RUN))
     require(
-        x_scale.shape == (rows, runs) and x_scale.dtype == torch.float32,
-        f"scales of x are {x_scale.dtype} {tuple(x_scale.shape)}; needed is one for each run of "
-        f"128, fp32 {(rows, runs)}",
+        tuple(scale.shape) == blocks,
+        f"scales are {tuple(scale.shape)}; needed is one for each block of 128 x 128, {blocks}",
     )
-    if (
-        tile is None
-        and sorted_rows is None
-        and rows > LIBRARY_ROWS
-        and _library_takes(weight, out_dtype)
-    ):
-        return library_linear(xq, x_scale, weight, out_dtype)
-    rows, places = rows_of(xq, sorted_rows)
-    out = torch.empty((rows, weight.outputs), dtype=out_dtype, device=xq.device)
-    if rows:
-        tile = tile or tile_of("fp8_block", xq, *weight.packed.shape, sorted_rows)
-        grid = grid_of(tile, rows, len(weight.packed), workspace, sorted_rows)
-        _launch(xq, x_scale, weight, workspace, out, tile, grid, places)
-    return out
-
-
-def _launch(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
-    inputs, width = xq.shape[1], weight.packed.shape[1]
-    small = tile.outputs <= 128 and tile.outputs * tile.rows <= 64 * 64
-    runs = 2 if small and width % (2 * RUN) == 0 and takes_wide_steps(xq.device) else 1
-    fp8_block_kernel[grid](
-        storage(xq), storage(weight.packed), x_scale, weight.scale, weight.bias, out,
-        workspace.parts, workspace.arrivals, M=len(out), N=weight.outputs, K=inputs, width=width,
-        row_step=x_scale.stride(0), run_step=x_scale.stride(1), blocks=weight.scale.shape[1],
-        **places, OUTPUTS=tile.outputs, ROWS=tile.rows,
-        SPLITS=tile.splits, STAGES=tile.stages, RUNS=runs,
-        BAND=BAND, NATIVE=capability() >= 89, RAGGED=inputs != width,
-        BIAS=weight.bias is not None, num_warps=tile.warps, num_stages=tile.stages,
-        enable_fp_fusion=True, **overlap(),
-    )  # fmt: skip
-
-
-def _library_takes(weight: Fp8BlockWeight, out_dtype: torch.dtype) -> bool:
-    whole = weight.outputs % RUN == 0 and weight.inputs % RUN == 0
-    return whole and out_dtype in LIBRARY_TYPES and library_scales(weight.packed.device)
-
-
-def library_linear(
-    xq: Tensor, x_scale: Tensor, weight: Fp8BlockWeight, out_dtype: torch.dtype
-) -> Tensor:
-    """The same by cuBLASLt, on Hopper alone; N and K are multiples of 128.
-
-    It wants the scales of x by run, 16 bytes of a run at a time: rows are padded to fours, by what
-    lies in memory, since no row sees another.
-    """
-    rows, whole = xq.shape[0], xq.shape[0] + -xq.shape[0] % 4
-    if whole != rows:
-        padded = torch.empty((whole, xq.shape[1]), dtype=xq.dtype, device=xq.device)
-        padded[:rows].copy_(xq)
-        xq = padded
-    if whole != rows or x_scale.stride() != (1, rows):
-        by_run = torch.empty((x_scale.shape[1], whole), device=xq.device)
-        by_run[:, :rows].copy_(x_scale.t())
-        x_scale = by_run.t()
-    out = F.scaled_mm(
-        xq,
-        weight.packed.t(),
-        x_scale,
-        F.ScalingType.BlockWise1x128,
-        weight.scale.t(),
-        F.ScalingType.BlockWise128x128,
-        swizzle_a=F.SwizzleType.NO_SWIZZLE,
-        swizzle_b=F.SwizzleType.NO_SWIZZLE,
-        output_dtype=out_dtype,
-    )[:rows]
-    return out if weight.bias is None else out.add_(weight.bias)
+    bias = lay_bias(bias, q)
+    q = F.pad(q.view(torch.int8), (0, -inputs % RUN, 0, -outputs % 64)).view(q.dtype)
+    scale = F.pad(scale.detach().float(), (0, -scale.shape[-1] % 4))
+    return Fp8BlockWeight(q.contiguous(), scale.contiguous(), bias, outputs, inputs)

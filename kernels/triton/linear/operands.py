@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import ASM
-from kernels.triton.linear.packed import BLOCK
+from kernels.triton.linear.packing import BLOCK
 
 _FP16_4 = """{{ .reg .b32 a, t, bias, part, high;
 mov.b32 bias, 0x64086408;

@@ -12,9 +12,10 @@ x has fewer), so that the tile of the sum is transposed.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,15 +26,16 @@ from kernels.triton.common import (
     Workspace,
     announce,
     capability,
-    overlap,
     prefetch_lines,
     require,
-    sum_splits,
     takes_wide_steps,
     wait,
 )
-from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
-from kernels.triton.linear.packed import BLOCK, check_inputs, grid_of
+from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.launch import Product, launch_few_rows
+from kernels.triton.linear.packing import BLOCK
+from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
+from kernels.triton.linear.weight import GpuWeight, check_inputs
 from kernels.triton.tuning import Tile
 
 MANY_OUTPUTS = 16384  # of as many, cuBLAS is behind up to 64 rows; of fewer up to 16
@@ -90,88 +92,113 @@ def w16a16_kernel(
         acc = tl.dot(w, xt, acc)
     last = True
     if SPLITS > 1:
-        own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = row_tile * tl.num_programs(0) + tile
-        acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
+        acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
     if last:
         if BIAS:
             acc += tl.load(bias + n)[:, None].to(tl.float32)
-        place = out + m.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=real)
+        store_tile(acc, out, m, n, N, real)
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether tiles divide a weight, and it is of a type that `w16a16_linear` takes."""
+    """Whether tiles divide a weight, and it is of a type that the kernel takes."""
     outputs, inputs = weight.shape
     contiguous = weight.dtype in FLOATS and weight.is_contiguous()
     return contiguous and outputs % 64 == 0 and inputs % BLOCK == 0
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `w16a16_linear` is for a product on a GPU: few rows, and sizes that tiles divide."""
-    return (
-        x.is_cuda
-        and 0 < x.shape[0] <= (64 if weight.shape[0] >= MANY_OUTPUTS else 16)
-        and x.dtype == weight.dtype
-        and x.is_contiguous()
-        and fits(weight)
-    )
+@dataclass(frozen=True)
+class DenseWeight(GpuWeight):
+    """A weight [N, K] in the model's float type, with its bias [N] or None.
 
-
-def w16a16_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    workspace: Workspace,
-    out_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """x W^T + bias.
-
-    Args:
-        x: fp16 or bf16 [M, K], contiguous.
-        weight: [N, K] of that type, contiguous; N a multiple of 64, K of 128.
-        bias: Float [N] or None.
-        workspace: Of the stream that this runs in.
-        out_dtype: Element type of the result; by default that of x.
-        tile: How to cut it; by default the device's table says.
-        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
-
-    Returns:
-        [M, N] in `out_dtype`.
-
-    Raises:
-        ValueError: a shape or type does not fit, or the workspace is too small.
+    Quantized rows are dequantized: what no kernel of quantized weights takes is held so.
     """
-    require(
-        weight.dim() == 2 and fits(weight),
-        f"weight is {weight.dtype} {tuple(weight.shape)}; needed is contiguous float16 or bfloat16 "
-        f"[N, K], N in 64s and K in {BLOCK}s",
-    )
-    (rows, places), (outputs, inputs) = rows_of(x, sorted_rows), weight.shape
-    check_inputs(x, (weight.dtype,), inputs)
-    out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
-    if rows == 0:
-        return out
-    tma = capability() >= 90
-    if tile is None:
-        tile = tile_of("w16a16", x, outputs, inputs, sorted_rows)
-        if not takes_wide_steps(x.device):
-            tile = replace(tile, stages=min(tile.stages, 4), inputs=BLOCK)
-    require(inputs % tile.inputs == 0, f"{inputs} inputs are no multiple of {tile.inputs}")
-    columns = tiles = None
-    if tma:
-        if sorted_rows is None:
-            columns = TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs])
-        lines = outputs * (1 if sorted_rows is None else sorted_rows.total)
-        block = [tile.outputs, tile.inputs]
-        tiles = TensorDescriptor(weight, [lines, inputs], [inputs, 1], block)
-    w16a16_kernel[grid_of(tile, rows, outputs, workspace, sorted_rows)](
-        x, weight, columns, tiles, bias, out, workspace.parts, workspace.arrivals,
-        M=rows, N=outputs, K=inputs, **places,
-        OUTPUTS=tile.outputs, ROWS=tile.rows, BLOCK=tile.inputs, SPLITS=tile.splits,
-        STAGES=tile.stages, BIAS=bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, **overlap(),
-    )  # fmt: skip
-    return out
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def family(self) -> str:
+        """Under which the tables of tiles know the kernel."""
+        return "w16a16"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(N, K)."""
+        outputs, inputs = self.weight.shape
+        return outputs, inputs
+
+    @property
+    def takes_sorted_rows(self) -> bool:
+        """Whether tiles divide it."""
+        return fits(self.weight)
+
+    def run(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        workspace: Workspace,
+        dtype: torch.dtype = torch.bfloat16,
+        sorted_rows: SortedRows | None = None,
+        tile: Tile | None = None,
+    ) -> Tensor:
+        """x W^T + bias; see `GpuWeight.run`."""
+        if x_scale is not None:
+            if x_scale.numel() > len(x):  # a scale for each run of 128 inputs
+                x_scale = x_scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
+            x = (x.float() * x_scale).to(self.weight.dtype)
+        return super().run(x, None, workspace, dtype, sorted_rows, tile)
+
+    def check(self, x: Tensor, x_scale: Tensor | None) -> None:
+        """Nothing here: cuBLAS takes any size."""
+
+    def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile | None:
+        """None for cuBLAS, which takes many rows, and sizes that tiles do not divide."""
+        if sorted_rows is None and not self._few(x):
+            return None
+        return self.few_rows_tile(x, sorted_rows)
+
+    def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
+        """As the table or the rule says, with stages that fit."""
+        tile = super().few_rows_tile(x, sorted_rows)
+        if takes_wide_steps(x.device):
+            return tile
+        return replace(tile, stages=min(tile.stages, 4), inputs=BLOCK)
+
+    def _few(self, x: Tensor) -> bool:
+        """Whether the kernel is ahead of cuBLAS."""
+        return (
+            x.is_cuda
+            and 0 < x.shape[0] <= (64 if self.weight.shape[0] >= MANY_OUTPUTS else 16)
+            and x.dtype == self.weight.dtype
+            and x.is_contiguous()
+            and fits(self.weight)
+        )
+
+    def launch(self, product: Product, tile: Tile) -> None:
+        """Run the kernel; its operands are described for the TMA unit where there is one."""
+        x, weight, sorted_rows = product.x, self.weight, product.sorted_rows
+        outputs, inputs = weight.shape
+        require(
+            fits(weight),
+            f"weight is {weight.dtype} {tuple(weight.shape)}; needed is contiguous float16 or "
+            f"bfloat16 [N, K], N in 64s and K in {BLOCK}s",
+        )
+        check_inputs(x, (weight.dtype,), inputs)
+        require(inputs % tile.inputs == 0, f"{inputs} inputs are no multiple of {tile.inputs}")
+        columns = tiles = None
+        if capability() >= 90:
+            if sorted_rows is None:
+                columns = TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs])
+            lines = outputs * (1 if sorted_rows is None else sorted_rows.total)
+            block = [tile.outputs, tile.inputs]
+            tiles = TensorDescriptor(weight, [lines, inputs], [inputs, 1], block)
+        operands = (x, weight, columns, tiles)
+        launch_few_rows(w16a16_kernel, operands, self.bias, product, tile, BLOCK=tile.inputs)
+
+    def by_library(self, x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The same by cuBLAS."""
+        w = self.weight
+        if dtype == w.dtype or not x.is_cuda:
+            return F.linear(x, w, self.bias).to(dtype)
+        out = torch.mm(x, w.t(), out_dtype=dtype)  # logits: not rounded to the model's type
+        return out if self.bias is None else out + self.bias

@@ -1,30 +1,50 @@
 """W4A16: 4-bit weights in groups of inputs, fp16 or bf16 activations.
 
 How a weight lies in memory says `kernels.triton.linear.operands`, how it is multiplied
-`kernels.triton.linear.weight_only`.
+`kernels.triton.linear.weight_only`; on sm_90 more than some tens of rows go to
+`kernels.triton.linear.hopper.w4`, where it takes the weight.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from kernels.triton.common import Workspace
 from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.operands import pack_tiles
-from kernels.triton.linear.packed import GroupedWeight, check_grouped, lay_bias, lay_scales
-from kernels.triton.linear.weight_only import dequantize, weight_only_linear
+from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_tile, takes
+from kernels.triton.linear.launch import Product
+from kernels.triton.linear.weight_only import FloatInputWeight, pack_float_input
 from kernels.triton.tuning import Tile
 
 
-class W4A16Weight(GroupedWeight):
-    """A weight packed for `w4a16_linear`; `packed` is int32 [K / 128, N / 64, 1024]."""
+class W4A16Weight(FloatInputWeight):
+    """A 4-bit weight for float rows; `packed` is int32 [K / 128, N / 64, 1024]."""
+
+    BITS: ClassVar[int] = 4
+
+    @property
+    def tallest_tile(self) -> int:
+        """The most rows of a tile of sorted rows whose sums its kernel holds in registers."""
+        return 128
+
+    def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile | None:
+        """How a product is cut; None for cuBLAS, on a passing copy of the weight."""
+        found = None
+        if sorted_rows is None and takes(self, Levels(self.scale), dtype):
+            found = many_rows_tile(self.family, x.device, len(x), *self.size)
+        return found or self.plain_tile(x, dtype, sorted_rows)
+
+    def launch_many(self, product: Product, tile: Tile) -> None:
+        """Run the kernel for many rows."""
+        launch_w4(self, Levels(self.scale), product, tile)
 
 
 def pack_w4a16(
     q: Tensor, scale: Tensor, bias: Tensor | None = None, zero_point: Tensor | None = None
 ) -> W4A16Weight:
-    """Lay a quantized weight out for `w4a16_linear`, on the device it is on.
+    """Lay a quantized weight out, on the device it is on.
 
     Args:
         q: int8 [N, K] in [-8, 7]; N a multiple of 64, K of 128.
@@ -37,39 +57,4 @@ def pack_w4a16(
     Raises:
         ValueError: a shape, type or value is another.
     """
-    check_grouped(q, scale, zero_point, 4)
-    scales, group, zeros = lay_scales(scale, zero_point, q.shape[-1], 4)
-    return W4A16Weight(pack_tiles(q, 4), scales, lay_bias(bias, q), group, zeros)
-
-
-def dequantize_w4a16(weight: W4A16Weight, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in fp16 or bf16, scale and product rounded to it."""
-    return dequantize(weight, 4, dtype)
-
-
-def w4a16_linear(
-    x: Tensor,
-    weight: W4A16Weight,
-    workspace: Workspace,
-    tile: Tile | None = None,
-    out_dtype: torch.dtype | None = None,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """x W^T + bias.
-
-    Args:
-        x: fp16 or bf16 [M, K], contiguous.
-        weight: From `pack_w4a16`, on the device of `x`.
-        workspace: Of the stream that this runs in.
-        tile: How to cut it; by default the device's table says.
-        out_dtype: Element type of the result; by default that of `x`.
-        sorted_rows: Which rows are whose, if `weight` is the first of those of experts that lie one
-            behind the other: rows of `x` are tokens or pairs, those of the result pairs.
-
-    Returns:
-        [M, N]; sums in fp32.
-
-    Raises:
-        ValueError: a shape or type does not fit, or the workspace is too small.
-    """
-    return weight_only_linear(x, weight, 4, workspace, tile, out_dtype, sorted_rows)
+    return pack_float_input(W4A16Weight, q, scale, bias, zero_point)

@@ -37,29 +37,138 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
-from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
-from kernels.triton.linear.packed import (
-    BLOCK,
-    GroupedWeight,
-    check_grouped,
-    check_input_scale,
-    check_inputs,
-    fitting,
-    grid_of,
-    lay_bias,
-    lay_scales,
-)
+from kernels.triton.common import announce, wait
+from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_tile, takes
+from kernels.triton.linear.launch import Product, fitting, launch_few_rows
+from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
+from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
 from kernels.triton.linear.w4a8_operands import multiplied_operand, operand
+from kernels.triton.linear.weight import GroupedWeight, check_input_scale, check_inputs
 from kernels.triton.tuning import Tile, shared_memory
 from kernels.two_level import two_level
 
 LONGEST = 1 << 16  # inputs whose products an int32 holds
 
 
+@triton.jit
+def of_expert(
+    expert, packed, scale, N, K,
+    GROUP: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
+):  # fmt: skip
+    """Where the weight of an expert starts, and the scales of its groups."""
+    packed += expert.to(tl.int64) * (K // 2 * N)
+    if MULTIPLIERS:
+        scale += expert * (K // 128 * (N // 4) * MULTIPLIERS)
+    elif not EXACT:
+        scale += expert * (K // GROUP * N)
+    return packed, scale
+
+
+@triton.jit
+def multipliers_of(words, g, N, MULTIPLIERS: tl.constexpr):
+    """Multipliers of four outputs a word, of all groups of the g-th 128 inputs.
+
+    As many words as threads would send the weight by shared memory: groups are loaded one by one.
+    """
+    s = tl.load(words + g * (N * MULTIPLIERS // 4))
+    if MULTIPLIERS == 2:
+        s = tl.join(s, tl.load(words + 1 + g * (N // 2)))
+    elif MULTIPLIERS == 4:
+        odd = tl.join(tl.load(words + 1 + g * N), tl.load(words + 3 + g * N))
+        s = tl.join(tl.join(s, tl.load(words + 2 + g * N)), odd)
+    return s
+
+
+@triton.jit
+def scaled_sum(
+    acc, x_scale, unit, bias, row, there, n,
+    ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr, PER_ROW: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """A sum times the scales of rows (and of outputs, if EXACT), and the bias."""
+    sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
+    if EXACT:
+        if MULTIPLIERS == 0:
+            acc >>= 4
+        y = acc.to(tl.float32) * (sx[None, :] * tl.load(unit + n)[:, None])
+    else:
+        if not ZERO:
+            sx *= 0.0625
+        y = acc * sx[None, :]
+    if BIAS:
+        y += tl.load(bias + n)[:, None]
+    return y
+
+
+@triton.jit(do_not_specialize=["M"])
+def w4a8_kernel(
+    x, packed, x_scale, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
+    GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
+    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of outputs, split, tile of rows); EXACT is of two levels."""
+    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    share = tl.cdiv(K // 128, SPLITS)
+    first = split * share
+    n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    expert, m, row, there = rows_of_tile(
+        row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
+    )
+    if experts is not None:
+        if expert < 0:
+            return
+        packed, scale = of_expert(expert, packed, scale, N, K, GROUP, EXACT, MULTIPLIERS)
+        if EXACT:
+            unit += expert * N
+        if BIAS:
+            bias += expert * N
+    real = there[None, :]
+    tiles = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * (32 * GROUP)
+    tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
+    columns = x + row[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
+    if MULTIPLIERS:
+        words = tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)
+        words = scale + words * MULTIPLIERS
+    wait(OVERLAP)
+    announce(OVERLAP)
+    acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if EXACT else tl.float32)
+    for block in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
+        for i in tl.static_range(128 // GROUP):
+            g = block * (128 // GROUP) + i
+            w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
+            if MULTIPLIERS:
+                s = multipliers_of(words, g, N, MULTIPLIERS)
+            elif not EXACT:
+                s = tl.load(scale + g * N + n)
+            xt = tl.load(columns + g * GROUP, mask=real, other=0)
+            if MULTIPLIERS:
+                w = multiplied_operand(w, s)
+            elif ZERO:
+                w = operand(w, s & 15, ZERO)
+                s = (s & -16).to(tl.float32, bitcast=True)
+            else:
+                w = operand(w, 0, ZERO)
+            if EXACT:
+                acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
+            else:
+                exact = tl.dot(w, xt, out_dtype=tl.int32)
+                acc += exact.to(tl.float32) * s.to(tl.float32)[:, None]
+    last = True
+    if SPLITS > 1:
+        acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
+    if last:
+        y = scaled_sum(
+            acc, x_scale, unit, bias, row, there, n, ZERO, EXACT, MULTIPLIERS, PER_ROW, BIAS
+        )
+        store_tile(y, out, m, n, N, real)
+
+
 @dataclass(frozen=True)
 class W4A8Weight(GroupedWeight):
-    """A weight packed for `w4a8_linear`, two a byte.
+    """A 4-bit weight for int8 rows, two a byte.
 
     `packed` is int8 [K / 128, 128 / group, N / 64, 32 group], of two levels [K / 128, 1, N / 64,
     4096]; `scale` then int32 [K / 128, N / 4 * 128 / group], and of whole rows (`group` 0) empty.
@@ -71,30 +180,70 @@ class W4A8Weight(GroupedWeight):
     unit: Tensor | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return super().nbytes + (0 if self.unit is None else self.unit.nbytes)
-
-    @property
-    def outputs(self) -> int:
-        """N."""
-        return super().outputs if self.unit is None else len(self.unit)
-
-    @property
     def family(self) -> str:
-        """Under which tables of tiles know it."""
+        """Under which the tables of tiles know the kernels."""
         return "w4a8" if self.unit is None else "w4a8_two_level"
 
     @property
+    def size(self) -> tuple[int, int]:
+        """(N, K)."""
+        outputs, inputs = super().size
+        return (outputs if self.unit is None else len(self.unit)), inputs
+
+    @property
+    def levels(self) -> Levels:
+        """Scales as the kernel for many rows takes them."""
+        if self.unit is None:
+            return Levels(self.scale)
+        loaded = self.scale if self.group else self.unit
+        return Levels(loaded.view(torch.int8), self.multipliers, self.unit)
+
+    @property
     def multipliers(self) -> int:
-        """Of two levels: groups in 128 inputs; 0 of whole rows."""
-        return BLOCK // self.group if self.group else 0
+        """Of two levels: groups in 128 inputs; 0 of whole rows, and of one level."""
+        return BLOCK // self.group if self.group and self.unit is not None else 0
+
+    def check(self, x: Tensor, x_scale: Tensor | None) -> None:
+        """Raise ValueError unless rows are int8 of K inputs and have their scales."""
+        check_inputs(x, (torch.int8,), self.size[1])
+        check_input_scale(x_scale, len(x))
+
+    def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile:
+        """How a product is cut."""
+        found = None
+        if sorted_rows is None and takes(self, self.levels, dtype):
+            found = many_rows_tile(self.family, x.device, len(x), *self.size)
+        return found or self.few_rows_tile(x, sorted_rows)
+
+    def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
+        """As the table or the rule says, with stages that fit."""
+        tile = super().few_rows_tile(x, sorted_rows)
+        spread = 128 * tile.outputs if self.zero_points else 0  # to the places of weights
+        return fitting(tile, 64, 128, self.group, shared_memory(x.device) - spread)
+
+    def launch(self, product: Product, tile: Tile) -> None:
+        """Run the kernel for few rows.
+
+        Sums of groups are exact; sums over groups are of fp32, but of two levels, where all is
+        exact up to the scales. There a fused multiply-add would round once, the twin rounds twice.
+        """
+        exact = self.unit is not None
+        operands = (product.x, self.packed, product.x_scale, self.scale, self.unit)
+        launch_few_rows(
+            w4a8_kernel, operands, self.bias, product, tile, exact=exact, fused=not exact,
+            GROUP=BLOCK if exact else self.group, ZERO=self.zero_points, EXACT=exact,
+            MULTIPLIERS=self.multipliers, PER_ROW=product.per_row,
+        )  # fmt: skip
+
+    def launch_many(self, product: Product, tile: Tile) -> None:
+        """Run the kernel for many rows: the same bits but for the order of groups in a sum."""
+        launch_w4(self, self.levels, product, tile)
 
 
 def pack_w4a8(
     q: Tensor, scale: Tensor, bias: Tensor | None = None, zero_point: Tensor | None = None
 ) -> W4A8Weight:
-    """Lay a quantized weight out for `w4a8_linear`, on the device it is on.
+    """Lay a quantized weight out on the device it is on.
 
     Args:
         q: int8 [N, K] in [-8, 7]; N a multiple of 64, K of 128.
@@ -145,140 +294,3 @@ def _pack_two_level(q: Tensor, unit: Tensor, m: Tensor, bias: Tensor | None) -> 
     return W4A8Weight(
         _lay(q + 8, BLOCK), words.view(torch.int32), bias, min(group, BLOCK), False, unit
     )
-
-
-@triton.jit(do_not_specialize=["M"])
-def w4a8_kernel(
-    x, packed, x_scale, scale, unit, bias, out, parts, arrivals, experts, pairs, M, N, K,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, EXACT: tl.constexpr, MULTIPLIERS: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    SHARE: tl.constexpr, READY: tl.constexpr, WIDE: tl.constexpr, PER_ROW: tl.constexpr,
-    BIAS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Program (tile of outputs, split, tile of rows); EXACT is of two levels."""
-    tile, split, row_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    share = tl.cdiv(K // 128, SPLITS)
-    first = split * share
-    n = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    expert, m, row, there = rows_of_tile(
-        row_tile, M, experts, pairs, SHARE, ROWS, READY, WIDE, OVERLAP
-    )
-    if experts is not None:
-        if expert < 0:
-            return
-        packed += expert.to(tl.int64) * (K // 2 * N)
-        if MULTIPLIERS:
-            scale += expert * (K // 128 * (N // 4) * MULTIPLIERS)
-        elif not EXACT:
-            scale += expert * (K // GROUP * N)
-        if EXACT:
-            unit += expert * N
-        if BIAS:
-            bias += expert * N
-    real = there[None, :]
-    tiles = (tile * (OUTPUTS // 64) + tl.arange(0, OUTPUTS // 64))[:, None] * (32 * GROUP)
-    tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
-    columns = x + row[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
-    if MULTIPLIERS:
-        words = tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)
-        words = scale + words * MULTIPLIERS
-    wait(OVERLAP)
-    announce(OVERLAP)
-    acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if EXACT else tl.float32)
-    for block in tl.range(first, tl.minimum(first + share, K // 128), num_stages=STAGES):
-        for i in tl.static_range(128 // GROUP):
-            g = block * (128 // GROUP) + i
-            w = tl.load(tiles + g * (N * (GROUP // 2)), eviction_policy="evict_first")
-            if MULTIPLIERS:  # as many words as threads would send the weight by shared memory
-                s = tl.load(words + g * (N * MULTIPLIERS // 4))
-                if MULTIPLIERS == 2:
-                    s = tl.join(s, tl.load(words + 1 + g * (N // 2)))
-                elif MULTIPLIERS == 4:
-                    odd = tl.join(tl.load(words + 1 + g * N), tl.load(words + 3 + g * N))
-                    s = tl.join(tl.join(s, tl.load(words + 2 + g * N)), odd)
-            elif not EXACT:
-                s = tl.load(scale + g * N + n)
-            xt = tl.load(columns + g * GROUP, mask=real, other=0)
-            if MULTIPLIERS:
-                w = multiplied_operand(w, s)
-            elif ZERO:
-                w = operand(w, s & 15, ZERO)
-                s = (s & -16).to(tl.float32, bitcast=True)
-            else:
-                w = operand(w, 0, ZERO)
-            if EXACT:
-                acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
-            else:
-                exact = tl.dot(w, xt, out_dtype=tl.int32)
-                acc += exact.to(tl.float32) * s.to(tl.float32)[:, None]
-    last = True
-    if SPLITS > 1:
-        own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = row_tile * tl.num_programs(0) + tile
-        acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
-    if last:
-        sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
-        if EXACT:
-            if MULTIPLIERS == 0:
-                acc >>= 4
-            y = acc.to(tl.float32) * (sx[None, :] * tl.load(unit + n)[:, None])
-        else:
-            if not ZERO:
-                sx *= 0.0625
-            y = acc * sx[None, :]
-        if BIAS:
-            y += tl.load(bias + n)[:, None]
-        place = out + m.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(place, y.to(out.dtype.element_ty), mask=real)
-
-
-def w4a8_linear(
-    xq: Tensor,
-    x_scale: Tensor,
-    weight: W4A8Weight,
-    workspace: Workspace,
-    out_dtype: torch.dtype = torch.bfloat16,
-    tile: Tile | None = None,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """x W^T + bias of int8 x.
-
-    Args:
-        xq: int8 [M, K], contiguous.
-        x_scale: fp32, one element or [M, 1].
-        weight: From `pack_w4a8`, on the device of `xq`.
-        workspace: Of the stream that this runs in.
-        out_dtype: Element type of the result.
-        tile: How to cut it; by default the device's table says.
-        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
-
-    Returns:
-        [M, N] in `out_dtype`; sums of groups exact, sums over groups in fp32 but of two levels,
-        where all is exact up to the scales.
-
-    Raises:
-        ValueError: a shape or type does not fit, or the workspace is too small.
-    """
-    (rows, places), outputs, inputs = rows_of(xq, sorted_rows), weight.outputs, weight.inputs
-    check_inputs(xq, (torch.int8,), inputs)
-    check_input_scale(x_scale, len(xq))
-    out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
-    if rows == 0:
-        return out
-    if tile is None:
-        tile = tile_of(weight.family, xq, outputs, inputs, sorted_rows)
-        spread = 128 * tile.outputs if weight.zero_points else 0  # to the places of weights
-        tile = fitting(tile, 64, 128, weight.group, shared_memory(xq.device) - spread)
-    exact = weight.unit is not None
-    parts = workspace.parts.view(torch.int32) if exact else workspace.parts
-    w4a8_kernel[grid_of(tile, rows, outputs, workspace, sorted_rows)](
-        xq, weight.packed, x_scale, weight.scale, weight.unit, weight.bias, out, parts,
-        workspace.arrivals, M=rows, N=outputs, K=inputs, **places,
-        GROUP=BLOCK if exact else weight.group, ZERO=weight.zero_points,
-        EXACT=exact, MULTIPLIERS=weight.multipliers if exact else 0,
-        OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
-        PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages, **overlap(),
-        enable_fp_fusion=not exact,  # a fused multiply-add would round once
-    )  # fmt: skip
-    return out

@@ -6,25 +6,23 @@ How a weight lies in memory says `kernels.triton.linear.operands`, how it is mul
 
 from __future__ import annotations
 
-import torch
+from typing import ClassVar
+
 from torch import Tensor
 
-from kernels.triton.common import Workspace
-from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.linear.operands import pack_tiles
-from kernels.triton.linear.packed import GroupedWeight, check_grouped, lay_bias, lay_scales
-from kernels.triton.linear.weight_only import dequantize, weight_only_linear
-from kernels.triton.tuning import Tile
+from kernels.triton.linear.weight_only import FloatInputWeight, pack_float_input
 
 
-class W8A16Weight(GroupedWeight):
-    """A weight packed for `w8a16_linear`; `packed` is int32 [K / 128, N / 64, 2048]."""
+class W8A16Weight(FloatInputWeight):
+    """An int8 weight for float rows; `packed` is int32 [K / 128, N / 64, 2048]."""
+
+    BITS: ClassVar[int] = 8
 
 
 def pack_w8a16(
     q: Tensor, scale: Tensor, bias: Tensor | None = None, zero_point: Tensor | None = None
 ) -> W8A16Weight:
-    """Lay a quantized weight out for `w8a16_linear`, on the device it is on.
+    """Lay a quantized weight out, on the device it is on.
 
     Args:
         q: int8 [N, K]; N a multiple of 64, K of 128.
@@ -35,23 +33,4 @@ def pack_w8a16(
     Raises:
         ValueError: a shape or type is another.
     """
-    check_grouped(q, scale, zero_point, 8)
-    scales, group, zeros = lay_scales(scale, zero_point, q.shape[-1], 8, keep_whole=True)
-    return W8A16Weight(pack_tiles(q, 8), scales, lay_bias(bias, q), group, zeros)
-
-
-def dequantize_w8a16(weight: W8A16Weight, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in fp16 or bf16, the product in fp32 and rounded to it."""
-    return dequantize(weight, 8, dtype)
-
-
-def w8a16_linear(
-    x: Tensor,
-    weight: W8A16Weight,
-    workspace: Workspace,
-    tile: Tile | None = None,
-    out_dtype: torch.dtype | None = None,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """As `kernels.triton.linear.w4a16.w4a16_linear`, of a weight from `pack_w8a16`."""
-    return weight_only_linear(x, weight, 8, workspace, tile, out_dtype, sorted_rows)
+    return pack_float_input(W8A16Weight, q, scale, bias, zero_point)

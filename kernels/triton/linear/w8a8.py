@@ -22,7 +22,7 @@ go to cuBLASLt: 4096 took it 720 us on an H100 for 28672x4096, and the kernel 79
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -32,86 +32,25 @@ from torch import Tensor
 
 from kernels.triton.common import (
     AHEAD,
-    Workspace,
     announce,
-    capability,
     is_sm_90,
     library_scales,
-    overlap,
     prefetch,
     prefetch_lines,
     require,
-    sum_splits,
     takes_wide_steps,
     wait,
 )
-from kernels.triton.experts.sorting import COUNTED, SortedRows, rows_of, rows_of_tile
-from kernels.triton.linear.hopper.w8 import w8a8_many_kernel
-from kernels.triton.linear.packed import (
-    PackedWeight,
-    check_input_scale,
-    check_inputs,
-    fits_tiles,
-    grid_of,
-    lay_bias,
-)
-from kernels.triton.linear.w4_many import THREADS, describe
+from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.hopper.w8_launch import FAST_INPUTS, launch_w8, many_rows_rule
+from kernels.triton.linear.launch import COUNTED, Product, launch_few_rows
+from kernels.triton.linear.packing import BLOCK, fits_tiles, lay_bias
+from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
+from kernels.triton.linear.weight import GpuWeight, check_input_scale, check_inputs
 from kernels.triton.tuning import Tile, measured_tile, multiprocessors, rule
 
-BLOCK = 128  # inputs of a run
 FAMILY = {torch.int8: "w8a8", torch.float8_e4m3fn: "fp8"}
 LIBRARY_ROWS = 256  # of fp8: beyond these cuBLASLt is ahead on sm_90
-FAST_INPUTS = 8192  # the tensor cores' own sums of more are off by a good part of e4m3's rounding
-SEGMENT = 16  # runs of 128 inputs
-LONG = 128 * 128  # results of a tile for which registers hold two sums
-BAND_ROWS = 4096  # whose tiles follow each other, so that weights and x stay in L2
-MANY = tuple(
-    Tile(*sizes, 8, True)
-    for sizes in ((256, 128, 1, 4), (128, 256, 1, 4), (128, 128, 1, 6), (128, 64, 1, 8))
-)  # tiles of many rows: as deep a ring as fits in shared memory
-
-
-class W8A8Weight(PackedWeight):
-    """A weight packed for `w8a8_linear`: int8 [K / 128, N, 128] or e4m3 [N, K], `scale` fp32 [N].
-
-    Both are contiguous: the kernels rely on it, and copies of a weight keep it.
-    """
-
-    @property
-    def outputs(self) -> int:
-        """N."""
-        return len(self.scale)
-
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return self.packed.numel() // self.outputs
-
-
-def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weight:
-    """Lay a quantized weight out for `w8a8_linear`, on the device it is on.
-
-    Args:
-        q: int8 or e4m3, [N, K]; N a multiple of 64, K of 128.
-        scale: fp32 [N] or [N, 1].
-        bias: Float [N] or None.
-
-    Raises:
-        ValueError: a shape or type is another.
-    """
-    require(
-        fits_tiles(q) and q.dtype in FAMILY,
-        f"weight is {q.dtype} {tuple(q.shape)}; needed is int8 or float8_e4m3fn [N, K], N in 64s "
-        f"and K in {BLOCK}s",
-    )
-    of_rows = q.shape[:-1]
-    outputs = of_rows.numel()
-    require(scale.numel() == outputs, f"{scale.numel()} scales for {outputs} outputs")
-    packed = q.contiguous()
-    if q.dtype == torch.int8:
-        packed = packed.view(*of_rows, -1, BLOCK).transpose(-3, -2).contiguous()
-    flat = scale.detach().float().reshape(of_rows).contiguous()
-    return W8A8Weight(packed, flat, lay_bias(bias, q))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -160,87 +99,131 @@ def w8a8_kernel(
         acc = tl.dot(w, xt, acc, out_dtype=SUM, max_num_imprecise_acc=128)
     last = True
     if SPLITS > 1:
-        own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = row_tile * tl.num_programs(0) + tile
-        acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
+        acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
     if last:
         sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
         y = acc.to(tl.float32) * (sx[None, :] * tl.load(w_scale + n)[:, None])
         if BIAS:
             y += tl.load(bias + n)[:, None]
-        place = out + m.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(place, y.to(out.dtype.element_ty), mask=real)
+        store_tile(y, out, m, n, N, real)
 
 
-def w8a8_linear(
-    xq: Tensor,
-    x_scale: Tensor,
-    weight: W8A8Weight,
-    workspace: Workspace,
-    out_dtype: torch.dtype = torch.bfloat16,
-    tile: Tile | None = None,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """acc * (x_scale * w_scale) + bias.
+@dataclass(frozen=True)
+class W8A8Weight(GpuWeight):
+    """A weight of 8 bits for rows of its type.
 
-    Args:
-        xq: int8 or e4m3 [M, K], contiguous, of the weight's type.
-        x_scale: fp32, one element or [M, 1].
-        weight: From `pack_w8a8`, on the device of `xq`.
-        workspace: Of the stream that this runs in.
-        out_dtype: Element type of the result.
-        tile: How to cut it; by default the device's table says.
-        sorted_rows: As in `kernels.triton.linear.w4a16.w4a16_linear`.
-
-    Returns:
-        [M, N] in `out_dtype`.
-
-    Raises:
-        ValueError: a shape or type does not fit, or the workspace is too small.
+    Attributes:
+        packed: int8 [K / 128, N, 128] or e4m3 [N, K], contiguous, as copies of a weight keep it.
+        scale: fp32 [N].
+        bias: fp32 [N] or None.
     """
-    (rows, places), outputs, inputs = rows_of(xq, sorted_rows), weight.outputs, weight.inputs
-    check_inputs(xq, (weight.packed.dtype,), inputs)
-    check_input_scale(x_scale, len(xq))
-    family, number = FAMILY[xq.dtype], len(sorted_rows.experts) if sorted_rows else 0
-    height = sorted_rows.rows if sorted_rows else rows
-    tile = tile or tile_of(family, xq.device, height, outputs, inputs, out_dtype, number)
-    if tile is None:
-        return _library_linear(xq, x_scale, weight, out_dtype)
-    out = torch.empty((rows, outputs), dtype=out_dtype, device=xq.device)
-    if rows == 0:
-        return out
-    if tile.persistent:
-        _launch_many(xq, x_scale, weight, workspace, out, tile)
-    else:
-        grid = grid_of(tile, rows, outputs, workspace, sorted_rows)
-        _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places)
-    return out
+
+    packed: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    @property
+    def family(self) -> str:
+        """Under which the tables of tiles know the kernels."""
+        return FAMILY[self.packed.dtype]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(N, K)."""
+        outputs = len(self.scale)
+        return outputs, self.packed.numel() // outputs
+
+    @property
+    def tallest_tile(self) -> int:
+        """The most rows of a tile of sorted rows whose sums its kernel holds in registers."""
+        return 128 if self.packed.dtype == torch.int8 else 64
+
+    def check(self, x: Tensor, x_scale: Tensor | None) -> None:
+        """Raise ValueError unless rows are of the weight's type and have their scales."""
+        check_inputs(x, (self.packed.dtype,), self.size[1])
+        check_input_scale(x_scale, len(x))
+
+    def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile | None:
+        """How a product is cut; None for cuBLASLt."""
+        if sorted_rows is not None:
+            return self.few_rows_tile(x, sorted_rows)
+        return tile_of(self.family, x.device, len(x), *self.size, dtype)
+
+    def plain_tile(
+        self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None
+    ) -> Tile | None:
+        """The same if there were no kernel for many rows."""
+        library = self.family == "fp8" and len(x) > 64 and _library_gives(dtype, x.device)
+        return None if library and sorted_rows is None else self.few_rows_tile(x, sorted_rows)
+
+    def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
+        """By rule."""
+        if sorted_rows is None:
+            return _few_rows(self.family, x.device, len(x), *self.size)
+        row_tiles = len(sorted_rows.experts)
+        return _few_rows(self.family, x.device, sorted_rows.rows, *self.size, row_tiles)
+
+    def launch(self, product: Product, tile: Tile) -> None:
+        """Run the kernel for few rows."""
+        x, (outputs, inputs) = product.x, self.size
+        integers = x.dtype == torch.int8
+        require(self.packed.is_contiguous(), "the packed weight is not contiguous")
+        block = BLOCK if integers or inputs % tile.inputs else tile.inputs
+        step, pitch = (outputs * BLOCK, BLOCK) if integers else (block, inputs)
+        launch_few_rows(
+            w8a8_kernel, (x, self.packed, product.x_scale, self.scale), self.bias, product, tile,
+            exact=integers, fused=False, wide=outputs * inputs > COUNTED,
+            step=step, pitch=pitch, BLOCK=block, PER_ROW=product.per_row,
+            SUM=tl.int32 if integers else tl.float32,
+        )  # fmt: skip
+
+    def launch_many(self, product: Product, tile: Tile) -> None:
+        """Run the kernel for many rows."""
+        launch_w8(self.packed, self.scale, self.bias, product, tile)
+
+    def by_library(self, x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """fp8 by cuBLASLt; the scale of a tensor is spread over the rows."""
+        assert x_scale is not None
+        out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            x,
+            self.packed.t(),
+            scale_a=x_scale.reshape(-1, 1).expand(x.shape[0], 1).contiguous(),
+            scale_b=self.scale.reshape(1, -1),
+            out_dtype=dtype,
+            use_fast_accum=x.shape[1] <= FAST_INPUTS,
+        )
+        return out if self.bias is None else out.add_(self.bias)
 
 
 @cache
 def tile_of(
-    family: str, device: torch.device, rows: int, outputs: int, inputs: int,
-    dtype: torch.dtype = torch.bfloat16, row_tiles: int = 0,
-) -> Tile | None:  # fmt: skip
-    """Measured, else by rule: that of many rows on sm_90, where outputs fit. None: cuBLASLt's.
-
-    Of several `row_tiles` of experts always that of few rows, by rule.
-    """
-    wide = family == "fp8" and inputs % 256 == 0 and takes_wide_steps(device)
-    step = 2 * BLOCK if wide else BLOCK
-    if row_tiles:
-        own = rule(family, multiprocessors(device), rows, outputs, inputs, row_tiles)
-        return replace(own, inputs=step)
+    family: str,
+    device: torch.device,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tile | None:
+    """Measured, else by rule: that of many rows on sm_90, where outputs fit. None: cuBLASLt's."""
     library = family == "fp8" and _library_gives(dtype, device)
     if library and rows > LIBRARY_ROWS:
         return None
     found = measured_tile(family, device, rows, outputs, inputs)
-    processors = multiprocessors(device)
     if found is None and is_sm_90(device):
-        found = many_rows_rule(processors, rows, outputs, family == "fp8" and inputs > FAST_INPUTS)
+        long = family == "fp8" and inputs > FAST_INPUTS
+        found = many_rows_rule(multiprocessors(device), rows, outputs, long)
     if found or (library and rows > 64):
         return found
-    return replace(rule(family, processors, rows, outputs, inputs), inputs=step)
+    return _few_rows(family, device, rows, outputs, inputs)
+
+
+def _few_rows(
+    family: str, device: torch.device, rows: int, outputs: int, inputs: int, row_tiles: int = 1
+) -> Tile:
+    """By rule; fp8 takes steps of 256 inputs where they fit, whole lines of its rows in memory."""
+    own = rule(family, multiprocessors(device), rows, outputs, inputs, row_tiles)
+    wide = family == "fp8" and inputs % 256 == 0 and takes_wide_steps(device)
+    return replace(own, inputs=2 * BLOCK if wide else BLOCK)
 
 
 def _library_gives(dtype: torch.dtype, device: torch.device) -> bool:
@@ -248,81 +231,27 @@ def _library_gives(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cuda" and (dtype == torch.bfloat16 or library_scales(device))
 
 
-def many_rows_rule(processors: int, rows: int, outputs: int, long: bool = False) -> Tile | None:
-    """The tile of the shortest time, if a round of tiles takes as long as a tile has results.
+def pack_w8a8(q: Tensor, scale: Tensor, bias: Tensor | None = None) -> W8A8Weight:
+    """Lay a quantized weight out on the device it is on.
 
-    What a tile costs beyond that is worth some 4096 results, as measured on an H100. `long` sums of
-    fp8 need registers of their own. None for few rows.
+    Args:
+        q: int8 or e4m3, [N, K]; N a multiple of 64, K of 128.
+        scale: fp32 [N] or [N, 1].
+        bias: Float [N] or None.
+
+    Raises:
+        ValueError: a shape or type is another.
     """
-
-    def rounds(tile: Tile) -> int:
-        tiles = -(-rows // tile.rows) * (outputs // tile.outputs)
-        return -(-tiles // processors) * (tile.rows * tile.outputs + 4096)
-
-    fitting = many_rows_tiles(outputs, long)
-    return min(fitting, key=rounds) if rows > 64 and fitting else None
-
-
-def many_rows_tiles(outputs: int, long: bool) -> list[Tile]:
-    """The tiles of many rows that fit; see `many_rows_rule`."""
-    most = LONG if long else 2 * LONG
-    return [t for t in MANY if outputs % t.outputs == 0 and t.rows * t.outputs <= most]
-
-
-def _launch_swapped(xq, x_scale, weight, workspace, out, tile, grid, places) -> None:
-    (rows, outputs), inputs = out.shape, xq.shape[1]
-    integers, parts = xq.dtype == torch.int8, workspace.parts
-    if tile.splits > 1 and integers:
-        parts = parts.view(torch.int32)
-    require(weight.packed.is_contiguous(), "the packed weight is not contiguous")
-    block = BLOCK if integers or inputs % tile.inputs else tile.inputs
-    step, pitch = (outputs * BLOCK, BLOCK) if integers else (block, inputs)
-    places["WIDE"] |= outputs * inputs > COUNTED
-    w8a8_kernel[grid](
-        xq, weight.packed, x_scale, weight.scale, weight.bias, out, parts, workspace.arrivals,
-        M=rows, N=outputs, K=inputs, step=step, pitch=pitch, **places,
-        OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages, BLOCK=block,
-        PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None,
-        SUM=tl.int32 if integers else tl.float32, **overlap(),
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _launch_many(xq, x_scale, weight, workspace, out, tile) -> None:
-    (rows, inputs), outputs = xq.shape, out.shape[1]
-    require(capability() == 90, f"{tile} is for sm_90; this is sm_{capability()}")
     require(
-        outputs % tile.outputs == 0 and tile.outputs % 128 == 0 and tile.splits == 1,
-        f"{tile} for {outputs} outputs; needed are 128 or 256 outputs, a divisor, and no splits",
+        fits_tiles(q) and q.dtype in FAMILY,
+        f"weight is {q.dtype} {tuple(q.shape)}; needed is int8 or float8_e4m3fn [N, K], N in 64s "
+        f"and K in {BLOCK}s",
     )
-    groups, row_tiles = inputs // BLOCK, -(-rows // tile.rows)
-    tiles = row_tiles * (outputs // tile.outputs)
-    programs = min(multiprocessors(xq.device), tiles)
-    long = xq.dtype != torch.int8 and inputs > FAST_INPUTS
-    require(
-        not long or tile.rows * tile.outputs <= LONG,
-        f"{tile} for {inputs} inputs; of more than {FAST_INPUTS} a tile has {LONG} results at most",
-    )
-    packed = weight.packed.view(-1, weight.packed.shape[-1])
-    w8a8_many_kernel[(programs,)](
-        describe(xq, [tile.rows, BLOCK]),
-        describe(packed, [tile.outputs, BLOCK]),
-        describe(out, [min(128 // out.itemsize, tile.rows), 64]),
-        x_scale, weight.scale, weight.bias, rows, outputs, tiles, groups, row_tiles,
-        BAND=BAND_ROWS // tile.rows, STAGES=tile.stages, SEGMENT=SEGMENT if long else 0,
-        PER_ROW=int(x_scale.numel() > 1), BIAS=weight.bias is not None, enable_fp_fusion=False,
-        num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
-    )  # fmt: skip
-
-
-def _library_linear(xq, x_scale, weight, out_dtype) -> Tensor:
-    """fp8 by cuBLASLt; the scale of a tensor is spread over the rows."""
-    out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        xq,
-        weight.packed.t(),
-        scale_a=x_scale.reshape(-1, 1).expand(xq.shape[0], 1).contiguous(),
-        scale_b=weight.scale.reshape(1, -1),
-        out_dtype=out_dtype,
-        use_fast_accum=xq.shape[1] <= FAST_INPUTS,
-    )
-    return out if weight.bias is None else out.add_(weight.bias)
+    of_rows = q.shape[:-1]
+    outputs = of_rows.numel()
+    require(scale.numel() == outputs, f"{scale.numel()} scales for {outputs} outputs")
+    packed = q.contiguous()
+    if q.dtype == torch.int8:
+        packed = packed.view(*of_rows, -1, BLOCK).transpose(-3, -2).contiguous()
+    flat = scale.detach().float().reshape(of_rows).contiguous()
+    return W8A8Weight(packed, flat, lay_bias(bias, q))

@@ -17,16 +17,22 @@ dequantized to a passing copy, and cuBLAS does the rest.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.common import Workspace, announce, overlap, sum_splits, wait
-from kernels.triton.experts.sorting import SortedRows, rows_of, rows_of_tile, tile_of
-from kernels.triton.linear.operands import beside, quarters
-from kernels.triton.linear.packed import BLOCK, GroupedWeight, check_inputs, fitting, grid_of
+from kernels.triton.common import announce, wait
+from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.launch import Product, fitting, launch_few_rows
+from kernels.triton.linear.operands import beside, pack_tiles, quarters
+from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
+from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
+from kernels.triton.linear.weight import GroupedWeight, check_inputs
 from kernels.triton.tuning import Tile, shared_memory
 
 LIBRARY_ROWS = 512
@@ -134,16 +140,13 @@ def weight_only_kernel(
             acc += tl.dot(w, xt) * s0.to(tl.float32)[:, None]
     last = True
     if SPLITS > 1:
-        own = tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        number = row_tile * tl.num_programs(0) + tile
-        acc, last = sum_splits(acc, parts, arrivals, number, split, own, real, SPLITS)
+        acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
     if last:
         if GROUP == 0:
             acc *= s0.to(tl.float32)[:, None]
         if BIAS:
             acc += tl.load(bias + n)[:, None]
-        place = out + m.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=real)
+        store_tile(acc, out, m, n, N, real)
 
 
 @triton.jit
@@ -169,44 +172,74 @@ def dequantize_kernel(
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(DT))
 
 
-def dequantize(weight: GroupedWeight, bits: int, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in fp16 or bf16; of 4 bits, scale and product are rounded to it."""
-    outputs, inputs = weight.outputs, weight.inputs
-    out = torch.empty((outputs, inputs), dtype=dtype, device=weight.packed.device)
-    dequantize_kernel[(outputs // 64, inputs // BLOCK)](
-        weight.packed, weight.scale, out, outputs, inputs,
-        BITS=bits, GROUP=weight.group, ZERO=weight.zero_points, enable_fp_fusion=True,
-    )  # fmt: skip
-    return out
+@dataclass(frozen=True)
+class FloatInputWeight(GroupedWeight):
+    """A weight of 4 or 8 bits that float rows are multiplied by.
 
+    `packed` is int32 [K / 128, N / 64, 256 BITS] (`kernels.triton.linear.operands`).
+    """
 
-def weight_only_linear(
-    x: Tensor,
-    weight: GroupedWeight,
-    bits: int,
-    workspace: Workspace,
-    tile: Tile | None,
-    out_dtype: torch.dtype | None = None,
-    sorted_rows: SortedRows | None = None,
-) -> Tensor:
-    """x W^T + bias, of weights of 4 or 8 bits; see `kernels.triton.linear.w4a16.w4a16_linear`."""
-    (rows, places), outputs, inputs = rows_of(x, sorted_rows), weight.outputs, weight.inputs
-    check_inputs(x, FLOATS, inputs)
-    if tile is None and sorted_rows is None and rows > LIBRARY_ROWS:
-        bias = None if weight.bias is None else weight.bias.to(x.dtype)
-        return F.linear(x, dequantize(weight, bits, x.dtype), bias).to(out_dtype or x.dtype)
-    out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
-    if rows == 0:
+    BITS: ClassVar[int]
+
+    @property
+    def family(self) -> str:
+        """Under which the tables of tiles know the kernel."""
+        return f"w{self.BITS}a16"
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K] in fp16 or bf16; of 4 bits, scale and product are rounded to it.
+
+        Of 8 bits the product is one of fp32, and rounded once.
+        """
+        outputs, inputs = self.size
+        out = torch.empty((outputs, inputs), dtype=dtype, device=self.packed.device)
+        dequantize_kernel[(outputs // 64, inputs // BLOCK)](
+            self.packed, self.scale, out, outputs, inputs, BITS=self.BITS, GROUP=self.group,
+            ZERO=self.zero_points, enable_fp_fusion=True,
+        )  # fmt: skip
         return out
-    if tile is None:
-        tile = tile_of(f"w{bits}a16", x, outputs, inputs, sorted_rows)
-        tile = fitting(tile, 16 * bits, 256, weight.group, shared_memory(x.device))
-    sums = tile.rows * (BLOCK // weight.group if weight.group else 0)
-    weight_only_kernel[grid_of(tile, rows, outputs, workspace, sorted_rows)](
-        x, weight.packed, weight.scale, weight.bias, out, workspace.parts, workspace.arrivals,
-        M=rows, N=outputs, K=inputs, **places, BITS=bits, GROUP=weight.group,
-        ZERO=weight.zero_points, OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits,
-        STAGES=tile.stages, SCALE_WEIGHT=bits == 4 and sums > 64, BIAS=weight.bias is not None,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True, **overlap(),
-    )  # fmt: skip
-    return out
+
+    def check(self, x: Tensor, x_scale: Tensor | None) -> None:
+        """Raise ValueError unless rows are floats of K inputs."""
+        check_inputs(x, FLOATS, self.size[1])
+
+    def plain_tile(
+        self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None
+    ) -> Tile | None:
+        """How a product is cut; None for cuBLAS, on a passing copy of the weight."""
+        if sorted_rows is None and len(x) > LIBRARY_ROWS:
+            return None
+        return self.few_rows_tile(x, sorted_rows)
+
+    def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
+        """As the table or the rule says, with stages that fit."""
+        tile = super().few_rows_tile(x, sorted_rows)
+        return fitting(tile, 16 * self.BITS, 256, self.group, shared_memory(x.device))
+
+    def launch(self, product: Product, tile: Tile) -> None:
+        """Run the kernel."""
+        sums = tile.rows * (BLOCK // self.group if self.group else 0)
+        launch_few_rows(
+            weight_only_kernel, (product.x, self.packed, self.scale), self.bias, product, tile,
+            BITS=self.BITS, GROUP=self.group, ZERO=self.zero_points,
+            SCALE_WEIGHT=self.BITS == 4 and sums > 64,
+        )  # fmt: skip
+
+    def by_library(self, x: Tensor, x_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The same by cuBLAS."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.dequantize(x.dtype), bias).to(dtype)
+
+
+def pack_float_input(
+    kind: type[FloatInputWeight],
+    q: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    zero_point: Tensor | None,
+) -> Any:
+    """Lay a weight out; see `kernels.triton.linear.w4a16.pack_w4a16`."""
+    bits = kind.BITS
+    check_grouped(q, scale, zero_point, bits)
+    laid, group, zeros = lay_scales(scale, zero_point, q.shape[-1], bits, keep_whole=bits == 8)
+    return kind(pack_tiles(q, bits), laid, lay_bias(bias, q), group, zeros)

@@ -77,7 +77,7 @@ def test_layers_of_an_expert_may_differ_in_their_kernels(families):
     """Many rows of each expert, in tiles that both kernels take."""
     from inference.gpu.experts import MergedExperts
     from inference.gpu.feed_forward import _all_at_once
-    from kernels.triton.linear.dispatch import InputFormat
+    from kernels.triton.linear.weight import InputFormat
     from tests.kernels.expert_cases import make_weights
 
     torch.manual_seed(0)
@@ -142,20 +142,20 @@ def test_experts_that_no_kernel_takes_at_once_run_one_by_one(make_model, make_qu
 def one_by_one(path: str, reason: str):
     from inference.gpu import layers
     from inference.models import read
-    from kernels.triton.linear import dispatch as linear
+    from kernels.triton.linear.w16a16 import DenseWeight
 
     lines: list[str] = []
     log = logging.getLogger("ptq.inference")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     log.addHandler(handler)
-    pack, count = linear.pack, iter(range(100))
+    pack, count = layers.pack, iter(range(100))
 
     def unlike(*args, **kwargs):
         """Every third layer is dequantized."""
         own = pack(*args, **kwargs)
         values = dequantize(*args[:3]).half()
-        return linear.DenseWeight(values, None) if next(count) % 3 == 0 else own
+        return DenseWeight(values, None) if next(count) % 3 == 0 else own
 
     with pytest.MonkeyPatch.context() as patch:
         if "alike" in reason:

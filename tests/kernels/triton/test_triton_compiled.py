@@ -24,9 +24,9 @@ def expected(capability: int, kind: str) -> str:
 @compiled
 def test_linear_layers(capability):
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.tuning import Tile
 
     workspace = Workspace.on("cpu", 1 << 20, 64)
@@ -41,15 +41,17 @@ def test_linear_layers(capability):
         (torch.bfloat16, r"bf16\.bf16", Tile(256, 16, 1, 5 if hopper else 3)),
     )[: 2 if hopper else 1]:
         weight, own = pack_w4a16(q, scale.to(dtype)), x.to(dtype)
-        calls.append((kind, lambda w=weight, y=own, t=tile: w4a16_linear(y, w, workspace, t)))
-        calls.append(("", lambda w=weight, d=dtype: dequantize_w4a16(w, d)))
+        calls.append(
+            (kind, lambda w=weight, y=own, t=tile: w.run(y, None, workspace, y.dtype, tile=t))
+        )
+        calls.append(("", lambda w=weight, d=dtype: w.dequantize(d)))
     for tile in (Tile(64, 16, 4, 4), Tile(256, 16, 1, 5))[: 2 if hopper else 1]:
-        calls.append((r"s8\.s8", lambda t=tile: w4a8_linear(x, one, w4, workspace, tile=t)))
-    calls.append((r"s8\.s8", lambda: w8a8_linear(x, one, w8, workspace, tile=Tile(64, 16, 3, 4))))
+        calls.append((r"s8\.s8", lambda t=tile: w4.run(x, one, workspace, tile=t)))
+    calls.append((r"s8\.s8", lambda: w8.run(x, one, workspace, tile=Tile(64, 16, 3, 4))))
     if capability >= 89:
         f8, own8 = pack_w8a8(q.to(FP8), scale[:, 0]), x.to(FP8)
         tile8 = Tile(64, 16, 3, 3)
-        calls.append((r"e4m3\.e4m3", lambda: w8a8_linear(own8, one, f8, workspace, tile=tile8)))
+        calls.append((r"e4m3\.e4m3", lambda: f8.run(own8, one, workspace, tile=tile8)))
     for kind, call in calls:
         with building_for(capability) as built:
             call()
@@ -70,14 +72,16 @@ def test_linear_layers(capability):
 def test_weights_of_16_bits(capability):
     """Tiles of the rule, which fit; loads of several run ahead, by TMA where there is one."""
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.w16a16 import w16a16_linear
+    from kernels.triton.linear.w16a16 import DenseWeight
 
     hopper, workspace = capability == 90, Workspace.on("cpu", 1 << 20, 64)
-    weight = torch.zeros(512, 4096).bfloat16()
+    values = torch.zeros(512, 4096).bfloat16()
+    weight = DenseWeight(values, values[:, 0].contiguous())
     for rows in (1, 16, 64):
         x = torch.zeros(rows, 4096).bfloat16()
         with building_for(capability) as built:
-            w16a16_linear(x, weight, weight[:, 0].contiguous(), workspace, torch.float32)
+            tile = weight.few_rows_tile(x)
+            weight.run(x, None, workspace, torch.float32, tile=tile)
         (binary,) = built
         assert binary.stack == 0
         assert binary.shared <= (232448 if hopper else 101376), binary.shared
@@ -96,14 +100,15 @@ def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability):
     from kernels.triton import common, tuning
     from kernels.triton.common import Workspace
     from kernels.triton.linear import w4a8, w8a8, weight_only
-    from kernels.triton.linear.fp8_block import fp8_block_linear, pack_fp8_block
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
-    from kernels.triton.linear.w8a16 import pack_w8a16, w8a16_linear
-    from kernels.triton.linear.w16a16 import w16a16_linear
+    from kernels.triton.linear.fp8_block import pack_fp8_block
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w8a8 import pack_w8a8
+    from kernels.triton.linear.w8a16 import pack_w8a16
+    from kernels.triton.linear.w16a16 import DenseWeight
 
     q, ones = torch.zeros(512, 4096, dtype=torch.int8), torch.ones(512, 1)
-    w16, w8, f8 = q.bfloat16(), pack_w8a16(q, ones), pack_w8a8(q.to(FP8), ones)
+    w16 = DenseWeight(q.bfloat16(), None)
+    w8, f8 = pack_w8a16(q, ones), pack_w8a8(q.to(FP8), ones)
     blocks, of_runs = pack_fp8_block(q.to(FP8), torch.ones(4, 32)), torch.ones(64, 32)
     fine = pack_w8a16(q, torch.ones(512, 128), None, q[:, ::32].contiguous())
     workspace, one = Workspace.on("cpu", 1 << 20, 64), torch.ones(1)
@@ -123,12 +128,12 @@ def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability):
         ):
             tuning.gemm_tile.cache_clear()
             w8a8.tile_of.cache_clear()
-            w16a16_linear(x, w16, None, workspace)
-            w8a16_linear(x, w8, workspace)
-            w8a16_linear(x, fine, workspace)
-            w4a8_linear(x.to(torch.int8), one, w4, workspace)
-            w8a8_linear(x.to(FP8), one, f8, workspace)
-            fp8_block_linear(x.to(FP8), of_runs[:rows], blocks, workspace)
+            w16.run(x, None, workspace, tile=w16.few_rows_tile(x))
+            w8.run(x, None, workspace)
+            fine.run(x, None, workspace)
+            w4.run(x.to(torch.int8), one, workspace)
+            f8.run(x.to(FP8), one, workspace)
+            blocks.run(x.to(FP8), of_runs[:rows], workspace)
         assert len(built) == 6
         for binary in built:
             assert binary.shared <= 101376, binary.shared
@@ -140,13 +145,13 @@ def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability):
 def test_weights_go_to_the_tensor_cores_through_registers():
     """No conversion of a 4-bit weight by shared memory: nothing is stored there but by loads."""
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.tuning import Tile
 
     q, scale = torch.zeros(256, 1024, dtype=torch.int8), torch.ones(256, 8)
     x, tile = torch.zeros(16, 1024).half(), Tile(128, 16, 1, 5)
     with building_for(90) as built:
-        w4a16_linear(x, pack_w4a16(q, scale), Workspace.on("cpu", 1, 1), tile)
+        pack_w4a16(q, scale).run(x, None, Workspace.on("cpu", 1, 1), x.dtype, tile=tile)
     assert built[0].count(r"st\.shared|stmatrix") <= 8, "the result's alone"
     assert built[0].count(r"wgmma\.mma_async\S*f16\.f16 +\{[^}]*\}, *\{"), "left from registers"
 

@@ -55,7 +55,6 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
     """
     from kernels.triton.common import Workspace
     from kernels.triton.experts.sorting import sort_by_expert
-    from kernels.triton.linear.dispatch import linear
 
     torch.manual_seed(0)
     weights, plain = make_weights(family, EXPERTS, 128, 256)
@@ -67,7 +66,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
 
         def by_expert(x, scales, chosen):
             pairs = sort_by_expert(chosen, EXPERTS, 16)
-            return linear(x, scales, weights[0], workspace, torch.float32, pairs)
+            return weights[0].run(x, scales, workspace, torch.float32, pairs)
 
         got = by_expert(x, scales, chosen)
         source = torch.arange(tokens * each) // (tokens * each // rows)
@@ -76,7 +75,7 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
             own = source[owners == e]
             part = None if scales is None else scales[own]
             wanted[owners == e] = plain[e](plain_rows(x[own], part))
-            alone[owners == e] = linear(x[own], part, weights[e], workspace, torch.float32)
+            alone[owners == e] = weights[e].run(x[own], part, workspace, torch.float32)
         if family in EXACT:
             assert torch.equal(got, alone)
         for found in (got, alone):
@@ -97,13 +96,8 @@ def test_places_of_more_than_32_bits(family):
     """As those of 128k tokens of 28672 inputs: the same sums, of all rows and of experts'."""
     from kernels.triton.common import Workspace
     from kernels.triton.experts import sorting
-    from kernels.triton.linear import w8a8
-    from kernels.triton.linear.dispatch import linear
-    from kernels.triton.linear.w16a16 import w16a16_linear
+    from kernels.triton.linear import launch, w8a8
 
-    large = torch.empty(1 << 24, 129, dtype=torch.int8, device="meta")
-    assert sorting.rows_of(large, None)[1]["WIDE"]
-    assert not sorting.rows_of(large[: 1 << 23], None)[1]["WIDE"]
     torch.manual_seed(0)
     weight, workspace = make_weights(family, 2, 128, 256)[0][0], Workspace.on("cpu", 1 << 18, 64)
     x, scales = make_rows(family, 70, 256)
@@ -111,13 +105,11 @@ def test_places_of_more_than_32_bits(family):
     found = []
     for counted in (1 << 31, 0):
         with pytest.MonkeyPatch.context() as patch:
-            for module in (sorting, w8a8):
+            for module in (launch, w8a8):
                 patch.setattr(module, "COUNTED", counted)
-            found.append(linear(x, scales, weight, workspace, torch.float32, own))
-            if family == "w16a16":
-                found.append(w16a16_linear(x, weight.weight, weight.bias, workspace))
-            else:
-                found.append(linear(x, scales, weight, workspace, torch.float32))
+            found.append(weight.run(x, scales, workspace, torch.float32, own))
+            tile = weight.few_rows_tile(x)
+            found.append(weight.run(x, scales, workspace, torch.float32, tile=tile))
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])
 
@@ -129,8 +121,8 @@ def test_sums_of_many_row_tiles_fit_in_a_workspace(family, experts, outputs):
     """Few outputs of few experts are split, but not where their rows alone fill the device."""
     from kernels.triton import tuning
     from kernels.triton.common import Workspace
-    from kernels.triton.experts.sorting import SortedRows, tile_of
-    from kernels.triton.linear.packed import grid_of
+    from kernels.triton.experts.sorting import SortedRows
+    from kernels.triton.linear.launch import grid_of, tile_for
 
     workspace, x = Workspace.on("meta"), torch.empty(1, device="meta")
     for pairs in (2, 16, 256, 4096, 1 << 18):
@@ -141,7 +133,7 @@ def test_sums_of_many_row_tiles_fit_in_a_workspace(family, experts, outputs):
             sorted_rows = SortedRows(*own, pairs, experts)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(tuning, "multiprocessors", lambda device: 132)
-                tile = tile_of(family, x, outputs, 4096, sorted_rows)
+                tile = tile_for(family, x, outputs, 4096, sorted_rows)
             assert grid_of(tile, pairs, outputs, workspace, sorted_rows)[2] == number
 
 
@@ -220,7 +212,6 @@ def test_what_they_become(capability, families):
     from kernels.triton.common import Workspace
     from kernels.triton.experts.routing import combine, route
     from kernels.triton.experts.sorting import sort_by_expert
-    from kernels.triton.linear.dispatch import linear, tallest_tile
 
     workspace = Workspace.on("cpu", 1 << 20, 1 << 12)
     chosen = torch.zeros(4, 8, dtype=torch.int32)
@@ -234,10 +225,10 @@ def test_what_they_become(capability, families):
         x, scales = make_rows(family, 4, 1024)
         with building_for(capability) as own, pytest.MonkeyPatch.context() as patch:
             patch.setattr(tuning, "multiprocessors", lambda device: 132)
-            for rows in (16, tallest_tile(weight)):
+            for rows in (16, weight.tallest_tile):
                 pairs = sort_by_expert(chosen, 128, rows)
                 own.pop()
-                linear(x, scales, weight, workspace, torch.bfloat16, pairs)
+                weight.run(x, scales, workspace, torch.bfloat16, pairs)
         product = r"wgmma\.mma_async" if hopper else r"mma\.sync"
         assert all(binary.count(product) for binary in own), family
         built += own

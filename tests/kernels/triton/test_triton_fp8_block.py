@@ -49,7 +49,7 @@ def test_equals_its_twin(rows, outputs, inputs, cut, before_ada):
     with pytest.MonkeyPatch.context() as patch:
         for module in (common, fp8_block):
             patch.setattr(module, "capability", lambda: 80 if before_ada else 90)
-        got = fp8_block.fp8_block_linear(x, x_scale, weight, workspace, torch.float32, Tile(*cut))
+        got = weight.run(x, x_scale, workspace, torch.float32, tile=Tile(*cut))
     wanted = twins.fp8_block_linear(x, x_scale, q, scale, bias)
     assert got.shape == (rows, outputs)
     assert relative(got, wanted) < 1e-6
@@ -68,17 +68,14 @@ def test_every_e4m3_is_exact_before_ada():
     with pytest.MonkeyPatch.context() as patch:
         for module in (common, fp8_block):
             patch.setattr(module, "capability", lambda: 80)
-        got = fp8_block.fp8_block_linear(
-            x, torch.ones(2, 1), weight, common.Workspace.on("cpu", 1, 1), torch.float32,
-            Tile(64, 16),
-        )  # fmt: skip
+        got = weight.run(x, torch.ones(2, 1), common.Workspace.on("cpu", 1, 1), torch.float32, tile=Tile(64, 16))  # fmt: skip
     assert torch.equal(got, x.float())
 
 
 @interpreted
 def test_what_does_not_fit_is_refused():
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.fp8_block import fp8_block_linear, pack_fp8_block
+    from kernels.triton.linear.fp8_block import pack_fp8_block
     from kernels.triton.tuning import Tile
 
     workspace = Workspace.on("cpu", 1 << 10, 64)
@@ -94,15 +91,15 @@ def test_what_does_not_fit_is_refused():
     weight = pack_fp8_block(q, scale)
     assert weight.nbytes == q.numel() + 4 * 4
     with pytest.raises(ValueError, match="contiguous float8_e4m3fn"):
-        fp8_block_linear(x.float(), x_scale, weight, workspace)
+        weight.run(x.float(), x_scale, workspace)
     with pytest.raises(ValueError, match="128 inputs, the weight 256"):
-        fp8_block_linear(x[:, :128].contiguous(), x_scale, weight, workspace)
+        weight.run(x[:, :128].contiguous(), x_scale, workspace)
     with pytest.raises(ValueError, match=r"each run of 128, fp32 \(3, 2\)"):
-        fp8_block_linear(x, x_scale[:, :1], weight, workspace)
+        weight.run(x, x_scale[:, :1], workspace)
     with pytest.raises(ValueError, match="multiple of 256"):
-        fp8_block_linear(x, x_scale, weight, workspace, tile=Tile(256, 16))
+        weight.run(x, x_scale, workspace, tile=Tile(256, 16))
     with pytest.raises(ValueError, match="make a larger one"):
-        fp8_block_linear(x, x_scale, weight, workspace, tile=Tile(64, 16, 2))
+        weight.run(x, x_scale, workspace, tile=Tile(64, 16, 2))
 
 
 @pytest.mark.parametrize("rows", [128, 131])
@@ -111,13 +108,13 @@ def test_the_library_is_called_as_it_wants(rows, inputs):
     """Fake tensors, whose implementation in torch checks shapes and strides of scales."""
     from dataclasses import replace
 
-    from kernels.triton.linear.fp8_block import library_linear, pack_fp8_block
+    from kernels.triton.linear.fp8_block import pack_fp8_block
 
     x, x_scale, q, scale, _ = random(rows, 256, inputs)
     weight = pack_fp8_block(q, scale)
     weight = replace(weight, packed=weight.packed.to("meta"), scale=weight.scale.to("meta"))
     for own in (x_scale, x_scale.t().contiguous().t()):
-        out = library_linear(x.to("meta"), own.to("meta"), weight, torch.bfloat16)
+        out = weight.by_library(x.to("meta"), own.to("meta"), torch.bfloat16)
         assert (out.shape, out.dtype) == ((rows, 256), torch.bfloat16)
 
 
@@ -125,7 +122,7 @@ def test_the_library_is_called_as_it_wants(rows, inputs):
 @compiled
 def test_compiled(capability):
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.fp8_block import fp8_block_linear, pack_fp8_block
+    from kernels.triton.linear.fp8_block import pack_fp8_block
     from kernels.triton.tuning import Tile
 
     workspace = Workspace.on("cpu", 1 << 22, 64)
@@ -136,7 +133,7 @@ def test_compiled(capability):
     for rows, tile in tiles:
         x, x_scale = torch.zeros(rows, 1024).to(FP8), torch.ones(8, rows).t()
         with building_for(capability) as built:
-            fp8_block_linear(x, x_scale, weight, workspace, tile=tile)
+            weight.run(x, x_scale, workspace, tile=tile)
         (binary,) = built
         product = {80: r"mma\.sync\S*f16\.f16", 89: r"mma\.sync\S*e4m3\.e4m3"}.get(
             capability, r"wgmma\.mma_async\S*e4m3\.e4m3"

@@ -41,7 +41,7 @@ def make_workspace():
 @interpreted
 def test_w4a16(cut, with_bias):
     import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
+    from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.tuning import Tile
 
     workspace = make_workspace()
@@ -50,18 +50,18 @@ def test_w4a16(cut, with_bias):
         x, scale = (x.float() / 50).half(), scale.half()
         weight = pack_w4a16(q, scale, bias)
         assert weight.nbytes == q.numel() // 2 + scale.nbytes + (4 * OUTPUTS if with_bias else 0)
-        got = w4a16_linear(x, weight, workspace, Tile(*cut))
+        got = weight.run(x, None, workspace, x.dtype, tile=Tile(*cut))
         assert relative(got, twins.grouped_linear(x, q, scale, bias)) < 6e-4
     assert not workspace.arrivals.any()
 
 
 @interpreted
 def test_w4a16_gives_back_every_weight():
-    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16
+    from kernels.triton.linear.w4a16 import pack_w4a16
 
     q = (torch.arange(OUTPUTS * 256).reshape(OUTPUTS, 256) * 7919 // 3 % 16 - 8).to(torch.int8)
     scale = 2.0 ** torch.arange(2).expand(OUTPUTS, 2)
-    got = dequantize_w4a16(pack_w4a16(q, scale), torch.float16)
+    got = pack_w4a16(q, scale).dequantize(torch.float16)
     assert torch.equal(got, q.half() * scale.repeat_interleave(128, 1).half())
 
 
@@ -69,14 +69,14 @@ def test_w4a16_gives_back_every_weight():
 @interpreted
 def test_w4a8(cut, per_row):
     import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.tuning import Tile
 
     workspace = make_workspace()
     for rows in (1, 17):
         x, q, scale, bias = random(rows, 4, True)
         own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
-        got = w4a8_linear(x, own, pack_w4a8(q, scale, bias), workspace, torch.float32, Tile(*cut))
+        got = pack_w4a8(q, scale, bias).run(x, own, workspace, torch.float32, tile=Tile(*cut))
         assert relative(got, twins.grouped_linear(x, q, scale, bias, own)) < 1e-6
 
 
@@ -84,7 +84,7 @@ def test_w4a8(cut, per_row):
 @pytest.mark.parametrize(("per_row", "with_bias"), [(False, True), (True, False)])
 @interpreted
 def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.tuning import Tile
 
     workspace = make_workspace()
@@ -93,15 +93,15 @@ def test_w8a8_equals_its_twin_bit_for_bit(cut, per_row, with_bias):
         q[0], x[0] = -128, 127  # the former is one of others' checkpoints
         own = torch.rand(rows, 1) if per_row else torch.tensor([0.3])
         weight = pack_w8a8(q, scale, bias)
-        got = w8a8_linear(x, own, weight, workspace, torch.float32, Tile(*cut))
+        got = weight.run(x, own, workspace, torch.float32, tile=Tile(*cut))
         assert torch.equal(got, reference.int8_linear(x, own, q, scale, bias))
-    assert w8a8_linear(x[:0], own[:1], weight, workspace).shape == (0, OUTPUTS)
+    assert weight.run(x[:0], own[:1], workspace).shape == (0, OUTPUTS)
 
 
 @interpreted
 def test_fp8():
     import kernels.triton.reference as twins
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.tuning import Tile
 
     x, q, scale, bias = random(9, 8, True)
@@ -110,7 +110,7 @@ def test_fp8():
     for inputs in (512, 384):
         xs, qs = x[:, :inputs].contiguous(), q[:, :inputs].contiguous()
         weight = pack_w8a8(qs, scale, bias)
-        got = w8a8_linear(xs, own, weight, make_workspace(), torch.float32, Tile(64, 16, 3))
+        got = weight.run(xs, own, make_workspace(), torch.float32, tile=Tile(64, 16, 3))
         assert relative(got, twins.scaled_linear(xs, own, qs, scale, bias)) < 1e-6
 
 
@@ -129,14 +129,17 @@ def test_w16a16(generation):
             x, w = (torch.randn(n, inputs, generator=generator).half() for n in (rows, outputs))
             bias = torch.randn(outputs, generator=generator).half()
             for own, tile in ((bias, tiles[0]), (None, tiles[1]), (bias, tiles[2])):
-                got = w16a16.w16a16_linear(x, w, own, workspace, torch.float32, tile)
+                weight = w16a16.DenseWeight(w, own)
+                tile = tile or weight.few_rows_tile(x)
+                got = weight.run(x, None, workspace, torch.float32, tile=tile)
                 assert relative(got, twins.float_linear(x, w, own)) < 1e-6
                 assert not workspace.arrivals.any()
     finally:
         w16a16.capability = before
-    assert w16a16.w16a16_linear(x, w, None, workspace).dtype == torch.float16
-    assert w16a16.w16a16_linear(x[:0], w, None, workspace).shape == (0, 64)
-    assert not w16a16.takes(x, w), "no GPU"
+    weight, tile = w16a16.DenseWeight(w, None), Tile(64, 16)
+    assert weight.run(x, None, workspace, torch.float16, tile=tile).dtype == torch.float16
+    assert weight.run(x[:0], None, workspace, tile=tile).shape == (0, 64)
+    assert weight.tile(x, torch.float16, None) is None, "no GPU"
     refused = [
         (x, w[:63], "N in 64s"),
         (x.float(), w, "contiguous float16"),
@@ -146,19 +149,19 @@ def test_w16a16(generation):
         (x, w.T.contiguous().T, "contiguous float16"),
         (x[:, :128].contiguous(), w, "128 inp"),
     ]
-    for bad, weight, message in refused:
+    for bad, values, message in refused:
         with pytest.raises(ValueError, match=re.escape(message)):
-            w16a16.w16a16_linear(bad, weight, None, workspace)
+            w16a16.DenseWeight(values, None).run(bad, None, workspace, tile=tile)
     with pytest.raises(ValueError, match="256 inputs are no multiple of 512"):
-        w16a16.w16a16_linear(x, w, None, workspace, tile=Tile(64, 16, inputs=512))
+        weight.run(x, None, workspace, tile=Tile(64, 16, inputs=512))
 
 
 @interpreted
 def test_what_does_not_fit_is_refused():
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.tuning import Tile
 
     workspace = make_workspace()
@@ -171,18 +174,18 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="one for each group"):
             pack(q, scale[:, :3])
     with pytest.raises(ValueError, match="float16 or bfloat16"):
-        w4a16_linear(x.float(), pack_w4a16(q, scale), workspace)
+        pack_w4a16(q, scale).run(x.float(), None, workspace, torch.float32)
     with pytest.raises(ValueError, match="256 inputs, the weight 512"):
-        w4a8_linear(x[:, :256].contiguous(), torch.ones(1), pack_w4a8(q, scale), workspace)
+        pack_w4a8(q, scale).run(x[:, :256].contiguous(), torch.ones(1), workspace)
     with pytest.raises(ValueError, match="2 scales for 3 rows"):
-        w4a8_linear(x, torch.ones(2), pack_w4a8(q, scale), workspace)
+        pack_w4a8(q, scale).run(x, torch.ones(2), workspace)
     weight = pack_w8a8(q, scale[:, 0])
     with pytest.raises(ValueError, match="multiple of 256"):
-        w8a8_linear(x, torch.ones(1), weight, workspace, tile=Tile(256, 16))
+        weight.run(x, torch.ones(1), workspace, tile=Tile(256, 16))
     with pytest.raises(ValueError, match="make a larger one"):
-        w8a8_linear(x, torch.ones(1), weight, Workspace.on("cpu", 100, 1), tile=Tile(64, 16, 2))
+        weight.run(x, torch.ones(1), Workspace.on("cpu", 100, 1), tile=Tile(64, 16, 2))
     with pytest.raises(ValueError, match="contiguous int8"):
-        w8a8_linear(x.float(), torch.ones(1), weight, workspace)
+        weight.run(x.float(), torch.ones(1), workspace)
 
 
 @interpreted
@@ -191,7 +194,7 @@ def test_stages_are_left_out_only_where_memory_is_small():
     import json
 
     from kernels.triton import tuning
-    from kernels.triton.linear.packed import fitting
+    from kernels.triton.linear.launch import fitting
     from kernels.triton.tuning import Tile, rule
 
     table = json.loads((tuning.FOLDER / "NVIDIA_H100_80GB_HBM3.json").read_text())

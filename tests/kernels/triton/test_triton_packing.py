@@ -49,7 +49,8 @@ def weights(bits: int, group: int, zeros: bool, dtype: torch.dtype, two_level: b
 @pytest.mark.parametrize("case", CASES)
 @interpreted
 def test_together_as_one_by_one(case, bias):
-    from kernels.triton.linear.dispatch import InputFormat, pack
+    from kernels.triton.linear.dispatch import pack
+    from kernels.triton.linear.weight import InputFormat
 
     bits, group, zeros, dtype = CASES[case]
     q, scale, zero, added = weights(bits, group, zeros, dtype, "two_level" in case)
@@ -100,7 +101,9 @@ def test_what_does_not_fit_is_refused():
 @interpreted
 def test_floats_of_32_bits_are_multiplied_by_torch():
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.dispatch import DenseWeight, InputFormat, linear, pack
+    from kernels.triton.linear.dispatch import pack
+    from kernels.triton.linear.w16a16 import DenseWeight
+    from kernels.triton.linear.weight import InputFormat
 
     q, scale, zeros, bias = weights(4, 128, True, torch.float32, True)
     x = torch.randn(3, q.shape[2])
@@ -109,5 +112,5 @@ def test_floats_of_32_bits_are_multiplied_by_torch():
             q[0], scale[0], zeros[0], bias[0], InputFormat(x.dtype), x.dtype, bits=bits, group=128
         )
         assert isinstance(own, DenseWeight)
-        y = linear(x, None, own, Workspace.on("cpu"), x.dtype)
+        y = own.run(x, None, Workspace.on("cpu"), x.dtype)
         assert torch.equal(y, torch.nn.functional.linear(x, own.weight, bias[0]))

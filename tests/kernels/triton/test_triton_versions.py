@@ -124,3 +124,28 @@ def test_attention_falls_back_to_the_plain_kernels():
     decode, prefill = built
     assert not decode.count("movmatrix")
     assert not prefill.count("setmaxnreg")
+
+
+@compiled
+def test_linear_layers_fall_back_to_the_plain_kernels():
+    from kernels.triton import versions
+    from kernels.triton.common import Workspace
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a8 import pack_w8a8
+    from kernels.triton.tuning import Tile
+
+    workspace, many = Workspace.on("cpu", 1 << 20, 64), Tile(128, 128, 1, 4, 8, True)
+    q, x = (torch.zeros(n, 1024, dtype=torch.int8) for n in (512, 200))
+    eight, four = pack_w8a8(q, torch.ones(512)), pack_w4a16(q, torch.ones(512, 8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions.triton, "__version__", "4.1.0")
+        patch.setattr(versions, "_refused", set())
+        for name in ("w4", "w8"):
+            patch.setitem(sys.modules, f"kernels.triton.linear.hopper.{name}", None)
+        with warnings.catch_warnings(record=True) as told, building_for(90) as built:
+            eight.run(x, torch.ones(1), workspace, tile=many)
+            four.run(x.half(), None, workspace, tile=many)
+            four.run(x.repeat(3, 1).half(), None, workspace, tile=many)  # by the library
+    assert sum("Triton 4.1.0" in str(warning.message) for warning in told) == 1
+    assert len(built) == 3
+    assert all(binary.count("wgmma") and not binary.count("setmaxnreg") for binary in built[:2])

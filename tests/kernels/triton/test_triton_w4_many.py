@@ -23,7 +23,6 @@ def ordinary(outputs: int, groups: int) -> torch.Tensor:
 @compiled
 def test_weights_go_through_registers_and_products_do_not_wait(family):
     from kernels.triton.common import Workspace
-    from kernels.triton.linear import w4_many
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.tuning import Tile
@@ -34,15 +33,17 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
     with building_for(90) as built:
         if family == "w4a16":
             large, tall = Tile(256, 128, 1, 4, 8, True), Tile(128, 256, 4, 6, 8, True)
-            w4_many.w4a16_linear(x.bfloat16(), pack_w4a16(q, scale), workspace, large)
-            w4_many.w4a16_linear(x.half(), pack_w4a16(q, scale.half(), bias), workspace, tall)
+            pack_w4a16(q, scale).run(x.bfloat16(), None, workspace, torch.bfloat16, tile=large)
+            weight = pack_w4a16(q, scale.half(), bias)
+            weight.run(x.half(), None, workspace, torch.float16, tile=tall)
         elif family == "w4a16_cut":
+            weight = pack_w4a16(q, scale.half(), bias)
             small = Tile(128, 64, 4, 6, 8, True)
-            w4_many.w4a16_linear(x.half(), pack_w4a16(q, scale.half(), bias), workspace, small)
+            weight.run(x.half(), None, workspace, torch.float16, tile=small)
         else:
             tile = Tile(256, 128, 4, 5, 8, True)
             weight = pack_w4a8(q, scale, bias)
-            w4_many.w4a8_linear(x, torch.ones(1), weight, workspace, tile=tile)
+            weight.run(x, torch.ones(1), workspace, tile=tile)
     kinds = {"w4a16": [r"bf16\.bf16", r"f16\.f16"], "w4a16_cut": [r"f16\.f16"]}
     kinds = kinds.get(family, [r"s8\.s8"])
     for kind, binary in zip(kinds, built, strict=True):
@@ -68,7 +69,6 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
 @compiled
 def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups):
     from kernels.triton.common import Workspace
-    from kernels.triton.linear import w4_many
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.tuning import Tile
 
@@ -76,7 +76,7 @@ def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups):
     q, x = torch.zeros(512, 1024, dtype=torch.int8), torch.zeros(200, 1024, dtype=torch.int8)
     weight = pack_w4a8(q, torch.arange(groups).expand(512, groups) % 16 + 1.0, torch.zeros(512))
     with building_for(90) as built:
-        w4_many.w4a8_linear(x, torch.ones(1), weight, workspace, tile=Tile(*tile, 8, True))
+        weight.run(x, torch.ones(1), workspace, tile=Tile(*tile, 8, True))
     (binary,) = built
     assert not binary.spills(predicates=8), "no part of a sum; those are kept from tile to tile"
     assert binary.shared <= SHARED
@@ -109,7 +109,7 @@ class Program:
 @compiled
 def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, splits):
     from kernels.triton.linear.hopper import runs as runs_gluon
-    from kernels.triton.linear.w4_many import division
+    from kernels.triton.linear.hopper.w4_launch import division
 
     programs, cut, share = division(tiles, groups, processors, splits)
     assert programs <= processors
@@ -136,16 +136,19 @@ def test_every_group_of_every_tile_is_summed_once(tiles, groups, processors, spl
 def test_a_workspace_holds_what_is_left_of_the_longest_prompts():
     """Tiles that are not cut, however many, take no place."""
     from kernels.triton.common import Workspace
-    from kernels.triton.linear import w4_many
+    from kernels.triton.linear.hopper import w4_launch
     from kernels.triton.linear.w4a8 import pack_w4a8
 
     rows, outputs = 1 << 15, 128 * 129
-    tile = w4_many.rule("w4a8", 132, rows, outputs)
+    tile = w4_launch.rule("w4a8", 132, rows, outputs)
     assert tile.splits > 1
     weight = pack_w4a8(torch.zeros(outputs, 128, dtype=torch.int8), ordinary(outputs, 1))
     x, one = torch.zeros(rows, 128, dtype=torch.int8), torch.ones(1)
-    with mock.patch.object(w4_many, "multiprocessors", return_value=132), building_for(90) as built:
-        w4_many.w4a8_linear(x, one, weight, Workspace.on("cpu"), tile=tile)
+    with (
+        mock.patch.object(w4_launch, "multiprocessors", return_value=132),
+        building_for(90) as built,
+    ):
+        weight.run(x, one, Workspace.on("cpu"), tile=tile)
     assert len(built) == 1
 
 
@@ -154,7 +157,7 @@ def test_a_workspace_holds_what_is_left_of_the_longest_prompts():
 @pytest.mark.parametrize("outputs", [64, 128, 4096, 6144, 28672])
 @compiled
 def test_the_rule_gives_tiles_that_fit(family, rows, outputs):
-    from kernels.triton.linear.w4_many import rule
+    from kernels.triton.linear.hopper.w4_launch import rule
 
     tile = rule(family, 132, rows, outputs)
     if outputs == 64 or rows == 1:
@@ -172,7 +175,7 @@ def test_the_rule_gives_tiles_that_fit(family, rows, outputs):
 @interpreted
 def test_other_devices_and_weights_get_the_other_kernels():
     from kernels.triton.common import Workspace
-    from kernels.triton.linear import w4_many, w4a8, w4a16
+    from kernels.triton.linear import w4a8, w4a16
     from kernels.triton.tuning import Tile
 
     workspace = Workspace.on("cpu", 1 << 16, 64)
@@ -181,17 +184,15 @@ def test_other_devices_and_weights_get_the_other_kernels():
     x = torch.randint(-127, 128, (3, 256), generator=generator, dtype=torch.int8)
     scale, one = torch.rand(64, 2, generator=generator), torch.ones(1)
     weight = w4a16.pack_w4a16(q, scale)
-    got = w4_many.w4a16_linear(x.half(), weight, workspace)
-    assert torch.equal(got, w4a16.w4a16_linear(x.half(), weight, workspace))
+    assert weight.tile(x.half(), torch.float16, None) == weight.few_rows_tile(x)
     for scales in (scale, scale[:, :1]):
         weight8 = w4a8.pack_w4a8(q, scales)
-        got = w4_many.w4a8_linear(x, one, weight8, workspace)
-        assert torch.equal(got, w4a8.w4a8_linear(x, one, weight8, workspace))
+        assert weight8.tile(x, torch.float16, None) == weight8.few_rows_tile(x)
     many = Tile(128, 64, 1, 6, 8, True)
     with pytest.raises(ValueError, match="64 outputs; needed are 128 or 256"):
-        w4_many.w4a16_linear(x.half(), weight, workspace, many)
+        weight.run(x.half(), None, workspace, torch.float16, tile=many)
     fine = w4a8.pack_w4a8(q, torch.rand(64, 8))
     with pytest.raises(ValueError, match="groups of 32 inputs"):
-        w4_many.w4a8_linear(x, one, fine, workspace, tile=many)
+        fine.run(x, one, workspace, tile=many)
     with pytest.raises(ValueError, match="results in torch.float32"):
-        w4_many.w4a16_linear(x.half(), weight, workspace, many, torch.float32)
+        weight.run(x.half(), None, workspace, torch.float32, tile=many)

@@ -31,14 +31,14 @@ def test_both_operands_stay_in_shared_memory_and_products_do_not_wait(
     storage, result, tile, inputs
 ):
     from kernels.triton.common import Workspace
-    from kernels.triton.linear.w8a8 import pack_w8a8, w8a8_linear
+    from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.tuning import Tile
 
     workspace = Workspace.on("cpu", 1 << 20, 64)
     q, x = (torch.zeros(n, inputs, dtype=torch.int8).to(storage) for n in (512, 200))
     weight = pack_w8a8(q, torch.ones(512), torch.zeros(512))
     with building_for(90) as built:
-        w8a8_linear(x, torch.ones(200, 1), weight, workspace, result, Tile(*tile, 8, True))
+        weight.run(x, torch.ones(200, 1), workspace, result, tile=Tile(*tile, 8, True))
     (binary,) = built
     assert binary.stack == 0
     assert binary.shared <= SHARED
@@ -58,7 +58,7 @@ def test_both_operands_stay_in_shared_memory_and_products_do_not_wait(
 @pytest.mark.parametrize("outputs", [64, 192, 128, 4096, 6144, 28672])
 @compiled
 def test_the_rule_gives_tiles_that_fit(rows, outputs):
-    from kernels.triton.linear.w8a8 import many_rows_rule
+    from kernels.triton.linear.hopper.w8_launch import many_rows_rule
 
     for long in (False, True):
         tile = many_rows_rule(132, rows, outputs, long)
@@ -134,6 +134,7 @@ def test_fp8_goes_to_the_library_where_it_gives_the_type(capability, cuda, all_t
 def test_other_devices_get_the_kernel_for_few_rows_and_what_does_not_fit_is_refused():
     from kernels.triton.common import Workspace
     from kernels.triton.linear import w8a8
+    from kernels.triton.linear import weight as weight_module
     from kernels.triton.tuning import Tile
 
     workspace = Workspace.on("cpu", 1 << 20, 64)
@@ -143,11 +144,11 @@ def test_other_devices_get_the_kernel_for_few_rows_and_what_does_not_fit_is_refu
     )
     weight, one = w8a8.pack_w8a8(q, torch.ones(192)), torch.ones(1)
     assert not w8a8.tile_of("w8a8", x.device, 4096, 192, 256).persistent
-    got = w8a8.w8a8_linear(x, one, weight, workspace, torch.float32)
+    got = weight.run(x, one, workspace, torch.float32)
     assert torch.equal(got, x.float() @ q.float().T)
     with pytest.raises(ValueError, match="192 outputs; needed are 128 or 256"):
-        w8a8.w8a8_linear(x, one, weight, workspace, tile=Tile(128, 128, 1, 4, 8, True))
+        weight.run(x, one, workspace, tile=Tile(128, 128, 1, 4, 8, True))
     other = w8a8.pack_w8a8(q[:128], torch.ones(128))
-    ampere = mock.patch.object(w8a8, "capability", return_value=80)
-    with ampere, pytest.raises(ValueError, match="for sm_90; this is sm_80"):
-        w8a8.w8a8_linear(x, one, other, workspace, tile=Tile(128, 128, 1, 4, 8, True))
+    ampere = mock.patch.object(weight_module, "capability", return_value=80)
+    with ampere, pytest.raises(ValueError, match="for sm_90.* this is sm_80"):
+        other.run(x, one, workspace, tile=Tile(128, 128, 1, 4, 8, True))

@@ -38,11 +38,11 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @interpreted
 def test_weight_only(bits, group, zeros):
     import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a16 import pack_w4a16, w4a16_linear
-    from kernels.triton.linear.w8a16 import pack_w8a16, w8a16_linear
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a16 import pack_w8a16
     from kernels.triton.tuning import Tile
 
-    pack, linear = (pack_w4a16, w4a16_linear) if bits == 4 else (pack_w8a16, w8a16_linear)
+    pack = pack_w4a16 if bits == 4 else pack_w8a16
     q, scale, zero = random(bits, group, zeros)
     bias, x = torch.randn(OUTPUTS), torch.randn(3, INPUTS).half()
     weight, workspace = pack(q, scale, bias, zero), make_workspace()
@@ -50,7 +50,7 @@ def test_weight_only(bits, group, zeros):
     assert weight.nbytes == q.numel() * bits // 8 + 4 * OUTPUTS * (groups + 1)
     wanted = twins.grouped_linear(x, q, scale, bias, None, zero)
     for tile in (Tile(128, 16, 2), Tile(64, 128, 1)):
-        assert relative(linear(x, weight, workspace, tile), wanted) < 6e-4, tile
+        assert relative(weight.run(x, None, workspace, x.dtype, tile=tile), wanted) < 6e-4, tile
     assert not workspace.arrivals.any()
     apart = pack(q.t().contiguous().t(), scale, bias, zero)
     assert torch.equal(apart.packed, weight.packed)
@@ -61,21 +61,21 @@ def test_weight_only(bits, group, zeros):
 @interpreted
 def test_every_weight_comes_back(bits, group, zeros):
     import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16
-    from kernels.triton.linear.w8a16 import dequantize_w8a16, pack_w8a16
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a16 import pack_w8a16
 
-    pack, back = (pack_w4a16, dequantize_w4a16) if bits == 4 else (pack_w8a16, dequantize_w8a16)
+    pack = pack_w4a16 if bits == 4 else pack_w8a16
     q, scale, zero = random(bits, group, zeros)
     scale = scale.half()
     wanted = twins.grouped_weight(q, scale, zero).half()
-    assert torch.equal(back(pack(q, scale, None, zero), torch.float16), wanted)
+    assert torch.equal(pack(q, scale, None, zero).dequantize(torch.float16), wanted)
 
 
 @pytest.mark.parametrize(("group", "zeros"), KINDS)
 @interpreted
 def test_w4a8(group, zeros):
     import kernels.triton.reference as twins
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.tuning import Tile
 
     q, scale, zero = random(4, group, zeros)
@@ -86,9 +86,9 @@ def test_w4a8(group, zeros):
     ones = pack_w4a8(q, torch.ones_like(scale), None, zero)
     exact = twins.grouped_linear(x, q, torch.ones_like(scale), None, None, zero).float()
     for tile in (Tile(128, 16, 2), Tile(64, 64, 1)):
-        got = w4a8_linear(x, own, weight, workspace, torch.float32, tile)
+        got = weight.run(x, own, workspace, torch.float32, tile=tile)
         assert relative(got, wanted) < 1e-6, tile
-        got = w4a8_linear(x, torch.ones(1), ones, workspace, torch.float32, tile)
+        got = ones.run(x, torch.ones(1), workspace, torch.float32, tile=tile)
         assert torch.equal(got, exact), tile
 
 
@@ -110,7 +110,7 @@ def two_levels(group: int, outputs: int = OUTPUTS, inputs: int = INPUTS):
 @interpreted
 def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, dtype):
     import kernels.reference as reference
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.tuning import Tile
 
     for inputs in (INPUTS, 512, 640, group):
@@ -124,11 +124,11 @@ def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, dtype):
         assert weight.nbytes == q.numel() // 2 + 8 * OUTPUTS + (
             0 if whole else inputs // min(group, 128) * OUTPUTS
         )
-        assert (weight.inputs, weight.outputs) == (inputs, OUTPUTS)
+        assert weight.size == (OUTPUTS, inputs)
         product = (q * m.repeat_interleave(group, 1)).to(torch.int8)
         wanted = reference.int8_linear(x, own, product, unit, bias)
         for tile in (Tile(128, 16, 2), Tile(64, 64, 1), Tile(64, 16, 3)):
-            got = w4a8_linear(x, own, weight, workspace, torch.float32, tile)
+            got = weight.run(x, own, workspace, torch.float32, tile=tile)
             assert torch.equal(got, wanted), tile
     assert not workspace.arrivals.any()
 
@@ -153,7 +153,7 @@ def test_other_scales_are_not_of_two_levels():
 def test_what_does_not_fit_is_refused():
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.linear.w4a16 import pack_w4a16
-    from kernels.triton.linear.w8a16 import pack_w8a16, w8a16_linear
+    from kernels.triton.linear.w8a16 import pack_w8a16
 
     q, scale, zero = random(4, 64, True)
     for pack in (pack_w4a16, pack_w4a8, pack_w8a16):
@@ -171,18 +171,18 @@ def test_what_does_not_fit_is_refused():
             pack(q, scale, None, zero - 8)
     weight = pack_w8a16(q, scale)
     with pytest.raises(ValueError, match="float16 or bfloat16"):
-        w8a16_linear(torch.zeros(1, INPUTS), weight, make_workspace())
+        weight.run(torch.zeros(1, INPUTS), None, make_workspace(), torch.float16)
     with pytest.raises(ValueError, match="128 inputs, the weight 256"):
-        w8a16_linear(torch.zeros(1, 128).half(), weight, make_workspace())
+        weight.run(torch.zeros(1, 128).half(), None, make_workspace(), torch.float16)
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90])
 @compiled
 def test_compiled(capability):
     """Operands through registers alone: no shuffles of bytes, nothing stored but the result."""
-    from kernels.triton.linear.w4a8 import pack_w4a8, w4a8_linear
-    from kernels.triton.linear.w4a16 import dequantize_w4a16, pack_w4a16, w4a16_linear
-    from kernels.triton.linear.w8a16 import dequantize_w8a16, pack_w8a16, w8a16_linear
+    from kernels.triton.linear.w4a8 import pack_w4a8
+    from kernels.triton.linear.w4a16 import pack_w4a16
+    from kernels.triton.linear.w8a16 import pack_w8a16
     from kernels.triton.tuning import Tile
 
     hopper, workspace = capability == 90, make_workspace()
@@ -196,24 +196,24 @@ def test_compiled(capability):
         return pack(q, scale, None, zero)
 
     calls = [
-        ("bf16", lambda w: w4a16_linear(wide, w, workspace, few), weight(pack_w4a16, 128, True)),
-        ("bf16", lambda w: w8a16_linear(wide, w, workspace, few), weight(pack_w8a16, 1024, True)),
-        ("f16", lambda w: w8a16_linear(half, w, workspace, many), weight(pack_w8a16, 1024, False)),
-        ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
+        ("bf16", lambda w: w.run(wide, None, workspace, tile=few), weight(pack_w4a16, 128, True)),
+        ("bf16", lambda w: w.run(wide, None, workspace, tile=few), weight(pack_w8a16, 1024, True)),
+        ("f16", lambda w: w.run(half, None, workspace, tile=many), weight(pack_w8a16, 1024, False)),
+        ("s8", lambda w: w.run(integers, one, workspace, tile=few),
          weight(pack_w4a8, 64, True)),
-        ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
+        ("s8", lambda w: w.run(integers, one, workspace, tile=few),
          pack_w4a8(*two_levels(128, 256, 1024)[:2])),
     ]  # fmt: skip
     if hopper:
         calls += [
-            ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
+            ("s8", lambda w: w.run(integers, one, workspace, tile=few),
              pack_w4a8(*two_levels(32, 256, 1024)[:2])),
-            ("f16", lambda w: w4a16_linear(half, w, workspace, few), weight(pack_w4a16, 64, True)),
-            ("f16", lambda w: w4a16_linear(half, w, workspace, many), weight(pack_w4a16, 64, False)),
-            ("s8", lambda w: w4a8_linear(integers, one, w, workspace, tile=few),
+            ("f16", lambda w: w.run(half, None, workspace, tile=few), weight(pack_w4a16, 64, True)),
+            ("f16", lambda w: w.run(half, None, workspace, tile=many), weight(pack_w4a16, 64, False)),
+            ("s8", lambda w: w.run(integers, one, workspace, tile=few),
              weight(pack_w4a8, 32, False)),
-            ("", lambda w: dequantize_w4a16(w, torch.float16), weight(pack_w4a16, 32, True)),
-            ("", lambda w: dequantize_w8a16(w, torch.bfloat16), weight(pack_w8a16, 64, True)),
+            ("", lambda w: w.dequantize(torch.float16), weight(pack_w4a16, 32, True)),
+            ("", lambda w: w.dequantize(torch.bfloat16), weight(pack_w8a16, 64, True)),
         ]  # fmt: skip
     for kind, call, packed in calls:
         with building_for(capability) as built:

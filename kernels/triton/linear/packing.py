@@ -1,4 +1,4 @@
-"""What the packed weights of linear layers on a GPU have in common: fields, checks, scales, grid.
+"""How quantized weights of linear layers on a GPU are laid out: checks, scales, biases.
 
 Quantized weights come as integers q [N, K] with scales and zero points of groups of inputs,
 
@@ -15,64 +15,13 @@ biases likewise, by the calls of one: what lies in memory then has this dimensio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-
 import torch
 from torch import Tensor
 
-from kernels.triton.common import Workspace, require
-from kernels.triton.experts.sorting import SortedRows
-from kernels.triton.tuning import Tile
+from kernels.triton.common import require
 
 BLOCK = 128  # inputs of a tile
 GROUPS = (32, 64, BLOCK)  # inputs that share a scale in a kernel
-
-
-@dataclass(frozen=True)
-class PackedWeight:
-    """A weight in the layout of a kernel.
-
-    Attributes:
-        packed: The integers or e4m3, [inputs, outputs] in blocks.
-        scale: See the kernel.
-        bias: fp32 [N] or None.
-    """
-
-    packed: Tensor
-    scale: Tensor
-    bias: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return sum(t.nbytes for t in (self.packed, self.scale, self.bias) if t is not None)
-
-
-@dataclass(frozen=True)
-class GroupedWeight(PackedWeight):
-    """A weight in tiles of 64 outputs, `packed` [K / 128, ...], with scales of groups.
-
-    `scale` is [groups, N], fp16, bf16 or fp32; with zero points int32, which holds both.
-
-    Attributes:
-        group: Inputs that share a scale: 32, 64 or 128; 0 for all.
-        zero_points: Whether there are any.
-    """
-
-    group: int
-    zero_points: bool
-
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return self.packed.shape[0] * BLOCK
-
-    @property
-    def outputs(self) -> int:
-        """N."""
-        return self.scale.shape[1]
 
 
 def check_grouped(q: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int) -> None:
@@ -144,44 +93,3 @@ def lay_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:
     found, needed = tuple(bias.shape), tuple(weight.shape[:-1])
     require(found == needed, f"bias is {found}; needed is {needed}")
     return bias.detach().float().contiguous()
-
-
-def check_inputs(x: Tensor, types: Sequence[torch.dtype], inputs: int) -> None:
-    """Raise ValueError unless x is contiguous, [M, inputs] and of one of some types."""
-    names = " or ".join(str(dtype)[6:] for dtype in types)
-    require(x.dtype in types and x.is_contiguous(), f"x is {x.dtype}; needed is contiguous {names}")
-    require(x.shape[-1] == inputs, f"x has {x.shape[-1]} inputs, the weight {inputs}")
-
-
-def check_input_scale(x_scale: Tensor, rows: int) -> None:
-    """Raise ValueError unless there is one scale, or one for each row."""
-    require(x_scale.numel() in (1, rows), f"{x_scale.numel()} scales for {rows} rows of x")
-
-
-@cache
-def fitting(tile: Tile, of_output: int, of_row: int, group: int, memory: int) -> Tile:
-    """A tile with as many stages as shared memory of so many bytes has room for.
-
-    Rule and tables know of no zero points, and of no scales of smaller groups than 128. The kernel
-    may hold scales twice; one stage is in registers. `of_output` and `of_row` are bytes of a stage.
-    """
-    scales = 8 * BLOCK // group if group else 0
-    stage = tile.outputs * (of_output + scales) + tile.rows * of_row
-    return replace(tile, stages=min(tile.stages, memory // stage + 1))
-
-
-def grid_of(
-    tile: Tile, rows: int, outputs: int, workspace: Workspace, sorted_rows: SortedRows | None = None
-) -> tuple[int, int, int]:
-    """(tiles of outputs, splits, tiles of rows) of a kernel; ValueError where they do not fit."""
-    require(
-        sorted_rows is None or sorted_rows.rows == tile.rows,
-        f"row tiles of {sorted_rows.rows if sorted_rows else 0} rows, of {tile.rows} in {tile}",
-    )
-    require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
-    across = outputs // tile.outputs
-    down = -(-rows // tile.rows) if sorted_rows is None else len(sorted_rows.experts)
-    if tile.splits > 1:
-        tiles = across * down
-        workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)
-    return across, tile.splits, down

@@ -1,0 +1,157 @@
+"""Launches of the kernels that multiply few rows: one grid, one workspace, the same arguments.
+
+Such a kernel has a program for each tile of outputs, split of the inputs and tile of rows. It takes
+its own operands, then
+
+    bias, out, parts, arrivals, experts, pairs, M, N, K
+
+and by name OUTPUTS, ROWS, SPLITS, STAGES, BIAS, SHARE, READY, WIDE and OVERLAP
+(`kernels.triton.linear.tiles`).
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.triton.common import Workspace, overlap, require
+from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.packing import BLOCK
+from kernels.triton.tuning import Tile, gemm_tile
+
+COUNTED = 1 << 31  # elements whose places fit in 32 bits
+
+
+@dataclass(frozen=True)
+class Product:
+    """Rows that are to be multiplied by a weight, and where the result goes.
+
+    Attributes:
+        x: [M, K], contiguous: rows as they are, or those of tokens or pairs of a mixture.
+        x_scale: Scales of x, fp32; None for floats.
+        out: [M, N], or a row for each pair.
+        workspace: Of the stream that this runs in.
+        sorted_rows: Which rows are whose, where the weight is the first of experts'.
+    """
+
+    x: Tensor
+    x_scale: Tensor | None
+    out: Tensor
+    workspace: Workspace
+    sorted_rows: SortedRows | None = None
+
+    @property
+    def per_row(self) -> int:
+        """1 if rows have scales of their own, else 0: what row numbers are multiplied by."""
+        return int(self.x_scale is not None and self.x_scale.numel() > 1)
+
+
+def result_rows(x: Tensor, sorted_rows: SortedRows | None) -> int:
+    """Rows of a result.
+
+    Raises:
+        ValueError: x has a row neither for each pair nor for each token.
+    """
+    if sorted_rows is None:
+        return len(x)
+    require(
+        len(x) > 0 and sorted_rows.count % len(x) == 0,
+        f"x has {len(x)} rows; needed is one for each of {sorted_rows.count} pairs, or for each "
+        "token",
+    )
+    return sorted_rows.count
+
+
+def tile_for(
+    family: str, x: Tensor, outputs: int, inputs: int, sorted_rows: SortedRows | None = None
+) -> Tile:
+    """The tile of a family's kernel for few rows, for x as it is or by expert."""
+    if sorted_rows is None:
+        return gemm_tile(family, x.device, len(x), outputs, inputs)
+    row_tiles = len(sorted_rows.experts)
+    return gemm_tile(family, x.device, sorted_rows.rows, outputs, inputs, row_tiles)
+
+
+@cache
+def fitting(tile: Tile, of_output: int, of_row: int, group: int, memory: int) -> Tile:
+    """A tile with as many stages as shared memory of so many bytes has room for.
+
+    Rule and tables know of no zero points, and of no scales of smaller groups than 128. The kernel
+    may hold scales twice; one stage is in registers. `of_output` and `of_row` are bytes of a stage.
+    """
+    scales = 8 * BLOCK // group if group else 0
+    stage = tile.outputs * (of_output + scales) + tile.rows * of_row
+    return replace(tile, stages=min(tile.stages, memory // stage + 1))
+
+
+def grid_of(
+    tile: Tile,
+    rows: int,
+    outputs: int,
+    workspace: Workspace,
+    sorted_rows: SortedRows | None = None,
+) -> tuple[int, int, int]:
+    """(tiles of outputs, splits, tiles of rows) of a kernel; ValueError where they do not fit."""
+    require(
+        sorted_rows is None or sorted_rows.rows == tile.rows,
+        f"row tiles of {sorted_rows.rows if sorted_rows else 0} rows, of {tile.rows} in {tile}",
+    )
+    require(outputs % tile.outputs == 0, f"{outputs} outputs are no multiple of {tile.outputs}")
+    across = outputs // tile.outputs
+    down = -(-rows // tile.rows) if sorted_rows is None else len(sorted_rows.experts)
+    if tile.splits > 1:
+        tiles = across * down
+        workspace.check(tiles * tile.splits * tile.outputs * tile.rows, tiles)
+    return across, tile.splits, down
+
+
+def launch_few_rows(
+    kernel: Any,
+    operands: Sequence[Any],
+    bias: Tensor | None,
+    product: Product,
+    tile: Tile,
+    *,
+    exact: bool = False,
+    fused: bool = True,
+    wide: bool = False,
+    padding: int = 0,
+    **own: Any,
+) -> None:
+    """Run a kernel of few rows; see the top of the file.
+
+    Args:
+        kernel: The Triton kernel.
+        operands: What it takes first.
+        bias: As the weight has it.
+        product: What is multiplied.
+        tile: How it is cut.
+        exact: Whether sums are of integers.
+        fused: Whether the compiler may fuse a product and a sum, which then round once.
+        wide: Whether places in the weight need 64 bits; those in x are looked after here.
+        padding: Outputs that the weight has beyond N.
+        own: What the kernel takes by name beyond what all do.
+
+    Raises:
+        ValueError: the tile does not fit, or the workspace is too small.
+    """
+    x, out, workspace, sorted_rows = product.x, product.out, product.workspace, product.sorted_rows
+    (rows, outputs), inputs = out.shape, x.shape[1]
+    parts = workspace.parts.view(torch.int32) if exact else workspace.parts
+    experts, pairs, share, ready = None, None, 1, False
+    if sorted_rows is not None:
+        experts, pairs, ready = sorted_rows.experts, sorted_rows.pairs, sorted_rows.metadata_ready
+        share = rows // len(x)
+    kernel[grid_of(tile, rows, outputs + padding, workspace, sorted_rows)](
+        *operands, bias, out, parts, workspace.arrivals, experts, pairs,
+        M=rows, N=outputs, K=inputs, SHARE=share, READY=ready, WIDE=wide or x.numel() > COUNTED,
+        OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
+        BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=fused, **overlap(), **own,
+    )  # fmt: skip
