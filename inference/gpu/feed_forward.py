@@ -15,14 +15,14 @@ from torch import Tensor
 
 from inference.gpu.experts import GpuExperts, MergedExperts
 from inference.gpu.layers import GpuLinear
-from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU, by_expert
+from inference.models.feed_forward import MixtureOfExperts, SwiGLU, by_expert
 from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import silu_mul
 from kernels.triton.linear.weight import InputFormat
 from kernels.triton.tuning import bucket
 
-GpuFeedForward = FeedForward[GpuLinear, GpuExperts]
+GpuFeedForward = SwiGLU[GpuLinear] | MixtureOfExperts[GpuLinear, GpuExperts]
 MANY_ROWS = 64  # an expert, on average
 LARGE = 16 << 20  # bytes of an expert's gate and up
 
