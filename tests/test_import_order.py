@@ -1,18 +1,72 @@
-"""The walls of the house: which of our packages each package may import."""
+"""The plan of the house: which room stands on which, and that no import runs back down to up.
+
+    ptq          text < methods < result < recipe < plan < pipeline, peers < report < commands
+    inference    scheduling < config < models < cpu, gpu < backend < engine < bench
+    calibrate    from a model and text to statistics
+    formats      scheme < families < checkpoint < foreign
+    kernels      numerics < reference < cpu < ops < triton < bench
+
+Each of the five packages imports those below it: `inference` stands beside `calibrate`, and only
+`ptq` knows both. Inside a package, `FLOORS` lists its rooms from the ground up, a line a floor; a
+room imports from the floors below its own, never from its own floor or those above. Imports inside
+functions count like all others; only those for type checkers do not.
+"""
 
 import ast
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("kernels", "formats", "calibrate", "inference", "ptq")
+PACKAGES = ("kernels", "formats", "calibrate", "inference", "ptq")
 ALLOWED = {
     "kernels": {"kernels"},
     "formats": {"formats"},
     "calibrate": {"calibrate", "formats", "kernels"},
     "inference": {"inference", "formats", "kernels"},
-    "ptq": set(ROOMS),
+    "ptq": set(PACKAGES),
+}
+FLOORS = {
+    "kernels": """
+        numerics attention_inputs devices
+        two_level reference
+        reference_attention
+        cpu
+        weights
+        ops triton
+        bench""",
+    "kernels.triton": """
+        tuning gluon_names versions
+        common reference
+        fused sampling attention experts
+        linear""",
+    "formats": """
+        errors
+        namespace command memory files pack scheme
+        scale_table families
+        checkpoint
+        foreign""",
+    "inference": """
+        scheduling
+        config
+        models
+        cpu gpu
+        backend
+        accuracy engine
+        predict bench""",
+    "ptq": """
+        text version
+        methods
+        result
+        recipe
+        plan
+        pipeline peers
+        report convert api
+        commands
+        cli run check inspect
+        __main__""",
 }
 CALIBRATE_MAY_USE = {
     "formats.errors",
@@ -23,36 +77,92 @@ CALIBRATE_MAY_USE = {
 }
 
 
-def imported_modules(path: Path) -> set[str]:
+@cache
+def imported_modules(path: Path) -> frozenset[str]:
     """Absolute names of all modules that a file imports, at any depth of its code."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+            module = node.module or ""
+            submodules = {f"{module}.{alias.name}" for alias in node.names} & modules().keys()
+            found |= submodules or {module}
+    return frozenset(found)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Files of our packages by module name."""
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
+    return {name.removesuffix(".__init__"): path for name, path in zip(names, files, strict=True)}
+
+
+def sources(folder: str) -> dict[str, Path]:
+    """Files below a folder of ours by module name."""
+    prefix = folder.replace("/", ".")
+    found = {n: p for n, p in modules().items() if n == prefix or n.startswith(f"{prefix}.")}
+    assert found, f"no sources in {folder}"
     return found
 
 
-def sources(room: str) -> list[Path]:
-    files = sorted((ROOT / room).rglob("*.py"))
-    assert files, f"no sources in {room}"
-    return files
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_what_it_may(package):
+    for path in sources(package).values():
+        found = {name.split(".")[0] for name in imported_modules(path)} & set(PACKAGES)
+        assert found <= ALLOWED[package], f"{path}: imports {found - ALLOWED[package]}"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_room_imports_only_what_it_may(room):
-    for path in sources(room):
-        rooms = {name.split(".")[0] for name in imported_modules(path)} & set(ROOMS)
-        assert rooms <= ALLOWED[room], f"{path.relative_to(ROOT)} imports {rooms - ALLOWED[room]}"
+@pytest.mark.parametrize("package", FLOORS)
+def test_rooms_import_from_the_floors_below(package):
+    floors = [line.split() for line in FLOORS[package].strip().splitlines()]
+    floor_of = {room: floor for floor, rooms in enumerate(floors) for room in rooms}
+    depth = package.count(".") + 1
+    for name, path in sources(package).items():
+        if name == package or path.name == "__main__.py":  # doors open onto the highest floor
+            continue
+        room = name.split(".")[depth]
+        for found in imported_modules(path):
+            other = found.split(".")[depth] if found.startswith(f"{package}.") else room
+            assert other == room or floor_of[other] < floor_of[room], f"{name} imports {found}"
+
+
+def test_no_circle_of_imports():
+    """Files are taken away whose imports are all gone; what stays is a circle, or stands on one."""
+    left = {name: imported_modules(path) & modules().keys() for name, path in modules().items()}
+    while free := {name for name, needs in left.items() if not needs & left.keys() - {name}}:
+        left = {name: needs for name, needs in left.items() if name not in free}
+    assert not left, sorted(left)
 
 
 def test_calibrate_uses_only_vocabulary_and_numerics():
-    for path in sources("calibrate"):
+    for path in sources("calibrate").values():
         ours = {n for n in imported_modules(path) if n.split(".")[0] in {"formats", "kernels"}}
-        ours = {name for name in ours if not name.startswith("formats.families.")}
-        assert ours <= CALIBRATE_MAY_USE, f"{path.relative_to(ROOT)} imports {ours}"
+        ours = {name for name in ours if not name.startswith("formats.families")}
+        assert ours <= CALIBRATE_MAY_USE, f"{path} imports {ours - CALIBRATE_MAY_USE}"
+
+
+def test_only_families_ask_for_a_model_type():
+    """Others read the family's declaration; adapters run in processes that know nothing of ours."""
+    for name, path in modules().items():
+        if not name.startswith("formats.families") and "adapters" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                asks = isinstance(node, ast.Compare) and "model_type" in ast.unparse(node)
+                assert not asks, f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_only_backends_ask_for_a_device():
+    asks = re.compile(r"\.is_cuda|device(\.type)? [!=]= |[!=]= \"(cuda|cpu)\"")
+    for room in ("scheduling", "models", "engine", "predict", "accuracy", "config"):
+        for path in sources(f"inference/{room}").values():
+            found = asks.search(path.read_text(encoding="utf-8"))
+            assert not found, f"{path} asks for a device: {found}"
 
 
 def test_what_runs_in_a_peers_interpreter_imports_nothing_of_ours():
@@ -62,14 +172,16 @@ def test_what_runs_in_a_peers_interpreter_imports_nothing_of_ours():
         files += (folder / "adapters").glob("*.py")
     assert len(files) == 11
     for path in files:
-        assert not {name.split(".")[0] for name in imported_modules(path)} & set(ROOMS), path
+        assert not {name.split(".")[0] for name in imported_modules(path)} & set(PACKAGES), path
 
 
 def test_kernels_is_imported_by_module_name():
     """`from kernels import ops` breaks where a foreign package owns the name."""
     for path in ROOT.rglob("*.py"):
         if ".venv" not in path.parts:
-            assert "kernels" not in imported_modules(path), f"{path}: import the module by its name"
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            named = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+            assert "kernels" not in named, f"{path}: import the module by its name"
 
 
 def test_kernels_has_no_init():

@@ -40,11 +40,8 @@ HEAD_SCHEME = PRESETS["a8w8_dynamic"].of_layers
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors, as transformers has them."""
-    values = {key: value for key, value in config.items() if key != "model_type"}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **values)
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return split_shapes(shapes, config)
 
