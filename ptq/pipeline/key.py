@@ -26,6 +26,7 @@ DECIDING = (  # folders and files of our code
     "ptq/methods",
     "ptq/pipeline",
     "ptq/plan/schedule.py",
+    "ptq/plan/shapes.py",
 )
 SHOWING = ("ptq/pipeline/live.py", "ptq/pipeline/timing.py")  # beside those that decide
 
@@ -55,12 +56,13 @@ def run_key(
 def code_key(root: Path = ROOT) -> str:
     """SHA-256 of the code that decides, below a folder that holds our packages."""
     digest = hashlib.sha256()
-    for path in _sources(root):
+    for path in deciding_files(root):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def _sources(root: Path) -> Iterator[Path]:
+def deciding_files(root: Path = ROOT) -> Iterator[Path]:
+    """Sources of the code that decides, below a folder that holds our packages."""
     for part in DECIDING:
         path = root / part
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]

@@ -24,11 +24,12 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline import driver as pipeline
 from ptq.pipeline import resume, solver
-from ptq.pipeline.key import DECIDING, code_key, run_key
+from ptq.pipeline.key import DECIDING, code_key, deciding_files, run_key
 from ptq.pipeline.resume import ResumableRun
 from ptq.plan.preflight import is_taken
 from ptq.result import RESUME_FOLDER, unfinished
 from tests.ptq.quantizing import make_plan, random_tokens
+from tests.test_import_order import imported_modules
 
 ROOT = Path(__file__).resolve().parents[3]
 SOLVES = {
@@ -151,6 +152,17 @@ def test_code_that_decides_nothing_may_change(tmp_path):
         key = code_key(tmp_path)
 
 
+def test_all_code_that_decides_is_counted():
+    """What it imports is counted too, but for what the key holds as data, and what only tells."""
+    data = {"ptq.recipe.schema", "ptq.recipe.reading", "ptq.plan.plan"}
+    telling = {"ptq.pipeline.live", "ptq.result", "ptq.text"}
+    counted = set(deciding_files())
+    for path in counted:
+        for name in imported_modules(path) - data - telling:
+            file = ROOT / f"{name.replace('.', '/')}.py"
+            assert file in counted or not file.is_file(), f"{path} imports {name}"
+
+
 def test_another_run_starts_over(model, tmp_path):
     checkpoint, output = Checkpoint.open(model), tmp_path / "out"
     plan = make_plan(model, output)
@@ -200,6 +212,7 @@ import ptq
 import torch
 torch.set_num_threads(1)
 from tests.ptq.quantizing import make_plan, random_tokens
+from tests.test_import_order import imported_modules
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
 from ptq.pipeline import resume, solver
