@@ -23,6 +23,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
 from inference.backend import Backend, choose_backend
 from inference.config import EngineConfig
+from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape, clear_blocks
 from inference.models.tokenizer import end_tokens, load_tokenizer
@@ -68,10 +69,10 @@ class Engine:
         quantized_kv: bool = True,
     ) -> None:
         self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
-        with backend.loading(checkpoint.nbytes):
-            self.model = Decoder(checkpoint, backend)
-        shape = self.model.config
+        shape = ModelConfig.from_checkpoint(checkpoint)
         length, blocks = config.sizes(shape.max_positions)
+        with backend.loading(checkpoint.nbytes):
+            self.model = Decoder(checkpoint, backend, length)
         self.config = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         self._length = length
         spec = checkpoint.scheme.kv_cache if quantized_kv else None

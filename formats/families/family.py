@@ -194,9 +194,10 @@ class Family:
         )
 
     @property
-    def stored_merged(self) -> bool:
-        """Whether checkpoints hold some layers of a block as one."""
-        return self.attention.stored_merged or self.feed_forward.stored_merged
+    def stored_merged(self) -> tuple[str, ...]:
+        """Names of the layers that checkpoints hold in the place of their parts."""
+        layers = (self.attention, self.feed_forward)
+        return tuple(layer.merged for layer in layers if layer.stored_merged)
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,15 @@ def heads_of(config: Mapping[str, Any]) -> Heads:
         kv=int(config.get("num_key_value_heads") or query),
         size=int(config.get("head_dim") or config["hidden_size"] // query),
     )
+
+
+def rotary_channels(family: Family, config: Mapping[str, Any]) -> int:
+    """How many channels of each head turn by rotary embedding: the first ones, an even number."""
+    size = heads_of(config).size
+    if not family.partial_rotary:
+        return size
+    key, rope = "partial_rotary_factor", config.get("rope_parameters") or {}
+    return int(size * (rope.get(key) or config.get(key) or 1))
 
 
 def merged_rows(family: Family, config: Mapping[str, Any]) -> dict[str, dict[str, int]]:

@@ -42,14 +42,28 @@ def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> 
             softmax_scale=config.head_dim**-0.5,
             sliding_window=window,
         )
-        normed = rms_norm(x, layer.input_norm, config.eps)
-        x = x + _attend(model, layer, normed, turn, batch.slots, inputs)
-        normed = rms_norm(x, layer.post_norm, config.eps)
-        x = x + feed_forward(layer.feed_forward, normed)
+        read = _normed(x, layer.before_attention, config.eps)
+        added = _attend(model, layer, read, turn, batch.slots, inputs)
+        x = x + _normed(added, layer.after_attention, config.eps)
+        read = _normed(x, layer.before_feed_forward, config.eps)
+        added = feed_forward(layer.feed_forward, read)
+        x = x + _normed(added, layer.after_feed_forward, config.eps)
     if not len(batch.rows):  # a step of prompts that go on
         return x.new_empty((0, config.vocab_size), dtype=torch.float32)
     x = rms_norm(x[batch.rows], model.norm, config.eps)
     return model.head(x).float()
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of what comes [..., n]; itself where there is no norm."""
+    return x if weight is None else rms_norm(x, weight, eps)
+
+
+def _heads_normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of heads [T, heads, D]: of each where the weight is [D], else of all together."""
+    if weight is None or len(weight) == x.shape[-1]:
+        return _normed(x, weight, eps)
+    return rms_norm(x.flatten(1), weight, eps).view_as(x)
 
 
 def _attend(
@@ -65,16 +79,15 @@ def _attend(
     Args:
         model: The decoder.
         layer: One of its blocks.
-        x: The block's normed input.
-        turn: cos and sin of each token's position, [T, D].
+        x: What the block's attention reads.
+        turn: cos and sin of each token's position, [T, R].
         slots: Where K and V go in the cache.
         inputs: What the queries see.
     """
     c = model.config
     heads = layer.qkv(x).unflatten(-1, (-1, c.head_dim))
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = rms_norm(q, layer.q_norm, c.eps), rms_norm(k, layer.k_norm, c.eps)
+    q, k = _heads_normed(q, layer.q_norm, c.eps), _heads_normed(k, layer.k_norm, c.eps)
     q, k = apply_rope(q, k, *turn)
     write_kv(k, v, inputs.pool, slots)
     return layer.o(paged_attention(q, inputs).flatten(-2))

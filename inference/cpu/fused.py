@@ -22,7 +22,8 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
 
     Returns:
         None where a part has no fused kernel: mixtures of experts, other types than fp32, weights
-        that are not packed for the compiled kernels.
+        that are not packed for the compiled kernels, norms elsewhere than before the sub-layers
+        and over single heads.
     """
     windows = model.config.windows
     parts = [_block(*triple) for triple in zip(model.layers, pools, windows, strict=True)]
@@ -56,8 +57,10 @@ def _linear(linear: Linear) -> LinearSpec | None:
 
 
 def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | None:
-    own = layer.feed_forward
-    if not isinstance(own, SwiGLU):
+    own, first, second = layer.feed_forward, layer.before_attention, layer.before_feed_forward
+    after = layer.after_attention is not None or layer.after_feed_forward is not None
+    whole = layer.q_norm is not None and len(layer.q_norm) != pool.k.shape[3]
+    if not isinstance(own, SwiGLU) or first is None or second is None or after or whole:
         return None
     linears = (layer.qkv, layer.o, own.gate_up, own.down)
     specs = [spec for spec in map(_linear, linears) if spec is not None]
@@ -65,12 +68,12 @@ def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | Non
         return None
     qkv, o, gate_up, down = specs
     return BlockSpec(
-        input_norm=layer.input_norm,
+        input_norm=first,
         qkv=qkv,
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
         o=o,
-        post_norm=layer.post_norm,
+        post_norm=second,
         gate_up=gate_up,
         down=down,
         pool=pool,

@@ -38,11 +38,22 @@ class TritonBackend:
         self.device, self.dtype = device, dtype
 
     def check(self, config: ModelConfig) -> None:
-        """Refuse sizes of heads that attention has no kernel for.
+        """Refuse what the kernels do not take: some sizes of heads, norms and rotations.
 
         Raises:
-            CheckpointError: these are such.
+            CheckpointError: this decoder has such a part.
         """
+        family, turning = config.family, 2 * len(config.rotary.frequency)
+        found = None
+        if family.norms.after or len(family.norms.before) < 2:
+            found = "norms after the sub-layers"
+        elif family.attention.qk_norm == "projection":
+            found = "norms of q and k over all heads"
+        elif turning != config.head_dim:
+            found = f"rotary embedding of {turning} of {config.head_dim} channels of each head"
+        if found:
+            kind = family.model_types[0]
+            raise CheckpointError(f"{kind}: found {found}, which GPUs do not run yet; the CPU does")
         if config.head_dim not in HEAD_SIZES:
             raise CheckpointError(
                 f"head_dim: found {config.head_dim}; GPUs run "

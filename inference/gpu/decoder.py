@@ -71,12 +71,14 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     eps, total, delta = model.config.eps, model.embedding[batch.ids].to(model.dtype), None
     for layer, pool, window in zip(model.layers, pools, model.config.windows, strict=True):
         project = layer.qkv
-        rows, scales, total = _norm(total, delta, layer.input_norm, eps, project.rows)
+        assert layer.before_attention is not None  # the backend's check refused other decoders
+        assert layer.before_feed_forward is not None
+        rows, scales, total = _norm(total, delta, layer.before_attention, eps, project.rows)
         qkv = project.run(rows, scales, model.dtype)
         attended = _attend(model, layer, qkv, batch, pool, window)
         own = layer.feed_forward
         rows, scales, total = _norm(
-            total, attended, layer.post_norm, eps, inputs_of(own, model.dtype)
+            total, attended, layer.before_feed_forward, eps, inputs_of(own, model.dtype)
         )
         delta = feed_forward(own, rows, scales, model.dtype, batch.padded)
     if batch.rows is not None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import Family, heads_of
 from formats.families.registry import family_of
+from inference.models.rotary import Rotary, read_rotary
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class ModelConfig:
     """Shape of a decoder.
 
     Attributes:
+        family: The declaration of its family: names, norms, attention and feed-forward kinds.
         windows: Sliding window of each layer, None for full attention.
-        inverse_frequency: RoPE's, fp32 [head_dim / 2].
-        rope_scaling: Factor of cos and sin (YaRN's), usually 1.
+        rotary: Rotary embedding of q and k.
         routing: How experts are chosen; None for dense families.
         tied: Whether the embedding is the head's weight, if there is no other.
     """
 
-    model_type: str
+    family: Family
     layers: int
     hidden_size: int
     heads: int
@@ -51,8 +50,7 @@ class ModelConfig:
     max_positions: int
     eps: float
     windows: tuple[int | None, ...]
-    inverse_frequency: Tensor
-    rope_scaling: float
+    rotary: Rotary
     routing: Routing | None
     tied: bool
 
@@ -64,19 +62,12 @@ class ModelConfig:
             CheckpointError: the family, activation or rotary embedding is not supported.
         """
         family, raw = family_of(checkpoint.config), dict(checkpoint.config)
-        kind = raw.pop("model_type")
-        config = AutoConfig.for_model(kind, **raw)
-        rope = (config.rope_parameters or {}).get("rope_type", "default")
-        if rope not in family.rope_types:
-            raise CheckpointError(
-                f"rope_type {rope!r} is not run here; supported are {', '.join(family.rope_types)}"
-            )
+        config = AutoConfig.for_model(raw.pop("model_type"), **raw)
         if config.hidden_act != "silu":
             raise CheckpointError(f"hidden_act {config.hidden_act!r} is not run here, only silu")
-        rotary = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
         heads = heads_of(config.to_dict())
         return cls(
-            model_type=kind,
+            family=family,
             layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             heads=heads.query,
@@ -86,8 +77,7 @@ class ModelConfig:
             max_positions=config.max_position_embeddings,
             eps=config.rms_norm_eps,
             windows=_windows(config),
-            inverse_frequency=rotary.inv_freq.float(),
-            rope_scaling=float(rotary.attention_scaling),
+            rotary=read_rotary(family, config),
             routing=_routing(family, config),
             tied=config.tie_word_embeddings,
         )
@@ -97,7 +87,7 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral: all or none
+    if kinds is None:  # all or none
         return (window,) * count
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 

@@ -1,10 +1,10 @@
-"""A decoder as its checkpoint describes it, loaded: Llama's block and its relatives.
+"""A decoder as its family declares it (`formats.families`), loaded.
 
-Llama, Mistral (sliding window), Qwen2 (biases), Qwen3 (q and k norms). Touvron et al. 2023 (arXiv
-2302.13971): RMSNorm before attention and before the feed-forward layer, rotary embedding, SwiGLU or
-a mixture of them (Mixtral, Qwen2-MoE, Qwen3-MoE); grouped-query attention (Ainslie et al. 2023).
-The layers a checkpoint has decide what a block has: biases, q/k norms, and routers of experts are
-there if their tensors are.
+    x = x + after(attention(before(x)))        x = x + after(feed_forward(before(x)))
+
+RMSNorms before or after the sub-layers; grouped-query attention (Ainslie et al. 2023) with rotary
+embedding and perhaps norms of q and k; SwiGLU or a mixture of them. Biases and routers of experts
+are there if the checkpoint has their tensors.
 
 Nothing here runs. Three interpreters read this description: `inference.cpu.fused` (one call of the
 compiled kernels), `inference.cpu.decoder` (op by op) and `inference.gpu.decoder`.
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
+from formats.families.names import EMBEDDING, FINAL_NORM, HEAD
+from formats.families.registry import block_names
 from formats.memory import release_freed_memory
 from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
@@ -28,14 +30,29 @@ from inference.models.read import read_linear
 
 @dataclass(frozen=True)
 class Layer(Generic[L, X]):
-    """Weights of one decoder block; q/k/v are merged."""
+    """Weights of one decoder block.
 
-    input_norm: Tensor
+    Attributes:
+        before_attention: Weight of the norm of what attention reads [H], if there is one.
+        qkv: q, k and v merged.
+        q_norm: Weight of the norm of q before its rotation: of each head [D], or of the whole
+            projection [Hq D]; None without one.
+        k_norm: The same of k, [D] or [Hkv D].
+        o: Attention's output projection.
+        after_attention: Weight of the norm of what attention adds [H], if there is one.
+        before_feed_forward: Weight of the norm of what the feed-forward layer reads, if any.
+        feed_forward: The feed-forward layer.
+        after_feed_forward: Weight of the norm of what it adds, if there is one.
+    """
+
+    before_attention: Tensor | None
     qkv: L
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: L
-    post_norm: Tensor
+    after_attention: Tensor | None
+    before_feed_forward: Tensor | None
+    after_feed_forward: Tensor | None
     feed_forward: FeedForward[L, X]
 
     @property
@@ -50,6 +67,7 @@ class Decoder(Generic[L, X]):
     Args:
         checkpoint: Float or quantized.
         factory: The backend that it will run on: makes its layers.
+        longest: Most tokens that a request may have; default: as many as the model has positions.
 
     Attributes:
         config: Its shape.
@@ -58,29 +76,30 @@ class Decoder(Generic[L, X]):
         layers: Its blocks.
         norm: [hidden], before the head.
         head: Gives the logits.
-        cos: fp32 [positions, head_dim].
-        sin: fp32 [positions, head_dim].
+        cos: fp32 [positions, R], of the first R channels of each head, which turn.
+        sin: fp32 [positions, R].
 
     Raises:
         CheckpointError: it is not a decoder of this kind, or tensors are missing.
     """
 
-    def __init__(self, checkpoint: Checkpoint, factory: LayerFactory[L, X]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, factory: LayerFactory[L, X], longest: int | None = None
+    ) -> None:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
         factory.check(config)
         self._checkpoint, self._factory, self.dtype = checkpoint, factory, factory.dtype
-        own = "lm_head.weight" in checkpoint or "lm_head" in checkpoint.quantized_modules
+        own = f"{HEAD}.weight" in checkpoint or HEAD in checkpoint.quantized_modules
         tied = config.tied and not own
-        self.head = self._linear("model.embed_tokens" if tied else "lm_head")
-        self.norm = self._vector("model.norm.weight")
+        self.head = self._linear(EMBEDDING if tied else HEAD)
+        self.norm = self._vector(FINAL_NORM)
         self.layers: list[Layer[L, X]] = []
-        for i in range(config.layers):
-            self.layers.append(self._load_layer(f"model.layers.{i}"))
+        for block in block_names(checkpoint.config):
+            self.layers.append(self._load_layer(block))
             release_freed_memory()  # else what packing a layer leaves behind may add up
-        angle = torch.outer(torch.arange(config.max_positions).float(), config.inverse_frequency)
-        angle = torch.cat((angle, angle), dim=-1)
-        self.cos = (angle.cos() * config.rope_scaling).to(factory.device)
-        self.sin = (angle.sin() * config.rope_scaling).to(factory.device)
+        positions = config.max_positions
+        cos, sin = config.rotary.table(positions, longest or positions)
+        self.cos, self.sin = cos.to(factory.device), sin.to(factory.device)
         # Last: nothing is held any more of what was held beside the packed layers.
         self.embedding = self._embedding(tied=tied)
 
@@ -93,29 +112,34 @@ class Decoder(Generic[L, X]):
     def _linear(self, *modules: str) -> L:
         return self._factory.linear(read_linear(self._checkpoint, modules, self._factory.device))
 
-    def _vector(self, name: str) -> Tensor:
-        return self._checkpoint.tensor(name).to(self._factory.device, self.dtype)
+    def _vector(self, norm: str) -> Tensor:
+        """Weight of a norm."""
+        return self._checkpoint.tensor(f"{norm}.weight").to(self._factory.device, self.dtype)
 
     def _embedding(self, *, tied: bool) -> Tensor:
         shared = self.head.matrix if tied else None
         if shared is not None:
             return shared
-        own = self._checkpoint.tensor("model.embed_tokens.weight").to(self._factory.device)
+        own = self._checkpoint.tensor(f"{EMBEDDING}.weight").to(self._factory.device)
         return own if own.dtype in (torch.float32, torch.bfloat16) else own.to(self.dtype)
 
-    def _load_layer(self, name: str) -> Layer[L, X]:
-        def norm(path: str) -> Tensor | None:
-            full = f"{name}.self_attn.{path}.weight"
-            return self._vector(full) if full in self._checkpoint else None
+    def _load_layer(self, block: str) -> Layer[L, X]:
+        names, norms = self.config.family.attention, self.config.family.norms
+        attention, normed = f"{block}.{names.module}", names.qk_norm != "none"
+
+        def norm(name: str | None) -> Tensor | None:
+            return None if name is None else self._vector(f"{block}.{name}")
 
         return Layer(
-            input_norm=self._vector(f"{name}.input_layernorm.weight"),
-            qkv=self._linear(*(f"{name}.self_attn.{part}_proj" for part in "qkv")),
-            q_norm=norm("q_norm"),
-            k_norm=norm("k_norm"),
-            o=self._linear(f"{name}.self_attn.o_proj"),
-            post_norm=self._vector(f"{name}.post_attention_layernorm.weight"),
+            before_attention=norm(norms.before_attention),
+            qkv=self._linear(*(f"{attention}.{part}" for part in names.qkv)),
+            q_norm=self._vector(f"{attention}.{names.q_norm}") if normed else None,
+            k_norm=self._vector(f"{attention}.{names.k_norm}") if normed else None,
+            o=self._linear(f"{attention}.{names.o}"),
+            after_attention=norm(norms.after_attention),
+            before_feed_forward=norm(norms.before_feed_forward),
+            after_feed_forward=norm(norms.after_feed_forward),
             feed_forward=load_feed_forward(
-                self._checkpoint, name, self.config.routing, self._factory
+                self._checkpoint, block, self.config.routing, self._factory
             ),
         )

@@ -7,10 +7,12 @@ others, in every token; Q has no such outliers. With one factor for each channel
     Z = (Q Lambda) (K Lambda^-1)^T,    lambda_j = max(max|K_j|, max|K_{j + D/2}|)^alpha
 
 K is cached after rotary embedding, which turns the channels j and j + D/2 (D the head's size) into
-each other: it commutes with Lambda where the two have one factor. So Lambda folds into the rows of
-k_proj (divided) and of q_proj (multiplied, in all query heads that read the KV head), with their
-biases. Where q and k pass through norms after their projections (Qwen3), whatever a projection
-multiplies is normed away, and Lambda goes into the weights of the norms, which all heads share.
+each other: it commutes with Lambda where the two have one factor. Where only the first channels of
+a head turn, D is their number here, and each of the others has a factor of its own. So Lambda folds
+into the rows of k_proj (divided) and of q_proj (multiplied, in all query heads that read the KV
+head), with their biases. Where q and k pass through norms after their projections (Qwen3), whatever
+a projection multiplies is normed away, and Lambda goes into the weights of the norms, which all
+heads share.
 
 Factors are divided by their geometric mean, as only ratios matter. Where they go into tensors that
 are stored in floating point (biases, norms, projections that are not quantized) they are rounded to
@@ -82,24 +84,31 @@ class SmoothKSpec(MethodSpec):
             yield "smooth_k: its rows, or the norm after it, take factors that even out K"
 
 
-def key_factors(k_absmax: Tensor, alpha: float, *, exact: bool = False) -> Tensor:
+def key_factors(
+    k_absmax: Tensor, alpha: float, *, turning: int | None = None, exact: bool = False
+) -> Tensor:
     """The factors above, for the largest magnitudes of K after rotary embedding.
 
     Args:
         k_absmax: [kv heads, D].
         alpha: Strength; at 1 all pairs of channels get the same largest magnitude.
+        turning: How many channels of a head, the first, are turned; all of them by default. The
+            others have a factor each.
         exact: Whether to round to powers of two.
 
     Returns:
         lambda [kv heads, D] fp64; 1 where a channel is dead.
     """
-    pairs = k_absmax.double().unflatten(-1, (2, -1)).amax(dim=-2)  # [kv heads, D / 2]
-    alive = pairs > 0
-    logs = torch.where(alive, pairs, torch.ones_like(pairs)).log2() * alpha
+    k_absmax, turned = k_absmax.double(), turning or k_absmax.shape[-1]
+    pairs = k_absmax[:, :turned].unflatten(-1, (2, -1)).amax(dim=-2)
+    peaks = torch.cat((pairs, k_absmax[:, turned:]), dim=-1)  # [kv heads, D - turned / 2]
+    alive = peaks > 0
+    logs = torch.where(alive, peaks, torch.ones_like(peaks)).log2() * alpha
     mean = logs.sum(dim=-1, keepdim=True) / alive.sum(dim=-1, keepdim=True).clamp(min=1)
     logs = torch.where(alive, logs - mean, torch.zeros_like(logs))
     factors = torch.exp2(logs.round() if exact else logs)
-    return torch.cat((factors, factors), dim=-1)
+    half = turned // 2
+    return torch.cat((factors[:, :half], factors), dim=-1)
 
 
 class SmoothK(Method):
@@ -116,14 +125,16 @@ class SmoothK(Method):
         """Try no factors and every strength on the first samples."""
         k, q = _stages(work)
         absmax = work.observed(work.block.attention, "k_cache").channel_absmax  # [kv heads, D]
-        if work.module(k).get_parameter("weight").dim() == 1:  # one norm for all heads
+        if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
             basis = absmax.amax(dim=0, keepdim=True).expand_as(absmax)
         else:
             basis = absmax
         alphas = self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
         exact = any(not _takes_any_factor(work, name) for name in (k, q))
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
-        factors |= {alpha: key_factors(basis, alpha, exact=exact) for alpha in alphas}
+        factors |= {
+            alpha: key_factors(basis, alpha, turning=work.turning, exact=exact) for alpha in alphas
+        }
         reference = [work.block.run(sample) for sample in work.samples(self.spec.search_samples)]
         power = math.fsum(y.double().square().sum().item() for y in reference)
         errors = {alpha: _error(work, absmax, f, reference) for alpha, f in factors.items()}

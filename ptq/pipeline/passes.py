@@ -10,7 +10,7 @@ from torch import Tensor
 from calibrate.block import DecoderBlock, to_host
 from calibrate.statistics import Statistics
 from formats.errors import RecipeError
-from formats.families.family import heads_of
+from formats.families.family import heads_of, rotary_channels
 from formats.families.groups import common_inputs
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
@@ -34,6 +34,7 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
         common_input=common_inputs(block.family, block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
         head_dim=heads_of(config).size,
+        turning=rotary_channels(block.family, config),
         input_observer=plan.recipe.observers.input,
         dtype_of=checkpoint.dtype,
     )

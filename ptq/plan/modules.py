@@ -84,7 +84,9 @@ def _kept_reason(recipe: Recipe, name: str) -> str | None:
     return None if ignored is None else f"ignored by {ignored!r}"
 
 
-def check_modules(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[tuple[Key, str]]:
+def check_modules(
+    recipe: Recipe, family: Family, modules: tuple[ModulePlan, ...]
+) -> Iterator[tuple[Key, str]]:
     """Layers whose fates do not go together, or that no kernel could run as planned.
 
     These are fused layers of which only some are ignored or that would have several schemes, a
@@ -111,6 +113,7 @@ def check_modules(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[t
         elif not kept:
             yield from _check_one_scheme(recipe, group, [m.name for m in members])
     yield from _check_divisible(recipe, modules)
+    yield from _check_stored_merged(recipe, family, modules)
     left = [m.name for m in modules if m.action == "quantize"]
     if recipe.scheme.weights is not None and not left:
         yield ("ignore",), f"leaves no layer to the scheme {recipe.scheme.wac}; ignore fewer"
@@ -138,6 +141,27 @@ def _check_one_scheme(
             f"{group} fuses layers that would have different schemes ({parts}); match all of them "
             "or none",
         )
+
+
+def _check_stored_merged(
+    recipe: Recipe, family: Family, modules: tuple[ModulePlan, ...]
+) -> Iterator[tuple[Key, str]]:
+    """The first layer that is stored as a part of one, and whose scales do not lie side by side."""
+    for module in modules:
+        spec, entry = recipe.scheme_of(module.name).weights, recipe.entry_of(module.name)
+        whole = (module.fused_group or "").rpartition(".")[2]
+        if module.action != "quantize" or spec is None or whole not in family.stored_merged:
+            continue
+        rows = spec.block[0]
+        if rows != 1 and (rows == -1 or module.shape[0] % rows):
+            key: Key = ("scheme", "weights", "granularity")
+            yield (
+                key if entry is None else ("layers", entry, *key),
+                f"{spec.granularity} does not fit {module.fused_group}: this family stores "
+                f"{module.name.rpartition('.')[2]} of {module.shape[0]} rows as a part of it. Use "
+                "per_channel or group",
+            )
+            return
 
 
 def _check_divisible(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> Iterator[tuple[Key, str]]:

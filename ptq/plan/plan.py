@@ -142,7 +142,7 @@ def build_plan(
         *preflight.check_data(recipe),
         *preflight.check_lengths(recipe, config),
         *preflight.check_patterns(recipe, shapes, quantized),
-        *check_modules(recipe, modules),
+        *check_modules(recipe, family, modules),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
         *preflight.check_report_device(recipe),
         *check_peers(recipe),

@@ -49,6 +49,8 @@ def test_factors_are_those_of_the_paper():
     assert factors[0].tolist() == pytest.approx([8**0.25, 8**-0.25] * 2)
     assert factors[1].tolist() == [1.0] * 4  # a dead pair, and one that is alone
     assert key_factors(absmax, 1.0, exact=True)[0].tolist() == [4.0, 0.25, 4.0, 0.25]
+    part = key_factors(torch.tensor([[8.0, 2.0, 1.0, 1.0]]), 1.0, turning=2)  # one pair, two alone
+    assert part.tolist() == [[4.0, 4.0, 0.5, 0.5]]
 
 
 @pytest.mark.parametrize("scheme", ["c8", "a8w8c8"])

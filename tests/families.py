@@ -1,0 +1,80 @@
+"""What holds of every family: our numbers are transformers', before and after quantization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from calibrate.stream import BlockStream
+from formats.checkpoint.read import Checkpoint
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.scheduling.request import SamplingParams
+from ptq.methods.gptq import GPTQSpec
+from ptq.pipeline.driver import quantize_tokens
+from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens
+
+METHODS = {  # by preset: methods, and how far logits of random weights may go from the original's
+    "a8w8c8": (SMOOTH, 0.08),
+    "w4": ((GPTQSpec(),), 0.3),
+    "fp8_channel": ((GPTQSpec(),), 0.15),
+}
+
+
+def transformers_logits(folder: Path, ids: Tensor) -> Tensor:
+    """Logits fp32 [T, vocabulary] by transformers, of a float or compressed-tensors folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(ids[None]).logits[0].float()
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    """Relative distance of two tensors."""
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def check_engine(folder: Path, ids: Tensor, longest: int = 512) -> Engine:
+    """Our float logits are transformers', and the greedy tokens after a prompt in chunks too."""
+    sizes = EngineConfig(max_batched_tokens=16, max_batch_size=2, max_model_len=longest)
+    engine = Engine.from_pretrained(folder, config=sizes)
+    assert distance(engine.score(ids.tolist()), transformers_logits(folder, ids)) < 1e-4
+    (out,) = engine.generate([ids.tolist()], SamplingParams(max_tokens=8, ignore_eos=True))
+    whole = torch.cat((ids, torch.tensor(out.token_ids)))
+    greedy = transformers_logits(folder, whole).argmax(-1)
+    assert list(out.token_ids) == greedy[len(ids) - 1 : -1].tolist()
+    return engine
+
+
+def check_blocks(folder: Path) -> None:
+    """Calibration runs the family's blocks as transformers does."""
+    checkpoint, ids = Checkpoint.open(folder), random_tokens().sequences()[0]
+    stream = BlockStream(AutoConfig.from_pretrained(folder), checkpoint.tensor)
+    stream.start([ids])
+    for index in range(len(stream.blocks)):
+        stream.advance(stream.load(index))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model.model(ids[None]).last_hidden_state[0]
+        assert distance(model.model.norm(stream.inputs[0]), wanted) < 1e-4
+
+
+def check_quantized(
+    folder: Path, out: Path, preset: str, longest: int = 512, methods: tuple | None = None
+) -> Checkpoint:
+    """A quantized checkpoint opens here and in transformers; both give the float model's logits."""
+    usual, bound = METHODS[preset]
+    plan = make_plan(folder, out, preset, methods=methods or usual)
+    path = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    ids = random_tokens().sequences()[1]
+    wanted = transformers_logits(folder, ids)
+    theirs = transformers_logits(path, ids)
+    sizes = EngineConfig(max_model_len=longest)
+    engine = Engine.from_pretrained(path, config=sizes, quantized_kv=False)
+    ours = engine.score(ids.tolist())
+    assert distance(theirs, wanted) < bound
+    assert distance(ours, wanted) < bound
+    assert distance(ours, theirs) < bound / 2
+    return Checkpoint.open(path, verify=True)
