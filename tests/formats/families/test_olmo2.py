@@ -1,0 +1,58 @@
+"""OLMo 2: norms after the sub-layers, norms of q and k over their whole projection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, RecipeError
+from formats.families.groups import SMOOTHING_KINDS, common_inputs, smoothing_groups
+from formats.families.registry import family_of
+from inference.models.config import ModelConfig
+from ptq.methods.rotation import RotationSpec
+from ptq.methods.rtn import RTNSpec
+from tests.families import check_blocks, check_engine, check_quantized
+from tests.ptq.quantizing import make_plan, random_tokens
+
+CONFIG = {"model_type": "olmo2"}
+
+
+@pytest.fixture(scope="module")
+def olmo2(make_model):
+    return make_model("olmo2")
+
+
+def test_logits_are_those_of_transformers(olmo2):
+    check_engine(olmo2, random_tokens(1, 60).ids[0].clamp(min=1))
+
+
+def test_blocks_are_those_of_transformers(olmo2):
+    check_blocks(olmo2)
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel"])
+def test_a_quantized_checkpoint_runs_here_and_in_transformers(olmo2, tmp_path, preset):
+    check_quantized(olmo2, tmp_path, preset)
+
+
+def test_only_what_has_a_source_before_it_is_smoothed():
+    names = [f"b.mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    family = family_of(CONFIG)
+    kinds = {group.kind for group in smoothing_groups(family, "b", names, SMOOTHING_KINDS)}
+    assert kinds == {"attention_output", "mlp_output"}
+    inputs = common_inputs(family, "b", names)
+    assert inputs["b.self_attn.q_proj"] == inputs["b.self_attn.v_proj"] != inputs[names[0]]
+
+
+def test_the_residual_stream_is_not_rotated(olmo2, tmp_path):
+    with pytest.raises(RecipeError, match=r"post_attention_layernorm.*Set residual: false"):
+        make_plan(olmo2, tmp_path, "w4", methods=(RotationSpec(), RTNSpec()))
+    make_plan(olmo2, tmp_path, "w4", methods=(RotationSpec(residual=False), RTNSpec()))
+
+
+def test_gpus_refuse_it_by_name(olmo2):
+    backend = pytest.importorskip("inference.gpu.backend")
+    config = ModelConfig.from_checkpoint(Checkpoint.open(olmo2))
+    with pytest.raises(CheckpointError, match="olmo2: found norms after the sub-layers"):
+        backend.TritonBackend(torch.device("cpu"), torch.float16).check(config)
