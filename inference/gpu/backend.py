@@ -132,7 +132,7 @@ def _check(pools: Sequence[KVPool]) -> None:
     """Raise EngineError now where the kernels would refuse a cache at the first step."""
     try:
         for pool in pools:
-            check_pages(pool.k, pool.v, pool.k_scale, pool.v_scale)
+            check_pages(pool)
     except ValueError as error:
         raise EngineError(
             f"the GPU's kernels do not take this model's cache: {error}; quantized_kv=False gives "

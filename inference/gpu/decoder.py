@@ -6,8 +6,8 @@ quantized, the kernel before a linear layer ends in that (but o's, if scaled by 
 A mixture of experts has routing and a sum beside (`inference.gpu.feed_forward`).
 Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
 a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
-(`kernels.triton.common.overlap`): what says where tokens stand (`settled`) is read, and weights are
-asked for, in that time.
+(`kernels.triton.common.overlap`): what says where tokens stand (`metadata_ready`) is read, and
+weights are asked for, in that time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
 from inference.gpu.layers import GpuLinear, workspace_on
 from inference.models.decoder import Decoder, Layer
-from kernels.attention_inputs import KVPool
+from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
@@ -111,20 +111,19 @@ def _attend(
     heads = qkv.unflatten(1, (-1, c.head_dim))
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
     q = rope_write(
-        q, k, v, model.cos, model.sin, pool.k, pool.v, batch.slots, pool.k_scale, pool.v_scale,
-        positions=batch.positions, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=c.eps,
-        settled=True,
+        q, k, v, model.cos, model.sin, pool, batch.slots, batch.positions, q_norm=layer.q_norm,
+        k_norm=layer.k_norm, eps=c.eps, metadata_ready=True,
     )  # fmt: skip
     output, dtype = layer.o, model.dtype
     wanted = output.rows
     fused: dict[str, Any] = {}
     if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
-    cache, starts = (pool.k, pool.v, batch.tables), batch.query_start
-    rest = (pool.k_scale, pool.v_scale, c.head_dim**-0.5, workspace_on(q.device), window)
+    starts, workspace = batch.query_start, workspace_on(q.device)
+    inputs = AttentionInputs(pool, batch.tables, batch.lengths, starts, c.head_dim**-0.5, window)
     if starts is None:
-        y = decode_attention(q, *cache, batch.lengths, *rest, settled=True, **fused)
+        y = decode_attention(q, inputs, workspace, metadata_ready=True, **fused)
     else:
-        y = prefill_attention(q, *cache, starts, batch.lengths, *rest, batch.decodes, **fused)
+        y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)
     y = y.flatten(1)
     return output.run(y, wanted.scale, dtype) if fused else output(y)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -111,8 +112,8 @@ def attention(context: int, dtype: torch.dtype) -> BenchCase:
         AttentionInputs(KVPool(pool.clone(), pool.clone(), scale, scale), *rest)
         for _ in range(copies_of(2 * pool.nbytes, "cpu"))
     ]
-    values = pool.transpose(2, 3)  # the twin's cache is a GPU's
-    wanted = twins.decode_attention(q, pool, values, table, length, scale, scale, factor)
+    of_gpu = KVPool(pool, pool.transpose(2, 3), scale, scale)  # as the twin reads it
+    wanted = twins.decode_attention(q, replace(inputs[0], pool=of_gpu))
     return BenchCase(
         f"attention {shape.cache} context {context}", shape,
         lambda i, _: ops.paged_attention(q, inputs[i]), len(inputs), 2 * pool.nbytes,

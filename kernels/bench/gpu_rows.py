@@ -11,6 +11,7 @@ from torch import Tensor
 
 import kernels.triton.fused as fused
 import kernels.triton.reference as twins
+from kernels.attention_inputs import KVPool
 from kernels.bench.case import BenchCase
 from kernels.bench.draw import FP8, relative
 from kernels.bench.shapes import Gemm, Rows
@@ -105,22 +106,22 @@ def rope(rows: int, per_token: bool = True, start: int = 0) -> BenchCase:
     pools = [torch.zeros(size, dtype=torch.int8, device="cuda") for size in shapes]
     shape = (pages, 8, 64) if per_token else (8,)
     scales = [torch.full(shape, 0.03, device="cuda") for _ in "kv"]
-    rest = (angles.cos(), angles.sin(), *pools, slots, *scales)
+    turns, pool = (angles.cos(), angles.sin()), KVPool(*pools, *scales, dynamic=per_token)
 
     def parts(i: int) -> tuple[Tensor, ...]:
         return x[i, :, :32], x[i, :, 32:40], x[i, :, 40:]
 
     def error(y: Tensor) -> float:
-        found = [pool.clone() for pool in pools]
+        found = [t.clone() for t in pools]
         count = min(rows, 256)
-        few = [t[:count] for t in (*parts(0), angles.cos(), angles.sin())]
-        wanted = twins.rope_write(*few, *pools, slots[:count], *scales)
+        few = [t[:count] for t in (*parts(0), *turns)]
+        wanted = twins.rope_write(*few, pool, slots[:count])
         off = max((a.int() - b.int()).abs().max().item() for a, b in zip(found, pools, strict=True))
         return relative(y[:count], wanted.double()) if off <= 1 else float("nan")
 
     nbytes = rows * 6144 * 2 + rows * (8192 + 2048)
     return BenchCase(
         f"rope + quantize + write {rows}{f' from {start} on' if start else ''}",
-        Rows("rope", rows, 6144, nbytes), lambda i, cut: rope_write(*parts(i), *rest), copies,
-        nbytes, error, 4e-3,
+        Rows("rope", rows, 6144, nbytes),
+        lambda i, cut: rope_write(*parts(i), *turns, pool, slots), copies, nbytes, error, 4e-3,
     )  # fmt: skip

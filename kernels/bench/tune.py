@@ -20,8 +20,8 @@ import torch
 from kernels.bench.shapes import DECODE, PREFILL, TUNED_ATTENTION, TUNED_PROMPTS
 from kernels.triton.tuning import (
     PARTS,
-    Block,
-    Cut,
+    KVSplit,
+    PrefillTile,
     Tile,
     bucket,
     file_of,
@@ -112,18 +112,18 @@ def _sizes(family: str, rows: int) -> tuple[tuple[int, int, int, int], ...]:
     return *small, (256, 64, 3, 8), (64, 128, 3, 4)
 
 
-def cuts(sequences: int, context: int, processors: int) -> Iterator[Cut]:
+def cuts(sequences: int, context: int, processors: int) -> Iterator[KVSplit]:
     """Candidates of decode attention: two to twenty warps an SM, and no split; plain and not."""
     for warps in (1, 2, 4):
         for splits in (1, 2, 3, 4, 5, 8, 12, 16, 32):
             work = sequences * 8 * splits * warps / processors
             if context // 64 >= splits * warps and (splits == 1 or 2 <= work <= 20):
-                yield Cut(warps, splits)
+                yield KVSplit(warps, splits)
                 if warps == 4:
-                    yield from (Cut(4, splits, stages) for stages in (3, 4))
+                    yield from (KVSplit(4, splits, stages) for stages in (3, 4))
 
 
-def blocks() -> Iterator[Block]:
+def blocks() -> Iterator[PrefillTile]:
     """Candidates of prefill attention, heads of 128; the last with warps of different tasks."""
     for rows, tokens, warps in (
         (64, 64, 4),
@@ -132,8 +132,8 @@ def blocks() -> Iterator[Block]:
         (128, 32, 8),
         (256, 32, 16),
     ):
-        yield Block(rows, tokens, warps, 3)
-    yield Block(128, 64, 4, 0)
+        yield PrefillTile(rows, tokens, warps, 3)
+    yield PrefillTile(128, 64, 4, 0)
 
 
 def best(case: BenchCase, candidates: Iterator[Any]) -> tuple[Any, float]:

@@ -6,10 +6,13 @@ Arguments are those of the function of the same name, weights as they are before
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 import kernels.reference as reference
+from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.numerics import FP8, INT8, block_absmax, choose_scale, dequantize, quantize
 
 
@@ -61,54 +64,32 @@ def fp8_block_linear(
     return out if bias is None else out + bias.double()
 
 
-def decode_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softmax_scale: float,
-    sliding_window: int | None = None,
-) -> Tensor:
+def decode_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """fp64 [S, Hq, D], one sequence at a time; zeros for a sequence of length 0."""
-    starts = (lengths > 0).long().cumsum(0).tolist()
-    rows = [s for s, length in enumerate(lengths.tolist()) if length]
+    some = inputs.context_len > 0
+    starts = torch.tensor([0, *some.long().cumsum(0).tolist()])
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    out[rows] = prefill_attention(
-        q[rows], k_pages, v_pages, tables, torch.tensor([0, *starts]), lengths, k_scale, v_scale,
-        softmax_scale, sliding_window,
-    )  # fmt: skip
+    out[some] = prefill_attention(q[some], replace(inputs, query_start=starts))
     return out
 
 
-def prefill_attention(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softmax_scale: float,
-    sliding_window: int | None = None,
-) -> Tensor:
+def prefill_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """fp64 [T, Hq, D], one sequence at a time."""
+    assert inputs.query_start is not None
+    pool, starts = inputs.pool, inputs.query_start.tolist()
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    group, starts = q.shape[1] // k_pages.shape[1], query_start.tolist()
-    for s, length in enumerate(lengths.tolist()):
+    group = q.shape[1] // pool.k.shape[1]
+    for s, length in enumerate(inputs.context_len.tolist()):
         own = q[starts[s] : starts[s + 1]].double().unflatten(1, (-1, group))  # [n, Hkv, group, D]
         if len(own) == 0:
             continue
-        pages = tables[s, : -(-length // 64)].long()
-        k = dequantize_pages(k_pages, k_scale, pages)[:, :length]  # [Hkv, t, D]
-        v = dequantize_pages(v_pages.transpose(2, 3), v_scale, pages)[:, :length]
+        pages = inputs.block_tables[s, : -(-length // 64)].long()
+        k = dequantize_pages(pool.k, pool.k_scale, pages)[:, :length]  # [Hkv, t, D]
+        v = dequantize_pages(pool.v.transpose(2, 3), pool.v_scale, pages)[:, :length]
         token = torch.arange(length, device=q.device)
         age = token[length - len(own) :, None] - token  # [n, t]
-        hidden = (age < 0) | (age >= (sliding_window or length))
-        scores = torch.einsum("nhgd,htd->hgnt", own, k) * softmax_scale
+        hidden = (age < 0) | (age >= (inputs.sliding_window or length))
+        scores = torch.einsum("nhgd,htd->hgnt", own, k) * inputs.softmax_scale
         weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
         v = v.masked_fill(hidden.all(0)[None, :, None], 0.0)  # what nobody sees may be anything
         out[starts[s] : starts[s + 1]] = torch.einsum("hgnt,htd->nhgd", weights, v).flatten(1, 2)
@@ -226,12 +207,10 @@ def rope_write(
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
+    cache: KVPool,
     slots: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     positions: Tensor | None = None,
+    *,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -245,14 +224,14 @@ def rope_write(
         for x, w in ((q, q_norm), (k, k_norm))
     )
     rotated, keys = reference.apply_rope(q_wide, k_wide, cos.float(), sin.float())
-    kind = INT8 if k_pages.dtype == torch.int8 else FP8
+    kind = INT8 if cache.k.dtype == torch.int8 else FP8
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         page, place = divmod(slot, 64)
         for x, pool, scale in (
-            (keys[token], k_pages[page, :, place], k_scale),
-            (v[token].float(), v_pages[page, :, :, place], v_scale),
+            (keys[token], cache.k[page, :, place], cache.k_scale),
+            (v[token].float(), cache.v[page, :, :, place], cache.v_scale),
         ):  # [Hkv, D]
             if scale is None:
                 pool.copy_(x)

@@ -53,8 +53,8 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How decode attention is cut.
+class KVSplit:
+    """How decode attention is split among programs.
 
     Attributes:
         warps: Of a program.
@@ -68,8 +68,8 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Block:
-    """How prefill attention is cut.
+class PrefillTile:
+    """What a program of prefill attention takes.
 
     Attributes:
         rows: Of a program: queries times the heads that share a KV head.
@@ -147,9 +147,9 @@ def measured_tile(
 
 
 @cache
-def attention_cut(
+def kv_split(
     device: torch.device, sequences: int, heads: int, pages: int, scales: int = 1
-) -> Cut:
+) -> KVSplit:
     """The cut of decode attention over at most `pages` pages a sequence: measured, else by rule.
 
     Entries are keyed by sequences * KV heads and by pages, both as powers of two. `scales` is the
@@ -159,14 +159,14 @@ def attention_cut(
     family = {0: "attention_16_bits", 3: "attention_per_token"}.get(scales, "attention")
     found = _entry(device, family, key)
     if found:
-        return Cut(**found)
+        return KVSplit(**found)
     wanted = 5 * multiprocessors(device)  # programs that an SM holds at once
     splits = max(1, min(wanted // (sequences * heads), -(-pages // 4), 64))
-    return Cut(2, splits) if scales else Cut(4, splits, 3)
+    return KVSplit(2, splits) if scales else KVSplit(4, splits, 3)
 
 
 @cache
-def prefill_block(device: torch.device, rows: int, dim: int, scales: int) -> Block:
+def prefill_tile(device: torch.device, rows: int, dim: int, scales: int) -> PrefillTile:
     """The block of prefill attention over `rows` queries times query heads.
 
     Measured (entries are keyed by head size and rows, a power of two), else the larger one that
@@ -175,20 +175,20 @@ def prefill_block(device: torch.device, rows: int, dim: int, scales: int) -> Blo
     family = "prefill" if scales else "prefill_16_bits"
     found = _entry(device, family, f"{dim}x{bucket(rows)}")
     if found:
-        return Block(**found)
+        return PrefillTile(**found)
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
     return prefill_rule(rows >= 128 * multiprocessors(device), dim, 10 * major + minor)
 
 
-def prefill_rule(many: bool, dim: int, capability: int) -> Block:
+def prefill_rule(many: bool, dim: int, capability: int) -> PrefillTile:
     """The block that fits in registers: mma.sync holds the operands there that wgmma does not.
 
     From Hopper on the tensor cores read them from memory, but those of smaller Blackwells (120).
     """
     if dim > 128:
-        return Block(64, 32, 8, 3)
+        return PrefillTile(64, 32, 8, 3)
     tokens = 64 if 90 <= capability < 120 or dim < 128 else 32
-    return Block(128, tokens, 8, 3) if many else Block(64, tokens, 4, 3)
+    return PrefillTile(128, tokens, 8, 3) if many else PrefillTile(64, tokens, 4, 3)
 
 
 def rule(

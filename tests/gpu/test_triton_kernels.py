@@ -10,6 +10,7 @@ import kernels.reference as reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     import kernels.triton.reference as twins
+    from kernels.attention_inputs import AttentionInputs, KVPool
     from kernels.bench import draw, gpu_linear
     from kernels.triton import fused
     from kernels.triton.attention.decode import decode_attention
@@ -19,7 +20,7 @@ if torch.cuda.is_available():
     from kernels.triton.linear.w4a16 import pack_w4a16
     from kernels.triton.linear.w8a8 import pack_w8a8
     from kernels.triton.linear.w16a16 import DenseWeight
-    from kernels.triton.tuning import Block, Cut, Tile
+    from kernels.triton.tuning import KVSplit, PrefillTile, Tile
 
 ROWS = (1, 33, 64, 300, 600)
 FP8 = "float8_e4m3fn"
@@ -102,7 +103,9 @@ def test_splits_give_the_same_bits_every_time_and_in_any_batch(splits, workspace
     assert not workspace.arrivals.any()
 
 
-def random_cache(dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64, 65, 700, 1024)):
+def random_inputs(
+    dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64, 65, 700, 1024), **rest
+):
     pools = [
         (torch.randn(pages, heads, 64, dim, device="cuda") * 60).clamp(-127, 127).to(dtype)
         for _ in "kv"
@@ -116,7 +119,10 @@ def random_cache(dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64,
         scales[1] = scales[1][:, 0].contiguous()
     width = max(lengths) // 64
     tables = torch.stack([torch.randperm(pages, device="cuda")[:width] for _ in lengths]).int()
-    return *pools, tables, torch.tensor(lengths, device="cuda", dtype=torch.int32), *scales
+    pool = KVPool(*pools, *scales, dynamic=kind == "token")
+    lengths = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    rest = {"query_start": None, "softmax_scale": dim**-0.5, **rest}
+    return AttentionInputs(pool, tables, lengths, **rest)
 
 
 @pytest.mark.parametrize(
@@ -130,21 +136,19 @@ def random_cache(dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64,
 @pytest.mark.parametrize("stages", [0, 3])  # 0: stated layouts, where they fit
 def test_decode_attention_of_ragged_sequences(stages, kind, storage, workspace):
     for group in (1, 3, 8):
-        arguments = random_cache(getattr(torch, storage), kind)
+        inputs = random_inputs(getattr(torch, storage), kind)
         if kind == "token":  # what nobody wrote, of tokens past the end, must not matter
-            for s, length in enumerate(arguments[3].tolist()):
-                page, place = arguments[2][s, min(length // 64, 15)], length % 64
-                alone = (arguments[2] == page).sum() == 1
+            for s, length in enumerate(inputs.context_len.tolist()):
+                page, place = inputs.block_tables[s, min(length // 64, 15)], length % 64
+                alone = (inputs.block_tables == page).sum() == 1
                 if alone and length < 1024:
-                    for scale in arguments[4:]:
+                    for scale in (inputs.pool.k_scale, inputs.pool.v_scale):
                         scale[page, :, place:] = float("nan")
         q = torch.randn(7, 4 * group, 128, device="cuda", dtype=torch.bfloat16)
-        wanted = twins.decode_attention(q, *arguments, 128**-0.5)
-        for cut in (None, Cut(2, 1, stages), Cut(4, 3, stages), Cut(2, 16, stages)):
-            got, again = (
-                decode_attention(q, *arguments, 128**-0.5, workspace, cut=cut) for _ in "ab"
-            )
-            assert draw.relative(got, wanted) < 4e-3, (group, cut)
+        wanted = twins.decode_attention(q, inputs)
+        for split in (None, *(KVSplit(*n, stages) for n in ((2, 1), (4, 3), (2, 16)))):
+            got, again = (decode_attention(q, inputs, workspace, split=split) for _ in "ab")
+            assert draw.relative(got, wanted) < 4e-3, (group, split)
             assert not got[2].any()
             assert torch.equal(got, again)
             assert not workspace.arrivals.any()
@@ -153,23 +157,22 @@ def test_decode_attention_of_ragged_sequences(stages, kind, storage, workspace):
 @pytest.mark.parametrize("result", ["int8", FP8])
 @pytest.mark.parametrize("stages", [0, 3])
 def test_attention_quantizes_its_result(stages, result, workspace):
-    arguments, dtype = random_cache(torch.int8, "head"), getattr(torch, result)
+    starts, dtype = torch.arange(8, device="cuda"), getattr(torch, result)
+    starts[3:] -= 1  # the sequence of length 0 has no query
+    inputs = random_inputs(torch.int8, "head", query_start=starts, softmax_scale=0.1)
     q = torch.randn(7, 16, 128, device="cuda", dtype=torch.bfloat16)
     scale = torch.tensor([0.004], device="cuda")
-    starts = torch.arange(8, device="cuda")
-    starts[3:] -= 1  # the sequence of length 0 has no query
     more = {"out_scale": scale, "out_dtype": dtype}
-    args = (*arguments[:3], starts, *arguments[3:], 0.1, workspace)
-    cuts = [{"cut": Cut(2, splits, stages)} for splits in (1, 4)]
-    blocks = [{"block": Block(128, 64, 8, stages)}]
-    for attend, queries, rest, shapes in (
-        (decode_attention, q, (*arguments, 0.1, workspace), cuts),
-        (prefill_attention, q[:6], args, blocks),
+    splits = [{"split": KVSplit(2, splits, stages)} for splits in (1, 4)]
+    tiles = [{"tile": PrefillTile(128, 64, 8, stages)}]
+    for attend, queries, shapes in (
+        (decode_attention, q, splits),
+        (prefill_attention, q[:6], tiles),
     ):
         for shape in shapes:
-            plain = attend(queries.float(), *rest, **shape).cpu()  # divisions are exact there
+            plain = attend(queries.float(), inputs, workspace, **shape).cpu()  # exact divisions
             wanted = twins.quantize_rows(plain, scale.cpu(), dtype)[0]
-            close_integers(attend(queries, *rest, **more, **shape).cpu(), wanted)
+            close_integers(attend(queries, inputs, workspace, **more, **shape).cpu(), wanted)
 
 
 @pytest.mark.parametrize(
@@ -187,45 +190,44 @@ def test_attention_quantizes_its_result(stages, result, workspace):
 )
 def test_prefill_attention_of_ragged_sequences(storage, kind, dim, group, window, workspace):
     lengths, counts = (1, 63, 0, 64, 65, 700, 1024, 1024), (1, 1, 0, 64, 1, 333, 1024, 17)
-    arguments = random_cache(getattr(torch, storage), kind, dim=dim, lengths=lengths, pages=128)
     starts = torch.tensor((0, *counts), device="cuda").cumsum(0).int()
+    rest = {"pages": 128, "query_start": starts, "sliding_window": window}
+    inputs = random_inputs(getattr(torch, storage), kind, dim=dim, lengths=lengths, **rest)
     q = torch.randn(sum(counts) + 3, 4 * group, dim, device="cuda", dtype=torch.bfloat16)
-    args = (q, *arguments[:3], starts, *arguments[3:], dim**-0.5)
-    wanted = twins.prefill_attention(*args, window)[:-3]
+    wanted = twins.prefill_attention(q, inputs)[:-3]
     tokens, wide = (64, 0) if dim <= 128 else (32, 4)
     for rows, stages, decodes in ((64, 3, 0), (128, 3, 2), (128, 0, 0), (128, 0, 2)):
-        block = Block(rows, tokens, max(4, rows // 16, 2 * wide), stages)
+        tile = PrefillTile(rows, tokens, max(4, rows // 16, 2 * wide), stages)
         got, again = (
-            prefill_attention(*args, workspace, window, decodes, block=block)[:-3] for _ in "ab"
+            prefill_attention(q, inputs, workspace, decodes, tile=tile)[:-3] for _ in "ab"
         )
-        assert draw.relative(got, wanted) < 4e-3, block
+        assert draw.relative(got, wanted) < 4e-3, tile
         each = (got - wanted).flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)
-        assert each.max() < 2e-2, (block, each.argmax())
+        assert each.max() < 2e-2, (tile, each.argmax())
         assert torch.equal(got, again)
 
 
 @pytest.mark.parametrize("window", [1, 100])
 def test_a_sliding_window_and_other_head_sizes(window, workspace):
     for dim in (64, 128):
-        arguments = random_cache(torch.int8, "head", dim=dim)
+        inputs = random_inputs(torch.int8, "head", dim=dim, sliding_window=window)
         q = torch.randn(7, 12, dim, device="cuda", dtype=torch.float16)
-        wanted = twins.decode_attention(q, *arguments, dim**-0.5, window)
+        wanted = twins.decode_attention(q, inputs)
         for splits in (1, 4):
-            cut = Cut(2, splits)
-            got = decode_attention(q, *arguments, dim**-0.5, workspace, window, cut)
+            got = decode_attention(q, inputs, workspace, split=KVSplit(2, splits))
             assert draw.relative(got, wanted) < 1e-3
 
 
 def test_a_graph_replays_what_was_captured(workspace):
-    arguments = random_cache(torch.int8, "head")
+    inputs = random_inputs(torch.int8, "head")
     q = torch.randn(7, 16, 128, device="cuda", dtype=torch.bfloat16)
-    run = lambda: decode_attention(q, *arguments, 0.1, workspace, cut=Cut(2, 4))  # noqa: E731
+    run = lambda: decode_attention(q, inputs, workspace, split=KVSplit(2, 4))  # noqa: E731
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
     for length in (0, 5, 1024):
-        arguments[3].fill_(length)  # lengths are read on the device
+        inputs.context_len.fill_(length)  # lengths are read on the device
         graph.replay()
         assert torch.equal(out, run())
 
@@ -293,7 +295,7 @@ def test_cache_write_equals_its_twin(storage, kind, start):
             scales[1] = scales[1][:, 0].contiguous()
         q, k, v = qkv.split([8, heads, heads], dim=1)
         moved = {name: x.to(device) for name, x in more.items()}
-        out = write(q, k, v, cos, sin, *pools, slots, *scales, **moved)
+        out = write(q, k, v, cos, sin, KVPool(*pools, *scales), slots, **moved)
         found.append((out, *pools, *scales))
     got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
     assert draw.relative(got[0], wanted[0].double()) < 4e-3

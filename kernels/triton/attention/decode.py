@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_inputs import AttentionInputs
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
     LIFT,
@@ -40,8 +41,8 @@ from kernels.triton.attention.paged_cache import (
     result,
     scale_kind,
 )
-from kernels.triton.common import Workspace, overlap, wait
-from kernels.triton.tuning import Cut, attention_cut
+from kernels.triton.common import Workspace, overlap, require, wait
+from kernels.triton.tuning import KVSplit, kv_split
 from kernels.triton.versions import run_gluon
 
 
@@ -51,11 +52,11 @@ def decode_kernel(
     softmax_scale, window, width,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
     SPLITS: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
-    SETTLED: tl.constexpr,
+    METADATA_READY: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale, or 0."""
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if not SETTLED:
+    if not METADATA_READY:
         wait(OVERLAP)
     length = tl.load(lengths + sequence).to(tl.int32)
     oldest = tl.maximum(length - window, 0)
@@ -64,7 +65,7 @@ def decode_kernel(
     runs = tl.maximum(tl.cdiv(pages - oldest // 64, share), 1)
     if split >= runs:
         return
-    if SETTLED:
+    if METADATA_READY:
         wait(OVERLAP)
     OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)
     first = oldest // 64 + split * share
@@ -83,39 +84,17 @@ def decode_kernel(
     acc = tl.zeros([DIM, PADDED], tl.float32)
     for p in tl.range(first, tl.minimum(first + share, pages), num_stages=STAGES):
         page = tl.load(tables + sequence * width + p).to(tl.int64) * HEADS + head
-        k = tl.load(k_pages + page * (64 * DIM) + t[:, None] * DIM + d[None, :])
-        v = tl.load(v_pages + page * (64 * DIM) + d[:, None] * 64 + t[None, :])
-        s = tl.dot(as_operand(k), qt) * factor  # [64, PADDED]
-        if SCALES == PER_TOKEN:
-            s *= tl.load(k_scale + page * 64 + t).to(tl.float32)[:, None]
-        seen = (p * 64 + t < length) & (p * 64 + t >= oldest)
-        s = tl.where(seen[:, None], s, HIDDEN)
-        top = tl.maximum(m, tl.max(s, 0))
-        weights = tl.exp2(s - top[None, :])
-        shrink = tl.exp2(m - top)
-        l = l * shrink + tl.sum(weights, 0)  # noqa: E741
-        m = top
-        if SCALES == PER_TOKEN:
-            lifted = tl.load(v_scale + page * 64 + t).to(tl.float32) * LIFT
-            weights = tl.where(seen[:, None], weights * lifted[:, None], 0.0)
-        acc = acc * shrink[None, :]
-        acc = tl.dot(as_operand(v), weights.to(OPERAND), acc)
+        m, l, acc = attend(  # noqa: E741
+            m, l, acc, qt, factor, page, p * 64, t, d, oldest, length, k_pages, v_pages, k_scale,
+            v_scale, DIM, SCALES,
+        )  # fmt: skip
     last = runs == 1
     if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
         if runs > 1:
             item = sequence * HEADS + head
-            run: tl.constexpr = PADDED * (DIM + 2)  # a split's acc, m and l
-            place = parts + (item * SPLITS + split).to(tl.int64) * run
-            tl.store(place + h[None, :] * DIM + d[:, None], acc)
-            tl.store(place + PADDED * DIM + h, m)
-            tl.store(place + PADDED * DIM + PADDED + h, l)
-            tl.debug_barrier()
-            last = tl.atomic_add(arrivals + item, 1, sem="acq_rel") == runs - 1
-            if last:
-                tl.debug_barrier()
-                place = parts + (item * SPLITS).to(tl.int64) * run
-                m, l, acc = combine(place, h, d, runs, PADDED, DIM)  # noqa: E741
-                tl.store(arrivals + item, 0)
+            last, l, acc = sum_runs(  # noqa: E741
+                m, l, acc, parts, arrivals, item, split, h, d, runs, SPLITS, PADDED, DIM
+            )
     if last:
         y = tl.where(l > 0, 1.0 / l, 0.0)[None, :] * acc
         if SCALES == PER_TOKEN:
@@ -123,6 +102,59 @@ def decode_kernel(
         elif SCALES > 0:
             y *= tl.load(v_scale + head)
         tl.store(out + rows[None, :] + d[:, None], finish(y, out, out_scale), mask=real)
+
+
+@triton.jit
+def attend(
+    m, l, acc, qt, factor, page, start, t, d, oldest, length, k_pages, v_pages,  # noqa: E741
+    k_scale, v_scale,
+    DIM: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """(m, l, acc) after the page from token `start` on; oldest .. length - 1 are seen.
+
+    `t` and `d` are the tokens of a page and the channels, `page` is its number times heads.
+    """
+    k = tl.load(k_pages + page * (64 * DIM) + t[:, None] * DIM + d[None, :])
+    v = tl.load(v_pages + page * (64 * DIM) + d[:, None] * 64 + t[None, :])
+    s = tl.dot(as_operand(k), qt) * factor  # [64, PADDED]
+    if SCALES == PER_TOKEN:
+        s *= tl.load(k_scale + page * 64 + t).to(tl.float32)[:, None]
+    seen = (start + t < length) & (start + t >= oldest)
+    s = tl.where(seen[:, None], s, HIDDEN)
+    top = tl.maximum(m, tl.max(s, 0))
+    weights = tl.exp2(s - top[None, :])
+    shrink = tl.exp2(m - top)
+    l = l * shrink + tl.sum(weights, 0)  # noqa: E741
+    if SCALES == PER_TOKEN:
+        lifted = tl.load(v_scale + page * 64 + t).to(tl.float32) * LIFT
+        weights = tl.where(seen[:, None], weights * lifted[:, None], 0.0)
+    acc = acc * shrink[None, :]
+    return top, l, tl.dot(as_operand(v), weights.to(qt.dtype), acc)
+
+
+@triton.jit
+def sum_runs(
+    m, l, acc, parts, arrivals, item, split, h, d, runs,  # noqa: E741
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Leave a run's sums; the last of its (sequence, head) to arrive gets those of all runs.
+
+    Returns:
+        (whether the caller is last, l, acc), the sums only if it is.
+    """
+    run: tl.constexpr = PADDED * (DIM + 2)  # a run's acc, m and l
+    place = parts + (item * SPLITS + split).to(tl.int64) * run
+    tl.store(place + h[None, :] * DIM + d[:, None], acc)
+    tl.store(place + PADDED * DIM + h, m)
+    tl.store(place + PADDED * DIM + PADDED + h, l)
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + item, 1, sem="acq_rel") == runs - 1
+    if last:
+        tl.debug_barrier()
+        place = parts + (item * SPLITS).to(tl.int64) * run
+        m, l, acc = combine(place, h, d, runs, PADDED, DIM)  # noqa: E741
+        tl.store(arrivals + item, 0)
+    return last, l, acc
 
 
 @triton.jit
@@ -146,88 +178,87 @@ def combine(place, h, d, runs, PADDED: tl.constexpr, DIM: tl.constexpr):
 
 def decode_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softmax_scale: float,
+    inputs: AttentionInputs,
     workspace: Workspace,
-    sliding_window: int | None = None,
-    cut: Cut | None = None,
+    *,
+    split: KVSplit | None = None,
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    settled: bool = False,
+    metadata_ready: bool = False,
 ) -> Tensor:
     """Attention of one new token of each sequence; its K and V are in the cache already.
 
     Args:
         q: fp32, fp16 or bf16 [S, Hq, D].
-        k_pages: int8, e4m3, bf16 or fp16 [pages, Hkv, 64, D]; finite also where no token is yet.
-        v_pages: [pages, Hkv, D, 64], likewise.
-        tables: int32 or int64 [S, W], pages of each sequence in order, valid numbers throughout.
-        lengths: int32 or int64 [S] on the device, tokens in the cache, this one included; 0 for a
-            row that stands for nothing.
-        k_scale: fp32 [Hkv] or [Hkv, D], or fp32 or fp16 [pages, Hkv, 64]; None for 16 bits.
-        v_scale: fp32 [Hkv], or [pages, Hkv, 64] in the type of `k_scale`; None for 16 bits.
-        softmax_scale: Factor of q k^T.
+        inputs: With a pool as in `kernels.triton.attention.paged_cache`, finite also where no token
+            is yet; block tables that hold valid numbers throughout; a context of 0 for a row that
+            stands for nothing; `query_start` is not read.
         workspace: Of the stream that this runs in.
-        sliding_window: Positions seen, or None for all.
-        cut: Splits of a sequence; by default the device's table says.
+        split: How a sequence is split; by default the device's table says.
         out_scale: fp32, one element: the result is quantized with it.
         out_dtype: int8 or e4m3 with `out_scale`, else a float type; by default that of `q`.
         out: Where the result goes; by default a new tensor.
-        settled: Whether `tables` and `lengths` were there before the kernel ahead of this started:
-            they are then read while it runs.
+        metadata_ready: Whether block tables and contexts were written before the kernel ahead of
+            this started: they are then read while it runs.
 
     Returns:
-        [S, Hq, D], zeros where a length is 0.
+        [S, Hq, D], zeros where a context is 0.
 
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
     """
-    check_pages(k_pages, v_pages, k_scale, v_scale)
-    check_queries(q, k_pages, tables, lengths)
-    (sequences, q_heads, dim), heads = q.shape, k_pages.shape[1]
-    if tables.shape[0] != sequences:
-        raise ValueError(f"{tables.shape[0]} block tables for {sequences} queries")
+    check_pages(inputs.pool)
+    check_queries(q, inputs)
+    tables = inputs.block_tables.shape[0]
+    require(tables == len(q), f"{tables} block tables for {len(q)} queries")
     out = result(q, out, out_scale, out_dtype)
-    if sequences == 0:
-        return out
-    group, kind = q_heads // heads, scale_kind(k_scale)
-    cut = cut or attention_cut(q.device, sequences, heads, tables.shape[1], kind)
-    items, pointers = sequences * heads, (q, k_pages, v_pages, tables, lengths, k_scale, v_scale)
+    if len(q):
+        _launch(q, inputs, workspace, split, out, out_scale, metadata_ready)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    inputs: AttentionInputs,
+    workspace: Workspace,
+    split: KVSplit | None,
+    out: Tensor,
+    out_scale: Tensor | None,
+    metadata_ready: bool,
+) -> None:
+    """Run the kernel that is for this cache on what `decode_attention` has checked."""
+    (sequences, q_heads, dim), pool = q.shape, inputs.pool
+    heads, width, kind = pool.k.shape[1], inputs.block_tables.shape[1], scale_kind(pool)
+    split = split or kv_split(q.device, sequences, heads, width, kind)
+    group, items = q_heads // heads, sequences * heads
     padded = max(8, triton.next_power_of_2(group))
-    if cut.splits > 1:
-        workspace.check(items * cut.splits * padded * (dim + 2), items)
-    if cut.stages == 0 and _fits_stated_layouts(k_pages, group, kind, sliding_window):
+    if split.splits > 1:
+        workspace.check(items * split.splits * padded * (dim + 2), items)
+    if split.stages == 0 and _fits_stated_layouts(inputs, group, kind):
 
         def launch() -> None:
             from kernels.triton.attention import decode_hopper
 
-            decode_hopper.launch(*pointers, out, out_scale, workspace, softmax_scale, cut, settled)
+            decode_hopper.launch(q, inputs, out, out_scale, workspace, split, metadata_ready)
 
         if run_gluon("decode attention", launch):
-            return out
-    stages = cut.stages or 3
-    decode_kernel[(cut.splits, heads, sequences)](
-        *pointers, out, out_scale, workspace.parts, workspace.arrivals, softmax_scale,
-        sliding_window or UNLIMITED, tables.shape[1], HEADS=heads, GROUP=group, PADDED=padded,
-        DIM=dim, SPLITS=cut.splits, SCALES=kind, STAGES=stages, num_warps=4, num_stages=stages,
-        SETTLED=settled, enable_fp_fusion=True, **overlap(early=False),
+            return
+    stages = split.stages or 3
+    decode_kernel[(split.splits, heads, sequences)](
+        q, pool.k, pool.v, inputs.block_tables, inputs.context_len, pool.k_scale, pool.v_scale,
+        out, out_scale, workspace.parts, workspace.arrivals, inputs.softmax_scale,
+        inputs.sliding_window or UNLIMITED, width, HEADS=heads, GROUP=group, PADDED=padded,
+        DIM=dim, SPLITS=split.splits, SCALES=kind, STAGES=stages, num_warps=4, num_stages=stages,
+        METADATA_READY=metadata_ready, enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip
-    return out
 
 
-def _fits_stated_layouts(
-    k_pages: Tensor, group: int, kind: int, sliding_window: int | None
-) -> bool:
+def _fits_stated_layouts(inputs: AttentionInputs, group: int, kind: int) -> bool:
     """Whether `decode_hopper` is for this cache; `kind` is the number of dimensions of its scales.
 
     It is not for heads of another size than 128, more than 8 queries a KV head, a sliding window,
     16 bits or scales of channels, nor is it interpreted.
     """
-    fits = k_pages.shape[3] == 128 and group <= 8 and sliding_window is None and kind in (1, 3)
-    return fits and not triton.knobs.runtime.interpret
+    plain = inputs.sliding_window is not None or triton.knobs.runtime.interpret
+    return not plain and inputs.pool.k.shape[3] == 128 and group <= 8 and kind in (1, 3)

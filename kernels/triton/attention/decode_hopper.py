@@ -29,52 +29,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from kernels.attention_inputs import AttentionInputs
+from kernels.triton.attention.gluon_operands import (
+    channel_of,
+    finish,
+    to_fp16,
+    token_of,
+    transposed,
+)
+from kernels.triton.attention.paged_cache import scale_kind
 from kernels.triton.common import Workspace, overlap
 from kernels.triton.gluon_names import barrier
-from kernels.triton.tuning import Cut
+from kernels.triton.tuning import KVSplit
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)
 LIFT = gl.constexpr(256.0)
-ROUND = gl.constexpr(1.5 * 2.0**23)  # as in kernels.triton.common
-INT8_TO_FP16 = gl.constexpr("""{ .reg .b32 u, c, lo, hi;
-xor.b32 u, $4, 0x80808080;
-mov.b32 c, 0x64806480;
-prmt.b32 lo, u, 0x64646464, 0x4140;
-prmt.b32 hi, u, 0x64646464, 0x4342;
-sub.rn.f16x2 lo, lo, c;
-sub.rn.f16x2 hi, hi, c;
-mov.b32 {$0, $1}, lo;
-mov.b32 {$2, $3}, hi; }""")  # 1024 + (b + 128), less 1152
-FP8_TO_FP16 = gl.constexpr("""{ .reg .b16 a, b; .reg .b32 lo, hi;
-mov.b32 {a, b}, $4;
-cvt.rn.f16x2.e4m3x2 lo, a;
-cvt.rn.f16x2.e4m3x2 hi, b;
-mov.b32 {$0, $1}, lo;
-mov.b32 {$2, $3}, hi; }""")
 PREFETCH = gl.constexpr("""{ .reg .pred first; .reg .b32 t;
 mov.u32 t, %laneid;
 setp.eq.u32 first, t, 0;
 @first cp.async.bulk.prefetch.L2.global [$1], 8192;
 mov.b32 $0, 0; }""")
-TRANSPOSE = gl.constexpr("""{ .reg .b32 t;
-mov.b32 t, {$2, $3};
-movmatrix.sync.aligned.m8n8.trans.b16 t, t;
-mov.b32 {$0, $1}, t; }""")
-
-
-@gluon.jit
-def to_fp16(words, FP8: gl.constexpr):
-    """int32 words of four bytes [...] -> exact fp16 [..., pair, half]."""
-    a, b, c, d = gl.inline_asm_elementwise(
-        FP8_TO_FP16 if FP8 else INT8_TO_FP16,
-        "=h,=h,=h,=h,r",
-        [words],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-        is_pure=True,
-        pack=1,
-    )
-    return gl.join(gl.join(a, c), gl.join(b, d))
 
 
 @gluon.jit
@@ -90,18 +65,6 @@ def wait(OVERLAP: gl.constexpr):
 def prefetch(places):
     """Ask for the 8 KiB at each warp's pointer to be brought into L2."""
     gl.inline_asm_elementwise(PREFETCH, "=r,l", [places], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def token_of(row):
-    """The token of a page that a row of S^T stands for: 16 a + 8 b + 2 c + h -> 16 c + 4 a + ..."""
-    return ((row >> 1) & 3) * 16 + (row >> 4) * 4 + ((row >> 3) & 1) * 2 + (row & 1)
-
-
-@gluon.jit
-def channel_of(k):
-    """The channel of K that position k of the summed dimension stands for."""
-    return k // 64 * 64 + k // 2 % 4 * 16 + k // 16 % 4 * 4 + k // 8 % 2 * 2 + k % 2
 
 
 @gluon.jit
@@ -124,7 +87,7 @@ def decode_kernel(
     softmax_scale, width,
     HEADS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, PER_TOKEN: gl.constexpr,
     FP8: gl.constexpr, WARPS: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
-    OVERLAP: gl.constexpr, SETTLED: gl.constexpr,
+    OVERLAP: gl.constexpr, METADATA_READY: gl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); the cache is given as int32 words.
 
@@ -134,9 +97,7 @@ def decode_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8]
     )
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    if not SETTLED:
+    if not METADATA_READY:
         wait(OVERLAP)
     length = gl.load(lengths + sequence).to(gl.int32)
     pages = (length + 63) // 64
@@ -151,110 +112,137 @@ def decode_kernel(
     page = gl.load(table + gl.minimum(first + warp, width - 1)).to(gl.int32) * HEADS + head
     k_words = token_of(span(64, K_LAYOUT, 1)) * 32 + span(32, K_LAYOUT, 2)
     v_words = span(128, V_LAYOUT, 1) * 16 + span(16, V_LAYOUT, 2)
-    if SETTLED:
+    if METADATA_READY:
         if OVERLAP:  # L2 is where the page of the new token is written, too
             prefetch(k_pages + page.to(gl.int64) * 2048)
             prefetch(v_pages + page.to(gl.int64) * 2048)
         wait(OVERLAP)
     raw_k = gl.load(k_pages + page.to(gl.int64) * 2048 + k_words)
-    member = span(8, RIGHT, 2) + span(WARPS, RIGHT, 0) * 0
     rows = (sequence * HEADS + head) * GROUP
-    q_place = q + (rows + member) * 128 + channel_of(span(128, RIGHT, 1))
-    qt = gl.load(q_place, mask=member < GROUP, other=0.0).to(gl.float16)  # [WARPS, 128, 8]
+    qt = queries(q, rows, GROUP, WARPS, MMA)
     factor = softmax_scale * LOG2_E
     if not PER_TOKEN:
         factor *= gl.load(k_scale + head)
-    token = token_of(span(64, MMA, 1))
-    own = span(WARPS, MMA, 0)
-    SUM: gl.constexpr = gl.SliceLayout(1, MMA)
-    m = gl.full([WARPS, 8], LOWEST, gl.float32, layout=SUM)
-    l = gl.full([WARPS, 8], 0.0, gl.float32, layout=SUM)  # noqa: E741
+    m = gl.full([WARPS, 8], LOWEST, gl.float32, layout=gl.SliceLayout(1, MMA))
+    l = gl.full([WARPS, 8], 0.0, gl.float32, layout=gl.SliceLayout(1, MMA))  # noqa: E741
     acc = gl.full([WARPS, 128, 8], 0.0, gl.float32, layout=MMA)
-    zero = gl.full([WARPS, 64, 8], 0.0, gl.float32, layout=MMA)
     for p in range(first, end, WARPS):
-        v_page = gl.convert_layout(page, V_LAYOUT)
-        raw_v = gl.load(v_pages + v_page.to(gl.int64) * 2048 + v_words)
-        scales = gl.convert_layout(page, MMA) * 64 + token
-        following = gl.minimum(p + WARPS + warp, width - 1)
-        page = gl.load(table + following).to(gl.int32) * HEADS + head
-        k = to_fp16(raw_k, FP8).reshape([WARPS, 64, 2, 4, 4, 2, 2]).permute([0, 1, 2, 4, 5, 3, 6])
-        k = gl.convert_layout(k.reshape([WARPS, 64, 128]), LEFT, assert_trivial=True)
-        s = mma_v2(k, qt, zero)  # [WARPS, 64, 8]
-        raw_k = gl.load(k_pages + page.to(gl.int64) * 2048 + k_words)
-        if PER_TOKEN:
-            s = s * gl.load(k_scale + scales).to(gl.float32)
-        seen = (p + own) * 64 + token < gl.minimum(length, end * 64)
-        s = gl.where(seen, s * factor, LOWEST)
-        top = gl.maximum(m, gl.max(s, 1))
-        shrink = gl.exp2(m - top)
-        weights = gl.exp2(s - gl.expand_dims(top, 1))
-        l = l * shrink + gl.sum(weights, 1)  # noqa: E741
-        m = top
-        if PER_TOKEN:
-            weights = weights * (gl.load(v_scale + scales).to(gl.float32) * LIFT)
-            weights = gl.where(seen, weights, 0.0)
-        pt = transposed(weights.to(gl.float16), WARPS)
-        pt = gl.convert_layout(pt, RIGHT, assert_trivial=True)
-        v = to_fp16(raw_v, FP8).reshape([WARPS, 128, 4, 4, 2, 2]).permute([0, 1, 3, 4, 2, 5])
-        v = gl.convert_layout(v.reshape([WARPS, 128, 64]), LEFT, assert_trivial=True)
-        acc = mma_v2(v, pt, acc * gl.expand_dims(shrink, 1))  # [WARPS, 128, 8]
-    ROW: gl.constexpr = gl.SliceLayout(0, MMA)
+        m, l, acc, page, raw_k = attend(  # noqa: E741
+            m, l, acc, page, raw_k, qt, factor, p, end, length, table, width, head, k_words,
+            v_words, k_pages, v_pages, k_scale, v_scale, HEADS, PER_TOKEN, FP8,
+        )  # fmt: skip
+    o, m_all, l_all = merge_warps(m, l, acc)
+    unit = 1.0 / LIFT
+    if not PER_TOKEN:
+        unit = gl.load(v_scale + head)
+    leave(
+        o, m_all, l_all, out, rows, out_scale, unit, parts, arrivals, sequence * HEADS + head,
+        split, runs, GROUP, SPLITS, WARPS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def queries(q, row, GROUP: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr):
+    """The queries of a KV head as the right operand of every warp: fp16 [WARPS, 128, 8]."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    member = span(8, RIGHT, 2) + span(WARPS, RIGHT, 0) * 0
+    place = q + (row + member) * 128 + channel_of(span(128, RIGHT, 1))
+    return gl.load(place, mask=member < GROUP, other=0.0).to(gl.float16)
+
+
+@gluon.jit
+def attend(
+    m, l, acc, page, raw_k, qt, factor, p, end, length, table, width, head,  # noqa: E741
+    k_words, v_words, k_pages, v_pages, k_scale, v_scale,
+    HEADS: gl.constexpr, PER_TOKEN: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """Each warp attends to its page; its next page, and K of that, are on their way meanwhile.
+
+    Args:
+        m, l, acc: Running maximum, sum [WARPS, 8] and result [WARPS, 128, 8] so far.
+        page: Each warp's page times heads, whose K is in `raw_k`.
+        raw_k: Its words of K.
+        qt: Queries, fp16 [WARPS, 128, 8].
+        factor: Of scores.
+        p: The first warp's page within the sequence.
+        end: The page that the run ends before.
+        length: Tokens of the sequence.
+        table: The sequence's block table, `width` entries.
+        head: The KV head.
+        k_words, v_words: Where a page's words of K and of V lie in it.
+
+    Returns:
+        (m, l, acc, page, raw_k) for the next page.
+    """
+    MMA: gl.constexpr = acc.type.layout
+    WARPS: gl.constexpr = acc.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    K_LAYOUT: gl.constexpr = k_words.type.layout
+    token = token_of(span(64, MMA, 1))
+    v_page = gl.convert_layout(page, v_words.type.layout)
+    raw_v = gl.load(v_pages + v_page.to(gl.int64) * 2048 + v_words)
+    scales = gl.convert_layout(page, MMA) * 64 + token
+    following = gl.minimum(p + WARPS + span(WARPS, K_LAYOUT, 0), width - 1)
+    page = gl.load(table + following).to(gl.int32) * HEADS + head
+    k = to_fp16(raw_k, FP8).reshape([WARPS, 64, 2, 4, 4, 2, 2]).permute([0, 1, 2, 4, 5, 3, 6])
+    k = gl.convert_layout(k.reshape([WARPS, 64, 128]), LEFT, assert_trivial=True)
+    s = mma_v2(k, qt, gl.full([WARPS, 64, 8], 0.0, gl.float32, layout=MMA))
+    raw_k = gl.load(k_pages + page.to(gl.int64) * 2048 + k_words)
+    if PER_TOKEN:
+        s = s * gl.load(k_scale + scales).to(gl.float32)
+    seen = (p + span(WARPS, MMA, 0)) * 64 + token < gl.minimum(length, end * 64)
+    s = gl.where(seen, s * factor, LOWEST)
+    top = gl.maximum(m, gl.max(s, 1))
+    shrink = gl.exp2(m - top)
+    weights = gl.exp2(s - gl.expand_dims(top, 1))
+    l = l * shrink + gl.sum(weights, 1)  # noqa: E741
+    if PER_TOKEN:
+        weights = weights * (gl.load(v_scale + scales).to(gl.float32) * LIFT)
+        weights = gl.where(seen, weights, 0.0)
+    pt = transposed(weights.to(gl.float16), WARPS)
+    pt = gl.convert_layout(pt, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+    v = to_fp16(raw_v, FP8).reshape([WARPS, 128, 4, 4, 2, 2]).permute([0, 1, 3, 4, 2, 5])
+    v = gl.convert_layout(v.reshape([WARPS, 128, 64]), LEFT, assert_trivial=True)
+    acc = mma_v2(v, pt, acc * gl.expand_dims(shrink, 1))  # [WARPS, 128, 8]
+    return top, l, acc, page, raw_k
+
+
+@gluon.jit
+def merge_warps(m, l, acc):  # noqa: E741
+    """(result [128, 8], maximum [8], sum [8]) of a program from those of its warps."""
+    ROW: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
     m_all = gl.max(m, 0)
     e = gl.exp2(m - gl.expand_dims(m_all, 0))
     l_all = gl.convert_layout(gl.sum(l * e, 0), gl.SliceLayout(0, ROW))
     m_all = gl.convert_layout(m_all, gl.SliceLayout(0, ROW))
-    o = gl.sum(acc * gl.expand_dims(e, 1), 0)  # [128, 8]
+    return gl.sum(acc * gl.expand_dims(e, 1), 0), m_all, l_all
+
+
+@gluon.jit
+def leave(
+    o, m, l, out, rows, out_scale, unit, parts, arrivals, item, split, runs,  # noqa: E741
+    GROUP: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Store the result of a (sequence, KV head), or a run's part; the last adds up all runs."""
+    ROW: gl.constexpr = o.type.layout
     d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(1, ROW)), 1)
     h = gl.arange(0, 8, layout=gl.SliceLayout(0, ROW))
     real = (gl.expand_dims(h, 0) + d * 0) < GROUP
-    unit = 1.0 / LIFT
-    if not PER_TOKEN:
-        unit = gl.load(v_scale + head)
     if runs == 1:
-        y = o * gl.expand_dims(gl.where(l_all > 0, unit / l_all, 0.0), 0)
+        y = o * gl.expand_dims(gl.where(l > 0, unit / l, 0.0), 0)
         cells = out + (rows + gl.expand_dims(h, 0)) * 128 + d
         gl.store(cells, finish(y, out, out_scale), mask=real)
     else:
-        item = sequence * HEADS + head
         place = parts + (item * SPLITS + split).to(gl.int64) * (GROUP * 130)
         gl.store(place + gl.expand_dims(h, 0) * 128 + d, o, mask=real)
-        gl.store(place + GROUP * 128 + h, m_all, mask=h < GROUP)
-        gl.store(place + GROUP * 129 + h, l_all, mask=h < GROUP)
+        gl.store(place + GROUP * 128 + h, m, mask=h < GROUP)
+        gl.store(place + GROUP * 129 + h, l, mask=h < GROUP)
         barrier()
         if gl.atomic_add(arrivals + item, 1, sem="acq_rel") == runs - 1:
             barrier()
             place = parts + (item * SPLITS).to(gl.int64) * (GROUP * 130)
             combine(place, out + rows * 128, out_scale, unit, runs, GROUP, SPLITS, WARPS)
             gl.store(arrivals + item, 0)
-
-
-@gluon.jit
-def transposed(weights, WARPS: gl.constexpr):
-    """fp16 S^T-shaped [WARPS, 64, 8] -> the same numbers where the right operand wants them."""
-    low, high = gl.split(weights.reshape([WARPS, 64, 4, 2]))
-    low, high = gl.inline_asm_elementwise(
-        TRANSPOSE,
-        "=h,=h,h,h",
-        [low, high],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=1,
-    )
-    blocks = gl.join(low, high).reshape([WARPS, 8, 8, 8]).permute([0, 1, 3, 2])
-    return blocks.reshape([WARPS, 64, 8])
-
-
-@gluon.jit
-def finish(y, out, out_scale):
-    """y in the type of `out`, quantized with one scale if that has eight bits."""
-    TYPE: gl.constexpr = out.dtype.element_ty
-    TOP: gl.constexpr = 127.0 if out.dtype.element_ty == gl.int8 else 448.0
-    if TYPE.primitive_bitwidth == 8:
-        y = gl.div_rn(y, y * 0.0 + gl.load(out_scale))
-        y = gl.minimum(gl.maximum(y, -TOP), TOP)
-        if out.dtype.element_ty == gl.int8:
-            y = (y + ROUND) - ROUND
-    return y.to(TYPE)
 
 
 @gluon.jit
@@ -303,18 +291,23 @@ def _layouts(warps: int):
 
 
 def launch(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, lengths: Tensor, k_scale: Tensor,
-    v_scale: Tensor, out: Tensor, out_scale: Tensor | None, workspace: Workspace,
-    softmax_scale: float, cut: Cut, settled: bool,
-) -> None:  # fmt: skip
+    q: Tensor,
+    inputs: AttentionInputs,
+    out: Tensor,
+    out_scale: Tensor | None,
+    workspace: Workspace,
+    split: KVSplit,
+    metadata_ready: bool,
+) -> None:
     """Run the kernel on what `kernels.triton.attention.decode.decode_attention` has checked."""
-    sequences, heads = q.shape[0], k_pages.shape[1]
-    k_layout, v_layout = _layouts(cut.warps)
-    decode_kernel[(cut.splits, heads, sequences)](
-        q, k_pages.view(torch.int32), v_pages.view(torch.int32), tables, lengths, k_scale, v_scale,
-        out, out_scale, workspace.parts, workspace.arrivals, softmax_scale, tables.shape[1],
-        HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=cut.splits, PER_TOKEN=k_scale.dim() == 3,
-        FP8=k_pages.dtype == torch.float8_e4m3fn, WARPS=cut.warps, K_LAYOUT=k_layout,
-        V_LAYOUT=v_layout, num_warps=cut.warps, SETTLED=settled, enable_fp_fusion=True,
-        **overlap(early=False),
+    pool, heads = inputs.pool, inputs.pool.k.shape[1]
+    k_layout, v_layout = _layouts(split.warps)
+    decode_kernel[(split.splits, heads, q.shape[0])](
+        q, pool.k.view(torch.int32), pool.v.view(torch.int32), inputs.block_tables,
+        inputs.context_len, pool.k_scale, pool.v_scale, out, out_scale, workspace.parts,
+        workspace.arrivals, inputs.softmax_scale, inputs.block_tables.shape[1],
+        HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=split.splits,
+        PER_TOKEN=scale_kind(pool) == 3, FP8=pool.k.dtype == torch.float8_e4m3fn,
+        WARPS=split.warps, K_LAYOUT=k_layout, V_LAYOUT=v_layout, num_warps=split.warps,
+        METADATA_READY=metadata_ready, enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The paged cache as the kernels read it: its layout, its types, its scales, and their checks.
 
-    k_pages [pages, Hkv, 64, D]    v_pages [pages, Hkv, D, 64]    int8, e4m3, bf16 or fp16
+    k [pages, Hkv, 64, D]    v [pages, Hkv, D, 64]    int8, e4m3, bf16 or fp16
 
 V lies token by token, so that K q^T and V^T P^T both read whole lines. Eight bits have scales: of
 heads ([Hkv]), of K's channels ([Hkv, D], V's of heads), or of each token's head
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.triton.common import eight_bits_to_fp16, has_e4m3, quantize, require
 
-PAGE = 64
 UNLIMITED = 1 << 30  # positions that no sliding window ends
 HEAD_SIZES = (16, 32, 64, 128, 256)
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
@@ -56,9 +56,9 @@ def finish(y, out, out_scale):
     return y.to(TYPE)
 
 
-def scale_kind(k_scale: Tensor | None) -> int:
-    """0 for none, else the number of dimensions: 1 of heads, 2 of channels, 3 of tokens."""
-    return 0 if k_scale is None else k_scale.dim()
+def scale_kind(pool: KVPool) -> int:
+    """0 for no scales, else K's number of dimensions: 1 of heads, 2 of channels, 3 of tokens."""
+    return 0 if pool.k_scale is None else pool.k_scale.dim()
 
 
 def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
@@ -69,29 +69,28 @@ def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     )
 
 
-def check_pages(
-    k_pages: Tensor, v_pages: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
-) -> None:
+def check_pages(pool: KVPool) -> None:
     """Raise ValueError where pages and scales do not fit each other."""
-    pages, heads, page, dim = k_pages.shape
-    require(page == PAGE, f"pages hold {page} tokens; needed are {PAGE}")
+    pages, heads, page, dim = pool.k.shape
+    require(page == KV_BLOCK, f"pages hold {page} tokens; needed are {KV_BLOCK}")
     require(
-        k_pages.dtype == v_pages.dtype and k_pages.dtype in TYPES,
-        f"cache is {k_pages.dtype} and {v_pages.dtype}; needed is one of int8, float8_e4m3fn, "
+        pool.k.dtype == pool.v.dtype and pool.k.dtype in TYPES,
+        f"cache is {pool.k.dtype} and {pool.v.dtype}; needed is one of int8, float8_e4m3fn, "
         "bfloat16, float16",
     )
-    check_fp8(k_pages.dtype, k_pages.device)
+    check_fp8(pool.k.dtype, pool.k.device)
     require(
-        tuple(v_pages.shape) == (pages, heads, dim, page),
-        f"v_pages is {tuple(v_pages.shape)}; needed is {(pages, heads, dim, page)}, tokens last",
+        tuple(pool.v.shape) == (pages, heads, dim, page),
+        f"v is {tuple(pool.v.shape)}; needed is {(pages, heads, dim, page)}, tokens last",
     )
     require(
         dim in HEAD_SIZES, f"head size {dim} is not supported: {', '.join(map(str, HEAD_SIZES))}"
     )
-    if k_pages.dtype not in QUANTIZED:
-        require(k_scale is None and v_scale is None, f"a cache of {k_pages.dtype} has no scales")
+    k_scale, v_scale = pool.k_scale, pool.v_scale
+    if pool.k.dtype not in QUANTIZED:
+        require(k_scale is None and v_scale is None, f"a cache of {pool.k.dtype} has no scales")
     elif k_scale is None or v_scale is None:
-        raise ValueError(f"a cache of {k_pages.dtype} needs scales of K and of V")
+        raise ValueError(f"a cache of {pool.k.dtype} needs scales of K and of V")
     else:
         of_k = {1: (heads,), 2: (heads, dim), 3: (pages, heads, page)}
         of_v = {1: (heads,), 2: (heads,), 3: (pages, heads, page)}
@@ -102,21 +101,22 @@ def check_pages(
             f"or [{heads}, {dim}] for K, or both [{pages}, {heads}, {page}]",
         )
     require(
-        all(x is None or x.is_contiguous() for x in (k_pages, v_pages, k_scale, v_scale)),
+        all(x is None or x.is_contiguous() for x in (pool.k, pool.v, k_scale, v_scale)),
         "the cache and its scales must be contiguous",
     )
 
 
-def check_queries(q: Tensor, k_pages: Tensor, tables: Tensor, lengths: Tensor) -> None:
+def check_queries(q: Tensor, inputs: AttentionInputs) -> None:
     """Raise ValueError where queries and sequences do not fit the cache."""
-    heads, dim = k_pages.shape[1], k_pages.shape[3]
+    _, heads, _, dim = inputs.pool.k.shape
+    tables, lengths = inputs.block_tables, inputs.context_len
     require(
         q.dim() == 3 and q.shape[2] == dim and q.shape[1] % heads == 0 and q.is_contiguous(),
         f"q is {tuple(q.shape)}; needed is contiguous [., n * {heads}, {dim}]",
     )
     require(
         tables.shape[0] == lengths.shape[0] and tables.is_contiguous() and lengths.is_contiguous(),
-        f"{tables.shape[0]} block tables and {lengths.shape[0]} lengths; needed are as many, "
+        f"{tables.shape[0]} block tables and {lengths.shape[0]} contexts; needed are as many, "
         "contiguous",
     )
 

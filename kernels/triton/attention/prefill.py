@@ -22,11 +22,14 @@ the batch, go through `decode_attention`, a launch of its own.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
@@ -46,7 +49,7 @@ from kernels.triton.attention.paged_cache import (
     scale_kind,
 )
 from kernels.triton.common import Workspace, capability, require
-from kernels.triton.tuning import Block, prefill_block, prefill_rule
+from kernels.triton.tuning import PrefillTile, prefill_rule, prefill_tile
 from kernels.triton.versions import run_gluon
 
 
@@ -160,45 +163,27 @@ def prefill_kernel(
 
 def prefill_attention(
     q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    softmax_scale: float,
+    inputs: AttentionInputs,
     workspace: Workspace,
-    sliding_window: int | None = None,
     decodes: int = 0,
+    *,
+    tile: PrefillTile | None = None,
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    block: Block | None = None,
 ) -> Tensor:
     """Attention of the new tokens of S sequences; their K and V are in the cache already.
-
-    Query i of the n of sequence s stands at position lengths[s] - n + i; it sees its own and
-    earlier positions, of which the last `sliding_window` where one is given.
 
     Args:
         q: fp32, fp16 or bf16 [T, Hq, D], the sequences' queries one after another, from row 0;
             fastest in the operands' type (fp16 for 8 bits), as it then need not go by registers.
-        k_pages: int8, e4m3, bf16 or fp16 [pages, Hkv, 64, D]; finite also where no token is yet.
-        v_pages: [pages, Hkv, D, 64], likewise.
-        tables: int32 or int64 [S, W], pages of each sequence in order, valid numbers throughout.
-        query_start: int32 or int64 [S + 1] on the device, where each sequence's queries begin in
-            `q`; a sequence without queries costs nothing. Rows from its last entry on are not
-            written.
-        lengths: int32 or int64 [S] on the device, tokens in the cache, new ones included.
-        k_scale: fp32 [Hkv] or [Hkv, D], or fp32 or fp16 [pages, Hkv, 64]; None for 16 bits.
-        v_scale: fp32 [Hkv], or [pages, Hkv, 64] in the type of `k_scale`; None for 16 bits.
-        softmax_scale: Factor of q k^T.
+        inputs: With a pool as in `kernels.triton.attention.paged_cache`, finite also where no token
+            is yet, and block tables that hold valid numbers throughout. A sequence without queries
+            costs nothing; rows from the last entry of `query_start` on are not written.
         workspace: Of the stream that this runs in; used for `decodes`.
-        sliding_window: Positions seen, or None for all.
         decodes: How many sequences, first in the batch, have one new token each.
+        tile: What a program takes; by default the device's table says.
         out_scale: fp32, one element: the result is quantized with it.
         out_dtype: int8 or e4m3 with `out_scale`, else a float type; by default that of `q`.
-        block: How the work is cut; by default the device's table says.
 
     Returns:
         [T, Hq, D].
@@ -206,60 +191,73 @@ def prefill_attention(
     Raises:
         ValueError: a shape or type does not fit.
     """
-    check_pages(k_pages, v_pages, k_scale, v_scale)
-    check_queries(q, k_pages, tables, lengths)
-    (tokens, q_heads, dim), heads, sequences = q.shape, k_pages.shape[1], lengths.shape[0]
-    group, kind = q_heads // heads, scale_kind(k_scale)
+    check_pages(inputs.pool)
+    check_queries(q, inputs)
+    tokens, sequences, starts = q.shape[0], inputs.context_len.shape[0], inputs.query_start
     require(
-        query_start.shape == (sequences + 1,) and query_start.is_contiguous(),
-        f"query_start is {tuple(query_start.shape)}; needed is [{sequences + 1}], contiguous",
+        starts is not None and starts.shape == (sequences + 1,) and starts.is_contiguous(),
+        f"query_start is {starts is not None and tuple(starts.shape)}; needed is "
+        f"[{sequences + 1}], contiguous",
     )
     require(0 <= decodes <= min(sequences, tokens), f"{decodes} of {sequences} sequences decode")
     out = result(q, out=None, out_scale=out_scale, out_dtype=out_dtype)
     if decodes:
-        decode_attention(
-            q[:decodes], k_pages, v_pages, tables[:decodes], lengths[:decodes], k_scale, v_scale,
-            softmax_scale, workspace, sliding_window, out_scale=out_scale, out=out[:decodes],
-        )  # fmt: skip
-    if sequences == decodes or tokens == decodes:
-        return out
+        first = replace(
+            inputs,
+            block_tables=inputs.block_tables[:decodes],
+            context_len=inputs.context_len[:decodes],
+        )
+        decode_attention(q[:decodes], first, workspace, out_scale=out_scale, out=out[:decodes])
+    if decodes < min(sequences, tokens):
+        _launch(q, inputs, decodes, tile, out, out_scale)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    inputs: AttentionInputs,
+    decodes: int,
+    tile: PrefillTile | None,
+    out: Tensor,
+    out_scale: Tensor | None,
+) -> None:
+    """Attention of the sequences that come after those that decode."""
+    (tokens, q_heads, dim), pool, kind = q.shape, inputs.pool, scale_kind(inputs.pool)
+    heads, sequences = pool.k.shape[1], inputs.context_len.shape[0]
     if dim > 128 and kind:
         q = q.half()  # converted in the kernel, it would be held in registers that there are not
-    block = block or prefill_block(q.device, (tokens - decodes) * q_heads, dim, kind)
-    window = sliding_window or UNLIMITED
-    if block.stages == 0 and _fits_hopper(k_pages, group, kind):
+    tile = tile or prefill_tile(q.device, (tokens - decodes) * q_heads, dim, kind)
+    group, window = q_heads // heads, inputs.sliding_window or UNLIMITED
+    if tile.stages == 0 and _fits_hopper(pool, group, kind):
 
         def launch() -> None:
             from kernels.triton.attention import prefill_hopper
 
-            prefill_hopper.launch(
-                q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out,
-                out_scale, softmax_scale, decodes, window,
-            )  # fmt: skip
+            prefill_hopper.launch(q, inputs, decodes, window, out, out_scale)
 
         if run_gluon("prefill attention", launch):
-            return out
-    if block.stages == 0:
-        block = prefill_rule(True, dim, capability())
-    queries = block.rows // group
-    require(queries > 0, f"{group} query heads a KV head; the most are {block.rows}")
+            return
+    if tile.stages == 0:
+        tile = prefill_rule(True, dim, capability())
+    queries = tile.rows // group
+    require(queries > 0, f"{group} query heads a KV head; the most are {tile.rows}")
     prefill_kernel[(heads, (tokens - decodes) // queries + sequences - decodes)](
-        q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
-        softmax_scale, decodes, sequences, window, tables.shape[1],
-        HEADS=heads, GROUP=group, DIM=dim, ROWS=block.rows, TOKENS=block.tokens, SCALES=kind,
-        WINDOWED=sliding_window is not None, STAGES=block.stages, num_warps=block.warps,
-        num_stages=block.stages, enable_fp_fusion=True,
+        q, pool.k, pool.v, inputs.block_tables, inputs.query_start, inputs.context_len,
+        pool.k_scale, pool.v_scale, out, out_scale, inputs.softmax_scale, decodes, sequences,
+        window, inputs.block_tables.shape[1], HEADS=heads, GROUP=group, DIM=dim, ROWS=tile.rows,
+        TOKENS=tile.tokens, SCALES=kind, WINDOWED=inputs.sliding_window is not None,
+        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
-    return out
 
 
-def _fits_hopper(k_pages: Tensor, group: int, kind: int) -> bool:
+def _fits_hopper(pool: KVPool, group: int, kind: int) -> bool:
     """Whether `prefill_hopper` is for this cache; `kind` is the number of dimensions of its scales.
 
-    It is not for heads of another size than 128, more than 128 queries a KV head, scales of
-    channels, nor for other GPUs than Hopper, nor is it interpreted.
+    It is not for heads of another size than 128, more than 128 queries a KV head, 16 bits, where
+    there is nothing to convert, scales of channels, nor for other GPUs than Hopper, nor is it
+    interpreted.
     """
-    device = k_pages.device
+    device = pool.k.device
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-    fits = k_pages.shape[3] == 128 and group <= 128 and kind != 2
+    fits = pool.k.shape[3] == 128 and group <= 128 and kind in (1, 3)
     return fits and hopper and not triton.knobs.runtime.interpret

@@ -1,12 +1,12 @@
 """Prefill attention of `kernels.triton.attention.prefill` with warps of different tasks (Gluon),
 for Hopper.
 
-    4 warps       leave pages in shared memory, two pages deep, 8 bits turned into fp16
+    4 warps       turn pages of 8 bits into fp16 in shared memory, two pages deep
     2 x 4 warps   64 rows each: S = Q K^T, softmax, O += P V, by wgmma
 
 So no warp of a product waits for a conversion, and while one half of the rows is in its softmax,
 the other has the tensor cores. Barriers in shared memory say of each buffer that it is filled, and
-that both halves have read it. D = 128; the plain kernel is the twin, and takes everything else.
+that both halves have read it. D = 128 and 8 bits; the plain kernel is the twin, and takes all else.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.triton.attention.decode_hopper import finish, to_fp16
+from kernels.attention_inputs import AttentionInputs
+from kernels.triton.attention.gluon_operands import finish, to_fp16
 from kernels.triton.attention.paged_cache import scale_kind
 from kernels.triton.gluon_names import barrier
 
@@ -52,43 +53,31 @@ def sequence_of(tile, query_start, base, begin, end, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def operand(raw, ROWS: gl.constexpr, COLUMNS: gl.constexpr, FP8: gl.constexpr):
-    """A page as an operand: int32 words of 8 bits as fp16, 16 bits as they are."""
-    if raw.dtype == gl.int32:
-        return to_fp16(raw, FP8).reshape([ROWS, COLUMNS])
-    else:  # noqa: RET505  (a return does not end what is compiled)
-        return raw
-
-
-@gluon.jit
 def convert(
     k_pages, v_pages, k_scale, v_scale, table, head, begin, end, length, ks, vs, scales, full,
     empty,
     HEADS: gl.constexpr, PER_TOKEN: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Fill the buffers with pages begin .. end - 1; the next page is on its way meanwhile."""
-    WIDE: gl.constexpr = 2 if k_pages.dtype.element_ty.primitive_bitwidth == 16 else 1
-    EACH: gl.constexpr = 8 if WIDE == 2 else 4  # elements, or words, of 16 bytes
-    SIZE: gl.constexpr = 8192 if WIDE == 2 else 2048  # those of a page
-    K_LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [4 // WIDE, 8 * WIDE], [4, 1], [1, 0])
-    V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, EACH], [8 // WIDE, 4 * WIDE], [4, 1], [1, 0])
+    K_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, K_LAYOUT))
-    words = gl.arange(0, SIZE // 64, layout=gl.SliceLayout(0, K_LAYOUT))
-    k_place = gl.expand_dims(rows, 1) * (SIZE // 64) + gl.expand_dims(words, 0)
+    words = gl.arange(0, 32, layout=gl.SliceLayout(0, K_LAYOUT))
+    k_place = gl.expand_dims(rows, 1) * 32 + gl.expand_dims(words, 0)
     rows = gl.arange(0, 128, layout=gl.SliceLayout(1, V_LAYOUT))
-    words = gl.arange(0, SIZE // 128, layout=gl.SliceLayout(0, V_LAYOUT))
-    v_place = gl.expand_dims(rows, 1) * (SIZE // 128) + gl.expand_dims(words, 0)
+    words = gl.arange(0, 16, layout=gl.SliceLayout(0, V_LAYOUT))
+    v_place = gl.expand_dims(rows, 1) * 16 + gl.expand_dims(words, 0)
     token = gl.arange(0, 64, layout=LINE)
     page = gl.load(table + begin).to(gl.int64) * HEADS + head
-    raw_k = gl.load(k_pages + page * SIZE + k_place)
-    raw_v = gl.load(v_pages + page * SIZE + v_place)
+    raw_k = gl.load(k_pages + page * 2048 + k_place)
+    raw_v = gl.load(v_pages + page * 2048 + v_place)
     following = gl.load(table + gl.minimum(begin + 1, end - 1))
     if PER_TOKEN:
         of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
     for p in range(begin, end):
         slot, phase = (p - begin) % DEEP, (p - begin) // DEEP % 2
-        k = operand(raw_k, 64, 128, FP8)
+        k = to_fp16(raw_k, FP8).reshape([64, 128])
         mbarrier.wait(empty.index(slot), phase ^ 1)
         ks.index(slot).store(k)
         if PER_TOKEN:
@@ -98,17 +87,17 @@ def convert(
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
         page = following.to(gl.int64) * HEADS + head
-        raw_k = gl.load(k_pages + page * SIZE + k_place)
+        raw_k = gl.load(k_pages + page * 2048 + k_place)
         if PER_TOKEN:
             of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
-        v = operand(raw_v, 128, 64, FP8)
+        v = to_fp16(raw_v, FP8).reshape([128, 64])
         mbarrier.wait(empty.index(DEEP + slot), phase ^ 1)
         vs.index(slot).store(v)
         if PER_TOKEN:
             scales.index(DEEP + slot).store(lifted)
         fence_async_shared()
         mbarrier.arrive(full.index(DEEP + slot), count=1)
-        raw_v = gl.load(v_pages + page * SIZE + v_place)
+        raw_v = gl.load(v_pages + page * 2048 + v_place)
         following = gl.load(table + gl.minimum(p + 2, end - 1))
 
 
@@ -169,14 +158,29 @@ def attend(
     gl.store(out + cells, finish(y, out, out_scale), mask=gl.expand_dims(real, 1) & (d >= 0))
 
 
+@gluon.jit
+def load_queries(
+    q, qs, first, count, start, head, HEADS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """A tile's queries, rows query (r // GROUP), head (r % GROUP), to shared memory in fp16."""
+    BYTES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 a thread
+    d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, BYTES)), 0)
+    for half in gl.static_range(2):
+        r = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, BYTES))
+        query = first + r // GROUP
+        cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
+        real = gl.expand_dims((query < count) & (r < ROWS // GROUP * GROUP), 1) & (d >= 0)
+        x = gl.load(q + gl.expand_dims(cells, 1) * 128 + d, mask=real, other=0.0)
+        qs.index(half).store(x.to(gl.float16))
+
+
 @gluon.jit(do_not_specialize=["decodes", "S", "window", "width"])
 def prefill_kernel(
     q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
     softmax_scale, decodes, S, window, width,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, SCALES: gl.constexpr, FP8: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, tile of queries), as the plain one; 8 bits are given as int32 words."""
-    PER_TOKEN: gl.constexpr = SCALES == 3
+    """Program (KV head, tile of queries), as the plain one; the cache is given as int32 words."""
     QUERIES: gl.constexpr = ROWS // GROUP
     head, tile = gl.program_id(0), gl.num_programs(1) - 1 - gl.program_id(1)
     base = gl.load(query_start + decodes).to(gl.int32)
@@ -191,60 +195,34 @@ def prefill_kernel(
     begin = gl.maximum(old + first + 1 - window, 0) // 64
     whole = gl.where(old + first + QUERIES > window, begin, (old + first + 1) // 64)
     end = (old + gl.minimum(first + QUERIES, count) + 63) // 64
-    factor, unit = softmax_scale * LOG2_E, 1.0
-    if PER_TOKEN:
-        unit = 1.0 / LIFT
-    elif SCALES == 1:
+    factor, unit = softmax_scale * LOG2_E, 1.0 / LIFT
+    if not PER_TOKEN:
         factor *= gl.load(k_scale + head)
         unit = gl.load(v_scale + head)
 
-    ROWS_OF_16_BYTES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    OPERAND: gl.constexpr = gl.float16 if SCALES > 0 else k_pages.dtype.element_ty
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 128], gl.float16)
     COLUMNS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([128, 64], gl.float16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    qs = gl.allocate_shared_memory(OPERAND, [2, 64, 128], HALF)
-    ks = gl.allocate_shared_memory(OPERAND, [DEEP, 64, 128], HALF)
-    vs = gl.allocate_shared_memory(OPERAND, [DEEP, 128, 64], COLUMNS)
+    qs = gl.allocate_shared_memory(gl.float16, [2, 64, 128], HALF)
+    ks = gl.allocate_shared_memory(gl.float16, [DEEP, 64, 128], HALF)
+    vs = gl.allocate_shared_memory(gl.float16, [DEEP, 128, 64], COLUMNS)
     scales = gl.allocate_shared_memory(gl.float32, [2 * DEEP, 64], LINE)
     full = gl.allocate_shared_memory(gl.int64, [2 * DEEP, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2 * DEEP, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2 * DEEP):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    d = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
-    for half in gl.static_range(2):
-        r = half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS_OF_16_BYTES))
-        query = first + r // GROUP
-        cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
-        real = gl.expand_dims((query < count) & (r < QUERIES * GROUP), 1) & (d >= 0)
-        x = gl.load(q + gl.expand_dims(cells, 1) * 128 + d, mask=real, other=0.0)
-        qs.index(half).store(x.to(OPERAND))
+    load_queries(q, qs, first, count, start, head, HEADS, GROUP)
     fence_async_shared()
     barrier()
     gl.warp_specialize(
         [
-            (
-                attend,
-                (
-                    qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
-                    end, window, first, count, start, old, head, 0, HEADS, GROUP, PER_TOKEN,
-                ),
-            ),
-            (
-                attend,
-                (
-                    qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
-                    end, window, first, count, start, old, head, 1, HEADS, GROUP, PER_TOKEN,
-                ),
-            ),
-            (
-                convert,
-                (
-                    k_pages, v_pages, k_scale, v_scale, tables + sequence * width, head, begin,
-                    end, length, ks, vs, scales, full, empty, HEADS, PER_TOKEN, FP8,
-                ),
-            ),
+            (attend, (qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
+                      end, window, first, count, start, old, head, 0, HEADS, GROUP, PER_TOKEN)),
+            (attend, (qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
+                      end, window, first, count, start, old, head, 1, HEADS, GROUP, PER_TOKEN)),
+            (convert, (k_pages, v_pages, k_scale, v_scale, tables + sequence * width, head, begin,
+                       end, length, ks, vs, scales, full, empty, HEADS, PER_TOKEN, FP8)),
         ],
         [4, 4],
         [192, 120],  # registers a thread; the first half has 504 less these
@@ -252,19 +230,21 @@ def prefill_kernel(
 
 
 def launch(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, tables: Tensor, query_start: Tensor,
-    lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor,
-    out_scale: Tensor | None, softmax_scale: float, decodes: int, window: int,
-) -> None:  # fmt: skip
+    q: Tensor,
+    inputs: AttentionInputs,
+    decodes: int,
+    window: int,
+    out: Tensor,
+    out_scale: Tensor | None,
+) -> None:
     """Run the kernel on what `kernels.triton.attention.prefill.prefill_attention` has checked."""
-    sequences, heads = lengths.shape[0], k_pages.shape[1]
-    fp8 = k_pages.dtype == torch.float8_e4m3fn
+    pool, sequences, heads = inputs.pool, len(inputs.context_len), inputs.pool.k.shape[1]
     group = q.shape[1] // heads
-    tiles = (q.shape[0] - decodes) // (128 // group) + sequences - decodes
-    if k_scale is not None:
-        k_pages, v_pages = k_pages.view(torch.int32), v_pages.view(torch.int32)
+    tiles = (q.shape[0] - decodes) // (ROWS.value // group) + sequences - decodes
     prefill_kernel[(heads, tiles)](
-        q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
-        softmax_scale, decodes, sequences, window, tables.shape[1], HEADS=heads, GROUP=group,
-        SCALES=scale_kind(k_scale), FP8=fp8, num_warps=4, enable_fp_fusion=True,
+        q, pool.k.view(torch.int32), pool.v.view(torch.int32), inputs.block_tables,
+        inputs.query_start, inputs.context_len, pool.k_scale, pool.v_scale, out, out_scale,
+        inputs.softmax_scale, decodes, sequences, window, inputs.block_tables.shape[1],
+        HEADS=heads, GROUP=group, PER_TOKEN=scale_kind(pool) == 3,
+        FP8=pool.k.dtype == torch.float8_e4m3fn, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

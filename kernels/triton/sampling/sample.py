@@ -172,9 +172,8 @@ def draw_kernel(
                 low, count, mass = low * 0 + LOWEST, count * 0 + V, total
             held = enough & (count <= HELD)
             j = tl.arange(0, HELD)
-            few = tl.load(
-                candidates + j, mask=(j < count) & held, other=LOWEST, cache_modifier=".cg"
-            )
+            there = j < tl.where(held, count, 0)
+            few = tl.load(candidates + j, mask=there, other=LOWEST, cache_modifier=".cg")
             few_masses = mass_of(few, most)
             for turn in range(2):  # top_k, then top_p
                 by_mass = turn == 1

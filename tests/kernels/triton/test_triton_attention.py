@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,8 +19,10 @@ STORAGE = {
 LENGTHS = (1, 65, 0, 200, 128)
 
 
-def make_cache(storage: str, dims: int, heads: int, dim: int):
-    """Random pages, tables, lengths and scales (None for dims 0); NaN scales where no token is."""
+def make_inputs(storage: str, dims: int, heads: int, dim: int, **rest):
+    """Random pages with scales of so many dimensions; NaN scales of tokens where no token is."""
+    from kernels.attention_inputs import AttentionInputs, KVPool
+
     generator = torch.Generator().manual_seed(0)
     shape = (PAGES, heads, 64, dim)
     pools = [torch.randint(-127, 128, shape, generator=generator).float() for _ in "kv"]
@@ -38,7 +42,9 @@ def make_cache(storage: str, dims: int, heads: int, dim: int):
             for scale in scales:
                 scale[tables[s, pages - 1], :, length % 64 :] = float("nan")
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    return *(pool.to(STORAGE[storage]) for pool in pools), tables, lengths, *scales
+    pool = KVPool(*(pool.to(STORAGE[storage]) for pool in pools), *scales, dynamic=dims == 3)
+    rest = {"query_start": None, "softmax_scale": dim**-0.5, **rest}
+    return AttentionInputs(pool, tables, lengths, **rest)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +64,14 @@ def test_decode_attention(storage, dims, shape):
     import kernels.triton.reference as twins
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Cut
+    from kernels.triton.tuning import KVSplit
 
     q_heads, heads, dim, window, splits = shape
-    cache, workspace = make_cache(storage, dims, heads, dim), Workspace.on("cpu", 1 << 16, 64)
+    inputs = make_inputs(storage, dims, heads, dim, sliding_window=window)
+    workspace = Workspace.on("cpu", 1 << 16, 64)
     q = torch.randn(len(LENGTHS), q_heads, dim, generator=torch.Generator().manual_seed(1))
-    wanted = twins.decode_attention(q, *cache, dim**-0.5, window)
-    got = decode_attention(q, *cache, dim**-0.5, workspace, window, Cut(4, splits))
-    assert distance(got, wanted) < 8e-4
+    got = decode_attention(q, inputs, workspace, split=KVSplit(4, splits))
+    assert distance(got, twins.decode_attention(q, inputs)) < 8e-4
     assert not got[2].any()
     assert not workspace.arrivals.any()
 
@@ -75,12 +81,12 @@ def test_sequences_that_are_not_split_need_no_workspace():
     import kernels.triton.reference as twins
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Cut
+    from kernels.triton.tuning import KVSplit
 
-    cache = make_cache("int8", 1, 2, 16)
+    inputs = make_inputs("int8", 1, 2, 16)
     q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
-    got = decode_attention(q, *cache, 0.25, Workspace.on("cpu", 0, 0), cut=Cut(4, 1))
-    assert distance(got, twins.decode_attention(q, *cache, 0.25)) < 8e-4
+    got = decode_attention(q, inputs, Workspace.on("cpu", 0, 0), split=KVSplit(4, 1))
+    assert distance(got, twins.decode_attention(q, inputs)) < 8e-4
 
 
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -93,14 +99,14 @@ def test_decode_attention_quantizes_its_result(splits):
     import kernels.triton.reference as twins
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Cut
+    from kernels.triton.tuning import KVSplit
 
-    cache, workspace = make_cache("int8", 1, 2, 32), Workspace.on("cpu", 1 << 16, 64)
+    inputs, workspace = make_inputs("int8", 1, 2, 32), Workspace.on("cpu", 1 << 16, 64)
     q = torch.randn(len(LENGTHS), 4, 32, generator=torch.Generator().manual_seed(1))
-    scale, dtype = torch.tensor([0.011]), torch.int8
-    wanted = twins.decode_attention(q, *cache, 0.2) / scale
-    got = decode_attention(q, *cache, 0.2, workspace, None, Cut(4, splits), scale, dtype)
-    assert got.dtype == dtype
+    scale, more = torch.tensor([0.011]), {"split": KVSplit(4, splits), "out_dtype": torch.int8}
+    wanted = twins.decode_attention(q, inputs) / scale
+    got = decode_attention(q, inputs, workspace, out_scale=scale, **more)
+    assert got.dtype == torch.int8
     assert (wanted.abs() > 127).any(), "some are cut off"
     assert (got - wanted.clamp(-127, 127)).abs().max() < 0.52
 
@@ -120,16 +126,16 @@ def test_prefill_attention(storage, dims, shape):
     import kernels.triton.reference as twins
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Block
+    from kernels.triton.tuning import PrefillTile
 
     q_heads, heads, dim, window, decodes, tokens = shape
-    cache, workspace = make_cache(storage, dims, heads, dim), Workspace.on("cpu", 1 << 16, 64)
+    workspace = Workspace.on("cpu", 1 << 16, 64)
     starts = torch.tensor([0, 1, 34, 34, 100, 105]).int()  # lengths 1, 65, 0, 200, 128
+    rest = {"query_start": starts, "sliding_window": window}
+    inputs = make_inputs(storage, dims, heads, dim, **rest)
     q = torch.randn(107, q_heads, dim, generator=torch.Generator().manual_seed(1))
-    args = (*cache[:3], starts, *cache[3:], dim**-0.5)
-    wanted = twins.prefill_attention(q, *args, window)[:105]
-    got = prefill_attention(q, *args, workspace, window, decodes, block=Block(64, tokens, 4, 2))
-    assert distance(got[:105], wanted) < 8e-4
+    got = prefill_attention(q, inputs, workspace, decodes, tile=PrefillTile(64, tokens, 4, 2))
+    assert distance(got[:105], twins.prefill_attention(q, inputs)[:105]) < 8e-4
 
 
 @interpreted
@@ -138,47 +144,48 @@ def test_prefill_attention_quantizes_and_refuses():
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.common import Workspace
 
-    k, v, tables, lengths, *scales = make_cache("int8", 1, 1, 16)
     workspace, starts = Workspace.on("cpu", 1, 1), torch.tensor([0, 1, 5, 5, 5, 5])
+    inputs = make_inputs("int8", 1, 1, 16, query_start=starts)
     q = torch.randn(5, 2, 16, generator=torch.Generator().manual_seed(1))
-    args = (q, k, v, tables, starts, lengths, *scales, 0.25)
     one, dtype = torch.tensor([0.02]), torch.int8
-    got = prefill_attention(*args, workspace, out_scale=one, out_dtype=dtype)
-    wanted = twins.prefill_attention(*args) / one
+    got = prefill_attention(q, inputs, workspace, out_scale=one, out_dtype=dtype)
+    wanted = twins.prefill_attention(q, inputs) / one
     assert (got - wanted.clamp(-127, 127)).abs().max() < 0.52
     with pytest.raises(ValueError, match="query_start is"):
-        prefill_attention(*args[:4], starts[1:], *args[5:], workspace)
+        prefill_attention(q, replace(inputs, query_start=starts[1:]), workspace)
+    with pytest.raises(ValueError, match="query_start is"):
+        prefill_attention(q, replace(inputs, query_start=None), workspace)
     with pytest.raises(ValueError, match="6 of 5 sequences decode"):
-        prefill_attention(*args, workspace, decodes=6)
+        prefill_attention(q, inputs, workspace, decodes=6)
     with pytest.raises(ValueError, match="float32 takes no out_scale"):
-        prefill_attention(*args, workspace, out_scale=one)
+        prefill_attention(q, inputs, workspace, out_scale=one)
     with pytest.raises(ValueError, match="int8 needs out_scale"):
-        prefill_attention(*args, workspace, out_dtype=dtype)
+        prefill_attention(q, inputs, workspace, out_dtype=dtype)
 
 
 @interpreted
 def test_attention_refuses_what_does_not_fit():
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Cut
+    from kernels.triton.tuning import KVSplit
 
-    k, v, *rest = make_cache("int8", 1, 2, 32)
+    inputs = make_inputs("int8", 1, 2, 32)
+    pool, k, v = inputs.pool, inputs.pool.k, inputs.pool.v
     q, workspace = torch.randn(len(LENGTHS), 4, 32), Workspace.on("cpu", 100, 1)
-    with pytest.raises(ValueError, match="tokens last"):
-        decode_attention(q, k, k, *rest, 1.0, workspace)
+    for other, message in (
+        (replace(pool, v=k), "tokens last"),
+        (replace(pool, k=k.float(), v=v.float()), "needed is one of int8, float8_e4m3fn, bfloat16"),
+        (replace(pool, k=k.half(), v=v.half()), "float16 has no scales"),
+        (replace(pool, k_scale=None, v_scale=None), "int8 needs scales of K and of V"),
+        (replace(pool, k_scale=pool.k_scale[:1]), "scales are"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(q, replace(inputs, pool=other), workspace)
     with pytest.raises(ValueError, match="5 block tables for 4"):
-        decode_attention(q[:4], k, v, *rest, 1.0, workspace)
-    with pytest.raises(ValueError, match="needed is one of int8, float8_e4m3fn, bfloat16"):
-        decode_attention(q, k.float(), v.float(), *rest, 1.0, workspace)
-    with pytest.raises(ValueError, match=r"float16 has no scales"):
-        decode_attention(q, k.half(), v.half(), *rest, 1.0, workspace)
-    with pytest.raises(ValueError, match=r"int8 needs scales of K and of V"):
-        decode_attention(q, k, v, *rest[:2], None, None, 1.0, workspace)
-    with pytest.raises(ValueError, match="scales are"):
-        decode_attention(q, k, v, *rest[:2], rest[2][:1], rest[3], 1.0, workspace)
+        decode_attention(q[:4], inputs, workspace)
     with pytest.raises(ValueError, match="make a larger one"):
-        decode_attention(q, k, v, *rest, 1.0, workspace, cut=Cut(4, 2))
-    decode_attention(q, k, v, *rest, 1.0, workspace, cut=Cut(4, 1))  # leaves no parts there
+        decode_attention(q, inputs, workspace, split=KVSplit(4, 2))
+    decode_attention(q, inputs, workspace, split=KVSplit(4, 1))  # leaves no parts there
 
 
 def slots_of(tokens: int, kind: str) -> torch.Tensor:
@@ -210,6 +217,7 @@ def slots_of(tokens: int, kind: str) -> torch.Tensor:
 @interpreted
 def test_rotation_and_cache_write(storage, dims, tokens, kind, norm):
     import kernels.triton.reference as twins
+    from kernels.attention_inputs import KVPool
     from kernels.triton.attention.rope_cache import rope_write
 
     heads, dim, generator = 2, 16, torch.Generator().manual_seed(2)
@@ -228,7 +236,7 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm):
         pools = [torch.zeros(6, heads, *s, dtype=dtype) for s in ((64, dim), (dim, 64))]
         scales = [torch.full(shape, 0.02) if dims else None for _ in "kv"]
         scales[1] = scales[1] if dims != 2 else scales[1][:, 0].contiguous()
-        out = write(q, k, v, angle.cos(), angle.sin(), *pools, slots, *scales, **more)
+        out = write(q, k, v, angle.cos(), angle.sin(), KVPool(*pools, *scales), slots, **more)
         found.append((out, *pools, *scales))
     got, wanted = found
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-3, atol=1e-3)
@@ -247,17 +255,20 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm):
 
 @interpreted
 def test_cache_write_refuses_what_does_not_fit():
+    from kernels.attention_inputs import KVPool
     from kernels.triton.attention.rope_cache import rope_write
 
     x, angle, slots = torch.zeros(3, 6, 16), torch.zeros(3, 16), torch.zeros(3, dtype=torch.int32)
-    pools = [torch.zeros(1, 2, *s, dtype=torch.int8) for s in ((64, 16), (16, 64))]
-    scales = [torch.ones(2) for _ in "kv"]
+    pages = [torch.zeros(1, 2, *s, dtype=torch.int8) for s in ((64, 16), (16, 64))]
+    pool = KVPool(*pages, torch.ones(2), torch.ones(2))
     q, k, v = x.split([2, 2, 2], dim=1)
     with pytest.raises(ValueError, match="k is"):
-        rope_write(q, k[:, :1], v, angle, angle, *pools, slots, *scales)
+        rope_write(q, k[:, :1], v, angle, angle, pool, slots)
     with pytest.raises(ValueError, match=r"sin is .2, 16.; needed is contiguous .3, 16."):
-        rope_write(q, k, v, angle, angle[:2], *pools, slots, *scales)
+        rope_write(q, k, v, angle, angle[:2], pool, slots)
+    with pytest.raises(ValueError, match=r"slots is .2,.; needed is contiguous .3,."):
+        rope_write(q, k, v, angle, angle, pool, slots[:2])
     with pytest.raises(ValueError, match="q_norm and k_norm"):
-        rope_write(q, k, v, angle, angle, *pools, slots, *scales, q_norm=torch.ones(16))
+        rope_write(q, k, v, angle, angle, pool, slots, q_norm=torch.ones(16))
     with pytest.raises(ValueError, match="needs scales"):
-        rope_write(q, k, v, angle, angle, *pools, slots, None, None)
+        rope_write(q, k, v, angle, angle, KVPool(*pages), slots)

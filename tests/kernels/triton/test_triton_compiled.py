@@ -156,13 +156,21 @@ def test_weights_go_to_the_tensor_cores_through_registers():
     assert built[0].count(r"wgmma\.mma_async\S*f16\.f16 +\{[^}]*\}, *\{"), "left from registers"
 
 
-def make_cache(storage: torch.dtype, dims: int, dim: int = 128):
-    """Pages, tables, lengths and scales (None for dims 0) of 8 KV heads."""
-    table = torch.zeros(2, 2, dtype=torch.int32)
-    pools = [torch.zeros(4, 8, *s).to(storage) for s in ((64, dim), (dim, 64))]
+def make_pool(storage: torch.dtype, dims: int, dim: int = 128):
+    """A pool of 8 KV heads with scales of so many dimensions, none for 0."""
+    from kernels.attention_inputs import KVPool
+
+    pages = [torch.zeros(4, 8, *s).to(storage) for s in ((64, dim), (dim, 64))]
     shape = {0: (), 1: (8,), 3: (4, 8, 64)}[dims]
-    scales = [torch.ones(shape) if dims else None for _ in "kv"]
-    return *pools, table, table[:, 0].contiguous(), *scales
+    return KVPool(*pages, *[torch.ones(shape) if dims else None for _ in "kv"])
+
+
+def make_inputs(pool, starts=None):
+    """Attention of two sequences over a pool."""
+    from kernels.attention_inputs import AttentionInputs
+
+    tables = torch.zeros(2, 2, dtype=torch.int32)
+    return AttentionInputs(pool, tables, tables[:, 0].contiguous(), starts, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -179,20 +187,20 @@ def make_cache(storage: torch.dtype, dims: int, dim: int = 128):
 def test_decode_attention(capability, dims, storage, result):
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Cut
+    from kernels.triton.tuning import KVSplit
 
     q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
     more = {"out_scale": torch.ones(1), "out_dtype": result} if result else {}
-    for cut in (Cut(4, 4, 3), Cut(2, 4))[: 2 if dims else 1]:
+    inputs = make_inputs(make_pool(storage, dims))
+    for split in (KVSplit(4, 4, 3), KVSplit(2, 4))[: 2 if dims else 1]:
         with building_for(capability) as built:
-            cache = make_cache(storage, dims)
-            decode_attention(q, *cache, 0.1, workspace, cut=cut, settled=dims != 3, **more)
+            decode_attention(q, inputs, workspace, split=split, metadata_ready=dims != 3, **more)
         (binary,) = built
         assert binary.stack == 0
         assert binary.count(WAIT) == (capability == 90)
         assert not binary.count(ANNOUNCE), "the next kernel would crowd programs that do not start"
         assert binary.count("|".join((MMA, WGMMA)).format(*[r"f16\.b?f16"] * 2))
-        if cut.stages == 0:
+        if split.stages == 0:
             assert binary.count(r"ld\.global\S*v4\.b32") >= 32, "pages, 16 bytes at a time"
             assert binary.count("movmatrix") == 8
             loop = binary.ptx[binary.ptx.index("mma.sync") : binary.ptx.rindex("mma.sync")]
@@ -236,16 +244,13 @@ def test_prefill_attention(capability, dims, storage, dim):
     from kernels.triton.tuning import prefill_rule
 
     q, workspace = torch.zeros(256, 32, dim).bfloat16(), Workspace.on("cpu", 1, 1)
-    *cache, k_scale, v_scale = make_cache(storage, dims, dim)
-    starts = torch.tensor([0, 128, 256])
+    inputs = make_inputs(make_pool(storage, dims, dim), torch.tensor([0, 128, 256]))
     for many in (False, True)[capability < 90 :]:
-        block = prefill_rule(many, dim, capability)
+        tile = prefill_rule(many, dim, capability)
         with building_for(capability) as built:
-            prefill_attention(
-                q, *cache[:3], starts, cache[3], k_scale, v_scale, 0.1, workspace, block=block
-            )
+            prefill_attention(q, inputs, workspace, tile=tile)
         (binary,) = built
-        assert binary.stack == 0, block
+        assert binary.stack == 0, tile
         assert binary.count(expected(capability, r"f16\.b?f16"))
         assert capability != 90 or not binary.count(MMA.format(""))
         assert binary.shared <= {80: 166912, 90: 232448}.get(capability, 101376)
@@ -253,19 +258,19 @@ def test_prefill_attention(capability, dims, storage, dim):
 
 @pytest.mark.parametrize(
     ("dims", "storage"),
-    [(1, FP8), pytest.param(3, torch.int8, marks=EVERY), (0, torch.bfloat16)],
+    [(1, FP8), pytest.param(3, torch.int8, marks=EVERY)],
 )
 @compiled
 def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Block
+    from kernels.triton.tuning import PrefillTile
 
     q, workspace = torch.zeros(256, 32, 128).bfloat16(), Workspace.on("cpu", 1, 1)
-    *cache, k_scale, v_scale = make_cache(storage, dims)
-    args = (q, *cache[:3], torch.tensor([0, 128, 256]), cache[3], k_scale, v_scale, 0.1, workspace)
+    inputs = make_inputs(make_pool(storage, dims), torch.tensor([0, 128, 256]))
+    more = {"out_scale": torch.ones(1), "out_dtype": FP8, "tile": PrefillTile(128, 64, 4, 0)}
     with building_for(90) as built:
-        prefill_attention(*args, out_scale=torch.ones(1), out_dtype=FP8, block=Block(128, 64, 4, 0))
+        prefill_attention(q, inputs, workspace, **more)
     (binary,) = built
     assert binary.stack == 0
     assert binary.count(WGMMA.format(r"f16\.b?f16")) == 24, (
@@ -297,17 +302,17 @@ def test_fused_rows_and_cache_write(capability, storage):
     from kernels.triton.fused import add_rms_norm, silu_mul
 
     x = torch.zeros(2, 4096).bfloat16()
-    k_pages, v_pages, _, _, *scales = make_cache(storage, 3)
+    pool = make_pool(storage, 3)
     with building_for(capability) as built:
         add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=storage)
         silu_mul(x, dtype=storage)
         for tokens, more in (
-            (2, {"settled": True}),
+            (2, {"metadata_ready": True}),
             (300, {"q_norm": x[0, :128], "k_norm": x[0, :128]}),
         ):
             q, k, v = torch.zeros(tokens, 48, 128).bfloat16().split([32, 8, 8], dim=1)
             angle, slots = torch.zeros(tokens, 128), torch.zeros(tokens, dtype=torch.int64)
-            rope_write(q, k, v, angle, angle, k_pages, v_pages, slots, *scales, **more)
+            rope_write(q, k, v, angle, angle, pool, slots, **more)
     for binary in built:
         assert binary.stack == 0
         assert binary.registers <= 128

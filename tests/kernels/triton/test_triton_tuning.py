@@ -11,13 +11,13 @@ import torch
 import kernels.bench.tune as tune
 import kernels.triton.tuning as tuning
 from kernels.triton.tuning import (
-    Block,
-    Cut,
+    KVSplit,
+    PrefillTile,
     Tile,
-    attention_cut,
     bucket,
     gemm_tile,
-    prefill_block,
+    kv_split,
+    prefill_tile,
     rule,
 )
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def forget():
     """Tables are read once; tests read their own."""
-    caches = (gemm_tile, attention_cut, prefill_block, tuning._table)
+    caches = (gemm_tile, kv_split, prefill_tile, tuning._table)
     for found in caches:
         found.cache_clear()
     yield
@@ -124,11 +124,11 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
     (tmp_path / "cpu.json").write_text(json.dumps(table))
     assert gemm_tile("w8a8", CPU, 3, 128, 256) == Tile(64, 16, 2, 3)
     assert gemm_tile("w8a8", CPU, 17, 128, 256) == rule("w8a8", 1, 17, 128, 256)
-    assert attention_cut(CPU, 2, 8, 64) == Cut(2, 7)
-    assert attention_cut(CPU, 2, 8, 65).splits != 7
-    assert attention_cut(CPU, 2, 8, 64, 3).splits != 7
-    assert prefill_block(CPU, 130, 128, 1) == Block(64, 32, 4, 9)
-    assert prefill_block(CPU, 130, 128, 0).stages != 9
+    assert kv_split(CPU, 2, 8, 64) == KVSplit(2, 7)
+    assert kv_split(CPU, 2, 8, 65).splits != 7
+    assert kv_split(CPU, 2, 8, 64, 3).splits != 7
+    assert prefill_tile(CPU, 130, 128, 1) == PrefillTile(64, 32, 4, 9)
+    assert prefill_tile(CPU, 130, 128, 0).stages != 9
 
 
 def test_a_device_without_an_entry_takes_that_of_its_chip(tmp_path, monkeypatch):
@@ -154,6 +154,6 @@ def test_tables_in_the_package_can_be_read():
         for family, shapes in json.loads(path.read_text()).items():
             for entry in shapes.values():
                 if family.startswith(("attention", "prefill")):
-                    (Cut if family.startswith("attention") else Block)(**entry)
+                    (KVSplit if family.startswith("attention") else PrefillTile)(**entry)
                     continue
                 assert all(Tile(**tile).outputs % 64 == 0 for tile in entry.values())

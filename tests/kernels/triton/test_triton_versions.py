@@ -103,21 +103,20 @@ def test_attention_falls_back_to_the_plain_kernels():
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
     from kernels.triton.common import Workspace
-    from kernels.triton.tuning import Block, Cut
-    from tests.kernels.triton.test_triton_compiled import make_cache
+    from kernels.triton.tuning import KVSplit, PrefillTile
+    from tests.kernels.triton.test_triton_compiled import make_inputs, make_pool
 
     q, workspace = torch.zeros(2, 32, 128).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
-    *cache, k_scale, v_scale = make_cache(torch.int8, 1)
-    starts = torch.arange(3)
+    inputs = make_inputs(make_pool(torch.int8, 1), torch.arange(3))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(versions.triton, "__version__", "4.1.0")
         patch.setattr(versions, "_refused", set())
         patch.setitem(sys.modules, "kernels.triton.attention.prefill_hopper", None)
         patch.setattr("kernels.triton.attention.decode_hopper.mma_v2", None)
         with warnings.catch_warnings(record=True) as told, building_for(90) as built:
-            decode_attention(q, *cache, k_scale, v_scale, 0.1, workspace, cut=Cut(2, 4))
-            rest = (starts, cache[3], k_scale, v_scale, 0.1, workspace)
-            prefill_attention(q, *cache[:3], *rest, block=Block(128, 64, 4, 0))
+            warnings.simplefilter("always")
+            decode_attention(q, inputs, workspace, split=KVSplit(2, 4))
+            prefill_attention(q, inputs, workspace, tile=PrefillTile(128, 64, 4, 0))
     told = [warning for warning in told if "Triton 4.1.0" in str(warning.message)]
     assert len(told) == 1
     assert "decode attention" in str(told[0].message)
