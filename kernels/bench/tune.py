@@ -31,7 +31,6 @@ from kernels.triton.tuning import (
 
 if TYPE_CHECKING:  # the rest needs Triton, and its absence is told
     from kernels.bench.case import BenchCase
-    from kernels.triton.common import Workspace
 
 log = logging.getLogger("ptq.kernels")
 
@@ -171,9 +170,6 @@ def has_choice(family: str, rows: int) -> bool:
 
 def tune_families(arguments: argparse.Namespace, device: torch.device) -> int:
     """Measure all families that are asked for and run here, and write each into the table."""
-    from kernels.triton.common import Workspace
-
-    workspace = Workspace.on(device)
     path = arguments.output or file_of(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -182,55 +178,38 @@ def tune_families(arguments: argparse.Namespace, device: torch.device) -> int:
             log.info("left %s out: this device has none", family)
             continue
         own = table.setdefault(family, {})
-        if family in TUNED_PROMPTS:
-            own |= _prompts(family, workspace)
-        elif family in TUNED_ATTENTION:
-            own |= _decodes(family, workspace, multiprocessors(device))
-        else:
-            for (outputs, inputs), rows in itertools.product(arguments.shapes, arguments.rows):
-                if has_choice(family, rows):
-                    tile = best_tile(
-                        family, rows, outputs, inputs, workspace, multiprocessors(device)
-                    )
-                    own.setdefault(f"{outputs}x{inputs}", {})[str(bucket(rows))] = asdict(tile)
+        for (*shape, last), case, candidates in entries(family, arguments, device):
+            place = own.setdefault(shape[0], {}) if shape else own
+            place[last] = asdict(best(case, candidates)[0])
         text = json.dumps(table, indent=1, sort_keys=True)
         path.write_text(text + "\n", encoding="utf-8")  # what is measured stays if the rest fails
         log.info("wrote %s of %s", family, path)
     return 0
 
 
-def _type_of(family: str) -> torch.dtype:
-    return torch.bfloat16 if family.endswith("16_bits") else torch.int8
+def entries(
+    family: str, arguments: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[tuple[str, ...], BenchCase, Iterator[Any]]]:
+    """A family's entries of the table: their keys, what is measured, and the candidates."""
+    from kernels.bench import gpu_attention, gpu_linear
+    from kernels.triton.common import Workspace
 
-
-def _prompts(family: str, workspace: Workspace) -> dict[str, dict[str, int]]:
-    """The entries of prefill attention."""
-    from kernels.bench.gpu_attention import prefill
-
-    made = {}
-    for new, context in PREFILL:
-        block, _ = best(prefill(new, context, workspace, _type_of(family)), blocks())
-        made[f"128x{bucket(32 * sum(new))}"] = asdict(block)
-    return made
-
-
-def _decodes(family: str, workspace: Workspace, processors: int) -> dict[str, dict[str, int]]:
-    """The entries of decode attention."""
-    from kernels.bench.gpu_attention import attention
-
-    made, per_token = {}, family == "attention_per_token"
-    for sequences, context in DECODE:
-        case = attention(sequences, context, workspace, _type_of(family), per_token)
-        cut, _ = best(case, cuts(sequences, context, processors))
-        made[f"{bucket(sequences * 8)}x{bucket(context // 64)}"] = asdict(cut)
-    return made
-
-
-def best_tile(
-    family: str, rows: int, outputs: int, inputs: int, workspace: Workspace, processors: int
-) -> Tile:
-    """The fastest tile of a linear layer."""
-    from kernels.bench.gpu_linear import gemm
-
-    case = gemm(family.removesuffix("_many"), rows, outputs, inputs, workspace)
-    return best(case, tiles(family, rows, outputs, inputs, processors))[0]
+    workspace, processors = Workspace.on(device), multiprocessors(device)
+    dtype = torch.bfloat16 if family.endswith("16_bits") else torch.int8
+    if family in TUNED_PROMPTS:
+        for new, context in PREFILL:
+            case = gpu_attention.prefill(new, context, workspace, dtype)
+            yield (f"128x{bucket(32 * sum(new))}",), case, blocks()
+    elif family in TUNED_ATTENTION:
+        per_token = family == "attention_per_token"
+        for sequences, context in DECODE:
+            case = gpu_attention.attention(sequences, context, workspace, dtype, per_token)
+            key = f"{bucket(sequences * 8)}x{bucket(context // 64)}"
+            yield (key,), case, cuts(sequences, context, processors)
+    else:
+        for (outputs, inputs), rows in itertools.product(arguments.shapes, arguments.rows):
+            if has_choice(family, rows):
+                size = (rows, outputs, inputs)
+                case = gpu_linear.gemm(family.removesuffix("_many"), *size, workspace)
+                keys = (f"{outputs}x{inputs}", str(bucket(rows)))
+                yield keys, case, tiles(family, *size, processors)

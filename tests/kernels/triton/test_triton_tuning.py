@@ -87,11 +87,12 @@ def test_what_is_measured_is_what_is_read(capability, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "capability", lambda: capability)
     asked = []
 
-    def best(family, *sizes):
+    def tiles(family, *sizes):
         asked.append((family, sizes[0]))
-        return Tile(64, 32, 2, 7)
 
-    monkeypatch.setattr(tune, "best_tile", best)
+    monkeypatch.setattr("kernels.bench.gpu_linear.gemm", lambda *sizes: None)
+    monkeypatch.setattr(tune, "tiles", tiles)
+    monkeypatch.setattr(tune, "best", lambda case, candidates: (Tile(64, 32, 2, 7), 1.0))
     layers = [family for family in TUNED if family not in (*TUNED_ATTENTION, *TUNED_PROMPTS)]
     sizes = ("--shapes", "128x256", "--rows", "16", "64", "256")
     assert tune.tune_families(parse_tune(["--families", *layers, *sizes]), CPU) == 0
