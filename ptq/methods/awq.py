@@ -56,7 +56,7 @@ class AWQSpec(MethodSpec):
 
     @property
     def smooths(self) -> tuple[SmoothingKind, ...]:
-        """The targets."""
+        """Kinds of groups that it scales: its targets."""
         return self.targets
 
     def algorithm(self) -> AWQ:
@@ -70,7 +70,7 @@ class AWQSpec(MethodSpec):
         return smoothing_lines(self.name, layer, self.targets, groups)
 
     def memory(self, block: BlockSizes) -> int:
-        """What trying factors takes."""
+        """Outputs of the searched samples, and one group's weights once more."""
         return smoothing_memory(self.targets, self.search_samples, block)
 
 

@@ -46,7 +46,7 @@ class ClipSpec(MethodSpec):
     search_samples: Annotated[int, Field(ge=1)] = 4
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
-        """No layer with a static input."""
+        """It needs a layer with a static input."""
         if any(layer.static_input for layer in layers):
             return None
         return (

@@ -60,7 +60,7 @@ class HQQSpec(MethodSpec):
     iterations: Annotated[int, Field(ge=1)] = 20
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
-        """Weights that are not integers."""
+        """It needs integer weights everywhere."""
         if all(layer.weights is None or layer.weights.dtype != "fp8_e4m3" for layer in layers):
             return None
         return "hqq moves zero points and scales of integers; it is not for fp8 weights"

@@ -60,7 +60,7 @@ class RefineSpec(MethodSpec):
     seed: Annotated[int, Field(ge=0)] = 0
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
-        """Weights without integers."""
+        """It needs a layer with integer weights."""
         if {layer.weights.dtype for layer in layers if layer.weights} != {"fp8_e4m3"}:
             return None
         return "refine moves integers; it is not for fp8 weights"

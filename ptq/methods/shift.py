@@ -52,7 +52,7 @@ class ShiftSpec(MethodSpec):
     name: Literal["shift"] = "shift"
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
-        """Neither an input nor a cache that is quantized."""
+        """It needs a quantized input or a quantized cache."""
         if scheme.kv_cache or any(layer.activations for layer in layers):
             return None
         return (

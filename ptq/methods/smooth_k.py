@@ -64,7 +64,7 @@ class SmoothKSpec(MethodSpec):
     search_samples: Annotated[int, Field(ge=1)] = 4
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
-        """A cache that stays in floating point."""
+        """It needs a quantized cache."""
         if scheme.kv_cache is not None:
             return None
         return (

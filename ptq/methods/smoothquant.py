@@ -79,7 +79,7 @@ class SmoothQuantSpec(MethodSpec):
 
     @property
     def smooths(self) -> tuple[SmoothingKind, ...]:
-        """The targets."""
+        """Kinds of groups that it smooths: its targets."""
         return self.targets
 
     def algorithm(self) -> SmoothQuant:
@@ -93,7 +93,7 @@ class SmoothQuantSpec(MethodSpec):
         return smoothing_lines(self.name, layer, self.targets, groups)
 
     def memory(self, block: BlockSizes) -> int:
-        """What trying factors takes."""
+        """Outputs of the searched samples, and one group's weights once more."""
         return smoothing_memory(self.targets, self.search_samples, block)
 
     def without_samples(self, strengths: Sequence[float]) -> tuple[str, str] | None:

@@ -37,7 +37,7 @@ def test_every_file_stands_on_a_floor():
     assert others <= {"check.py", "inspect.py", "run.py"}  # doors: python -m ptq.run
 
 
-@pytest.mark.parametrize("path", ROOMS, ids=lambda path: str(path.relative_to(PTQ)))
+@pytest.mark.parametrize("path", list(ROOMS), ids=lambda path: str(path.relative_to(PTQ)))
 def test_rooms_import_only_from_the_floors_below(path):
     own = ROOMS[path]
     others = {name.split(".")[1] for name in imported_modules(path) if name.startswith("ptq.")}

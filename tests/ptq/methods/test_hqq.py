@@ -53,7 +53,7 @@ def test_shrinking_minimizes_the_split_error_where_it_does_not_vanish():
     assert torch.equal(shrink(torch.tensor([0.0, 0.01, -0.01]), beta, p), torch.zeros(3))
 
 
-@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("kind", list(SPECS))
 def test_no_block_is_worse_than_rounded_and_many_are_better(kind):
     spec, weight = SPECS[kind], heavy_tailed()
     start = choose_qparams(weight, spec, torch.float32)
