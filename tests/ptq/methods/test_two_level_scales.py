@@ -189,8 +189,8 @@ def test_it_runs_as_the_dequantized_model_does(made, tiny_llama) -> None:
             lambda _, args: (fake_quantize_activations(args[0], None, INT8),)
         )
     engine, differences = Engine.from_pretrained(made.path), []
-    for start in (0, 100, 200):
-        ids = torch.arange(start, start + 40)
+    for start in range(0, 360, 40):
+        ids = torch.arange(start, start + 8)
         with torch.no_grad():
             exact = model(ids[None]).logits[0]
         differences.append((engine.score(ids) - exact).norm() / exact.norm())
