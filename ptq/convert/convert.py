@@ -17,6 +17,7 @@ from typing import Any
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.shards import ShardWriter
 from formats.errors import CheckpointError, RequestError
+from formats.families.registry import find_family
 from formats.files import building_directory, fsync_path, write_bytes
 from formats.foreign.awq import awq_config, awq_layout, refuse_awq
 from formats.foreign.fp8_block import (
@@ -73,6 +74,7 @@ def convert(
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)
     foreign = ForeignFolder(source)
+    _refuse_stored_merged(foreign)
     if target == "float":
         return to_float(foreign, out, dtype, force, shard_bytes, progress)
     method = foreign.quantization.get("quant_method", "compressed-tensors")
@@ -98,6 +100,17 @@ def _check_paths(source: Path, out: Path) -> None:
         raise CheckpointError(f"{out} holds the source {source}; choose another output path")
     if not source.is_dir():
         raise CheckpointError(f"{source}: no such folder; give the folder of a quantized model")
+
+
+def _refuse_stored_merged(source: ForeignFolder) -> None:
+    family = find_family(source.config)
+    if family is not None and family.stored_merged:
+        raise CheckpointError(
+            f"{source.path}: checkpoints of model_type {source.config['model_type']!r} hold "
+            f"{' and '.join(family.stored_merged)} in the place of their parts, which is not "
+            "converted. Serve the checkpoint as it is, or quantize the original model with one of "
+            "the shipped recipes"
+        )
 
 
 def _check_options(target: str, tables: str | Path | None, dtype: str | None) -> None:

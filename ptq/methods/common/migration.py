@@ -116,6 +116,11 @@ class Migration(Method):
     def prepare(self, work: BlockWork) -> None:
         """Keep the groups whose consumers, and source if it is linear, are all quantized."""
         self.groups = []
+        found = {group.kind for group in work.groups}
+        for kind in (kind for kind in self.targets if kind not in found):
+            message = f"not smoothed: {kind}, which no norm stands before in this family"
+            event = Event(module=work.block.name, kind="smoothing_skipped", message=message)
+            work.events.append(event)
         for group in work.groups:
             if group.kind not in self.targets:
                 continue

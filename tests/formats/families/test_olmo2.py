@@ -12,8 +12,9 @@ from formats.families.registry import family_of
 from inference.models.config import ModelConfig
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
+from ptq.methods.smoothquant import SmoothQuantSpec
 from tests.families import check_blocks, check_engine, check_quantized
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.quantizing import make_plan, observed_work, random_tokens
 
 CONFIG = {"model_type": "olmo2"}
 
@@ -29,6 +30,13 @@ def test_logits_are_those_of_transformers(olmo2):
 
 def test_blocks_are_those_of_transformers(olmo2):
     check_blocks(olmo2)
+
+
+def test_what_is_not_smoothed_is_told(olmo2, tmp_path):
+    work = observed_work(make_plan(olmo2, tmp_path))
+    SmoothQuantSpec().algorithm().prepare(work)
+    told = [event.message for event in work.events if event.kind == "smoothing_skipped"]
+    assert [message.split()[2] for message in told] == ["attention_input,", "mlp_input,"]
 
 
 @pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel"])

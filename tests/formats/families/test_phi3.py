@@ -9,6 +9,7 @@ from safetensors import safe_open
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from inference.models.config import ModelConfig
+from ptq.convert.convert import convert
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smooth_k import SmoothKSpec
 from tests.families import check_blocks, check_engine, check_quantized
@@ -80,6 +81,11 @@ def test_k_is_smoothed_where_only_a_part_of_each_head_turns(phi3, tmp_path):
 def test_scales_that_do_not_lie_side_by_side_are_refused(phi3, tmp_path, preset):
     with pytest.raises(RecipeError, match=r"does not fit model.layers.0.self_attn.qkv_proj"):
         make_plan(phi3, tmp_path, preset, methods=(RTNSpec(),))
+
+
+def test_it_is_not_converted_to_other_layouts(phi3, tmp_path):
+    with pytest.raises(CheckpointError, match="hold qkv_proj and gate_up_proj in the place"):
+        convert(phi3, tmp_path / "out", "float")
 
 
 def test_gpus_refuse_it_by_name(phi3):
