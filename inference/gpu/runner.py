@@ -148,10 +148,9 @@ class GpuRunner:
             EngineError: memory is too small for it.
         """
         work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
+        plan = self.plan(work)
         try:
-            with launches_on(self._device):
-                plan = self.plan(work)
-                return Launched(work, self.execute(plan), places(work, plan.size))
+            return Launched(work, self.execute(plan), places(work, plan.size))
         except RuntimeError as error:
             if not ran_out(error):
                 raise
@@ -163,7 +162,8 @@ class GpuRunner:
         size = size_of(work)
         if size is not None and size.prompts and not self._asks_nothing(size):
             size = None
-        return self._plan(work, size)
+        with launches_on(self._device):  # its memory is pinned for the current one
+            return self._plan(work, size)
 
     def execute(self, plan: StepPlan) -> Executed:
         """Start a planned step; nothing is waited for."""
