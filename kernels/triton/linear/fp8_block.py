@@ -76,6 +76,23 @@ def operand(x, NATIVE: tl.constexpr):
     return y
 
 
+@triton.jit
+def prefetch_runs(rows, i, width, first, RUNS: tl.constexpr):
+    """Ask for the first steps of a tile's weights, its rows i of `width` from a pointer on."""
+    for ahead in tl.static_range(AHEAD * RUNS):
+        if first + ahead < width // 128:
+            prefetch_lines(rows + (first + ahead) * 128 + i * width)
+
+
+@triton.jit
+def store_some(y, out, output, row, i, j, n, m, N, real, SORTED: tl.constexpr):
+    """Results of outputs n = output + i that exist, of rows row + j, or if SORTED m, to memory."""
+    place = out + row.to(tl.int64) * N + output + (j[None, :] * N + i[:, None])
+    if SORTED:
+        place = out + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(place, y.to(out.dtype.element_ty), mask=real & (n < N)[:, None])
+
+
 @triton.jit(do_not_specialize=["M", "run_step"])
 def fp8_block_kernel(
     x, packed, x_scale, w_scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
@@ -89,8 +106,7 @@ def fp8_block_kernel(
     row_tile, tile = tl.swizzle2d(
         tl.program_id(2), tl.program_id(0), tl.num_programs(2), tl.num_programs(0), BAND
     )
-    split = tl.program_id(1)
-    steps = width // (128 * RUNS)
+    split, steps = tl.program_id(1), width // (128 * RUNS)
     share = tl.cdiv(steps, SPLITS)
     first = split * share
     k = tl.arange(0, 128)
@@ -116,10 +132,7 @@ def fp8_block_kernel(
     of_outputs = w_scale + (output if one else n) // 128 * blocks
     of_rows = x_scale + token * row_step
     if OVERLAP:
-        for ahead in tl.static_range(AHEAD * RUNS):
-            if first * RUNS + ahead < width // 128:
-                at = packed + output.to(tl.int64) * width + (first * RUNS + ahead) * 128
-                prefetch_lines(at + i * width)
+        prefetch_runs(packed + output.to(tl.int64) * width, i, width, first * RUNS, RUNS)
     wait(OVERLAP)
     announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -127,10 +140,8 @@ def fp8_block_kernel(
         for run in tl.static_range(RUNS):
             g = step * RUNS + run
             w = tl.load(weights + g * 128, eviction_policy="evict_first")
-            if RAGGED:
-                xt = tl.load(columns + g * 128, mask=real & (g * 128 + k < K)[:, None], other=0.0)
-            else:
-                xt = tl.load(columns + g * 128, mask=real, other=0.0)
+            there_too = real & (g * 128 + k < K)[:, None] if RAGGED else real
+            xt = tl.load(columns + g * 128, mask=there_too, other=0.0)
             sw = tl.load(of_outputs + g)
             sx = tl.load(of_rows + g * run_step, mask=there, other=0.0)
             part = tl.dot(operand(w, NATIVE), operand(xt, NATIVE), out_dtype=tl.float32)
@@ -142,10 +153,7 @@ def fp8_block_kernel(
         y = acc if NATIVE else acc * 65536.0
         if BIAS:
             y += tl.load(bias + n, mask=n < N, other=0.0)[:, None]
-        place = out + row.to(tl.int64) * N + output + (j[None, :] * N + i[:, None])
-        if experts is not None:
-            place = out + m.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(place, y.to(out.dtype.element_ty), mask=real & (n < N)[:, None])
+        store_some(y, out, output, row, i, j, n, m, N, real, experts is not None)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,12 @@ from kernels.triton.linear.hopper.w4_launch import Levels, launch_w4, many_rows_
 from kernels.triton.linear.launch import Product, fitting, launch_few_rows
 from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
 from kernels.triton.linear.tiles import rows_of_tile, store_tile, sum_tile
-from kernels.triton.linear.w4a8_operands import multiplied_operand, operand
+from kernels.triton.linear.w4a8_operands import (
+    multiplied_operand,
+    multipliers_of,
+    operand,
+    operand_and_scale,
+)
 from kernels.triton.linear.weight import GroupedWeight, check_input_scale, check_inputs
 from kernels.triton.tuning import Tile, shared_memory
 from kernels.two_level import two_level
@@ -63,21 +68,6 @@ def of_expert(
     elif not EXACT:
         scale += expert * (K // GROUP * N)
     return packed, scale
-
-
-@triton.jit
-def multipliers_of(words, g, N, MULTIPLIERS: tl.constexpr):
-    """Multipliers of four outputs a word, of all groups of the g-th 128 inputs.
-
-    As many words as threads would send the weight by shared memory: groups are loaded one by one.
-    """
-    s = tl.load(words + g * (N * MULTIPLIERS // 4))
-    if MULTIPLIERS == 2:
-        s = tl.join(s, tl.load(words + 1 + g * (N // 2)))
-    elif MULTIPLIERS == 4:
-        odd = tl.join(tl.load(words + 1 + g * N), tl.load(words + 3 + g * N))
-        s = tl.join(tl.join(s, tl.load(words + 2 + g * N)), odd)
-    return s
 
 
 @triton.jit
@@ -130,8 +120,7 @@ def w4a8_kernel(
     tiles = packed + tiles + tl.arange(0, 32 * GROUP)[None, :]
     columns = x + row[None, :] * K + tl.arange(0, GROUP)[:, None]  # [GROUP, ROWS], x transposed
     if MULTIPLIERS:
-        words = tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)
-        words = scale + words * MULTIPLIERS
+        words = scale + (tile * (OUTPUTS // 4) + tl.arange(0, OUTPUTS // 4)) * MULTIPLIERS
     wait(OVERLAP)
     announce(OVERLAP)
     acc = tl.zeros([OUTPUTS, ROWS], tl.int32 if EXACT else tl.float32)
@@ -146,11 +135,10 @@ def w4a8_kernel(
             xt = tl.load(columns + g * GROUP, mask=real, other=0)
             if MULTIPLIERS:
                 w = multiplied_operand(w, s)
-            elif ZERO:
-                w = operand(w, s & 15, ZERO)
-                s = (s & -16).to(tl.float32, bitcast=True)
-            else:
+            elif EXACT:
                 w = operand(w, 0, ZERO)
+            else:
+                w, s = operand_and_scale(w, s, ZERO)
             if EXACT:
                 acc = tl.dot(w, xt, acc, out_dtype=tl.int32)
             else:

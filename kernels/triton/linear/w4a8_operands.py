@@ -79,3 +79,29 @@ def rows_of(low, high):
     both = tl.join(low, high)  # b, a, c, quad, j, byte, half
     both = both.reshape(tiles, 2, 4, 8, 4, words, 4, 2)
     return both.permute(0, 2, 1, 3, 5, 7, 4, 6).reshape(tiles * 64, 32 * words)
+
+
+@triton.jit
+def multipliers_of(words, g, N, MULTIPLIERS: tl.constexpr):
+    """Multipliers of four outputs a word, of all groups of the g-th 128 inputs.
+
+    As many words as threads would send the weight by shared memory: groups are loaded one by one.
+    """
+    s = tl.load(words + g * (N * MULTIPLIERS // 4))
+    if MULTIPLIERS == 2:
+        s = tl.join(s, tl.load(words + 1 + g * (N // 2)))
+    elif MULTIPLIERS == 4:
+        odd = tl.join(tl.load(words + 1 + g * N), tl.load(words + 3 + g * N))
+        s = tl.join(tl.join(s, tl.load(words + 2 + g * N)), odd)
+    return s
+
+
+@triton.jit
+def operand_and_scale(w, s, ZERO: tl.constexpr):
+    """Packed bytes to int8, and scales [outputs] without the zero points that lie in them."""
+    if ZERO:
+        w = operand(w, s & 15, ZERO)
+        s = (s & -16).to(tl.float32, bitcast=True)
+    else:
+        w = operand(w, 0, ZERO)
+    return w, s

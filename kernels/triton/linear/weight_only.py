@@ -76,6 +76,35 @@ def product(w, s, x, real):
     return tl.dot(w, tl.load(x, mask=real, other=0.0)) * s.to(tl.float32)[:, None]
 
 
+@triton.jit
+def add_groups(acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, GROUP: tl.constexpr):
+    """acc and the products of 128 inputs in groups of 32 or 64, each sum times its scales."""
+    if GROUP == 32:
+        acc += product(q0, s0, xs, real)
+        acc += product(q1, s1, xs + 32, real)
+        acc += product(q2, s2, xs + 64, real)
+        acc += product(q3, s3, xs + 96, real)
+    else:
+        acc += product(beside(q0, q1), s0, xs, real)
+        acc += product(beside(q2, q3), s2, xs + 64, real)
+    return acc
+
+
+@triton.jit
+def add_whole(
+    acc, q0, q1, q2, q3, s0, s1, s2, s3, xt, GROUP: tl.constexpr, SCALE_WEIGHT: tl.constexpr
+):  # fmt: skip
+    """acc and the product of 128 inputs: of one scale an output none is applied here."""
+    if GROUP == 0:
+        acc = tl.dot(beside(beside(q0, q1), beside(q2, q3)), xt, acc)
+    elif SCALE_WEIGHT:
+        acc = tl.dot(scaled(q0, q1, q2, q3, s0, s1, s2, s3, GROUP), xt, acc)
+    else:
+        w = beside(beside(q0, q1), beside(q2, q3))
+        acc += tl.dot(w, xt) * s0.to(tl.float32)[:, None]
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def weight_only_kernel(
     x, packed, scale, bias, out, parts, arrivals, experts, pairs, M, N, K,
@@ -120,24 +149,12 @@ def weight_only_kernel(
             place = scale + g * (N * (128 // GROUP)) + n
             s0, s1, s2, s3, z0, z1, z2, z3 = scales_of(place, N, GROUP, BITS, ZERO)
         xs = columns + g * 128
-        if STEP == 128:
-            xt = tl.load(xs, mask=real, other=0.0)
+        xt = tl.load(xs, mask=real, other=0.0) if STEP == 128 else None
         q0, q1, q2, q3 = quarters(w, z0, z1, z2, z3, BITS, ZERO, DT)
-        if STEP == 32:
-            acc += product(q0, s0, xs, real)
-            acc += product(q1, s1, xs + 32, real)
-            acc += product(q2, s2, xs + 64, real)
-            acc += product(q3, s3, xs + 96, real)
-        elif STEP == 64:
-            acc += product(beside(q0, q1), s0, xs, real)
-            acc += product(beside(q2, q3), s2, xs + 64, real)
-        elif GROUP == 0:
-            acc = tl.dot(beside(beside(q0, q1), beside(q2, q3)), xt, acc)
-        elif SCALE_WEIGHT:
-            acc = tl.dot(scaled(q0, q1, q2, q3, s0, s1, s2, s3, GROUP), xt, acc)
+        if STEP == 128:
+            acc = add_whole(acc, q0, q1, q2, q3, s0, s1, s2, s3, xt, GROUP, SCALE_WEIGHT)
         else:
-            w = beside(beside(q0, q1), beside(q2, q3))
-            acc += tl.dot(w, xt) * s0.to(tl.float32)[:, None]
+            acc = add_groups(acc, q0, q1, q2, q3, s0, s1, s2, s3, xs, real, GROUP)
     last = True
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)

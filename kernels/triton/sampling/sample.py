@@ -133,6 +133,17 @@ def best_of(elements, low, seed, step):
 
 
 @triton.jit
+def best_of_row(line, low, seed, step, V, temperature, PARTS: tl.constexpr, CHUNK: tl.constexpr):
+    """The largest noisy logit of a row's elements from `low` on, read again chunk by chunk."""
+    best = low * 0 + LOWEST
+    for part in range(PARTS):
+        x, i = chunk_of(line, part, V, temperature, CHUNK)
+        elements = tl.where(i < V, order(x, i), LOWEST)
+        best = tl.maximum(best, best_of(elements, low, seed, step))
+    return best
+
+
+@triton.jit
 def draw_kernel(
     logits, temperatures, top_ks, top_ps, seeds, steps, out, state, arrivals, V, size,
     PARTS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
@@ -189,11 +200,7 @@ def draw_kernel(
             if held:
                 best = best_of(few, low, seed, step)
             else:
-                best = low * 0 + LOWEST
-                for other in range(PARTS):
-                    x, i = chunk_of(line, other, V, temperature, CHUNK)
-                    elements = tl.where(i < V, order(x, i), LOWEST)
-                    best = tl.maximum(best, best_of(elements, low, seed, step))
+                best = best_of_row(line, low, seed, step, V, temperature, PARTS, CHUNK)
             tl.store(own + BOUND, low)
             tl.store(out + row, token_of(best, top))
 
