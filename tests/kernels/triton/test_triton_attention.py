@@ -201,19 +201,19 @@ def slots_of(tokens: int, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("storage", "dims", "tokens", "kind"),
+    ("storage", "dims", "tokens", "kind", "norm"),
     [
-        ("int8", 1, 21, "anywhere"),
-        ("int8", 2, 21, "anywhere"),
-        ("int8", 3, 21, "anywhere"),
-        ("int8", 3, 258, "anywhere"),  # from here on 64 tokens and two heads a program
-        ("int8", 1, 258, "0"),
-        ("int8", 3, 258, "37"),
-        ("fp16", 0, 258, "48"),
-        ("bf16", 0, 21, "anywhere"),
+        ("int8", 1, 21, "anywhere", False),
+        ("int8", 1, 21, "anywhere", True),
+        ("int8", 2, 21, "anywhere", True),
+        ("int8", 3, 21, "anywhere", False),
+        ("int8", 3, 258, "anywhere", True),  # from here on 64 tokens and two heads a program
+        ("int8", 1, 258, "0", False),
+        ("int8", 3, 258, "37", True),
+        ("fp16", 0, 258, "48", False),
+        ("bf16", 0, 21, "anywhere", True),
     ],
 )
-@pytest.mark.parametrize("norm", [False, True])
 @interpreted
 def test_rotation_and_cache_write(storage, dims, tokens, kind, norm):
     import kernels.triton.reference as twins

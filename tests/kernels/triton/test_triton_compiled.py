@@ -91,9 +91,11 @@ def test_weights_of_16_bits(capability):
         assert binary.count(WAIT) == binary.count(ANNOUNCE) == hopper
 
 
-@pytest.mark.parametrize("capability", [89, 120])
+@pytest.mark.parametrize(
+    ("capability", "processors", "rows"), [(89, 128, 16), (120, 2, 16), (120, 2, 64)]
+)
 @compiled
-def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability):
+def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability, processors, rows):
     """As on Ada, Ampere but A100, and small Blackwells: many and few outputs, by the rule."""
     from unittest.mock import patch
 
@@ -115,28 +117,27 @@ def test_tiles_of_the_rule_fit_where_shared_memory_is_small(capability):
     w4 = pack_w4a8(q, 1 + torch.rand(512, 32), None, torch.ones(512, 32, dtype=torch.int8))
     deep = {"outputs": 256, "rows": 16, "stages": 5}  # measured without zero points
     table = {"w4a8": {"512x4096": {"16": deep}}}
-    for processors, rows in ((128, 16), (2, 16), (2, 64)):  # many outputs for two
-        x = torch.zeros(rows, 4096).bfloat16()
-        with (
-            patch.object(common, "shared_memory", lambda device: 101376),
-            patch.object(weight_only, "shared_memory", lambda device: 101376),
-            patch.object(w4a8, "shared_memory", lambda device: 101376),
-            patch.object(tuning, "_table", lambda path: table),
-            patch.object(tuning, "multiprocessors", lambda device, n=processors: n),
-            patch.object(w8a8, "multiprocessors", lambda device, n=processors: n),
-            building_for(capability) as built,
-        ):
-            tuning.gemm_tile.cache_clear()
-            w8a8.tile_of.cache_clear()
-            w16.run(x, None, workspace, tile=w16.few_rows_tile(x))
-            w8.run(x, None, workspace)
-            fine.run(x, None, workspace)
-            w4.run(x.to(torch.int8), one, workspace)
-            f8.run(x.to(FP8), one, workspace)
-            blocks.run(x.to(FP8), of_runs[:rows], workspace)
-        assert len(built) == 6
-        for binary in built:
-            assert binary.shared <= 101376, binary.shared
+    x = torch.zeros(rows, 4096).bfloat16()
+    with (
+        patch.object(common, "shared_memory", lambda device: 101376),
+        patch.object(weight_only, "shared_memory", lambda device: 101376),
+        patch.object(w4a8, "shared_memory", lambda device: 101376),
+        patch.object(tuning, "_table", lambda path: table),
+        patch.object(tuning, "multiprocessors", lambda device, n=processors: n),
+        patch.object(w8a8, "multiprocessors", lambda device, n=processors: n),
+        building_for(capability) as built,
+    ):
+        tuning.gemm_tile.cache_clear()
+        w8a8.tile_of.cache_clear()
+        w16.run(x, None, workspace, tile=w16.few_rows_tile(x))
+        w8.run(x, None, workspace)
+        fine.run(x, None, workspace)
+        w4.run(x.to(torch.int8), one, workspace)
+        f8.run(x.to(FP8), one, workspace)
+        blocks.run(x.to(FP8), of_runs[:rows], workspace)
+    assert len(built) == 6
+    for binary in built:
+        assert binary.shared <= 101376, binary.shared
     tuning.gemm_tile.cache_clear()
     w8a8.tile_of.cache_clear()
 
