@@ -32,7 +32,7 @@ class ScaleEntry(Strict):
         shape: Shape of the scale tensor.
         tensor: Its name in the checkpoint.
         scale_min: Smallest scale, exactly as stored in fp32.
-        scale_max: Largest scale, likewise.
+        scale_max: Largest scale, exactly as stored in fp32.
         statistic: How the clipping range was found, such as `absmax` or `percentile`.
         absmax: Largest magnitude that was seen.
         tokens: Tokens that it was seen on; 0 for weights.

@@ -33,7 +33,7 @@ from inference.scheduling.request import SamplingParams
 
 
 @dataclass(frozen=True)
-class Row:
+class InputLine:
     """One line of an input file."""
 
     line: int
@@ -75,7 +75,7 @@ def complete(engine: Engine, prompt: str, params: SamplingParams, *, stream: boo
     print("" if stream or output is None else output.text)
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[InputLine]:
     """Read and check a JSON lines file; empty lines are skipped.
 
     Raises:
@@ -91,7 +91,7 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _read_row(path: Path, line: int, text: str) -> Row:
+def _read_row(path: Path, line: int, text: str) -> InputLine:
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -109,11 +109,11 @@ def _read_row(path: Path, line: int, text: str) -> Row:
     if not isinstance(values.get("tgt"), str | None):
         found = json.dumps(values["tgt"])[:40]
         raise RequestError(f"{path}:{line}: 'tgt' is {found}; needed is a text or null", "input")
-    return Row(line, values)
+    return InputLine(line, values)
 
 
 def complete_rows(
-    engine: Engine, rows: Sequence[Row], params: SamplingParams, source: Path
+    engine: Engine, rows: Sequence[InputLine], params: SamplingParams, source: Path
 ) -> list[str]:
     """Completions of all rows, in their order; the engine batches them as it has room.
 
@@ -143,7 +143,7 @@ def complete_rows(
     return [texts[name] for name in names]
 
 
-def write_rows(path: Path, rows: Sequence[Row], outputs: Sequence[str]) -> None:
+def write_rows(path: Path, rows: Sequence[InputLine], outputs: Sequence[str]) -> None:
     """Write the rows with their outputs: the whole file or nothing.
 
     Raises:

@@ -61,9 +61,9 @@ def neural_compressor_layout(
     """The layout of a folder that `is_neural_compressor` knows.
 
     Args:
-        spec: Of the weights.
-        config: Its `quantization_config`.
-        names: Of all its tensors.
+        spec: Scheme of its weights.
+        config: The folder's `quantization_config`.
+        names: Names of all its tensors.
 
     Raises:
         CheckpointError: it is one of those that are not read; see the module's docstring.

@@ -35,13 +35,13 @@ class Sizes(Strict):
     """Bytes of the original and of the quantized model.
 
     Attributes:
-        original_weights: Of the weight files.
-        quantized_weights: Of the weight files and the cache's scales.
-        original_kv: Of K and V of one token in all layers, in the original's own type.
+        original_weights: The weight files of the original.
+        quantized_weights: The weight files of the checkpoint, and the scales of its cache.
+        original_kv: K and V of one token in all layers, in the original's own type.
         quantized_kv: The same as the checkpoint's scheme stores them.
-        original_kv_here: The same as the engine held them while it measured: float caches are
+        original_kv_here: K and V as the engine held them while it measured: float caches are
             fp32 on a CPU.
-        quantized_kv_here: Likewise.
+        quantized_kv_here: K and V of one token of the quantized model, as the engine held them.
     """
 
     original_weights: int

@@ -25,7 +25,7 @@ class OutlierRow(Strict):
         median: Median of the channels' largest magnitudes.
         ratio: absmax / median; None where the median channel is all zero.
         channels: Indices of the largest channels, descending by magnitude.
-        magnitudes: Theirs.
+        magnitudes: Largest magnitudes of those channels, in the same order.
     """
 
     module: str
