@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from calibrate.observers import Accumulator, TensorStatistics
+from calibrate.tensor_statistics import Accumulator, TensorStatistics
 from formats.errors import CheckpointError
 from formats.files import replace_file
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calibrate.observers import (
-    ObserverSpec,
-    TensorStatistics,
-    choose_absmax,
-    clip_fraction,
-)
+from calibrate.observers import ObserverSpec, choose_absmax, clip_fraction
+from calibrate.tensor_statistics import TensorStatistics
 from formats.checkpoint.weights import weight_tensors
 from formats.checkpoint.write import CheckpointWriter
 from formats.scale_table import Role, ScaleEntry

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calibrate.block import DecoderBlock
-    from calibrate.observers import ObserverSpec, TensorStatistics
+    from calibrate.observers import ObserverSpec
     from calibrate.statistics import Key, Statistics
+    from calibrate.tensor_statistics import TensorStatistics
     from formats.checkpoint.weights import StoredWeight
     from ptq.methods.common.moments import Moments
 

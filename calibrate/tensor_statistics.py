@@ -1,0 +1,260 @@
+"""Statistics of one tensor of activations, exact and mergeable.
+
+What is kept of a tensor is its largest magnitudes, by channel and by sample, and a histogram of
+|x| over the 32,768 values of bf16's exponent and mantissa: an integer count for each, with nothing
+to configure and no range to guess. Maxima and integer sums do not depend on batch size, order or
+number of ranks, so neither does anything derived from them. A bin is at most 2^-7 wide relative to
+its value: magnitudes are known to about one per cent, those of bf16 data exactly. The largest
+magnitudes are kept apart, exact.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from formats.errors import RecipeError
+
+BINS = 1 << 15
+
+
+class TensorStatistics:
+    """What was seen of one tensor.
+
+    Attributes:
+        tokens: Tokens seen.
+        channel_absmax: Largest magnitude of each channel: fp32 [K], or [H, D] for cached heads.
+        sample_absmax: Largest magnitude of each sample, by head: fp32 [samples, H] ([samples, 1]
+            for an input), rows in ascending order.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        """Start with nothing seen of tokens of `shape`: (K,) for an input, (H, D) for heads."""
+        self.tokens = 0
+        self.channel_absmax = torch.zeros(shape)
+        self.sample_absmax = torch.zeros(0, self.heads)
+        self._bins = torch.empty(0, dtype=torch.int64)  # head * BINS + bin, sorted
+        self._counts = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def heads(self) -> int:
+        """Heads that are kept apart; 1 for the input of a linear layer."""
+        return self.channel_absmax.shape[0] if self.channel_absmax.dim() == 2 else 1
+
+    @property
+    def counted(self) -> bool:
+        """Whether magnitudes were counted, not only the largest kept."""
+        return len(self._counts) > 0
+
+    @property
+    def absmax(self) -> float:
+        """Largest magnitude, exact."""
+        return self.channel_absmax.max().item()
+
+    def observe(self, x: Tensor, name: str = "activations", *, histogram: bool = True) -> None:
+        """Add the tokens of one sample.
+
+        Args:
+            x: [T, K] or [T, H, D], float.
+            name: Module, for the error's text.
+            histogram: Whether to count magnitudes; the largest ones alone take a third of the time.
+
+        Raises:
+            RecipeError: `x` holds NaN or infinity.
+        """
+        seen = Accumulator(tuple(self.channel_absmax.shape), histogram=histogram)
+        seen.observe(x, name)
+        self.merge(seen.statistics(name))
+
+    def merge(self, other: TensorStatistics) -> None:
+        """Add what another has seen of the same tensor."""
+        if other.channel_absmax.shape != self.channel_absmax.shape:
+            raise ValueError(
+                f"cannot merge statistics of shapes {tuple(other.channel_absmax.shape)} and "
+                f"{tuple(self.channel_absmax.shape)}"
+            )
+        self._add(other.tokens, other.channel_absmax, other.sample_absmax, other._dense())
+
+    def divided(self, factor: Tensor) -> TensorStatistics:
+        """Statistics of x / factor, of which only the channels' largest magnitudes follow.
+
+        Args:
+            factor: Positive, of the shape of `channel_absmax`.
+        """
+        part = TensorStatistics(tuple(self.channel_absmax.shape))
+        part.tokens = self.tokens
+        part.channel_absmax = (self.channel_absmax.double() / factor).float()
+        return part
+
+    def head(self, index: int) -> TensorStatistics:
+        """Statistics of one head alone, with `channel_absmax` [D]."""
+        part = TensorStatistics(tuple(self.channel_absmax.shape[-1:]))
+        samples, counts = self.sample_absmax[:, index, None], self._dense().view(-1, BINS)[index]
+        part._add(self.tokens, self.channel_absmax[index], samples, counts)
+        return part
+
+    def histogram(self) -> tuple[Tensor, Tensor]:
+        """Occupied bins, all heads together: (lower edges fp64, counts fp64), ascending."""
+        counts = self._dense().view(self.heads, BINS).sum(dim=0)
+        bins = counts.nonzero().flatten()
+        return bin_edge(bins), counts[bins].double()
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors to save; `from_state` restores them."""
+        return {
+            "channel_absmax": self.channel_absmax,
+            "sample_absmax": self.sample_absmax,
+            "bins": self._bins.to(torch.int32),
+            "counts": self._counts,
+            "tokens": torch.tensor([self.tokens]),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Tensor]) -> TensorStatistics:
+        """Inverse of `state`.
+
+        Raises:
+            ValueError: the tensors cannot be those of a `state`.
+        """
+        kinds = {key: (tensor.dtype, tensor.dim()) for key, tensor in state.items()}
+        channels = state["channel_absmax"].dim() if "channel_absmax" in state else 0
+        if channels not in (1, 2) or kinds != {
+            "channel_absmax": (torch.float32, channels),
+            "sample_absmax": (torch.float32, 2),
+            "bins": (torch.int32, 1),
+            "counts": (torch.int64, 1),
+            "tokens": (torch.int64, 1),
+        }:
+            raise ValueError(f"arrays {kinds} are not those of statistics")
+        restored = cls(tuple(state["channel_absmax"].shape))
+        (restored.tokens,) = state["tokens"].tolist()
+        restored.channel_absmax = state["channel_absmax"]
+        restored.sample_absmax = state["sample_absmax"]
+        restored._bins, restored._counts = state["bins"].long(), state["counts"]
+        restored._check()
+        return restored
+
+    def _check(self) -> None:
+        """Refuse numbers that no observation leaves behind."""
+        bins, counts, peaks = self._bins, self._counts, self.channel_absmax
+        seen = self.tokens * peaks.numel()
+        samples, largest = self.sample_absmax, peaks.reshape(self.heads, -1).amax(dim=1)
+        if not (
+            self.tokens >= 0
+            and bool((peaks.isfinite() & (peaks >= 0)).all())
+            and samples.shape[1] == self.heads
+            and torch.equal(samples.amax(dim=0) if len(samples) else largest * 0, largest)
+            and len(bins) == len(counts)
+            and bool((bins.diff() > 0).all() & (counts > 0).all())
+            and bool(((bins >= 0) & (bins < self.heads * BINS)).all())
+            and int(counts.sum().item()) in (0, seen)  # none are counted without histograms
+        ):
+            raise ValueError("the numbers contradict each other")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both saw the same, bit for bit."""
+        if not isinstance(other, TensorStatistics):
+            return NotImplemented
+        a, b = self.state(), other.state()
+        return all(torch.equal(a[key], b[key]) for key in a)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # mutable
+
+    def _dense(self) -> Tensor:
+        dense = torch.zeros(self.heads * BINS, dtype=torch.int64)
+        dense[self._bins] = self._counts
+        return dense
+
+    def _add(
+        self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor, counts: Tensor
+    ) -> None:
+        counts = counts + self._dense()
+        self._bins = counts.nonzero().flatten()
+        self._counts = counts[self._bins]
+        self._add_maxima(tokens, channel_absmax, sample_absmax)
+
+    def _add_maxima(self, tokens: int, channel_absmax: Tensor, sample_absmax: Tensor) -> None:
+        self.channel_absmax = torch.maximum(self.channel_absmax, channel_absmax)
+        samples = torch.cat((self.sample_absmax, sample_absmax))
+        rows, times = samples.unique(dim=0, return_counts=True)  # ascending, whatever came first
+        self.sample_absmax = rows.repeat_interleave(times, dim=0)
+        self.tokens += tokens
+
+
+class Accumulator:
+    """Gathers what samples show of one tensor where they are, on a GPU without waiting for it.
+
+    Args:
+        shape: Of a token: (K,) for an input, (H, D) for heads.
+        histogram: Whether to count magnitudes; the largest ones alone take a third of the time.
+    """
+
+    def __init__(self, shape: tuple[int, ...], *, histogram: bool = True) -> None:
+        self._shape, self._histogram = shape, histogram
+        self._heads = shape[0] if len(shape) == 2 else 1
+        self._tokens = 0
+        self._channels: Tensor | None = None
+        self._samples: list[Tensor] = []
+        self._counts: Tensor | None = None
+
+    def observe(self, x: Tensor, name: str) -> None:
+        """Add the tokens of one sample; arguments and errors as of `TensorStatistics.observe`.
+
+        On a GPU, values that are not finite are found by `statistics`.
+        """
+        if x.shape[0] == 0:
+            return
+        magnitude = x.detach().float().abs()
+        peak = magnitude.amax(dim=0)
+        assert peak.shape == self._shape
+        if not x.is_cuda:
+            _check_finite(peak, name)
+        self._tokens += x.shape[0]
+        self._channels = peak if self._channels is None else torch.maximum(self._channels, peak)
+        self._samples.append(peak.reshape(self._heads, -1).amax(dim=1))
+        if self._histogram:
+            counts = self._count(magnitude)
+            self._counts = counts if self._counts is None else self._counts.add_(counts)
+
+    def statistics(self, name: str) -> TensorStatistics:
+        """What was seen so far, in the host's memory.
+
+        Raises:
+            RecipeError: it held NaN or infinity.
+        """
+        found = TensorStatistics(self._shape)
+        if self._channels is not None:
+            _check_finite(self._channels, name)
+            samples = torch.stack(self._samples).cpu()
+            if self._counts is None:
+                found._add_maxima(self._tokens, self._channels.cpu(), samples)
+            else:
+                found._add(self._tokens, self._channels.cpu(), samples, self._counts.cpu())
+        return found
+
+    def _count(self, magnitude: Tensor) -> Tensor:
+        """Values in each bin of each head: int64 [heads * BINS]."""
+        bins = magnitude.contiguous().view(torch.int32) >> 16
+        if self._heads > 1:
+            first = torch.arange(self._heads, dtype=torch.int32, device=bins.device) * BINS
+            bins = bins + first[:, None]
+        if not bins.is_cuda:
+            return torch.bincount(bins.flatten(), minlength=self._heads * BINS)
+        counts = torch.zeros(self._heads * BINS, dtype=torch.int64, device=bins.device)
+        one = torch.ones((), dtype=torch.int64, device=bins.device)
+        return counts.scatter_add_(0, bins.flatten().long(), one.expand(bins.numel()))
+
+
+def _check_finite(peak: Tensor, name: str) -> None:
+    if not math.isfinite(peak.amax().item()):  # NaN wins over all that amax meets
+        raise RecipeError(
+            f"{name}: its activations hold NaN or infinity. Check the model's weights, and "
+            "that it runs in float on this data"
+        )
+
+
+def bin_edge(bins: Tensor) -> Tensor:
+    """Lower edge of histogram bins: the bf16 number whose bits are the bin's index, in fp64."""
+    return (bins.to(torch.int32) << 16).view(torch.float32).double()
