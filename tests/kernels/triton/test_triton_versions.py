@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_a_tested_triton_does_not_hide_an_error(unknown, monkeypatch):
 
 @compiled
 def test_attention_falls_back_to_the_plain_kernels():
-    """As where Gluon lacks a name: its modules cannot be imported, or what they call is not there."""
+    from triton.errors import TritonError
+
     from kernels.triton import versions
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
@@ -111,8 +113,9 @@ def test_attention_falls_back_to_the_plain_kernels():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(versions.triton, "__version__", "4.1.0")
         patch.setattr(versions, "_refused", set())
-        patch.setitem(sys.modules, "kernels.triton.attention.prefill_hopper", None)
-        patch.setattr("kernels.triton.attention.decode_hopper.mma_v2", None)
+        for module in ("decode_hopper", "prefill_hopper"):
+            refuse = mock.Mock(side_effect=TritonError)
+            patch.setattr(f"kernels.triton.attention.{module}.launch", refuse)
         with warnings.catch_warnings(record=True) as told, building_for(90) as built:
             warnings.simplefilter("always")
             decode_attention(q, inputs, workspace, split=KVSplit(2, 4))
