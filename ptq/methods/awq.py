@@ -20,7 +20,7 @@ from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKi
 from formats.scheme import LayerScheme
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import SmoothedGroup
-from ptq.methods.common.later import torch
+from ptq.methods.common.later import later
 from ptq.methods.common.migration import Migration
 from ptq.methods.common.spec import (
     BlockSizes,
@@ -31,7 +31,10 @@ from ptq.methods.common.spec import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = later("torch")
 
 
 class AWQSpec(MethodSpec):

@@ -19,12 +19,16 @@ from pydantic import Field
 
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, replaced
-from ptq.methods.common.later import rounding
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ptq.methods.common import rounding
+else:
+    rounding = later("ptq.methods.common.rounding")
 
 
 class ClipSpec(MethodSpec):

@@ -29,12 +29,24 @@ from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
-from ptq.methods.common.later import descent, moments, numerics, rounding, storage, torch
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    import kernels.numerics as numerics
+    from formats.checkpoint import weights as storage
+    from ptq.methods.common import descent, moments, rounding
+else:
+    descent = later("ptq.methods.common.descent")
+    moments = later("ptq.methods.common.moments")
+    numerics = later("kernels.numerics")
+    rounding = later("ptq.methods.common.rounding")
+    storage = later("formats.checkpoint.weights")
+    torch = later("torch")
 
 MOST_DAMP = 10.0
 

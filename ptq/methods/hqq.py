@@ -32,12 +32,24 @@ from pydantic import Field
 from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
-from ptq.methods.common.later import numerics, rounding, storage, torch, two_level
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    import kernels.numerics as numerics
+    import kernels.two_level as two_level
+    from formats.checkpoint import weights as storage
+    from ptq.methods.common import rounding
+else:
+    numerics = later("kernels.numerics")
+    rounding = later("ptq.methods.common.rounding")
+    storage = later("formats.checkpoint.weights")
+    torch = later("torch")
+    two_level = later("kernels.two_level")
 
 
 class HQQSpec(MethodSpec):

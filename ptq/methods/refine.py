@@ -29,12 +29,22 @@ from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced
 from ptq.methods.common.events import Event
-from ptq.methods.common.later import numerics, storage, torch, two_level
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import BlockSizes, MethodSpec, Stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    import kernels.numerics as numerics
+    import kernels.two_level as two_level
+    from formats.checkpoint import weights as storage
+else:
+    numerics = later("kernels.numerics")
+    storage = later("formats.checkpoint.weights")
+    torch = later("torch")
+    two_level = later("kernels.two_level")
 
 FACTOR_RATE = 0.1  # learning rate of scale factors, relative to that of roundings
 MOST_FACTOR = 0.2  # scales change by at most this share

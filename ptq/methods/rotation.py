@@ -34,11 +34,17 @@ from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
 from formats.scheme import LayerScheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.later import hadamard, torch
+from ptq.methods.common.later import later
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from ptq.methods.common import hadamard
+else:
+    hadamard = later("ptq.methods.common.hadamard")
+    torch = later("torch")
 
 EMBEDDING, FINAL_NORM, HEAD = (
     f"{name}.weight" for name in (names.EMBEDDING, names.FINAL_NORM, names.HEAD)

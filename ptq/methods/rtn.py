@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme
-from ptq.methods.common.later import rounding
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MOMENTS, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
+    from ptq.methods.common import rounding
     from ptq.methods.common.block import BlockWork, QuantizedLinear
+else:
+    rounding = later("ptq.methods.common.rounding")
 
 
 class RTNSpec(MethodSpec):

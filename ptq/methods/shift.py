@@ -32,12 +32,17 @@ from ptq.methods.common.block import BlockWork, set_parameter
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.folding import source_channel
-from ptq.methods.common.later import functional, torch
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
+    import torch
+    import torch.nn.functional as functional
     from torch import Tensor
+else:
+    functional = later("torch.nn.functional")
+    torch = later("torch")
 
 
 class ShiftSpec(MethodSpec):

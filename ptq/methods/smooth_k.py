@@ -34,13 +34,20 @@ from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, set_parameter
-from ptq.methods.common.later import cache, nn, torch
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.migration import best_of, tell
 from ptq.methods.common.spec import Alpha, MethodSpec, Stage
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
+
+    from ptq.methods.common import cache
+else:
+    cache = later("ptq.methods.common.cache")
+    nn = later("torch.nn")
+    torch = later("torch")
 
 
 class SmoothKSpec(MethodSpec):

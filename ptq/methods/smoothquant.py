@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
 from formats.scheme import LayerScheme
 from ptq.methods.common.folding import SmoothedGroup
-from ptq.methods.common.later import torch
+from ptq.methods.common.later import later
 from ptq.methods.common.migration import Choice, Migration
 from ptq.methods.common.spec import (
     Alpha,
@@ -39,7 +39,10 @@ from ptq.methods.common.spec import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = later("torch")
 
 
 class SmoothQuantSpec(MethodSpec):

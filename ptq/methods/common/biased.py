@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from formats.families.registry import attention_names, family_of
 from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.later import torch
+from ptq.methods.common.later import later
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = later("torch")
 
 
 class BiasedCheckpoint(FloatModelView):

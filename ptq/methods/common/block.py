@@ -10,17 +10,27 @@ from typing import TYPE_CHECKING
 from formats.families.groups import SmoothingGroup
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.methods.common.later import nn, numerics, observers, storage, torch
+from ptq.methods.common.later import later
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
+    import kernels.numerics as numerics
+    from calibrate import observers
     from calibrate.block import DecoderBlock
     from calibrate.observers import ObserverSpec
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics
+    from formats.checkpoint import weights as storage
     from formats.checkpoint.weights import StoredWeight
     from ptq.methods.common.moments import Moments
+else:
+    nn = later("torch.nn")
+    numerics = later("kernels.numerics")
+    observers = later("calibrate.observers")
+    storage = later("formats.checkpoint.weights")
+    torch = later("torch")
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,20 @@ from typing import TYPE_CHECKING
 from formats.families.groups import SmoothingGroup
 from formats.scheme import KVCacheSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
-from ptq.methods.common.later import cache, nn, numerics, rounding, torch
+from ptq.methods.common.later import later
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
+
+    import kernels.numerics as numerics
+    from ptq.methods.common import cache, rounding
+else:
+    cache = later("ptq.methods.common.cache")
+    nn = later("torch.nn")
+    numerics = later("kernels.numerics")
+    rounding = later("ptq.methods.common.rounding")
+    torch = later("torch")
 
 
 def fold_vector(vector: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

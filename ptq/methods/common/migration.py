@@ -31,11 +31,14 @@ from formats.families.groups import SmoothingGroup
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, Event, SmoothingRow
 from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
-from ptq.methods.common.later import torch
+from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+else:
+    torch = later("torch")
 
 
 @dataclass(frozen=True)
