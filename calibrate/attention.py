@@ -64,7 +64,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     Args:
         query: [1, heads, tokens, head_dim].
         key: [1, kv heads, tokens, head_dim].
-        value: Likewise.
+        value: [1, kv heads, tokens, head_dim].
         scale: Of the products; None for head_dim ** -0.5.
 
     Returns:

@@ -31,31 +31,31 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         self._open: dict[Key, Accumulator] = {}
 
     def __getitem__(self, key: Key) -> TensorStatistics:
-        return self.settled()[key]
+        return self.gathered()[key]
 
     def __setitem__(self, key: Key, value: TensorStatistics) -> None:
-        self.settled()[key] = value
+        self.gathered()[key] = value
 
     def __delitem__(self, key: Key) -> None:
-        del self.settled()[key]
+        del self.gathered()[key]
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(sorted(self.settled()))
+        return iter(sorted(self.gathered()))
 
     def __len__(self) -> int:
-        return len(self.settled())
+        return len(self.gathered())
 
     def observe(self, module: str, role: str, x: Tensor, *, histogram: bool = True) -> None:
         """Add tokens [T, K] or [T, H, D] of a module's role; see `TensorStatistics.observe`.
 
         Raises:
-            RecipeError: they hold NaN or infinity; told later of tokens on a GPU, by `settled`.
+            RecipeError: they hold NaN or infinity; told later of tokens on a GPU, by `gathered`.
         """
         if (module, role) not in self._open:
             self._open[module, role] = Accumulator(tuple(x.shape[1:]), histogram=histogram)
         self._open[module, role].observe(x, module)
 
-    def settled(self) -> dict[Key, TensorStatistics]:
+    def gathered(self) -> dict[Key, TensorStatistics]:
         """All that was observed, in the host's memory.
 
         Raises:
@@ -71,7 +71,7 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
 
     def merge(self, other: Statistics) -> None:
         """Add what another pass, over other data or on another rank, has seen."""
-        mine = self.settled()
+        mine = self.gathered()
         for key, stats in other.items():
             if key not in mine:
                 mine[key] = TensorStatistics(tuple(stats.channel_absmax.shape))

@@ -119,7 +119,7 @@ def _entry(tensor: str, role: Role, scale: Tensor, spec: Any, absmax: float) -> 
 
 
 def _tokenizer(vocabulary: int) -> dict[str, bytes]:
-    """Its files."""
+    """The files of a tokenizer of so many words, by name."""
     settings = {"tokenizer_class": PreTrainedTokenizerFast.__name__, "unk_token": "t0"}
     return {
         "tokenizer.json": words_of(vocabulary).to_str().encode(),

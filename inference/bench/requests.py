@@ -27,7 +27,7 @@ from inference.config import EngineConfig
 from inference.scheduling.blocks import blocks_for
 
 
-class Model(NamedTuple):
+class MeasuredModel(NamedTuple):
     """Something that runs loads: what it is called, what it is, and how it is run."""
 
     name: str
@@ -55,7 +55,7 @@ def measure_requests(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Model]:
+def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[MeasuredModel]:
     """Start what the command line asks for, the checkpoint last; faults are told before that.
 
     Raises:
@@ -82,14 +82,14 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Model
     if arguments.shape is not None:
         names[-1] = Path(names[-1]).name
     rows = zip(names, checkpoints, engines, strict=True)
-    models = [Model(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
+    models = [MeasuredModel(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
     for kind in arguments.against_kv:
         kept = config.model_copy(update={"kv_dtype": kind})
         source = replace(sources[-1], config=kept, quantized_kv=False)
         worker = stack.enter_context(EngineProcess(source))
         name = f"{names[-1]}, {kind} cache"
-        models.insert(-1, Model(name, f"{name}: the same weights", worker.run))
-    return [*models[:-1], *(Model(p.name, p.note, p.run) for p in peers), models[-1]]
+        models.insert(-1, MeasuredModel(name, f"{name}: the same weights", worker.run))
+    return [*models[:-1], *(MeasuredModel(p.name, p.note, p.run) for p in peers), models[-1]]
 
 
 def _place(arguments: argparse.Namespace, work: Path) -> tuple[Path, str]:

@@ -14,7 +14,7 @@ from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.cpu.decoder import CpuDecoder, forward_by_ops
 from inference.cpu.fused import fuse
-from inference.cpu.layers import Experts, Linear, pack_linear
+from inference.cpu.layers import CpuExperts, Linear, pack_linear
 from inference.cpu.loop import HostLoop
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape
@@ -48,9 +48,9 @@ class CpuBackend:
         """Pack a linear layer."""
         return pack_linear(stored, self.dtype)
 
-    def experts(self, stacks: Iterator[StoredLinear], count: int) -> Experts:
+    def experts(self, stacks: Iterator[StoredLinear], count: int) -> CpuExperts:
         """Pack the same layer of each expert."""
-        return Experts([self.linear(one) for stack in stacks for one in stack.unstacked()])
+        return CpuExperts([self.linear(one) for stack in stacks for one in stack.unstacked()])
 
     def cache(self, shape: CacheShape) -> list[KVPool]:
         """Allocate a cache, in the type asked for or the model's."""

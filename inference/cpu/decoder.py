@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from inference.cpu.batch import Batch
-from inference.cpu.layers import Experts, Linear
+from inference.cpu.layers import CpuExperts, Linear
 from inference.models.config import Routing
 from inference.models.decoder import Decoder, Layer
 from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU, by_expert
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.ops import apply_rope, paged_attention, rms_norm, silu_mul, write_kv
 
-CpuDecoder = Decoder[Linear, Experts]
-CpuLayer = Layer[Linear, Experts]
+CpuDecoder = Decoder[Linear, CpuExperts]
+CpuLayer = Layer[Linear, CpuExperts]
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def _attend(
     return layer.o(paged_attention(q, inputs).flatten(-2))
 
 
-def feed_forward(own: FeedForward[Linear, Experts], x: Tensor) -> Tensor:
+def feed_forward(own: FeedForward[Linear, CpuExperts], x: Tensor) -> Tensor:
     """A block's feed-forward layer: [T, H] to the same."""
     return _mixture(own, x) if isinstance(own, MixtureOfExperts) else _swiglu(own, x)
 
@@ -103,7 +103,7 @@ def _swiglu(own: SwiGLU[Linear], x: Tensor) -> Tensor:
     return own.down(silu_mul(gate, up))
 
 
-def _mixture(own: MixtureOfExperts[Linear, Experts], x: Tensor) -> Tensor:
+def _mixture(own: MixtureOfExperts[Linear, CpuExperts], x: Tensor) -> Tensor:
     weights, chosen = route(own.router(x), own.routing)
     experts = [SwiGLU(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
     outputs = by_expert(x, chosen, experts, _swiglu)  # [T, k, H]

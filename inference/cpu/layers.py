@@ -54,7 +54,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Experts:
+class CpuExperts:
     """The same linear layer of each expert of a mixture, in the router's order."""
 
     each: Sequence[Linear]

@@ -25,7 +25,7 @@ from kernels.bench.shapes import (
     CPU_CONTEXTS,
     CPU_ROWS,
     CPU_SHAPES,
-    Attention,
+    AttentionShape,
     Gemm,
     Rows,
     Selection,
@@ -101,7 +101,7 @@ def _linear(shape: Gemm, numbers: Numbers, weights: list[NativeWeight]) -> Bench
 
 def attention(context: int, dtype: torch.dtype) -> BenchCase:
     """One decoded token over a paged cache, 32 query and 8 KV heads of 64."""
-    shape = Attention(1, context, cache=str(dtype)[6:], dim=64)
+    shape = AttentionShape(1, context, cache=str(dtype)[6:], dim=64)
     blocks, heads, factor = context // KV_BLOCK, shape.kv_heads, shape.dim**-0.5
     q = torch.randn(1, shape.heads, shape.dim)
     pool = (torch.randn(blocks, heads, KV_BLOCK, shape.dim) * 20).to(dtype)

@@ -14,7 +14,7 @@ import kernels.triton.reference as twins
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.bench.case import BenchCase
 from kernels.bench.draw import relative
-from kernels.bench.shapes import Attention
+from kernels.bench.shapes import AttentionShape
 from kernels.bench.timing import copies_of
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import scale_kind
@@ -62,7 +62,7 @@ def attention(
     kind = name if dtype.itemsize == 2 else f"{name} {'per token' if per_token else 'per head'}"
     return BenchCase(
         f"attention {kind} ({sequences}, {context})",
-        Attention(sequences, context, cache=name),
+        AttentionShape(sequences, context, cache=name),
         lambda i, split: implementation(q, each[i], workspace, split=split), copies, nbytes,
         lambda y: relative(y, wanted), 4e-3,
         twins=() if own.stages else tuple(KVSplit(4, n, 3) for n in dict.fromkeys(shared)),
@@ -92,7 +92,7 @@ def prefill(
     own = prefill_tile(q.device, (len(q) - decodes) * 4 * HEADS, DIM, scale_kind(pools[0]))
     return BenchCase(
         f"prefill {kind} {many}{len(new) - decodes} x {new[-1]} of {context}",
-        Attention(len(new), context, new[0], len(set(new)) == 1, name),
+        AttentionShape(len(new), context, new[0], len(set(new)) == 1, name),
         lambda i, tile: prefill_attention(
             q, each[i], workspace, decodes, tile=tile, out_dtype=torch.bfloat16
         ),

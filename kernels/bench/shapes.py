@@ -84,7 +84,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShape:
     """Attention over `context` tokens of each sequence.
 
     Attributes:
@@ -117,7 +117,7 @@ class Rows:
     nbytes: int
 
 
-Shape = Gemm | Attention | Rows
+Shape = Gemm | AttentionShape | Rows
 
 
 @dataclass(frozen=True)

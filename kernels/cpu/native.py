@@ -32,8 +32,8 @@ from kernels.cpu.structures import (
     AttentionArgs,
     LinearArgs,
     Packed,
+    PackSource,
     QuantizeArgs,
-    Source,
     WriteKvArgs,
     pointer,
 )
@@ -47,8 +47,8 @@ _SIGNATURES = {
     "ptq_supports": ([c_int], c_int),
     "ptq_isa": ([], c_int),
     "ptq_force": ([c_int], None),
-    "ptq_pack_bytes": ([POINTER(Source)], c_int64),
-    "ptq_pack": ([POINTER(Source), c_void_p, c_int], None),
+    "ptq_pack_bytes": ([POINTER(PackSource)], c_int64),
+    "ptq_pack": ([POINTER(PackSource), c_void_p, c_int], None),
     "ptq_linear": ([POINTER(LinearArgs), c_int], c_int),
     "ptq_quantize": ([POINTER(QuantizeArgs), c_int], None),
     "ptq_rms_norm": (
@@ -170,7 +170,7 @@ def pack(
     q = q.contiguous()
     zero = None if zero is None else zero.to(torch.int8).contiguous()
     bias = None if bias is None else bias.float().contiguous()
-    source = Source(
+    source = PackSource(
         *map(pointer, (q, scale, zero, bias)), FORMATS[fmt], kind, outputs, inputs, group
     )
     out = aligned(loaded().ptq_pack_bytes(byref(source)))

@@ -34,7 +34,7 @@ class Packed(Structure):
     ]
 
 
-class Source(Structure):
+class PackSource(Structure):
     """A weight to be packed; see `csrc/api.h`."""
 
     _fields_ = [

@@ -6,8 +6,8 @@ file with the `logits`, fp32 [tokens, vocabulary], of one evaluation sequence, i
 holds little, so no more than one sequence is ever on its way.
 
 Its environment needs torch, transformers, safetensors and the peer's package. An adapter has one
-function `quantize(job: Job) -> model`, which loads the model, quantizes it within `job.timed()`,
-and gives it back.
+function `quantize(job: QuantizeJob) -> model`, which loads the model, quantizes it within
+`job.timed()`, and gives it back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from peer_child import peak_rss_bytes  # pyright: ignore[reportMissingImports]
 
 
-class Job:
+class QuantizeJob:
     """What an adapter is given.
 
     Attributes:
@@ -83,7 +83,7 @@ def do(
     folder = Path(job["folder"])
     torch.set_num_threads(job["threads"])
     tokens = load_file(folder / "tokens.safetensors")
-    described = Job(folder, job, tokens)
+    described = QuantizeJob(folder, job, tokens)
     model = adapter.quantize(described)
     torch.set_num_threads(job["threads"])  # packages set it as well
     send({"seconds": described.seconds, "peak_rss_bytes": described.peak_rss_bytes})

@@ -101,7 +101,7 @@ def observe(
             for sample in range(len(work.block.inputs))
         ]
     except RecipeError:
-        statistics.settled()  # which names the layer, where it can
+        statistics.gathered()  # which names the layer, where it can
         raise
     for name in work.block.linears:
         statistics[name, "input"] = statistics[stand_in[name], "input"]

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kernels.bench.shapes import Attention, Gemm, Shape
+from kernels.bench.shapes import AttentionShape, Gemm, Shape
 
 FILE = Path(__file__).with_name("published_peers.json")
 
@@ -51,7 +51,7 @@ def published(device: str, shape: Shape) -> Published | None:
         return None
     if isinstance(shape, Gemm) and shape.dtype == "bfloat16":
         family, size, rows = shape.family, f"{shape.outputs}x{shape.inputs}", shape.rows
-    elif isinstance(shape, Attention) and shape.even:
+    elif isinstance(shape, AttentionShape) and shape.even:
         family, rows = f"attention {shape.cache}", shape.new
         size = f"{shape.sequences}x{shape.context}"
     else:

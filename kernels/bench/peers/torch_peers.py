@@ -34,7 +34,7 @@ from kernels.bench.peers.torch_layers import (
     scaled_mm_blocks,
     tinygemm,
 )
-from kernels.bench.shapes import Attention, Gemm, Rows, Shape
+from kernels.bench.shapes import AttentionShape, Gemm, Rows, Shape
 from kernels.bench.timing import copies_of, rotated
 
 
@@ -57,7 +57,7 @@ def sdpa(
     """Attention over contiguous K and V of equal lengths, by a backend or torch's choice."""
 
     def build(shape: Shape, device: torch.device) -> Calls:
-        assert isinstance(shape, Attention)
+        assert isinstance(shape, AttentionShape)
         if not shape.even:
             raise UnavailableError("it takes sequences with equal numbers of new tokens")
         size = (shape.sequences, shape.kv_heads, shape.context, shape.dim)
@@ -82,7 +82,7 @@ def sdpa(
 
 
 def _attended(
-    shape: Attention, y: Tensor, q: Tensor, k: Tensor, v: Tensor
+    shape: AttentionShape, y: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The last queries of the last sequence: as found and in fp64 [H, few, D]."""
     few, each = min(shape.new, CHECKED // 8), shape.heads // shape.kv_heads
@@ -159,6 +159,6 @@ def peers_for(shape: Shape, device: torch.device) -> tuple[Peer, ...]:
     """What may compute a shape on a device, the closest relative first."""
     if isinstance(shape, Gemm):
         return OF_GEMMS[device.type].get(shape.base, (LINEAR,))
-    if isinstance(shape, Attention):
+    if isinstance(shape, AttentionShape):
         return OF_ATTENTION[device.type]
     return () if shape.op == "sample" else (OF_ROWS[device.type],)

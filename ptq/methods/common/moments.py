@@ -2,7 +2,7 @@
 
 H = E[x x^T] over the tokens of all samples, fp32 [in, in]. The driver runs one sample at a time, in
 an order set by their content, so the sum does not depend on how the data set is shuffled or padded.
-Layers that share an input share one H. As it is symmetric, only the strips of rows below its
+Layers that share an input share one H. As it is symmetric, only the bands of rows below its
 diagonal, each with its block of the diagonal, are multiplied: little more than half of it.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-STRIP = 2048  # columns of a Hessian that are held in fp64 at once to weight errors
+BAND = 2048  # columns of a Hessian that are held in fp64 at once to weight errors
 
 
-def strips(width: int) -> list[slice]:
-    """Rows of a [width, width] matrix in strips: eight, or fewer of 128 rows at least."""
+def row_bands(width: int) -> list[slice]:
+    """Rows of a [width, width] matrix in bands: eight, or fewer of 128 rows at least."""
     size = max(128, -(-width // 8))
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
@@ -49,7 +49,7 @@ class Moments:
             self._sums[name] = x.new_zeros((width, width) if self.full else (width,))
         if self.full:
             self._halves.add(name)
-            for rows in strips(x.shape[1]):
+            for rows in row_bands(x.shape[1]):
                 self._sums[name][rows, : rows.stop].addmm_(x[:, rows].T, x[:, : rows.stop])
         else:
             self._sums[name].add_(x.square().sum(dim=0))
@@ -66,7 +66,7 @@ class Moments:
         if name in self._halves:
             self._halves.remove(name)
             total = self._sums[name]
-            for rows in strips(len(total)):
+            for rows in row_bands(len(total)):
                 total[: rows.start, rows] = total[rows, : rows.start].T
 
     def state(self) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class Moments:
 def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
     """e H e^T of each row of a weight's error [N, K]: fp64 [N]."""
     wide, found = error.double(), torch.zeros(len(error), dtype=torch.float64, device=error.device)
-    for start in range(0, wide.shape[1], STRIP):
-        columns = slice(start, start + STRIP)
+    for start in range(0, wide.shape[1], BAND):
+        columns = slice(start, start + BAND)
         found += (wide @ hessian[:, columns].double()).mul_(wide[:, columns]).sum(dim=1)
     return found

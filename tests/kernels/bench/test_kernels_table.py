@@ -26,7 +26,7 @@ from kernels.bench.shapes import (
     FAMILIES,
     LAYERS,
     TABLE,
-    Attention,
+    AttentionShape,
     Gemm,
     Rows,
     Selection,
@@ -62,10 +62,10 @@ def layer(family: str, rows: int = 32, group: int = 128, dtype: str = "bfloat16"
         (layers.int_mm, layer("w8a8")),
         (layers.int_mm, layer("w8a8", 1, dtype="float32")),
         (layers.scaled_mm, layer("fp8", 3)),
-        (peers.OF_ATTENTION["cuda"][0].build, Attention(2, 64)),
-        (peers.OF_ATTENTION["cuda"][0].build, Attention(2, 96, 32)),
-        (peers.OF_ATTENTION["cuda"][0].build, Attention(1, 48, 48)),
-        (peers.OF_ATTENTION["cpu"][1].build, Attention(1, 64)),
+        (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(2, 64)),
+        (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(2, 96, 32)),
+        (peers.OF_ATTENTION["cuda"][0].build, AttentionShape(1, 48, 48)),
+        (peers.OF_ATTENTION["cpu"][1].build, AttentionShape(1, 64)),
         (peers.copy, Rows("rope", 1, 1001, 1001)),
     ],
 )
@@ -85,7 +85,11 @@ def test_a_peer_computes_what_it_stands_for(build, shape):
         (layers.tinygemm, layer("w4a16", dtype="float16"), "bf16"),
         (layers.int_mm, layer("w8a8", 16), "more than 16 rows"),
         (layers.scaled_mm_blocks, Gemm("fp8_block", 8, 200, 384, 384), "whole blocks"),
-        (peers.OF_ATTENTION["cuda"][0].build, Attention(17, 64, 1, even=False), "equal numbers"),
+        (
+            peers.OF_ATTENTION["cuda"][0].build,
+            AttentionShape(17, 64, 1, even=False),
+            "equal numbers",
+        ),
     ],
 )
 def test_what_torch_lacks_has_a_reason(build, shape, reason):
@@ -129,7 +133,7 @@ def test_a_peer_that_is_wrong_or_refused_is_not_timed(monkeypatch):
     monkeypatch.setattr("kernels.bench.peers.run.TOLERANCE", 1e-2)
     monkeypatch.setitem(peers.OF_ATTENTION, "cpu", peers.OF_ATTENTION["cuda"])
     cudnn = Peers(CPU, sample=a_sample)
-    assert list(cudnn.of(Attention(2, 64))) == ["flash sdpa"]
+    assert list(cudnn.of(AttentionShape(2, 64))) == ["flash sdpa"]
     ((name, reason),) = cudnn.reasons
     assert name == "cudnn sdpa"
     assert reason.startswith("torch refuses: No viable backend")
@@ -204,7 +208,7 @@ def test_published_times_are_of_the_same_device_and_shape():
     assert published("NVIDIA H200", Gemm.of("w8a8", 1, 4096, 14336)) == Published(
         26.6, "CUTLASS", True
     )
-    attention = Attention(16, 4096, cache="float8_e4m3fn")
+    attention = AttentionShape(16, 4096, cache="float8_e4m3fn")
     found = published("NVIDIA H100 80GB HBM3", attention)
     assert found is not None
     assert found.us == 59.4
