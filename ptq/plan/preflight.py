@@ -30,7 +30,7 @@ from ptq.methods.common.float_model import FloatModel
 from ptq.recipe.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
-from ptq.result import unfinished
+from ptq.result import RESUME_FOLDER, unfinished
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MODEL: Key = ("model", "path")
@@ -178,10 +178,15 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether an output path holds anything but a run to go on with, or what `ptq peers` wrote."""
+    """Whether an output path holds anything but a run to go on with, or what `ptq peers` wrote.
+
+    A run that was killed before it had stored anything, or while it removed what it had, leaves the
+    folder of what is stored, with nothing in it to trust.
+    """
     if unfinished(path) or not path.exists():
         return False
-    return not path.is_dir() or any(entry.name not in PEER_FILES for entry in path.iterdir())
+    own = {*PEER_FILES, RESUME_FOLDER}
+    return not path.is_dir() or any(entry.name not in own for entry in path.iterdir())
 
 
 def on_gpu(recipe: Recipe) -> bool:

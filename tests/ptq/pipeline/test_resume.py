@@ -186,6 +186,21 @@ def test_another_run_starts_over(model, tmp_path):
     assert not (output / RESUME_FOLDER / "block-00000.json").exists()
 
 
+@pytest.mark.parametrize("left", [(), ("block-00000.json", "states-00000.safetensors")])
+def test_a_run_killed_before_it_stored_anything_leaves_the_output_free(model, tmp_path, left):
+    """Nor does one that was killed while it removed what it had stored."""
+    output = tmp_path / "out"
+    (output / RESUME_FOLDER).mkdir(parents=True)
+    for name in left:
+        (output / RESUME_FOLDER / name).write_text("of a run that is gone")
+    assert not unfinished(output)
+    assert not is_taken(output)
+    result = pipeline.quantize_tokens(make_plan(model, output), random_tokens(), progress=False)
+    assert result.resumed_blocks == 0
+    assert not (output / RESUME_FOLDER).exists()
+    assert is_taken(output)
+
+
 def test_damaged_leftovers_are_named(model, tmp_path):
     run = ResumableRun(tmp_path, "key")
     run._progress(1)
