@@ -15,7 +15,7 @@ from formats.families.registry import FAMILIES
 Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _BLOCK = re.compile(r"model\.layers\.\d+(?=\.)")
-_IN_BLOCK = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)\.([^.]+)")
+_IN_BLOCK = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:(.+)\.)?([^.]+)")
 _EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
 _MIXTURES = tuple(family.mixture for family in FAMILIES if family.mixture)
 _EXPERT_LEAVES = {leaf for m in _MIXTURES for leaf in (*m.expert.gate_up, m.expert.down)}
@@ -36,9 +36,12 @@ MERGED_EXPERTS: dict[str, tuple[str, ...]] = {
 
 
 def split_name(name: str) -> tuple[str, str, str] | None:
-    """Index of a module's block, the path of its parent there, its own name; None outside."""
+    """Index of a module's block, the path of its parent there, its own name; None outside.
+
+    The path is empty where the parent is the block itself, as it is of norms.
+    """
     match = _IN_BLOCK.fullmatch(name)
-    return None if match is None else (match[1], match[2], match[3])
+    return None if match is None else (match[1], match[2] or "", match[3])
 
 
 def block_of(name: str) -> str | None:

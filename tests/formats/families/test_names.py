@@ -28,6 +28,7 @@ def test_names_tell_block_and_expert():
     name = "model.layers.12.mlp.experts.7.up_proj"
     assert (block_of(name), expert_of(name)) == ("model.layers.12", 7)
     assert split_name(name) == ("12", "mlp.experts.7", "up_proj")
+    assert split_name("model.layers.3.input_layernorm") == ("3", "", "input_layernorm")
     assert any_expert(name) == "model.layers.12.mlp.experts.*.up_proj"
     assert (block_of("lm_head.weight"), split_name("lm_head")) == (None, None)
     shared = "model.layers.0.mlp.shared_expert.up_proj"

@@ -27,6 +27,7 @@ from ptq.plan.plan import build_plan
 from ptq.recipe.peers import QUANTIZERS, Quantizer
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe, ThresholdsSpec
+from ptq.report import plots
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import OutlierRow, distinct_inputs
@@ -264,6 +265,14 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(made, tmp_path, monk
         write_report(made.data.model_copy(update={"title": "new"}), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_every_smoothed_group_is_drawn_at_its_block_and_in_its_color(made):
+    sources = [row.source for row in made.data.quantization.smoothing]
+    kinds, blocks = plots._grid(sources)
+    assert {name.rpartition(".")[2] for name in sources} == set(kinds)
+    assert set(kinds) <= plots.READERS.keys()
+    assert all(block.isdecimal() for block in blocks)
 
 
 def test_reports_without_speed_smoothing_or_cache_have_fewer_sections(made):
