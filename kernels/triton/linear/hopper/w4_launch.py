@@ -7,6 +7,7 @@ else a rule does. Gluon is imported by the launch alone.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass
