@@ -1,6 +1,6 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
-    ptq          text < methods < result < recipe < plan < pipeline, peers < report < commands
+    ptq          text < methods < result, recipe < plan < pipeline, peers < report < commands
     inference    scheduling < config < models < cpu, gpu < backend < engine < bench
     calibrate    from a model and text to statistics
     formats      scheme < families < checkpoint < foreign
@@ -59,8 +59,7 @@ FLOORS = {
     "ptq": """
         text version
         methods
-        result
-        recipe
+        result recipe
         plan
         pipeline peers
         report convert api

@@ -1,25 +1,11 @@
-"""The floors of ptq: nothing is imported from above, and what quantizes does not know the engine."""
+"""The rooms of ptq: who may know a method or the engine; `tests.test_import_order` has their floors."""
 
 from __future__ import annotations
 
-import pytest
-
-from tests.test_import_order import ROOT, imported_modules
+from tests.test_import_order import FLOORS, ROOT, imported_modules
 
 PTQ = ROOT / "ptq"
-FLOORS = (
-    ("text", "version"),
-    ("methods",),
-    ("recipe",),
-    ("result",),
-    ("plan",),
-    ("pipeline",),
-    ("peers",),
-    ("report", "convert"),
-    ("commands",),
-    ("cli", "api"),
-)
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+COMMAND_DOORS = {"check", "inspect", "run"}  # python -m ptq.run
 DOORS = {"__init__.py", "__main__.py"}  # of a package: they stand above all of its rooms
 QUANTIZING = ("methods", "recipe", "plan", "pipeline")
 
@@ -29,20 +15,11 @@ def room_of(path) -> str:
 
 
 FILES = [path for path in sorted(PTQ.rglob("*.py")) if path.name not in DOORS]
-ROOMS = {path: room_of(path) for path in FILES if room_of(path) in FLOOR}
+ROOMS = {path: room_of(path) for path in FILES if room_of(path) not in COMMAND_DOORS}
 
 
 def test_every_file_stands_on_a_floor():
-    others = {str(path.relative_to(PTQ)) for path in FILES if path not in ROOMS}
-    assert others <= {"check.py", "inspect.py", "run.py"}  # doors: python -m ptq.run
-
-
-@pytest.mark.parametrize("path", list(ROOMS), ids=lambda path: str(path.relative_to(PTQ)))
-def test_rooms_import_only_from_the_floors_below(path):
-    own = ROOMS[path]
-    others = {name.split(".")[1] for name in imported_modules(path) if name.startswith("ptq.")}
-    for other in others - {own}:
-        assert FLOOR[other] < FLOOR[own], f"{own} imports {other}"
+    assert {room_of(path) for path in FILES} <= set(FLOORS["ptq"].split())
 
 
 def test_what_methods_share_knows_no_method():
