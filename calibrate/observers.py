@@ -7,31 +7,15 @@ can be chosen again without running the model.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics, bin_edge
-from formats.scheme import Strict
 from kernels.numerics import INT8, QuantizedType
 
 POINTS = 8  # sub-samples of a bin when an error is estimated from the histogram
-
-
-class ObserverSpec(Strict):
-    """How a clipping range is chosen from what was observed.
-
-    YAML: ``input: {method: percentile, percentile: 99.99}``
-
-    `absmax` clips nothing; `averaged_absmax` is the mean of the samples' largest magnitudes;
-    `percentile` keeps that share of the values; `mse` minimizes the squared error; `entropy`
-    minimizes the KL divergence between the values and what int8 makes of them.
-    """
-
-    method: Literal["absmax", "averaged_absmax", "percentile", "mse", "entropy"] = "absmax"
-    percentile: float = Field(default=99.99, gt=50, le=100)
 
 
 def choose_absmax(

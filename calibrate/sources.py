@@ -12,13 +12,13 @@ import json
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jinja2 import TemplateError
 
+from calibrate.spec import TABLES, TEXT, Split
 from formats.errors import RecipeError
 
-Split = Literal["calibration", "evaluation"]
 Convert = Callable[[Any], str]  # a column's value to text; ValueError says why it cannot
 
 # Modules that every Python from 3.11 to 3.14 has as one file. The lists never change: they are
@@ -35,8 +35,6 @@ STDLIB: dict[Split, tuple[str, ...]] = {
         " tempfile textwrap threading tokenize trace traceback typing uuid weakref".split()
     ),
 }
-TEXT = (".txt", ".md", ".py")
-TABLES = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def stdlib_documents(split: Split) -> list[str]:

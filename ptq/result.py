@@ -20,14 +20,7 @@ from formats.errors import CheckpointError
 from formats.scale_table import ScaleTable
 from formats.scheme import Strict
 from ptq.methods.common.events import Event, SmoothingRow
-
-CHECKPOINT_FOLDER = "checkpoint"
-RESULT_FILE = "quantization.json"
-RECIPE_FILE = "recipe.yaml"
-REPORT_FOLDER = "report"
-STATISTICS_FILE = "statistics.safetensors"
-RESUME_FOLDER = ".resume"  # what a stopped run goes on with
-PROGRESS_FILE = "progress.json"  # in it: how far that run has come
+from ptq.output import CHECKPOINT_FOLDER, RESULT_FILE
 
 
 class ModuleRow(Strict):
@@ -114,11 +107,6 @@ class QuantizationResult(QuantizationRecord):
     def to_json(self) -> str:
         """The record as JSON text; paths stay out, so that the output directory may be moved."""
         return self.model_dump_json(exclude={"checkpoint", "scale_table"}, indent=2) + "\n"
-
-
-def unfinished(output: Path) -> bool:
-    """Whether a run of this output folder was stopped before its end."""
-    return (output / RESUME_FOLDER / PROGRESS_FILE).is_file()
 
 
 def load_result(output: Path) -> QuantizationResult:

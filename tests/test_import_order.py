@@ -1,6 +1,6 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
-    ptq          text < methods < result, recipe < plan < pipeline, peers < report < commands
+    ptq          text, output < methods < result, recipe < plan < pipeline, peers < report < commands
     inference    scheduling < config < models < cpu, gpu < backend < engine < bench
     calibrate    from a model and text to statistics
     formats      scheme < families < checkpoint < foreign
@@ -44,7 +44,7 @@ FLOORS = {
         linear""",
     "formats": """
         errors
-        namespace command memory files pack scheme
+        namespace command later memory files pack scheme
         scale_table families
         checkpoint
         foreign""",
@@ -57,7 +57,7 @@ FLOORS = {
         accuracy engine
         predict bench""",
     "ptq": """
-        text version
+        text version output
         methods
         result recipe
         plan

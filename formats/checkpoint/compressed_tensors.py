@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from formats.checkpoint.targets import layer_targets
+from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.checkpoint.weights import storage_format
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
@@ -208,17 +208,6 @@ def find_scheme(module: str, groups: Groups) -> LayerScheme | None:
         if is_ignored(module, targets):
             return scheme
     return next((scheme for targets, scheme in groups if CLASS in targets), None)
-
-
-def is_ignored(module: str, ignore: Sequence[str]) -> bool:
-    """Whether an `ignore` list names a module: its full name, or `re:` and a pattern."""
-    for entry in ignore:
-        if entry.startswith("re:"):
-            if re.match(entry[3:], module):
-                return True
-        elif entry == module:
-            return True
-    return False
 
 
 def _unsupported(found: str) -> CheckpointError:

@@ -23,7 +23,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from formats.checkpoint.compressed_tensors import Groups, find_scheme, is_ignored, read_groups
+from formats.checkpoint.compressed_tensors import Groups, find_scheme, read_groups
 from formats.checkpoint.folder import auxiliary_files, check_manifest, read_config
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.safetensors_files import (
@@ -34,6 +34,7 @@ from formats.checkpoint.safetensors_files import (
     read_tensors,
 )
 from formats.checkpoint.split import split_stored
+from formats.checkpoint.targets import is_ignored
 from formats.checkpoint.weights import (
     LEAVES,
     StoredWeight,

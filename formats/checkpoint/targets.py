@@ -37,6 +37,17 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
     return [of_blocks + head for of_blocks, head in zip(targets, heads, strict=True)]
 
 
+def is_ignored(module: str, ignore: Sequence[str]) -> bool:
+    """Whether an `ignore` list names a module: its full name, or `re:` and a pattern."""
+    for entry in ignore:
+        if entry.startswith("re:"):
+            if re.match(entry[3:], module):
+                return True
+        elif entry == module:
+            return True
+    return False
+
+
 def _split(name: str) -> tuple[str, str, str]:
     """Index of a layer's block, its module there, and its own name."""
     parts = split_name(name)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.groups import SMOOTHING_KINDS, SmoothingGroup, SmoothingKind
+from formats.later import later
 from formats.scheme import LayerScheme
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import SmoothedGroup
-from ptq.methods.common.later import later
 from ptq.methods.common.migration import Migration
 from ptq.methods.common.spec import (
     BlockSizes,

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from formats.later import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, replaced
-from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec, Stage
 

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from formats.families.groups import SmoothingGroup
+from formats.later import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
-from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
 

@@ -32,9 +32,9 @@ from formats.families import names
 from formats.families.family import heads_of
 from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
+from formats.later import later
 from formats.scheme import LayerScheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.later import later
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from formats.families.groups import SmoothingGroup
+from formats.later import later
 from formats.scheme import LayerScheme
-from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MOMENTS, MethodSpec, ScaleSearch, Stage
 

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
+from formats.later import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.biased import BiasedCheckpoint
 from ptq.methods.common.block import BlockWork, set_parameter
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.folding import source_channel
-from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec, Stage
 

@@ -32,9 +32,9 @@ from pydantic import Field
 
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
+from formats.later import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, set_parameter
-from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 from ptq.methods.common.migration import best_of, tell
 from ptq.methods.common.spec import Alpha, MethodSpec, Stage

@@ -24,13 +24,13 @@ from formats.errors import EngineError
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
 from inference.bench.peers.process import PeerProcess
+from ptq.output import PEER_LOGS
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.peers import PeerChoice
 from ptq.recipe.schema import Recipe
 from ptq.result import CalibrationSummary
 
 KIND = Path(__file__).resolve().parent / "quantize_job.py"
-LOGS, PEERS_FILE = "peers", "peers.json"  # below the output path
 SAME_KL = 1e-8  # nats; two implementations of one float model differ by less
 
 
@@ -96,7 +96,7 @@ def measure_peers(
         evaluation: Tokens that they are compared on.
         progress: Show a progress bar.
     """
-    logs = recipe.output.path / LOGS
+    logs = recipe.output.path / PEER_LOGS
     logs.mkdir(parents=True, exist_ok=True)
     rows = []
     bar = tqdm(recipe.report.peers, desc="Other tools", unit="tool", disable=not progress)

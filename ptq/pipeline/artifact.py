@@ -24,9 +24,10 @@ from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.moments import Moments
 from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods
+from ptq.output import STATISTICS_FILE
 from ptq.pipeline.key import model_key
 from ptq.recipe.schema import Recipe
-from ptq.result import STATISTICS_FILE, QuantizationRecord, load_record
+from ptq.result import QuantizationRecord, load_record
 from ptq.text import typed_path
 
 HESSIANS_FOLDER = "hessians"

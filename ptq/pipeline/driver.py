@@ -28,6 +28,7 @@ from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry, ScaleTable
 from ptq.methods.common.events import Event, SmoothingRow
+from ptq.output import CHECKPOINT_FOLDER, RECIPE_FILE, RESULT_FILE, STATISTICS_FILE
 from ptq.pipeline.artifact import Artifact, check_solvable, drop_hessians, save_hessians, seen_key
 from ptq.pipeline.device import fast_products
 from ptq.pipeline.emit import emit_rest
@@ -39,10 +40,6 @@ from ptq.plan.plan import Plan
 from ptq.plan.shapes import shard_bytes
 from ptq.recipe.reading import resolved_yaml
 from ptq.result import (
-    CHECKPOINT_FOLDER,
-    RECIPE_FILE,
-    RESULT_FILE,
-    STATISTICS_FILE,
     BlockRow,
     CalibrationSummary,
     ModuleRow,

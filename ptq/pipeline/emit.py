@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from calibrate.observers import ObserverSpec, choose_absmax, clip_fraction
+from calibrate.observers import choose_absmax, clip_fraction
+from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.checkpoint.weights import weight_tensors
 from formats.checkpoint.write import CheckpointWriter

@@ -40,7 +40,8 @@ from formats.files import fsync_path, replace_file, writing
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.result import PROGRESS_FILE, RESUME_FOLDER, BlockRow, ModuleRow
+from ptq.output import PROGRESS_FILE, RESUME_FOLDER
+from ptq.result import BlockRow, ModuleRow
 
 SHARE = 0.1  # most of a run's time that goes into writing states
 

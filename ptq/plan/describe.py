@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from calibrate.data import TokenSet
 from formats.families.names import expert_of, split_name
 from formats.memory import rss_bytes
+from ptq.output import is_taken
 from ptq.plan.plan import Plan
-from ptq.plan.preflight import is_taken
 from ptq.text import duration_text, size_text
 
 PHASES = 4  # that are named, the longest

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from formats.checkpoint.compressed_tensors import is_ignored
+from formats.checkpoint.targets import is_ignored
 from formats.families.family import Family
 from formats.families.groups import merged_layers
 from formats.families.names import is_router

@@ -19,22 +19,21 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from calibrate.data import TokenSet, load_tokens
-from formats.checkpoint.compressed_tensors import is_ignored
 from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.targets import is_ignored
 from formats.checkpoint.weights import scale_shape, storage_format
 from formats.families.family import heads_of
 from formats.families.registry import MODEL_TYPES, find_family
 from formats.scheme import KVCacheSpec, LayerScheme
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
+from ptq.output import is_taken
 from ptq.recipe.problems import Problem, Where, recipe_error, suggestion
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
-from ptq.result import RESUME_FOLDER, unfinished
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MODEL: Key = ("model", "path")
-PEER_FILES = ("peers", "peers.json")
 
 
 def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
@@ -175,18 +174,6 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
         return f"{by_name}A full name is needed, or `re:` and a pattern for its start"
     by_kind = suggestion(text.rpartition(".")[2], [f"re:.*{kind}" for kind in kinds])
     return f"{by_kind} (a full name, or `re:` and a pattern for its start)"
-
-
-def is_taken(path: Path) -> bool:
-    """Whether an output path holds anything but a run to go on with, or what `ptq peers` wrote.
-
-    A run that was killed before it had stored anything, or while it removed what it had, leaves the
-    folder of what is stored, with nothing in it to trust.
-    """
-    if unfinished(path) or not path.exists():
-        return False
-    own = {*PEER_FILES, RESUME_FOLDER}
-    return not path.is_dir() or any(entry.name not in own for entry in path.iterdir())
 
 
 def on_gpu(recipe: Recipe) -> bool:

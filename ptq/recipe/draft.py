@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from calibrate.data import TABLES, TEXT
+from calibrate.spec import TABLES, TEXT
 from formats.scheme import PRESETS
 from ptq.methods.registry import METHODS
 from ptq.recipe.problems import (

@@ -40,9 +40,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from calibrate.data import DatasetSpec
-from calibrate.observers import ObserverSpec
-from formats.checkpoint.compressed_tensors import is_ignored
+from calibrate.spec import DatasetSpec, ObserverSpec
+from formats.checkpoint.targets import is_ignored
 from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.methods.registry import AnyMethod
 from ptq.recipe.method_list import method_fault

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from formats.errors import RequestError
-from ptq.peers.measure import PEERS_FILE, PeerRow, PeersRecord
+from ptq.output import PEERS_FILE
+from ptq.peers.measure import PeerRow, PeersRecord
 from ptq.report.data import ReportData
 from ptq.report.figure import NO_METADATA, QUANTIZED, STYLE, WIDTH
 from ptq.report.peers import method_names

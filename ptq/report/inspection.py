@@ -12,8 +12,8 @@ from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RequestError
 from formats.scheme import Scheme, Strict
+from ptq.output import STATISTICS_FILE
 from ptq.report.outliers import OutlierRow, activation_outliers, by_ratio, weight_outliers
-from ptq.result import STATISTICS_FILE
 from ptq.text import decibel, matches, scale_text, size_text
 
 

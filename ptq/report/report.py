@@ -25,6 +25,7 @@ from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
+from ptq.output import REPORT_FOLDER, STATISTICS_FILE
 from ptq.peers.measure import PeerRow, PeersRecord, measure_peers
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
@@ -41,14 +42,7 @@ from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import activation_outliers
 from ptq.report.plots import draw_plots
 from ptq.report.summary import summary_rows
-from ptq.result import (
-    REPORT_FOLDER,
-    STATISTICS_FILE,
-    CalibrationSummary,
-    QuantizationRecord,
-    QuantizationResult,
-    Stopwatch,
-)
+from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 from ptq.text import shown_path
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from calibrate.data import STDLIB, DatasetSpec, SplitSpec, load_tokens
-from calibrate.sources import divided, local_documents, named_documents, plain_text
+from calibrate.data import load_tokens
+from calibrate.sources import STDLIB, divided, local_documents, named_documents, plain_text
+from calibrate.spec import DatasetSpec, SplitSpec
 from formats.errors import RecipeError
 
 SMALL = SplitSpec(samples=3, sequence_length=16)

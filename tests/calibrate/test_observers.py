@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calibrate.observers import ObserverSpec, choose_absmax, clip_fraction
+from calibrate.observers import choose_absmax, clip_fraction
+from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.errors import RecipeError
 from kernels.numerics import fake_quantize

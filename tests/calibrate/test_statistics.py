@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calibrate import statistics as artifact
-from calibrate.observers import ObserverSpec, choose_absmax
+from calibrate.observers import choose_absmax
+from calibrate.spec import ObserverSpec
 from calibrate.statistics import Statistics
 from calibrate.tensor_statistics import TensorStatistics
 from formats.errors import CheckpointError

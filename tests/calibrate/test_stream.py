@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from calibrate.attention import causal_attention
 from calibrate.data import TokenSet
-from calibrate.observers import ObserverSpec, choose_absmax
+from calibrate.observers import choose_absmax
+from calibrate.spec import ObserverSpec
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint

@@ -90,7 +90,8 @@ def test_transformers_gives_the_same_logits_within_the_noise_of_rounding(flagshi
     """
     from transformers import AutoModelForCausalLM
 
-    from calibrate.data import DatasetSpec, load_tokens
+    from calibrate.data import load_tokens
+    from calibrate.spec import DatasetSpec
     from inference.engine import Engine
 
     folder = flagship[0] / "output" / "a8w8c8" / "checkpoint"

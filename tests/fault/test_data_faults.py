@@ -7,7 +7,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from calibrate.data import DatasetSpec, SplitSpec, load_tokens
+from calibrate.data import load_tokens
+from calibrate.spec import DatasetSpec, SplitSpec
 from formats.errors import RecipeError
 
 SMALL = SplitSpec(samples=3, sequence_length=16)

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from calibrate.data import DatasetSpec, SplitSpec, TokenSet
+from calibrate.data import TokenSet
+from calibrate.spec import DatasetSpec, SplitSpec
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import PRESETS, Scheme, WeightSpec

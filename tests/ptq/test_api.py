@@ -19,7 +19,7 @@ FIRST = (
     "from ptq import Engine",
     "from inference.engine import Engine",
     "from formats.checkpoint.read import Checkpoint",
-    "from calibrate.data import DatasetSpec",
+    "from calibrate.data import load_tokens",
     "import transformers, torch, ptq",
 )
 RECIPE = """\

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from formats.families.registry import attention_names, family_of
+from formats.later import later
 from ptq.methods.common.float_model import FloatModel, FloatModelView
-from ptq.methods.common.later import later
 
 if TYPE_CHECKING:
     import torch

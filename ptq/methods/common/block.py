@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from formats.families.groups import SmoothingGroup
+from formats.later import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.methods.common.later import later
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import kernels.numerics as numerics
     from calibrate import observers
     from calibrate.block import DecoderBlock
-    from calibrate.observers import ObserverSpec
+    from calibrate.spec import ObserverSpec
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics
     from formats.checkpoint import weights as storage

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from formats.families.groups import SmoothingGroup
+from formats.later import later
 from formats.scheme import KVCacheSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
-from ptq.methods.common.later import later
 
 if TYPE_CHECKING:
     import torch

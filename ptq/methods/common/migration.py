@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from formats.families.groups import SmoothingGroup
+from formats.later import later
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, Event, SmoothingRow
 from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
-from ptq.methods.common.later import later
 from ptq.methods.common.method import Method
 
 if TYPE_CHECKING:

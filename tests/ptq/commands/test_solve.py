@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from calibrate.observers import ObserverSpec
+from calibrate.spec import ObserverSpec
 from formats.errors import CheckpointError, RecipeError
 from ptq.commands.solve import main
 from ptq.methods.awq import AWQSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from calibrate.observers import ObserverSpec
+from calibrate.spec import ObserverSpec
 from kernels.numerics import TINY_SCALE
 from ptq.methods.common.block import replaced
 from ptq.methods.common.rounding import round_to_nearest

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from calibrate.data import TokenSet
-from calibrate.observers import ObserverSpec
+from calibrate.spec import ObserverSpec
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError

@@ -22,12 +22,11 @@ from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
+from ptq.output import RESUME_FOLDER, is_taken, unfinished
 from ptq.pipeline import driver as pipeline
 from ptq.pipeline import resume, solver
 from ptq.pipeline.key import DECIDING, code_key, deciding_files, run_key
 from ptq.pipeline.resume import ResumableRun
-from ptq.plan.preflight import is_taken
-from ptq.result import RESUME_FOLDER, unfinished
 from tests.ptq.quantizing import make_plan, random_tokens
 from tests.test_import_order import imported_modules
 

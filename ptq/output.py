@@ -1,0 +1,31 @@
+"""What lies in a run's output folder, by name; known without reading any of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKPOINT_FOLDER = "checkpoint"
+RESULT_FILE = "quantization.json"
+RECIPE_FILE = "recipe.yaml"
+REPORT_FOLDER = "report"
+STATISTICS_FILE = "statistics.safetensors"
+RESUME_FOLDER = ".resume"  # what a stopped run goes on with
+PROGRESS_FILE = "progress.json"  # in it: how far that run has come
+PEER_LOGS, PEERS_FILE = "peers", "peers.json"  # what `ptq peers` writes
+
+
+def unfinished(output: Path) -> bool:
+    """Whether a run of this output folder was stopped before its end."""
+    return (output / RESUME_FOLDER / PROGRESS_FILE).is_file()
+
+
+def is_taken(path: Path) -> bool:
+    """Whether an output path holds anything but a run to go on with, or what `ptq peers` wrote.
+
+    A run that was killed before it had stored anything, or while it removed what it had, leaves the
+    folder of what is stored, with nothing in it to trust.
+    """
+    if unfinished(path) or not path.exists():
+        return False
+    own = {PEER_LOGS, PEERS_FILE, RESUME_FOLDER}
+    return not path.is_dir() or any(entry.name not in own for entry in path.iterdir())
