@@ -21,8 +21,14 @@ class SplitSpec(Strict):
     """
 
     samples: int = Field(default=64, ge=1)
+    """Sequences. Time and the host memory of calibration grow in proportion; 64 to 512 are usual.
+    Of an evaluation, noise falls with the square root.
+    """
     sequence_length: int = Field(default=512, ge=2)
+    """Tokens of a sequence. Take what the model will meet; attention's time grows with the square.
+    """
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """Which sequences are taken where the source has more than are asked for."""
 
 
 class DatasetSpec(Strict):
@@ -34,34 +40,38 @@ class DatasetSpec(Strict):
           name: data/corpus.jsonl       # or `stdlib`, or a name for datasets.load_dataset
           column: text                  # or messages_column: messages, for chats
           calibration: {samples: 128}
-
-    Attributes:
-        name: Source; see the module's docstring. Relative paths start at the recipe's folder.
-        config: Configuration of a `datasets` name.
-        split: Split of a `datasets` name for calibration.
-        evaluation_split: Its split for evaluation; default: other documents of `split`.
-        evaluation_name: Another source for evaluation; default: other documents of `name`.
-        column: Column of the text in tables.
-        messages_column: Column of lists of {role, content} instead, rendered by the tokenizer's
-            chat template.
-        chat_template_kwargs: Variables for that template, such as `{enable_thinking: false}`.
-        pack: Join documents with the end-of-text token and cut the stream into full sequences;
-            otherwise one document a sequence, cut at its length and padded.
-        calibration: Amount for calibration.
-        evaluation: Amount for evaluation.
     """
 
     name: str = "stdlib"
+    """Source: `stdlib` (source files of the Python at hand), a local .txt, .md, .py, .json, .jsonl,
+    .parquet or .arrow file or a folder of them, relative to the recipe's folder, or a name for
+    `datasets.load_dataset`.
+    """
     config: str | None = None
+    """Configuration of a `datasets` name, such as `wikitext-2-raw-v1`."""
     split: str = "train"
+    """Split of a `datasets` name that calibration reads."""
     evaluation_split: str | None = None
+    """Its split for evaluation; null takes other documents of `split`."""
     evaluation_name: str | None = None
+    """Another source for evaluation, named as `name`; null takes other documents of `name`."""
     column: str = "text"
+    """Column of a table, or key of a JSON line, that holds the text."""
     messages_column: str | None = None
+    """Column of lists of {role, content} instead, rendered by the tokenizer's chat template; null
+    reads `column`.
+    """
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Variables for that template, such as `{enable_thinking: false}`. Needs `messages_column`."""
     pack: bool = True
+    """Join documents with the end-of-text token and cut the stream into full sequences; otherwise
+    one document a sequence, cut at its length and padded.
+    """
     calibration: SplitSpec = SplitSpec()
+    """How much is used to choose scales."""
     evaluation: SplitSpec = SplitSpec()
+    """How much is used to compare the quantized model with the original; no document serves both.
+    """
 
     @model_validator(mode="after")
     def _consistent(self) -> DatasetSpec:
@@ -76,11 +86,13 @@ class ObserverSpec(Strict):
     """How a clipping range is chosen from what was observed.
 
     YAML: ``input: {method: percentile, percentile: 99.99}``
-
-    `absmax` clips nothing; `averaged_absmax` is the mean of the samples' largest magnitudes;
-    `percentile` keeps that share of the values; `mse` minimizes the squared error; `entropy`
-    minimizes the KL divergence between the values and what int8 makes of them.
     """
 
     method: Literal["absmax", "averaged_absmax", "percentile", "mse", "entropy"] = "absmax"
+    """`absmax` clips nothing; `averaged_absmax` takes the mean of the samples' largest magnitudes,
+    for which one loud sample counts little; `percentile` keeps that share of the values; `mse`
+    minimizes the squared error; `entropy` the KL divergence between the values and what int8 makes
+    of them. All but the first two need histograms.
+    """
     percentile: float = Field(default=99.99, gt=50, le=100)
+    """Per cent of the magnitudes that are not clipped; read by `percentile` alone."""

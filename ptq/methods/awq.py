@@ -54,8 +54,13 @@ class AWQSpec(MethodSpec):
     stage: ClassVar = Stage.SMOOTH
     name: Literal["awq"] = "awq"
     steps: Annotated[int, Field(ge=1, le=100)] = 20
+    """The search tries exponents 0, 1/steps, ..., 1; its time grows in proportion."""
     search_samples: Annotated[int, Field(ge=1)] = 8
+    """Calibration sequences that the search measures its error on; time and memory grow in
+    proportion.
+    """
     targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
+    """Inputs that are scaled, as of `smoothquant`."""
 
     @property
     def smooths(self) -> tuple[SmoothingKind, ...]:

@@ -65,9 +65,13 @@ class RefineSpec(MethodSpec):
     stage: ClassVar = Stage.REFINE
     name: Literal["refine"] = "refine"
     iterations: Annotated[int, Field(ge=1)] = 100
+    """Steps of Adam for each block; time grows in proportion."""
     batch: Annotated[int, Field(ge=1)] = 4
+    """Calibration sequences of a step; memory grows in proportion."""
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.005
+    """In steps of the integers; falls linearly to 0."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Which sequences each step takes."""
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
         """It needs a layer with integer weights."""

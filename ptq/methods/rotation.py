@@ -71,8 +71,11 @@ class RotationSpec(MethodSpec):
     stage: ClassVar = Stage.ROTATE
     name: Literal["rotation"] = "rotation"
     residual: bool = True
+    """Turn the residual stream (R1). Unties a tied lm_head, which adds its bytes."""
     values: bool = True
+    """Turn the values of each head (R2), and with them the cached V."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of what is random in the rotations."""
 
     @model_validator(mode="after")
     def _rotates(self) -> RotationSpec:

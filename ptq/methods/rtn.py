@@ -28,15 +28,15 @@ class RTNSpec(MethodSpec):
     """Round to nearest.
 
     YAML: ``rtn: {scale: absmax}``
-
-    `scale` chooses the scales of the weights: `absmax` cuts nothing; `mse` minimizes the squared
-    error of each block of weights, `weighted_mse` with the inputs' second moments as weights,
-    `output_mse` the error of the block's contribution to the output.
     """
 
     stage: ClassVar = Stage.ROUND
     name: Literal["rtn"] = "rtn"
     scale: ScaleSearch = "absmax"
+    """How scales of weights are chosen: `absmax` cuts nothing; `mse` minimizes the squared error of
+    each block of weights, `weighted_mse` with the inputs' second moments as weights, `output_mse`
+    the error of the block's contribution to the output, which takes the longest.
+    """
 
     def algorithm(self) -> RoundToNearest:
         """Rounds the layers of a block."""

@@ -66,10 +66,21 @@ class SmoothQuantSpec(MethodSpec):
     stage: ClassVar = Stage.SMOOTH
     name: Literal["smoothquant"] = "smoothquant"
     alpha: Literal["search"] | Alpha = "search"
+    """Strength from 0 (evens out the weights alone) to 1 (the inputs alone) for all
+    groups, or `search` for each.
+    """
     alphas: Annotated[tuple[Alpha, ...], Field(min_length=1)] = (0.5, 0.7, 0.85, 0.95, 1.0)
+    """What a search tries, beside leaving the group alone; time grows in proportion."""
     pieces: Annotated[int, Field(ge=1, le=16)] = 1
+    """Parts of a group's channels, by magnitude, that get a strength of their own; needs `alpha:
+    search`.
+    """
     search_samples: Annotated[int, Field(ge=1)] = 4
+    """Calibration sequences that the search measures its error on; time and memory grow in
+    proportion.
+    """
     targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
+    """Inputs that are smoothed."""
 
     @model_validator(mode="after")
     def _pieces_are_searched(self) -> SmoothQuantSpec:

@@ -96,17 +96,16 @@ def _known(name: str) -> str:
 
 
 class PeerChoice(Strict):
-    """One peer of a recipe; see the module's docstring for its YAML.
-
-    Attributes:
-        name: Of `QUANTIZERS`.
-        python: Interpreter that runs it; null is the one that runs us.
-        timeout: Seconds after which it is stopped, the evaluation included.
-    """
+    """One peer of a recipe; see the module's docstring for its YAML."""
 
     name: Annotated[str, AfterValidator(_known)]
+    """Which tool, and what it does; the list is below."""
     python: Path | None = None
+    """Interpreter of an environment that has the tool; null is the one that runs us. Relative to
+    the recipe's folder.
+    """
     timeout: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 7200.0
+    """Seconds after which it is stopped, its evaluation included."""
 
     @property
     def spec(self) -> Quantizer:

@@ -70,6 +70,9 @@ class ModelSpec(Strict):
     """
 
     path: Path
+    """Folder with config.json, safetensors and the tokenizer's files; relative to the recipe's
+    folder.
+    """
 
 
 class ObserversSpec(Strict):
@@ -79,7 +82,9 @@ class ObserversSpec(Strict):
     """
 
     input: ObserverSpec = ObserverSpec()
+    """For the static inputs of linear layers."""
     kv_cache: ObserverSpec = ObserverSpec()
+    """For the static scales of cached keys and values."""
 
     @property
     def by_absmax(self) -> bool:
@@ -90,27 +95,33 @@ class ObserversSpec(Strict):
 class StatisticsSpec(Strict):
     """What calibration keeps beyond what the recipe itself needs, so that `ptq solve` can use it.
 
-    `histograms` counts magnitudes where the scheme has no static scales, too; `hessians` keeps the
-    second moments of all inputs: fp32 [in, in] for each input of a block.
-
     YAML: ``statistics: {histograms: true, hessians: true}``
     """
 
     histograms: bool = False
+    """Count magnitudes where the scheme has no static scales, too; `ptq solve` can then give
+    another scheme static ones, by any observer.
+    """
     hessians: bool = False
+    """Keep the second moments of all inputs, so that `ptq solve` can run GPTQ: fp32 [in, in] on
+    disk for each input of a block.
+    """
 
 
 class LayersSpec(Strict):
     """Linear layers that have another scheme than the rest of the model.
 
-    `match` holds full names, or `re:` patterns matched from the name's start; `scheme` is a preset
-    or weights and activations. The cache is that of the recipe's own scheme.
+    The cache is that of the recipe's own scheme.
 
     YAML: ``layers: [{match: ['re:.*down_proj'], scheme: a8w8_dynamic}]``
     """
 
     match: Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    """Full names, or `re:` patterns matched from the name's start. A pattern that matches no layer
+    is an error.
+    """
     scheme: LayerScheme
+    """A preset without a cache, or `weights` and `activations` spelled out."""
 
     @field_validator("scheme")
     @classmethod
@@ -129,20 +140,25 @@ class OutputSpec(Strict):
     """
 
     path: Path
+    """Folder that is made, relative to the current directory. Holds `checkpoint`, `report`,
+    `recipe.yaml` and the statistics.
+    """
 
 
 class ThresholdsSpec(Strict):
     """What the quantized model must hold against the original; what is null is not checked.
 
-    `perplexity_ratio` and `kl` (mean KL divergence in nats) are upper bounds, `top1_agreement` (the
-    share of positions with the same most likely token) a lower one.
-
     YAML: ``thresholds: {perplexity_ratio: 1.01, kl: 0.01, top1_agreement: 0.97}``
     """
 
     perplexity_ratio: Positive | None = None
+    """Most that the quantized model's perplexity may be of the original's: 1.01 allows 1% more."""
     kl: Positive | None = None
+    """Most mean KL divergence of the next token's distribution, in nats. On the
+    default model int8 recipes stay near 0.006, int4 ones near 0.04.
+    """
     top1_agreement: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    """Least share of positions at which both find the same token most likely, from 0 to 1."""
 
 
 class SpeedSpec(Strict):
@@ -152,22 +168,27 @@ class SpeedSpec(Strict):
     """
 
     batch: Count = 4
+    """Requests that run at a time."""
     prompt_tokens: Count = 128
+    """Tokens of each prompt."""
     new_tokens: Annotated[int, Field(ge=2)] = 64
+    """Tokens that each request generates."""
 
 
 class ReportSpec(Strict):
     """What the report checks and measures.
 
-    `speed` is null (in YAML also `false`) where speed is not to be measured. `peers` are other
-    tools that quantize the same model, shown beside our own run; see `ptq.recipe.peers`.
-    `device` is where both models run for it.
+    YAML: ``report: {thresholds: {kl: 0.01}, speed: false, peers: [bitsandbytes-nf4]}``
     """
 
     thresholds: ThresholdsSpec = ThresholdsSpec()
+    """Beyond them the run is red, with exit code 1."""
     speed: SpeedSpec | None = SpeedSpec()
+    """What is run to measure speed; `false` (or null) measures none and saves its time."""
     peers: tuple[PeerChoice, ...] = ()
+    """Other tools that quantize the same model, shown beside our run: a name each, or a mapping."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Where both models run to be compared."""
 
     @field_validator("peers")
     @classmethod
@@ -181,9 +202,7 @@ class ReportSpec(Strict):
 class Recipe(Strict):
     """One run, with nothing left open; see the module's docstring for its YAML.
 
-    Linear layers matched by `ignore` (full names, or `re:` patterns matched from the name's start)
-    stay in floating point, whatever `layers` says; `lm_head` always does. Methods work in the order
-    given, on each layer by its own scheme: `clip` leaves layers without static inputs alone,
+    Methods work on each layer by its own scheme: `clip` leaves layers without static inputs alone,
     `refine` those with fp8 weights.
 
     Raises:
@@ -191,16 +210,33 @@ class Recipe(Strict):
     """
 
     model: ModelSpec
+    """The model to quantize."""
     dataset: DatasetSpec = DatasetSpec()
+    """The text for calibration and evaluation."""
     scheme: Scheme
+    """What is quantized and how: the name of a preset, or `weights`, `activations` and `kv_cache`
+    spelled out.
+    """
     layers: tuple[LayersSpec, ...] = ()
+    """Linear layers with a scheme of their own; a later entry goes over an earlier one."""
     observers: ObserversSpec = ObserversSpec()
+    """How ranges of static scales are chosen from what calibration saw."""
     statistics: StatisticsSpec = StatisticsSpec()
+    """What calibration keeps for `ptq solve` beyond what the recipe itself needs."""
     methods: Annotated[tuple[AnyMethod, ...], Field(validate_default=True)] = ()
+    """What is done to the model, in this order: a method's name each, or `name: options`. A scheme
+    with weights needs one that rounds (`rtn`, `gptq`, `hqq`).
+    """
     ignore: tuple[Pattern, ...] = ("lm_head",)
+    """Linear layers that stay in floating point, whatever `layers` says: full names, or `re:`
+    patterns matched from the name's start. `lm_head` always does.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where blocks are calibrated and solved: `auto` takes a GPU if there is one."""
     output: OutputSpec
+    """Where everything is written."""
     report: ReportSpec = ReportSpec()
+    """What is measured, and what makes the run red."""
 
     @field_validator("scheme")
     @classmethod
