@@ -135,11 +135,11 @@ def tiny_llama(make_model) -> Path:
 def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -> Path:
     """Quantize a model directory by plain rounding with made-up activation and cache scales."""
     from formats.checkpoint.read import Checkpoint
-    from formats.checkpoint.weights import storage_format
     from formats.checkpoint.write import CheckpointWriter
     from formats.families.names import is_projection
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
+    from formats.stored.weights import storage_format
     from ptq.methods.common.block import QuantizedLinear
     from ptq.methods.common.rounding import round_weight
     from ptq.pipeline.emit import stored_scale

@@ -3,7 +3,7 @@
     ptq          text, output < methods < result, recipe < plan < pipeline, peers < report < commands
     inference    scheduling < config < models < cpu, gpu < backend < engine < bench
     calibrate    from a model and text to statistics
-    formats      scheme < families < checkpoint < foreign
+    formats      scheme < families < stored < foreign < checkpoint
     kernels      numerics < reference < cpu < ops < triton < bench
 
 Each of the five packages imports those below it: `inference` stands beside `calibrate`, and only
@@ -46,8 +46,9 @@ FLOORS = {
         errors
         namespace command later memory files pack scheme
         scale_table families
-        checkpoint
-        foreign""",
+        stored
+        foreign
+        checkpoint""",
     "inference": """
         scheduling
         config

@@ -16,10 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from formats.checkpoint.targets import is_ignored, layer_targets
-from formats.checkpoint.weights import storage_format
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
 from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
+from formats.stored.weights import storage_format
 
 CLASS = "Linear"  # the target that means every linear layer
 TWO_LEVEL = "two_level"

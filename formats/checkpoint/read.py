@@ -1,7 +1,7 @@
 """Reading a checkpoint folder: float, or quantized in the compressed-tensors layout.
 
     config.json                    with `quantization_config` where weights are quantized
-    model*.safetensors (+ index)   a layer's weight as `formats.checkpoint.weights` says,
+    model*.safetensors (+ index)   a layer's weight as `formats.stored.weights` says,
     X.input_scale [1];
                                    merged layers and experts as `formats.checkpoint.split` says
     tokenizer and generation files
@@ -24,18 +24,24 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import Groups, find_scheme, read_groups
-from formats.checkpoint.folder import auxiliary_files, check_manifest, read_config
 from formats.checkpoint.join import MergedLayers
-from formats.checkpoint.safetensors_files import (
+from formats.checkpoint.split import split_stored
+from formats.checkpoint.targets import is_ignored
+from formats.errors import CheckpointError
+from formats.families.family import heads_of
+from formats.families.names import HEAD, is_projection
+from formats.families.registry import attention_names
+from formats.scale_table import TOGETHER, ScaleTable
+from formats.scheme import KVCacheSpec, LayerScheme, Scheme
+from formats.stored.folder import auxiliary_files, check_manifest, read_config
+from formats.stored.safetensors_files import (
     SafetensorsFile,
     TensorFile,
     open_weights,
     read_elements,
     read_tensors,
 )
-from formats.checkpoint.split import split_stored
-from formats.checkpoint.targets import is_ignored
-from formats.checkpoint.weights import (
+from formats.stored.weights import (
     LEAVES,
     StoredWeight,
     check_scale,
@@ -47,12 +53,6 @@ from formats.checkpoint.weights import (
     needed_leaves,
     read_weights,
 )
-from formats.errors import CheckpointError
-from formats.families.family import heads_of
-from formats.families.names import HEAD, is_projection
-from formats.families.registry import attention_names
-from formats.scale_table import TOGETHER, ScaleTable
-from formats.scheme import KVCacheSpec, LayerScheme, Scheme
 
 KV_SCALES = "quant/kv_scales.safetensors"
 SCALE_TABLE = "quant/scale_table.json"

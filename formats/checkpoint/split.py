@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
-from formats.checkpoint.safetensors_files import SafetensorsFile, TensorFile, read_elements
 from formats.errors import CheckpointError
 from formats.families.family import Mixture, merged_rows
 from formats.families.registry import find_family
+from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
 
 SHAPE = "weight_shape"
 ONE_FOR_ALL = "input_scale"

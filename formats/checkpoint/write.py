@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import quantization_config
-from formats.checkpoint.folder import MANIFEST
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import KV_SCALES, SCALE_TABLE, Checkpoint
-from formats.checkpoint.shards import ShardWriter
-from formats.checkpoint.weights import StoredWeight, weight_tensors
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
+from formats.stored.folder import MANIFEST
+from formats.stored.shards import ShardWriter
+from formats.stored.weights import StoredWeight, weight_tensors
 
 HASHING_THREADS = max(4, os.cpu_count() or 1)  # SHA-256 of large buffers runs beside other threads
 

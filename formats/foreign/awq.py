@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.weights import StoredWeight, check_scale
 from formats.errors import CheckpointError
 from formats.foreign.gptq import AGAIN, refuse_activations
 from formats.foreign.layout import (
@@ -34,6 +33,7 @@ from formats.foreign.layout import (
 )
 from formats.pack import pack_words, unpack_words
 from formats.scheme import Scheme, WeightSpec
+from formats.stored.weights import StoredWeight, check_scale
 
 LEAVES = ("qweight", "qzeros", "scales")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

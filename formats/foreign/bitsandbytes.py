@@ -30,10 +30,10 @@ import torch
 from pydantic import Field, PositiveInt, ValidationError
 from torch import Tensor
 
-from formats.checkpoint.weights import StoredWeight
 from formats.errors import CheckpointError
 from formats.foreign.layout import Layout, packed_shape, require_key, require_tensor
 from formats.scheme import PRESETS, Scheme, Strict
+from formats.stored.weights import StoredWeight
 
 INT8_LEAVES = ("weight", "SCB", "weight_format")
 NESTED_LEAVES = ("weight.nested_absmax", "weight.nested_quant_map")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.weights import StoredWeight, check_scale
 from formats.errors import CheckpointError
 from formats.foreign.layout import Layout, packed_shape, require_key, require_tensor
 from formats.scheme import BLOCK, PRESETS, Scheme
+from formats.stored.weights import StoredWeight, check_scale
 
 LEAVES = ("weight", "weight_scale_inv")
 SCHEME = PRESETS["fp8_block"]

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from formats.checkpoint.weights import StoredWeight, check_scale
 from formats.errors import CheckpointError
 from formats.families.names import MERGED
 from formats.foreign.layout import (
@@ -37,6 +36,7 @@ from formats.foreign.layout import (
 )
 from formats.pack import pack_words, unpack_words
 from formats.scheme import Scheme, WeightSpec
+from formats.stored.weights import StoredWeight, check_scale
 
 Version = Literal[1, 2]
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")

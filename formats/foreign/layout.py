@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.folder import auxiliary_files, read_config
-from formats.checkpoint.safetensors_files import open_weights
-from formats.checkpoint.weights import StoredWeight
 from formats.errors import CheckpointError
 from formats.scheme import WeightSpec
+from formats.stored.folder import auxiliary_files, read_config
+from formats.stored.safetensors_files import open_weights
+from formats.stored.weights import StoredWeight
 
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json")  # copies of quantization_config
 

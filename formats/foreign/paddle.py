@@ -18,16 +18,18 @@ CacheScaleLoader) and the scale maps of `experimental/transformers`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import heads_of
 from formats.families.names import MERGED
 from formats.families.registry import FAMILIES, find_family
 from formats.scheme import Scheme
+
+if TYPE_CHECKING:
+    from formats.checkpoint.read import Checkpoint
 
 Table = dict[str, float | list[float]]
 FILES = ("act_scales.json", "weight_scales.json", "cachekv_scales.json")

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint.weights import check_scale
 from formats.errors import CheckpointError
 from formats.families.family import heads_of
 from formats.families.registry import attention_names
 from formats.foreign.paddle import FILES, LARGEST, check_merged, require_family, table_name
+from formats.stored.weights import check_scale
 
 Shapes = Mapping[str, tuple[int, ...]]
 

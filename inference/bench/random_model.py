@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.weights import StoredWeight
 from formats.scheme import LayerScheme
+from formats.stored.weights import StoredWeight
 from inference.bench.random_weights import (
     constant_input_scale,
     kv_scales,

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from formats.checkpoint.split import split_shapes
-from formats.checkpoint.weights import StoredWeight, storage_format
 from formats.families.family import heads_of
 from formats.families.names import HEAD, is_projection
 from formats.families.registry import attention_names
 from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme
+from formats.stored.weights import StoredWeight, storage_format
 from kernels.numerics import (
     TYPES,
     block_absmax,

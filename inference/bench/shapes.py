@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint.folder import read_config
 from formats.errors import RequestError
 from formats.families.registry import MODEL_TYPES, find_family
 from formats.scheme import PRESETS, Scheme
+from formats.stored.folder import read_config
 
 SHARED = {
     "num_attention_heads": 32,

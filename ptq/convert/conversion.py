@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from formats.checkpoint.weights import StoredWeight
 from formats.errors import CheckpointError
 from formats.foreign.layout import ForeignFolder, owner, used_groups
 from formats.scheme import Strict
+from formats.stored.weights import StoredWeight
 
 
 class Conversion(Strict):

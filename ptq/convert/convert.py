@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.shards import ShardWriter
 from formats.errors import CheckpointError, RequestError
 from formats.families.registry import find_family
 from formats.files import building_directory, fsync_path, write_bytes
@@ -30,6 +29,7 @@ from formats.foreign.layout import SETTINGS_FILES, ForeignFolder, Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
 from formats.scheme import Scheme
+from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, compare, named, parts, require_same, unquantized
 from ptq.convert.from_foreign import import_folder, require_grid
 from ptq.convert.from_paddle import import_tables

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from formats.checkpoint.weights import StoredWeight, read_weights, weight_tensors
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.foreign.awq import awq_layout, read_awq_config
@@ -22,6 +21,7 @@ from formats.foreign.layout import ForeignFolder, Layout
 from formats.foreign.neural_compressor import is_neural_compressor, neural_compressor_layout
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.scheme import Scheme, WeightSpec
+from formats.stored.weights import StoredWeight, read_weights, weight_tensors
 from kernels.numerics import dequantize
 from ptq.convert.conversion import (
     Conversion,

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.weights import StoredWeight
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.foreign.layout import ForeignFolder
@@ -23,6 +22,7 @@ from formats.foreign.paddle import FILES
 from formats.foreign.paddle_tables import PaddleScales, read_paddle
 from formats.scale_table import Role, ScaleEntry, ScaleTable
 from formats.scheme import ActivationSpec, KVCacheSpec, Scheme, WeightSpec
+from formats.stored.weights import StoredWeight
 from kernels.numerics import INT8, dequantize, quantize, sqnr_db
 from ptq.convert.conversion import Conversion, parts, unquantized
 

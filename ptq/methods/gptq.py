@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     import kernels.numerics as numerics
-    from formats.checkpoint import weights as storage
+    from formats.stored import weights as storage
     from ptq.methods.common import descent, moments, rounding
 else:
     descent = later("ptq.methods.common.descent")
     moments = later("ptq.methods.common.moments")
     numerics = later("kernels.numerics")
     rounding = later("ptq.methods.common.rounding")
-    storage = later("formats.checkpoint.weights")
+    storage = later("formats.stored.weights")
     torch = later("torch")
 
 MOST_DAMP = 10.0

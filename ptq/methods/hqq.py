@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
     import kernels.numerics as numerics
     import kernels.two_level as two_level
-    from formats.checkpoint import weights as storage
+    from formats.stored import weights as storage
     from ptq.methods.common import rounding
 else:
     numerics = later("kernels.numerics")
     rounding = later("ptq.methods.common.rounding")
-    storage = later("formats.checkpoint.weights")
+    storage = later("formats.stored.weights")
     torch = later("torch")
     two_level = later("kernels.two_level")
 

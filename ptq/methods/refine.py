@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
     import kernels.numerics as numerics
     import kernels.two_level as two_level
-    from formats.checkpoint import weights as storage
+    from formats.stored import weights as storage
 else:
     numerics = later("kernels.numerics")
-    storage = later("formats.checkpoint.weights")
+    storage = later("formats.stored.weights")
     torch = later("torch")
     two_level = later("kernels.two_level")
 

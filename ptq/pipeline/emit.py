@@ -8,10 +8,10 @@ from torch import Tensor
 from calibrate.observers import choose_absmax, clip_fraction
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
-from formats.checkpoint.weights import weight_tensors
 from formats.checkpoint.write import CheckpointWriter
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
+from formats.stored.weights import weight_tensors
 from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
 from ptq.methods.common.block import BlockWork, QuantizedLinear

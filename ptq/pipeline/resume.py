@@ -34,11 +34,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from calibrate.statistics import Statistics
-from formats.checkpoint.safetensors_files import SafetensorsFile
 from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, writing
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
+from formats.stored.safetensors_files import SafetensorsFile
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import PROGRESS_FILE, RESUME_FOLDER
 from ptq.result import BlockRow, ModuleRow

@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from calibrate.data import TokenSet, load_tokens
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
-from formats.checkpoint.weights import scale_shape, storage_format
 from formats.families.family import heads_of
 from formats.families.registry import MODEL_TYPES, find_family
 from formats.scheme import KVCacheSpec, LayerScheme
+from formats.stored.weights import scale_shape, storage_format
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
 from ptq.output import is_taken

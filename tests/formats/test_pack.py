@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
-from formats.checkpoint.weights import StoredWeight, read_weights, weight_tensors
 from formats.pack import pack_words, unpack_words
 from formats.scheme import PRESETS, ActivationSpec, KVCacheSpec, Scheme, Strict, WeightSpec
+from formats.stored.weights import StoredWeight, read_weights, weight_tensors
 
 
 def test_golden_words():

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from calibrate.spec import ObserverSpec
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics
-    from formats.checkpoint import weights as storage
-    from formats.checkpoint.weights import StoredWeight
+    from formats.stored import weights as storage
+    from formats.stored.weights import StoredWeight
     from ptq.methods.common.moments import Moments
 else:
     nn = later("torch.nn")
     numerics = later("kernels.numerics")
     observers = later("calibrate.observers")
-    storage = later("formats.checkpoint.weights")
+    storage = later("formats.stored.weights")
     torch = later("torch")
 
 

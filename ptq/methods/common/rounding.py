@@ -24,8 +24,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from formats.checkpoint.weights import StoredWeight
 from formats.scheme import WeightSpec
+from formats.stored.weights import StoredWeight
 from kernels.numerics import (
     TYPES,
     QuantizedType,

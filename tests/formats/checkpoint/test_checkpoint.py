@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.weights import StoredWeight
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.scale_table import ScaleTable
 from formats.scheme import PRESETS, Scheme
+from formats.stored.weights import StoredWeight
 from kernels.numerics import TYPES, dequantize, expand_scale, fake_quantize_activations
 from tests.conftest import write_quantized
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.weights import StoredWeight
 from formats.errors import CheckpointError
 from formats.foreign.awq import awq_config, pack_awq, read_awq_config, refuse_awq, unpack_awq
 from formats.foreign.fp8_block import (
@@ -30,6 +29,7 @@ from formats.foreign.gptq import (
 )
 from formats.foreign.paddle import FILES, paddle_tables, refuse_paddle
 from formats.scheme import PRESETS, KVCacheSpec, Scheme, WeightSpec
+from formats.stored.weights import StoredWeight
 from kernels.numerics import dequantize
 
 GENERATOR = torch.Generator().manual_seed(0)

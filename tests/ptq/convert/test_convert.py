@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.checkpoint.safetensors_files import INDEX, open_weights
-from formats.checkpoint.weights import StoredWeight
 from formats.errors import CheckpointError
 from formats.foreign.gptq import dequantize_gptq
 from formats.scheme import PRESETS, Scheme, WeightSpec
+from formats.stored.safetensors_files import INDEX, open_weights
+from formats.stored.weights import StoredWeight
 from kernels.numerics import dequantize
 from ptq.commands import convert as command
 from ptq.convert.convert import convert
@@ -340,7 +340,7 @@ def test_version_1_words_under_a_version_2_name_are_refused(converted, tmp_path)
 
 
 def test_a_difference_found_when_reading_back_leaves_nothing(quantized, tmp_path, monkeypatch):
-    from formats.checkpoint import shards
+    from formats.stored import shards
 
     written = shards.ShardWriter.add
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from formats.checkpoint.weights import scale_shape
 from formats.scheme import WeightSpec
+from formats.stored.weights import scale_shape
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.common.moments import output_errors
 from ptq.methods.common.rounding import FACTORS, choose_qparams, round_weight

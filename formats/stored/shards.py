@@ -9,9 +9,9 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from formats.checkpoint.safetensors_files import INDEX, SINGLE
 from formats.files import fsync_path, write_bytes
 from formats.memory import release_freed_memory
+from formats.stored.safetensors_files import INDEX, SINGLE
 
 
 class ShardWriter:

@@ -1,0 +1,1 @@
+"""What lies in a model's folder, whatever its layout: files, tensors, quantized weights."""
