@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from formats.errors import PTQError
+
+
+def count(text: str) -> int:
+    """A number of rows, requests or tokens on a command line, for `type=` of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a whole number from 1 on is needed")
+    return int(text)
 
 
 def run_command(

@@ -1,8 +1,9 @@
 """Modules that are imported when they are first used.
 
-A method's file holds its specification and its algorithm. A recipe is read, and refused, by the
-specifications alone: importing torch for that would take seconds. So what only the algorithms
-compute with is named in two lines, one for the reader and the type checker, one for Python:
+A command's file holds its arguments and what it does, a method's its specification and its
+algorithm. Arguments and recipes are read, and refused, without the rest: importing torch for that
+would take seconds. So what only the work needs is named in two lines, one for the reader and the
+type checker, one for Python:
 
     if TYPE_CHECKING:
         import torch

@@ -20,16 +20,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from formats.command import run_command
+from formats.command import count, run_command
 from formats.errors import EngineError, RequestError
 from formats.files import replace_file
+from formats.later import later
 from inference.config import EngineConfig
-from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    import tqdm
+
+    from inference import engine as engines
+    from inference.engine import Engine
+else:
+    engines = later("inference.engine")
+    tqdm = later("tqdm")
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = EngineConfig(
         max_batch_size=arguments.batch_size, max_model_len=arguments.max_model_len
     )
-    engine = Engine.from_pretrained(arguments.checkpoint, config=config, device=arguments.device)
+    engine = engines.Engine.from_pretrained(
+        arguments.checkpoint, config=config, device=arguments.device
+    )
     if arguments.input is not None:
         outputs = complete_rows(engine, rows, params, arguments.input)
         write_rows(arguments.output, rows, outputs)
@@ -131,7 +140,7 @@ def complete_rows(
             raise RequestError(f"{source}:{row.line}: {error}", error.param) from error
     texts: dict[str, str] = {}
     lines = {name: row.line for name, row in zip(names, rows, strict=True)}
-    with tqdm(total=len(rows), desc="Predicting", unit="row") as bar:
+    with tqdm.tqdm(total=len(rows), desc="Predicting", unit="row") as bar:
         while engine.has_unfinished:
             for output in engine.step():
                 if output.finish_reason == "error":
@@ -170,45 +179,48 @@ def _params(arguments: argparse.Namespace) -> SamplingParams:
     )
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq predict`."""
+    made = argparse.ArgumentParser(
         prog="ptq predict",
         description="Complete a prompt, or every row of a JSON lines file.",
         epilog='Rows are {"src": text, "tgt": text or null} and come back with an "output"; an '
         "existing output file is replaced when all rows are done.",
     )
-    parser.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
-    source = parser.add_mutually_exclusive_group(required=True)
+    made.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
+    source = made.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="what to complete; - reads it from stdin")
     source.add_argument("--input", type=Path, metavar="ROWS.jsonl")
-    parser.add_argument("--output", type=Path, metavar="OUT.jsonl", help="needed with --input")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    parser.add_argument(
+    made.add_argument("--output", type=Path, metavar="OUT.jsonl", help="needed with --input")
+    made.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    made.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest token"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default 0: all tokens")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
-    parser.add_argument("--seed", type=int, metavar="N", help="of each prompt's random numbers")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
-    parser.add_argument("--stream", action="store_true", help="print text as it comes")
-    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="rows at once")
-    parser.add_argument(
+    made.add_argument("--top-k", type=int, default=0, metavar="K", help="default 0: all tokens")
+    made.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    made.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
+    made.add_argument("--seed", type=int, metavar="N", help="of each prompt's random numbers")
+    made.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
+    made.add_argument("--stream", action="store_true", help="print text as it comes")
+    made.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
+    made.add_argument("--batch-size", type=count, default=16, metavar="N", help="rows at once")
+    made.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",
         help="most tokens of prompt and completion; default: what the model allows, up to 4096",
     )
-    arguments = parser.parse_args(argv)
+    return made
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments = (own := parser()).parse_args(argv)
     if (arguments.input is None) != (arguments.output is None):
-        parser.error("--input and --output belong together")
+        own.error("--input and --output belong together")
     if arguments.input is not None and arguments.stream:
-        parser.error("--stream goes with --prompt; the rows of --input are written at the end")
-    if arguments.batch_size < 1:
-        parser.error("--batch-size must be at least 1")
+        own.error("--stream goes with --prompt; the rows of --input are written at the end")
     if arguments.max_model_len is not None and arguments.max_model_len < 2:
-        parser.error("--max-model-len must be at least 2")
+        own.error("--max-model-len must be at least 2")
     return arguments
 
 

@@ -6,8 +6,10 @@ Symbols: S sequences, M blocks of the longest of them, Hkv key/value heads, D he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KV_BLOCK = 64  # tokens of one block of the paged cache
 

@@ -9,7 +9,7 @@
 Each of the five packages imports those below it: `inference` stands beside `calibrate`, and only
 `ptq` knows both. Inside a package, `FLOORS` lists its rooms from the ground up, a line a floor; a
 room imports from the floors below its own, never from its own floor or those above. Imports inside
-functions count like all others; only those for type checkers do not.
+functions and by `later` count like all others; only those for type checkers do not.
 """
 
 import ast
@@ -93,6 +93,8 @@ def imported_modules(path: Path) -> frozenset[str]:
             module = node.module or ""
             submodules = {f"{module}.{alias.name}" for alias in node.names} & modules().keys()
             found |= submodules or {module}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "later":
+            found.add(ast.literal_eval(node.args[0]))
     return frozenset(found)
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from formats.command import count
 from inference.bench.peers.runtimes import RUNTIMES
 from inference.bench.shapes import SHAPES
 
@@ -50,17 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return measure_requests(parsed)
 
 
-def count(text: str) -> int:
-    """A number of requests, tokens or runs on a command line."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}; a whole number from 1 on is needed")
-    return int(text)
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The arguments of the mode without a name."""
     modes = "\n".join(f"  ptq bench {mode:<10} {text}" for mode, (_, text) in MODES.items())
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="ptq bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure tokens per second, latencies and memory of whole requests, at fixed "
@@ -71,35 +65,40 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "least and greatest in brackets;\nlatencies are percentiles over all requests; ratios are "
         "those of single turns.",
     )
-    parser.add_argument(
+    made.add_argument(
         "checkpoint", type=Path, nargs="?", help="folder of a quantized or float model"
     )
-    parser.add_argument("--against", type=Path, metavar="ORIGINAL", help="compare with this model")
-    parser.add_argument(
+    made.add_argument("--against", type=Path, metavar="ORIGINAL", help="compare with this model")
+    made.add_argument(
         "--against-kv",
         choices=["float32", "bfloat16"],
         action="append",
         default=[],
         help="compare with the same model and a cache of this type",
     )
-    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
-    parser.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="N")
-    parser.add_argument("--prompt", type=count, default=128, metavar="TOKENS")
-    parser.add_argument("--new", type=count, default=64, metavar="TOKENS", help="at least 2")
-    parser.add_argument("--warmup", type=count, default=1, metavar="RUNS")
-    parser.add_argument("--repeats", type=count, default=3, metavar="RUNS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    _add_shape_arguments(parser)
-    _add_peer_arguments(parser)
-    arguments = parser.parse_args(argv)
+    made.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
+    made.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="N")
+    made.add_argument("--prompt", type=count, default=128, metavar="TOKENS")
+    made.add_argument("--new", type=count, default=64, metavar="TOKENS", help="at least 2")
+    made.add_argument("--warmup", type=count, default=1, metavar="RUNS")
+    made.add_argument("--repeats", type=count, default=3, metavar="RUNS")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    _add_shape_arguments(made)
+    _add_peer_arguments(made)
+    return made
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Arguments of the mode without a name that fit each other."""
+    arguments = (own := parser()).parse_args(argv)
     if arguments.new < 2:
-        parser.error("--new must be at least 2: one token has no time between tokens")
+        own.error("--new must be at least 2: one token has no time between tokens")
     if (arguments.checkpoint is None) == (arguments.shape is None):
-        parser.error("give the folder of a checkpoint, or --shape for one of random weights")
+        own.error("give the folder of a checkpoint, or --shape for one of random weights")
     if (arguments.shape is None) != (arguments.scheme is None):
-        parser.error("--shape and --scheme go together")
+        own.error("--shape and --scheme go together")
     if arguments.quantize_head and arguments.shape is None:
-        parser.error("--quantize-head is for --shape: a checkpoint has the head that it has")
+        own.error("--quantize-head is for --shape: a checkpoint has the head that it has")
     return arguments
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from formats.command import count
 from formats.errors import EngineError
 from formats.files import replace_file
 from inference.bench.shapes import SHAPES, read_scheme, read_shape
@@ -27,7 +28,7 @@ by `ptq bench --shape llama-3-8b --scheme a8w8c8 --device cuda`.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 where a scheme did not fit."""
-    arguments = parse(argv)
+    arguments = parser().parse_args(argv)
     read_shape(arguments.shape)
     for scheme in arguments.schemes:
         read_scheme(scheme)
@@ -56,23 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if missing else 0
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq bench --steps`."""
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="ptq bench --steps",
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    made.add_argument(
         "--shape", default="llama-3-8b", help=f"{', '.join(SHAPES)}, or the path of a config.json"
     )
-    parser.add_argument(
+    made.add_argument(
         "--schemes", nargs="+", default=SCHEMES, help="presets of recipes, or float for bf16"
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64], metavar="N")
-    parser.add_argument("--context", type=int, default=4048, metavar="TOKENS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    arguments = parser.parse_args(argv)
-    if min(*arguments.batch, arguments.context) < 1:
-        parser.error("--batch and --context are whole numbers from 1 on")
-    return arguments
+    made.add_argument("--batch", type=count, nargs="+", default=[1, 16, 64], metavar="N")
+    made.add_argument("--context", type=count, default=4048, metavar="TOKENS")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    return made

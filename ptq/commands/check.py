@@ -9,27 +9,44 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from calibrate.data import TokenSet
+from formats.later import later
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
-from ptq.pipeline.timing import predict_seconds
-from ptq.plan.describe import describe_plan, describe_seconds
-from ptq.plan.plan import Plan, plan_recipe
-from ptq.plan.preflight import read_data
 from ptq.recipe.reading import read_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    import ptq.plan.plan as planning
+    from calibrate.data import TokenSet
+    from ptq.pipeline import timing
+    from ptq.plan import describe, preflight
+    from ptq.plan.plan import Plan
+else:
+    describe = later("ptq.plan.describe")
+    planning = later("ptq.plan.plan")
+    preflight = later("ptq.plan.preflight")
+    timing = later("ptq.pipeline.timing")
+    torch = later("torch")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq check`."""
+    summary = (__doc__ or "").split("\n\n")[0]
+    made = argparse.ArgumentParser(prog="ptq check", description=summary)
+    add_recipe_arguments(made)
+    made.add_argument("--no-time", action="store_true", help="solve no block to tell the time")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a recipe and print its plan; 0 where it would run."""
-    parser = argparse.ArgumentParser(prog="ptq check", description=(__doc__ or "").split("\n\n")[0])
-    add_recipe_arguments(parser)
-    parser.add_argument("--no-time", action="store_true", help="solve no block to tell the time")
-    arguments = parser.parse_args(argv)
-    plan = plan_recipe(read_recipe(arguments.recipe, overrides_of(arguments)), force=True)
-    data = read_data(plan.recipe)
-    print("\n".join(describe_plan(plan, data)))
+    arguments = parser().parse_args(argv)
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
+    plan = planning.plan_recipe(loaded, force=True)
+    data = preflight.read_data(plan.recipe)
+    print("\n".join(describe.describe_plan(plan, data)))
     if not arguments.no_time:
         print(_time(plan, data["calibration"]))
     return 0
@@ -40,4 +57,4 @@ def _time(plan: Plan, tokens: TokenSet) -> str:
     if plan.prediction.device_bytes and not torch.cuda.is_available():
         return "time         unknown: the recipe asks for a GPU, and there is none here"
     print(f"timing the first of {len(plan.blocks)} blocks (--no-time: not)", file=sys.stderr)
-    return describe_seconds(predict_seconds(plan, tokens))
+    return describe.describe_seconds(timing.predict_seconds(plan, tokens))

@@ -12,24 +12,35 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from formats.files import replace_file
-from ptq.report.comparison import draw, load_reports, markdown, table
+from formats.later import later
+
+if TYPE_CHECKING:
+    from ptq.report import comparison
+else:
+    comparison = later("ptq.report.comparison")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq compare`."""
+    summary = (__doc__ or "").split("\n\n")[0]
+    made = argparse.ArgumentParser(prog="ptq compare", description=summary)
+    made.add_argument("outputs", nargs="+", type=Path, metavar="OUTPUT")
+    made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as SVG")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and write the files that are asked for."""
-    summary = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="ptq compare", description=summary)
-    parser.add_argument("outputs", nargs="+", type=Path, metavar="OUTPUT")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as SVG")
-    arguments = parser.parse_args(argv)
-    frame = table(load_reports(arguments.outputs))
-    text = markdown(frame)
+    arguments = parser().parse_args(argv)
+    frame = comparison.table(comparison.load_reports(arguments.outputs))
+    text = comparison.markdown(frame)
     print(text, end="")
     if arguments.markdown is not None:
         replace_file(arguments.markdown, text.encode())
     if arguments.plot is not None:
-        replace_file(arguments.plot, draw(frame).encode())
+        replace_file(arguments.plot, comparison.draw(frame).encode())
     return 0

@@ -14,24 +14,37 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ptq.convert.convert import TARGETS, convert, describe
-from ptq.convert.to_float import FLOATS
+from formats.later import later
+from ptq.convert.targets import FLOAT_TYPES, TARGETS
+
+if TYPE_CHECKING:
+    import ptq.convert.convert as conversion
+else:
+    conversion = later("ptq.convert.convert")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq convert`."""
+    made = argparse.ArgumentParser(
+        prog="ptq convert", description="Write a quantized checkpoint in another layout."
+    )
+    made.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
+    made.add_argument("out", type=Path, metavar="DST", help="folder to make")
+    made.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
+    made.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")
+    made.add_argument(
+        "--dtype", choices=FLOAT_TYPES, help="type of float weights, else config.json's"
+    )
+    made.add_argument("--force", action="store_true", help="replace DST if it exists")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint; 0 on success."""
-    parser = argparse.ArgumentParser(
-        prog="ptq convert", description="Write a quantized checkpoint in another layout."
-    )
-    parser.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
-    parser.add_argument("out", type=Path, metavar="DST", help="folder to make")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
-    parser.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")
-    parser.add_argument("--dtype", choices=FLOATS, help="type of float weights, else config.json's")
-    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
-    arguments = parser.parse_args(argv)
-    done = convert(
+    arguments = parser().parse_args(argv)
+    done = conversion.convert(
         arguments.source,
         arguments.out,
         arguments.to,
@@ -40,5 +53,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         force=arguments.force,
         progress=True,
     )
-    print("\n".join(describe(done, arguments.out, arguments.to)))
+    print("\n".join(conversion.describe(done, arguments.out, arguments.to)))
     return 0

@@ -13,20 +13,33 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from formats.checkpoint.read import Checkpoint
+from formats.command import count
 from formats.errors import RequestError
-from ptq.report.differences import diff_checkpoints, diff_recipes
+from formats.later import later
+
+if TYPE_CHECKING:
+    from formats.checkpoint import read
+    from ptq.report import differences
+else:
+    differences = later("ptq.report.differences")
+    read = later("formats.checkpoint.read")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq diff`."""
+    summary = (__doc__ or "").split("\n\n")[0]
+    made = argparse.ArgumentParser(prog="ptq diff", description=summary)
+    made.add_argument("a", type=Path)
+    made.add_argument("b", type=Path)
+    made.add_argument("--top", type=count, default=10, help="tensors listed of each kind")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what differs; 0 where nothing does, 1 where something does."""
-    summary = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="ptq diff", description=summary)
-    parser.add_argument("a", type=Path)
-    parser.add_argument("b", type=Path)
-    parser.add_argument("--top", type=int, default=10, help="tensors listed of each kind")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     folders = [path.is_dir() for path in (arguments.a, arguments.b)]
     if any(folders) != all(folders):
         raise RequestError(
@@ -34,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "or the folders of two checkpoints"
         )
     if all(folders):
-        a, b = (Checkpoint.open(path) for path in (arguments.a, arguments.b))
-        lines = diff_checkpoints(a, b, arguments.top)
+        a, b = (read.Checkpoint.open(path) for path in (arguments.a, arguments.b))
+        lines = differences.diff_checkpoints(a, b, arguments.top)
     else:
-        lines = diff_recipes(arguments.a, arguments.b)
+        lines = differences.diff_recipes(arguments.a, arguments.b)
     print("\n".join(lines) if lines else "no difference")
     return 1 if lines else 0

@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from formats.later import later
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
-from ptq.plan.explain import explain
-from ptq.plan.plan import plan_recipe
 from ptq.recipe.reading import read_recipe
+
+if TYPE_CHECKING:
+    import ptq.plan.plan as planning
+    from ptq.plan import explain
+else:
+    explain = later("ptq.plan.explain")
+    planning = later("ptq.plan.plan")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq explain`."""
+    summary = (__doc__ or "").split("\n\n")[0]
+    made = argparse.ArgumentParser(prog="ptq explain", description=summary)
+    add_recipe_arguments(made)
+    made.add_argument("--module", metavar="PATTERN", help="only modules like this")
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what happens to each module."""
-    summary = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="ptq explain", description=summary)
-    add_recipe_arguments(parser)
-    parser.add_argument("--module", metavar="PATTERN", help="only modules like this")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     loaded = read_recipe(arguments.recipe, overrides_of(arguments))
-    plan = plan_recipe(loaded, force=True)
-    print("\n".join(explain(plan, arguments.module)))
+    plan = planning.plan_recipe(loaded, force=True)
+    print("\n".join(explain.explain(plan, arguments.module)))
     return 0

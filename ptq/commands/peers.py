@@ -14,27 +14,35 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from formats.errors import RecipeError
 from formats.files import replace_file
+from formats.later import later
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
-from ptq.peers.measure import PEERS_FILE
-from ptq.plan.plan import Plan, plan_recipe
+from ptq.output import PEERS_FILE
 from ptq.recipe.peers import QUANTIZERS
-from ptq.recipe.reading import read_recipe
-from ptq.report.peers import HEADS, peer_rows
-from ptq.report.report import measure_only_peers
+from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
+
+if TYPE_CHECKING:
+    import ptq.plan.plan as planning
+    import ptq.report.report as reporting
+    from ptq.report import peers as rows
+else:
+    planning = later("ptq.plan.plan")
+    reporting = later("ptq.report.report")
+    rows = later("ptq.report.peers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure peers and print their table; 0 where all of them ran."""
-    arguments = _parse(argv)
-    plan = _plan(arguments)
-    record = measure_only_peers(plan)
+    loaded = _read(parser().parse_args(argv))
+    plan = planning.plan_recipe(loaded, force=True)
+    record = reporting.measure_only_peers(plan)
     path = plan.recipe.output.path / PEERS_FILE
     replace_file(path, (record.model_dump_json(indent=1) + "\n").encode())
-    print(format_table([HEADS, *peer_rows(record.peers)]))
+    print(format_table([rows.HEADS, *rows.peer_rows(record.peers)]))
     print()
     failed = [row for row in record.peers if row.error]
     for row in failed:
@@ -43,15 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq peers`."""
+    made = argparse.ArgumentParser(
         prog="ptq peers",
         description=(__doc__ or "").split("\n\n")[0],
         epilog=f"Peers: {', '.join(QUANTIZERS)}. "
         "Exit codes: 0 all peers ran, 1 one of them could not, 2 errors.",
     )
-    add_recipe_arguments(parser)
-    parser.add_argument(
+    add_recipe_arguments(made)
+    made.add_argument(
         "--peer",
         action="append",
         default=[],
@@ -59,14 +68,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="measure this one instead of those of the recipe, under its own interpreter if one is "
         "given; may be repeated",
     )
-    return parser.parse_args(argv)
+    return made
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
-    """The recipe with its overrides, held against its model.
+def _read(arguments: argparse.Namespace) -> LoadedRecipe:
+    """The recipe with its overrides.
 
     Raises:
-        RecipeError: it is invalid, names no peer, or one that is not installed.
+        RecipeError: it is invalid, or names no peer.
     """
     overrides = overrides_of(arguments)
     if arguments.peer:
@@ -77,7 +86,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             f"{arguments.recipe}: found no peers in report.peers; name some there, or give "
             f"--peer NAME. Allowed: {', '.join(QUANTIZERS)}"
         )
-    return plan_recipe(loaded, force=True)
+    return loaded
 
 
 def _peer(text: str) -> dict[str, str]:

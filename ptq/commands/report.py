@@ -13,27 +13,41 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ptq.plan.plan import plan_recipe
+from formats.later import later
+from ptq.output import RECIPE_FILE
 from ptq.recipe.reading import output_override, read_recipe
-from ptq.report.report import make_report
-from ptq.result import RECIPE_FILE, load_result
 from ptq.text import format_table, typed_path
 
+if TYPE_CHECKING:
+    import ptq.plan.plan as planning
+    import ptq.report.report as reporting
+    from ptq import result as results
+else:
+    planning = later("ptq.plan.plan")
+    reporting = later("ptq.report.report")
+    results = later("ptq.result")
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
-    parser = argparse.ArgumentParser(
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq report`."""
+    made = argparse.ArgumentParser(
         prog="ptq report",
         description="Measure a finished run again and write its report.",
         epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
     )
-    parser.add_argument("output", type=Path, help="output directory of a finished `ptq run`")
-    output = parser.parse_args(argv).output
-    result = load_result(output)
+    made.add_argument("output", type=Path, help="output directory of a finished `ptq run`")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
+    output = parser().parse_args(argv).output
+    result = results.load_result(output)
     here = output_override(output)  # it may have been moved since
-    plan = plan_recipe(read_recipe(output / RECIPE_FILE, here), force=True)
-    report = make_report(result, plan)
+    plan = planning.plan_recipe(read_recipe(output / RECIPE_FILE, here), force=True)
+    report = reporting.make_report(result, plan)
     print()
     print(format_table(report.summary_rows))
     print()

@@ -10,42 +10,50 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from formats.errors import RecipeError
+from formats.later import later
 from formats.namespace import require_own_packages
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.commands.next_steps import forced_command, next_commands
-from ptq.pipeline.resume import discard
-from ptq.plan.plan import plan_recipe
-from ptq.plan.preflight import is_taken, read_data
+from ptq.output import REPORT_FOLDER, is_taken, unfinished
 from ptq.recipe.reading import LoadedRecipe, read_recipe
-from ptq.result import REPORT_FOLDER, Stopwatch, unfinished
 from ptq.text import format_table, typed_path
+
+if TYPE_CHECKING:
+    import ptq.plan.plan as planning
+    import ptq.report.report as reporting
+    from ptq import result as results
+    from ptq.pipeline import driver, resume
+    from ptq.plan import preflight
+else:
+    driver = later("ptq.pipeline.driver")
+    planning = later("ptq.plan.plan")
+    preflight = later("ptq.plan.preflight")
+    reporting = later("ptq.report.report")
+    results = later("ptq.result")
+    resume = later("ptq.pipeline.resume")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe; 0 where its thresholds hold, 1 where they do not."""
-    require_own_packages("inference")
-    from ptq.pipeline.driver import (
-        quantize_tokens,
-    )  # after the check above: these import the engine
-    from ptq.report.report import make_report
-
-    arguments = _parse(argv)
+    arguments = parser().parse_args(argv)
     loaded = _read(arguments)
+    require_own_packages("inference")
     output = loaded.recipe.output.path
-    plan = plan_recipe(loaded, force=arguments.force)
-    watch = Stopwatch()
+    plan = planning.plan_recipe(loaded, force=arguments.force)
+    watch = results.Stopwatch()
     with watch.phase("data"):  # of both splits: a fault of the second shows before hours of work
-        data = read_data(plan.recipe)
+        data = preflight.read_data(plan.recipe)
     if unfinished(output):
         print(f"{typed_path(output)}: an earlier run was stopped; going on where it was")
-    result = quantize_tokens(
+    result = driver.quantize_tokens(
         plan, data["calibration"], force=arguments.force, keep=True, watch=watch
     )
     shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
-    report = make_report(result, plan, data["evaluation"])
-    discard(output)
+    report = reporting.make_report(result, plan, data["evaluation"])
+    resume.discard(output)
     print()
     print(format_table(report.summary_rows))
     print()
@@ -61,16 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if report.passed else 1
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq run`."""
     summary = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(
+    made = argparse.ArgumentParser(
         prog="ptq run",
         description=summary,
         epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
     )
-    add_recipe_arguments(parser)
-    parser.add_argument("--force", action="store_true", help="replace an existing output")
-    return parser.parse_args(argv)
+    add_recipe_arguments(made)
+    made.add_argument("--force", action="store_true", help="replace an existing output")
+    return made
 
 
 def _read(arguments: argparse.Namespace) -> LoadedRecipe:

@@ -15,24 +15,31 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from formats.errors import RecipeError
+from formats.later import later
 from ptq.commands.next_steps import next_commands
-from ptq.plan.plan import plan_recipe
+from ptq.output import RECIPE_FILE
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
-from ptq.result import RECIPE_FILE
 from ptq.text import typed_path
+
+if TYPE_CHECKING:
+    import ptq.plan.plan as planning
+    from ptq.pipeline import artifact, driver
+else:
+    artifact = later("ptq.pipeline.artifact")
+    driver = later("ptq.pipeline.driver")
+    planning = later("ptq.plan.plan")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Solve again; 0 where a checkpoint was written."""
-    from ptq.pipeline.artifact import Artifact  # these import the engine's rooms
-    from ptq.pipeline.driver import solve
-
-    arguments = _parse(argv)
+    arguments = parser().parse_args(argv)
     loaded = _read(arguments)
-    plan = plan_recipe(loaded, force=arguments.force)
-    result = solve(plan, Artifact.load(arguments.run), force=arguments.force)
+    plan = planning.plan_recipe(loaded, force=arguments.force)
+    seen = artifact.Artifact.load(arguments.run)
+    result = driver.solve(plan, seen, force=arguments.force)
     print(f"checkpoint: {typed_path(result.checkpoint)}")
     print(f"solved in {result.seconds['total']:.1f} s, without running the model\n\nNext:")
     print(f"  {shlex.join(['ptq', 'report', typed_path(loaded.recipe.output.path)])}")
@@ -41,18 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ptq solve", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("run", type=Path, help="output folder of a finished run")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq solve`."""
+    made = argparse.ArgumentParser(prog="ptq solve", description=(__doc__ or "").split("\n\n")[0])
+    made.add_argument("run", type=Path, help="output folder of a finished run")
+    made.add_argument(
         "--recipe",
         type=Path,
         help="another recipe for the same model and data (default: the run's)",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--force", action="store_true", help="replace an existing output")
-    return parser.parse_args(argv)
+    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    made.add_argument("--output", type=Path, required=True, metavar="DIR")
+    made.add_argument("--force", action="store_true", help="replace an existing output")
+    return made
 
 
 def _read(arguments: argparse.Namespace) -> LoadedRecipe:

@@ -36,7 +36,6 @@ from ptq.convert.from_paddle import import_tables
 from ptq.convert.to_float import to_float
 from ptq.version import version as own_version
 
-TARGETS = ("gptq", "gptq_v2", "awq", "fp8_block", "compressed_tensors", "paddle", "float")
 SHARD_BYTES = 2 << 30
 
 
@@ -56,7 +55,7 @@ def convert(
     Args:
         source: Folder of a quantized checkpoint; with `tables`, of a float model.
         out: Folder to make.
-        target: One of `TARGETS`.
+        target: One of `ptq.convert.targets.TARGETS`.
         tables: Folder of PaddleNLP's tables of scales, for `compressed_tensors`.
         dtype: Type of the weights, for `float`; None for the one that config.json says.
         force: Whether an existing `out` may be replaced.

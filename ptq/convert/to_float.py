@@ -24,8 +24,9 @@ from kernels.numerics import dequantize
 from ptq.convert.conversion import Conversion, named, parts
 from ptq.convert.from_foreign import open_layout
 from ptq.convert.surplus import surplus_tensors
+from ptq.convert.targets import FLOAT_TYPES
 
-FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FLOATS: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOAT_TYPES}
 TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 write it
 
 

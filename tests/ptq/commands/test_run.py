@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -80,10 +78,8 @@ def calls(monkeypatch) -> list[str]:
         kl = plan.recipe.report.thresholds.kl
         return Report(kl is None, () if kl is None else (f"kl 0.5 is above {kl}",), folder)
 
-    for name, function in (("pipeline.driver", quantize_tokens), ("report.report", make_report)):
-        module = ModuleType(f"ptq.{name}")
-        setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, f"ptq.{name}", module)
+    monkeypatch.setattr("ptq.pipeline.driver.quantize_tokens", quantize_tokens)
+    monkeypatch.setattr("ptq.report.report.make_report", make_report)
     return made
 
 

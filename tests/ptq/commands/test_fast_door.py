@@ -1,0 +1,139 @@
+"""Help, wrong arguments and wrong recipes answer at once: nothing heavy is imported for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptq.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "huggingface_hub",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "scipy",
+    "tokenizers",
+    "tqdm",
+    "triton",
+}
+RUN_ALL = """
+import contextlib, io, json, sys
+from importlib import import_module
+from formats.command import run_command
+answers = []
+for name, arguments in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = run_command(import_module(name).main, arguments)
+        except SystemExit as end:
+            code = end.code
+    answers.append([code, said.getvalue(), sorted(sys.modules)])
+print(json.dumps(answers))
+"""
+RECIPE = """\
+model: {{path: {model}}}
+scheme: {scheme}
+methods: [rtn]
+output: {{path: out}}
+"""
+BY_RECIPE = ("run", "check", "explain", "peers")
+
+
+def answers(*calls: tuple[str, list[str]], folder: Path = ROOT) -> list[tuple[int, str]]:
+    """Exit code and text of mains, one after the other in one fresh interpreter.
+
+    The first that imports something heavy fails, by its name.
+    """
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{RUN_ALL}"
+    command = [sys.executable, "-c", code]
+    options = {"capture_output": True, "text": True, "cwd": folder}
+    done = subprocess.run(command, input=json.dumps(calls), **options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for call, (_, said, modules) in zip(calls, found, strict=True):
+        assert not HEAVY & set(modules), f"{call} imports {HEAVY & set(modules)}: {said}"
+    return [(code, said) for code, said, _ in found]
+
+
+def test_the_python_door_opens_without_its_rooms():
+    done = subprocess.run(
+        [sys.executable, "-c", "import ptq, sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert not HEAVY & set(done.stdout.split())
+
+
+def test_every_command_helps_and_refuses_arguments_at_once():
+    helps = [("ptq.cli", [name, "--help"]) for name in COMMANDS]
+    modes = [("ptq.cli", ["bench", mode, "--help"]) for mode in ("--steps", "--kernels", "--tune")]
+    wrong = [("ptq.cli", [name, "a", "--no-such-option"]) for name in COMMANDS]
+    found = answers(*helps, *modes, *wrong)
+    for call, (code, said) in zip([*helps, *modes], found, strict=False):
+        assert code == 0, call
+        assert said.startswith(f"usage: ptq {call[1][0]}"), call
+    for call, (code, said) in zip(wrong, found[len(helps) + len(modes) :], strict=True):
+        assert code == 2, call
+        assert f"ptq {call[1][0]}: error: " in said, call
+
+
+def test_wrong_recipes_are_refused_at_once(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "typo.yaml").write_text(RECIPE.format(model="model", scheme="a8w8c9"))
+    (tmp_path / "folder.yaml").write_text(RECIPE.format(model="modle", scheme="a8w8"))
+    (tmp_path / "good.yaml").write_text(RECIPE.format(model="model", scheme="w8"))
+    reasons = {
+        ("none.yaml",): "none.yaml: cannot be read",
+        ("typo.yaml",): "typo.yaml:2: scheme: unknown scheme 'a8w8c9'; did you mean 'a8w8c8'?",
+        ("folder.yaml",): "folder.yaml:1: model.path: no such folder: ",
+        ("good.yaml", "--set", "methods.0.rtn.scale=best"): "--set methods.0.rtn.scale=best",
+        ("good.yaml", "--set", "observers.input.method=max"): "observers.input.method",
+        ("good.yaml", "--set", "dataset.nme=x"): "did you mean 'name'?",
+        ("good.yaml", "--set", "device=gpu"): "found the text 'gpu'",
+    }
+    calls = [("ptq.cli", [name, *words]) for name in BY_RECIPE for words in reasons]
+    for call, (code, said) in zip(calls, answers(*calls, folder=tmp_path), strict=True):
+        assert code == 2, call
+        assert reasons[tuple(call[1][1:])] in said, (call, said)
+
+
+def test_folders_that_are_none_are_refused_at_once(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "x").touch()
+    recipe = RECIPE.format(model=".", scheme="w8")
+    (tmp_path / "r.yaml").write_text(recipe)
+    calls = [
+        ("ptq.cli", ["run", "r.yaml"]),
+        ("ptq.cli", ["solve", "out", "--output", "b"]),
+        ("ptq.cli", ["diff", "r.yaml", "out"]),
+        ("inference.predict", ["out", "--input", "none.jsonl", "--output", "b"]),
+    ]
+    found = answers(*calls, folder=tmp_path)
+    assert [code for code, _ in found] == [2] * len(calls)
+
+
+@pytest.mark.parametrize("module", ["ptq.run", "inference.predict"])
+def test_modules_as_commands_help_at_once(module):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "argparse" in imported
+    assert not HEAVY & imported
