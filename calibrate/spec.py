@@ -43,7 +43,7 @@ class DatasetSpec(Strict):
     """
 
     name: str = "stdlib"
-    """Source: `stdlib` (source files of the Python at hand), a local .txt, .md, .py, .json, .jsonl,
+    """Source: `stdlib` (source files of the Python at hand), a local .txt, .md, .py, .jsonl,
     .parquet or .arrow file or a folder of them, relative to the recipe's folder, or a name for
     `datasets.load_dataset`.
     """

@@ -30,12 +30,6 @@ BLOCK = 128  # rows and columns of a block, and elements of a group of activatio
 class WeightSpec(Strict):
     """How a linear layer's weight `[out, in]` is stored.
 
-    `per_channel` has a scale for each output channel, `group` one for every `group_size`
-    neighbouring inputs of it, `block` one for 128 x 128 weights, `per_tensor` one for all.
-    `two_level` scales of int4 groups are multiples, 1 to 16, of a unit of their output channel, so
-    that a kernel can sum the products of a whole channel as integers; they are stored as others
-    are.
-
     YAML: ``weights: {dtype: int4, granularity: group, group_size: 128, symmetric: true,
     two_level: false}``
     """
@@ -58,8 +52,9 @@ class WeightSpec(Strict):
     with float activations, and better where weights lie off centre.
     """
     two_level: bool = False
-    """Whether scales of int4 groups are multiples, 1 to 16, of one unit of their output channel:
-    faster with int8 activations, for about 2% of the KL divergence.
+    """Whether scales of int4 groups are multiples, 1 to 16, of one unit of their output channel,
+    so that a kernel can sum the products of a whole channel as integers. They are stored as others
+    are, and cost about 2% of the KL divergence.
     """
 
     @model_validator(mode="after")
@@ -112,10 +107,6 @@ class WeightSpec(Strict):
 class ActivationSpec(Strict):
     """How a linear layer's input `[tokens, in]` is quantized.
 
-    `per_tensor` is static: one calibrated scale. `per_token` is dynamic: each row is scaled by its
-    own absmax when it arrives; `group` is dynamic too, with a scale for every 128 elements of a
-    row.
-
     YAML: ``activations: {dtype: int8, granularity: per_tensor}``
     """
 
@@ -151,19 +142,15 @@ class ActivationSpec(Strict):
 class KVCacheSpec(Strict):
     """How K (after RoPE) and V are stored in the cache.
 
-    `per_head` and `per_tensor` have calibrated static scales; `per_channel` one for each channel of
-    K and each head of V, also calibrated; `per_token_head` is dynamic: each head of each token is
-    scaled by its own absmax.
-
     YAML: ``kv_cache: {dtype: int8, granularity: per_head}``
     """
 
     dtype: ActivationType = "int8"
     """Type of cached keys and values: either takes half the memory of 16 bits."""
     granularity: Literal["per_head", "per_tensor", "per_channel", "per_token_head"] = "per_head"
-    """`per_head` and `per_tensor` have scales fixed at calibration; `per_channel` has one for each
-    channel of K, for keys with outlying channels; `per_token_head` scales each head of each token
-    when it is written, needs no data and stores a scale for each.
+    """`per_head` and `per_tensor` have scales fixed at calibration. `per_channel` has
+    one, fixed too, for each channel of K, for keys with outlying channels, and one for each head of
+    V. `per_token_head` scales each head of each token when it is written, and needs no data.
     """
 
     @property
@@ -184,7 +171,7 @@ class KVCacheSpec(Strict):
 
 
 class LayerScheme(Strict):
-    """Weight and input of one linear layer; None leaves them unquantized.
+    """Weight and input of one linear layer; what is not named stays unquantized.
 
     Raises:
         ValueError: activations are quantized but weights are not: no integer kernel runs that.
@@ -219,7 +206,7 @@ class LayerScheme(Strict):
 
 
 class Scheme(LayerScheme):
-    """Weights, activations and cache KV of one checkpoint; None leaves a part unquantized.
+    """Weights, activations and cache KV of one checkpoint; what is not named stays unquantized.
 
     Raises:
         ValueError: activations are quantized but weights are not: no integer kernel runs that.

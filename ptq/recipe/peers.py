@@ -96,7 +96,10 @@ def _known(name: str) -> str:
 
 
 class PeerChoice(Strict):
-    """One peer of a recipe; see the module's docstring for its YAML."""
+    """Another tool that quantizes the same model, measured beside our run.
+
+    YAML: ``peers: [{name: autoround, python: /envs/autoround/bin/python, timeout: 7200}]``
+    """
 
     name: Annotated[str, AfterValidator(_known)]
     """Which tool, and what it does; the list is below."""

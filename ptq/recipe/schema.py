@@ -154,8 +154,8 @@ class ThresholdsSpec(Strict):
     perplexity_ratio: Positive | None = None
     """Most that the quantized model's perplexity may be of the original's: 1.01 allows 1% more."""
     kl: Positive | None = None
-    """Most mean KL divergence of the next token's distribution, in nats. On the
-    default model int8 recipes stay near 0.006, int4 ones near 0.04.
+    """Most mean KL divergence of the next token's distribution, in nats. On the default model int8
+    recipes stay near 0.006, int4 ones near 0.04.
     """
     top1_agreement: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     """Least share of positions at which both find the same token most likely, from 0 to 1."""
@@ -224,8 +224,8 @@ class Recipe(Strict):
     statistics: StatisticsSpec = StatisticsSpec()
     """What calibration keeps for `ptq solve` beyond what the recipe itself needs."""
     methods: Annotated[tuple[AnyMethod, ...], Field(validate_default=True)] = ()
-    """What is done to the model, in this order: a method's name each, or `name: options`. A scheme
-    with weights needs one that rounds (`rtn`, `gptq`, `hqq`).
+    """What is done to the model: a method's name each, or `name: options`, in the order of their
+    sections below. A scheme with weights needs one that rounds (`rtn`, `gptq` or `hqq`).
     """
     ignore: tuple[Pattern, ...] = ("lm_head",)
     """Linear layers that stay in floating point, whatever `layers` says: full names, or `re:`
