@@ -6,17 +6,15 @@ where the fault is.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import json
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from calibrate.spec import TABLES, TEXT, Split
+from calibrate.tables import check_column, column_values, first_row, likely_columns, read_text
+from formats.chat_template import has_chat_template, read_messages, render_chat
 from formats.errors import RecipeError
 
 Convert = Callable[[Any], str]  # a column's value to text; ValueError says why it cannot
@@ -52,7 +50,7 @@ def stdlib_documents(split: Split) -> list[str]:
             "Use a Python that comes with its whole standard library, or set dataset.name to a "
             "file of text"
         )
-    return [_read_text(file) for file in files]
+    return [read_text(file) for file in files]
 
 
 def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
@@ -69,6 +67,30 @@ def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
     Raises:
         RecipeError: there is no such file, or one that cannot be read.
     """
+    texts: list[str] = []
+    for file in _files(path):
+        if file.suffix in TEXT:
+            texts.append(read_text(file))
+        else:
+            texts += _texts(column_values(file, column), str(file), convert)
+    return texts
+
+
+def guess_columns(path: Path) -> dict[str, str]:
+    """The dataset's settings that read a file or folder, told by the first row of its first table.
+
+    Returns:
+        `{"column": NAME}` or `{"messages_column": NAME}`; nothing for files of text.
+
+    Raises:
+        RecipeError: there is no such file, it cannot be read, or no column of it is a likely one.
+    """
+    file = _files(path)[0]
+    return {} if file.suffix in TEXT else likely_columns(first_row(file), str(file))
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or what of a folder is read; at least one."""
     files = [path]
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())
@@ -79,15 +101,7 @@ def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
             f"dataset {str(path)!r}: found no file of a known kind. Known: "
             f"{', '.join((*TEXT, *TABLES))}"
         )
-    texts: list[str] = []
-    for file in files:
-        if file.suffix in TEXT:
-            texts.append(_read_text(file))
-        elif file.suffix == ".jsonl":
-            texts += _texts(_json_column(file, column), str(file), convert)
-        else:
-            texts += _texts(_table_column(file, column), str(file), convert)
-    return texts
+    return files
 
 
 def named_documents(
@@ -109,7 +123,7 @@ def named_documents(
             "its config and split, and the network; or give a local file, or `stdlib`"
         ) from error
     assert isinstance(rows, datasets.Dataset)
-    _check_column(column, rows.column_names, name)
+    check_column(column, rows.column_names, name)
     return _texts(rows[column], name, convert)
 
 
@@ -128,24 +142,17 @@ def plain_text(value: Any) -> str:
 
 
 def chat_text(tokenizer: Any, variables: Mapping[str, Any]) -> Convert:
-    """A `Convert` that renders lists of {role, content} with the tokenizer's chat template.
+    """A `Convert` that renders chats, `formats.chat_template`'s, with the tokenizer's template.
 
     Raises:
         RecipeError: the tokenizer has none.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chat_template(tokenizer):
         raise RecipeError(
             "dataset.messages_column cannot be used: the model's tokenizer has no chat template; "
             "give text in dataset.column"
         )
-
-    def render(messages: Any) -> str:
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-        except (TypeError, KeyError, ValueError, AttributeError, TemplateError) as error:
-            raise ValueError(f"the chat template cannot render it ({error})") from error
-
-    return render
+    return lambda chat: render_chat(tokenizer, read_messages(chat), variables)
 
 
 def divided(documents: Sequence[str], split: Split) -> list[str]:
@@ -175,64 +182,3 @@ def _texts(values: Iterable[Any], source: str, convert: Convert) -> list[str]:
             raise RecipeError(f"dataset {source!r}, row {number}: {error}") from error
         texts.append(text)
     return texts
-
-
-def _check_column(column: str, found: Sequence[str], source: str) -> None:
-    if column not in found:
-        near = difflib.get_close_matches(column, found, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise RecipeError(
-            f"dataset {source!r}: no column {column!r}{hint} Found: {', '.join(found)}. Set "
-            "dataset.column or dataset.messages_column"
-        )
-
-
-def _read_text(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise RecipeError(f"{file}: cannot be read ({error.strerror})") from error
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{file}: not UTF-8 at byte {error.start} ({error.reason}). Convert it to UTF-8"
-        ) from error
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def _json_column(file: Path, column: str) -> list[Any]:
-    values = []
-    for number, line in enumerate(_read_text(file).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RecipeError(f"{file}:{number}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise RecipeError(f"{file}:{number}: a row is an object of columns, found {line[:40]}")
-        _check_column(column, list(row), f"{file}:{number}")
-        values.append(row[column])
-    return values
-
-
-def _table_column(file: Path, column: str) -> list[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        if file.suffix == ".parquet":
-            names = pq.read_schema(file).names
-            _check_column(column, names, str(file))
-            return pq.read_table(file, columns=[column]).column(column).to_pylist()
-        with pa.memory_map(str(file)) as source:
-            try:
-                table = pa.ipc.open_file(source).read_all()
-            except pa.ArrowInvalid:
-                source.seek(0)
-                table = pa.ipc.open_stream(source).read_all()
-            _check_column(column, table.column_names, str(file))
-            return table.column(column).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise RecipeError(f"{file}: not a readable {file.suffix[1:]} file ({error})") from error

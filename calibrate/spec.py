@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 from formats.scheme import Strict
 
 Split = Literal["calibration", "evaluation"]
-# local files by their suffix: those of text, and those of tables with the reader of `datasets`
+# local files by their suffix: those of text, and those of tables
 TEXT = (".txt", ".md", ".py")
-TABLES = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+TABLES = (".jsonl", ".parquet", ".arrow")
 
 
 class SplitSpec(Strict):
@@ -58,8 +58,8 @@ class DatasetSpec(Strict):
     column: str = "text"
     """Column of a table, or key of a JSON line, that holds the text."""
     messages_column: str | None = None
-    """Column of lists of {role, content} instead, rendered by the tokenizer's chat template; null
-    reads `column`.
+    """Column of chats instead, rendered by the tokenizer's chat template: lists of {role, content},
+    or ShareGPT's {from, value}; null reads `column`.
     """
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Variables for that template, such as `{enable_thinking: false}`. Needs `messages_column`."""

@@ -44,7 +44,7 @@ FLOORS = {
         linear""",
     "formats": """
         errors
-        namespace command later memory files pack scheme
+        namespace command later memory files pack scheme chat_template
         scale_table families
         stored
         foreign
@@ -69,6 +69,7 @@ FLOORS = {
         __main__""",
 }
 CALIBRATE_MAY_USE = {
+    "formats.chat_template",
     "formats.errors",
     "formats.files",
     "formats.namespace",

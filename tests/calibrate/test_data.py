@@ -9,7 +9,14 @@ import torch
 from transformers import AutoTokenizer
 
 from calibrate.data import load_tokens
-from calibrate.sources import STDLIB, divided, local_documents, named_documents, plain_text
+from calibrate.sources import (
+    STDLIB,
+    divided,
+    guess_columns,
+    local_documents,
+    named_documents,
+    plain_text,
+)
 from calibrate.spec import DatasetSpec, SplitSpec
 from formats.errors import RecipeError
 
@@ -140,6 +147,72 @@ def test_chats_are_rendered_by_the_template(tokenizer, tmp_path):
     finally:
         tokenizer.chat_template = None
     assert "[user]hello" in tokenizer.decode(tokens.ids.flatten())
+
+
+def test_sharegpt_rows_give_the_tokens_of_their_messages(tokenizer, tmp_path):
+    import pandas as pd
+
+    spoken = [(f"hello {i}", f"answer {i}") for i in range(40)]
+    names = ("human", "gpt"), ("user", "assistant")
+    sharegpt = [
+        [{"from": who, "value": text} for who, text in zip(names[0], texts, strict=True)]
+        for texts in spoken
+    ]
+    messages = [
+        [{"role": who, "content": text} for who, text in zip(names[1], texts, strict=True)]
+        for texts in spoken
+    ]
+    rows = [json.dumps({"conversations": chat}) for chat in sharegpt]
+    (tmp_path / "s.jsonl").write_text("\n".join(rows))
+    pd.DataFrame({"conversations": sharegpt}).to_parquet(tmp_path / "s.parquet")
+    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"chat": chat}) for chat in messages))
+    columns = {"s.jsonl": "conversations", "s.parquet": "conversations", "m.jsonl": "chat"}
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    try:
+        found = {
+            load_tokens(
+                small(name=name, messages_column=column), tokenizer, "calibration", tmp_path
+            ).fingerprint
+            for name, column in columns.items()
+        }
+    finally:
+        tokenizer.chat_template = None
+    assert len(found) == 1
+
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "settings"),
+    [
+        ({"id": "x", "text": "hello"}, {"column": "text"}),
+        ({"text": "rendered already", "messages": CHAT}, {"column": "text"}),
+        ({"id": "x", "messages": CHAT}, {"messages_column": "messages"}),
+        (
+            {"conversations": [{"from": "human", "value": "x"}]},
+            {"messages_column": "conversations"},
+        ),
+        ({"src": "a prompt", "tgt": "its answer"}, {"column": "src"}),
+        ({"id": 5, "story": "once"}, {"column": "story"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_settings_are_guessed_from_the_first_row(tmp_path, row, settings, kind):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, table = tmp_path / f"data.{kind}", pa.Table.from_pylist([row, row])
+    if kind == "jsonl":
+        path.write_text("\n" + f"{json.dumps(row)}\n" * 2)
+    elif kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    (tmp_path / "about.txt").write_text("words")
+    assert guess_columns(path) == guess_columns(tmp_path) == settings
+    assert guess_columns(tmp_path / "about.txt") == {}
 
 
 def test_the_templates_variables(tokenizer, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from calibrate.data import load_tokens
+from calibrate.sources import guess_columns
 from calibrate.spec import DatasetSpec, SplitSpec
 from formats.errors import RecipeError
 
@@ -70,6 +71,43 @@ def test_a_folder_without_data(tokenizer, tmp_path):
 def test_a_column_that_is_not_there(tokenizer, tmp_path):
     (tmp_path / "d.jsonl").write_text(json.dumps({"texts": "x", "id": 1}))
     refused(tokenizer, tmp_path, "d.jsonl:1", "did you mean 'texts'", name="d.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"conversations": [], "id": 1}, "set dataset.messages_column: conversations"),
+        ({"messages": [], "src": "x"}, "set dataset.messages_column: messages"),
+        ({"src": "x", "tgt": "y"}, "Set dataset.column: src"),
+        ({"a": 1}, "Set dataset.column or dataset.messages_column"),
+    ],
+)
+def test_the_setting_that_reads_the_rows_is_told(tokenizer, tmp_path, row, remedy):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "d.jsonl").write_text(json.dumps(row))
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "d.parquet")
+    for name in ("d.jsonl", "d.parquet"):
+        refused(tokenizer, tmp_path, "no column 'text'", remedy, name=name)
+
+
+@pytest.mark.parametrize("row", ["", '{"a": 1}', '{"question": "x", "answer": "y"}'])
+def test_rows_whose_column_cannot_be_guessed(tmp_path, row):
+    (tmp_path / "d.jsonl").write_text(row)
+    with pytest.raises(RecipeError, match="cannot tell which column to read"):
+        guess_columns(tmp_path / "d.jsonl")
+
+
+def test_a_speaker_that_is_not_known(tokenizer, tmp_path):
+    row = {"conversations": [{"from": "narrator", "value": "once"}]}
+    (tmp_path / "c.jsonl").write_text(json.dumps(row))
+    tokenizer.chat_template = "{{ messages }}"
+    values = {"name": "c.jsonl", "messages_column": "conversations"}
+    try:
+        refused(tokenizer, tmp_path, "c.jsonl", "row 1", "'narrator'", "human", **values)
+    finally:
+        tokenizer.chat_template = None
 
 
 def test_a_column_that_is_no_text(tokenizer, tmp_path):

@@ -1,0 +1,102 @@
+"""Chats: the two ways in which data spells them, and the tokenizer's template that renders one.
+
+A chat is a list of messages. Two spellings are read, and may stand in one file:
+
+    [{"role": "user", "content": "Hello"}, ...]      OpenAI's, which templates take
+    [{"from": "human", "value": "Hello"}, ...]       ShareGPT's
+
+Speakers of the second become roles by `ROLES`. A template writes its own special tokens, a BOS
+token included: what it renders is tokenized without adding any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# ShareGPT's `from`, as its variants spell it, to the role that templates know.
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+SPELLINGS = '{"role": "user", "content": text} or {"from": "human", "value": text}'
+
+
+def read_messages(chat: Any) -> list[dict[str, Any]]:
+    """A chat in either spelling as messages with a `role`; other keys of theirs stay.
+
+    Raises:
+        ValueError: it is no list of messages, or a speaker is not among `ROLES`.
+    """
+    if not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
+        found = type(chat).__name__ if chat else repr(chat)
+        raise ValueError(f"found {found}; a chat is a list of messages, {SPELLINGS}")
+    return [_read_message(message, place) for place, message in enumerate(chat, 1)]
+
+
+def _read_message(message: Any, place: int) -> dict[str, Any]:
+    if isinstance(message, Mapping):
+        if isinstance(message.get("role"), str) and {"content", "tool_calls"} & message.keys():
+            return dict(message)
+        speaker, text = message.get("from"), message.get("value")
+        if isinstance(speaker, str) and isinstance(text, str):
+            if speaker in ROLES:
+                return {"role": ROLES[speaker], "content": text}
+            known = ", ".join(ROLES)
+            raise ValueError(f"message {place} is from {speaker!r}; known speakers: {known}")
+    found = str(message)[:60]
+    raise ValueError(f"message {place} is {found}; a message is {SPELLINGS}")
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a transformers tokenizer can render chats."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    answer: bool = False,
+) -> str:
+    """The text of a chat by the tokenizer's template.
+
+    Args:
+        tokenizer: A transformers tokenizer that has a template.
+        messages: The chat, as `read_messages` gives it.
+        variables: Variables of the template, such as `enable_thinking`.
+        answer: Let the text end where the assistant's answer begins.
+
+    Raises:
+        ValueError: the template refuses the chat, such as for its roles, or is broken.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=answer, **(variables or {})
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:  # a template is a program: whatever it does wrong is its refusal
+        told = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the chat template cannot render it ({told})") from error

@@ -1,0 +1,82 @@
+"""Chats in both spellings, and what a template refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from formats.chat_template import has_chat_template, read_messages, render_chat
+
+HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama):
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+def test_sharegpt_becomes_roles_and_content():
+    chat = [
+        {"from": "system", "value": "Be kind."},
+        {"from": "human", "value": "Hello"},
+        {"from": "gpt", "value": "Hi"},
+        {"from": "observation", "value": "12"},
+    ]
+    roles = ["system", "user", "assistant", "tool"]
+    found = read_messages(chat)
+    assert [message["role"] for message in found] == roles
+    assert [message["content"] for message in found] == [message["value"] for message in chat]
+
+
+def test_messages_with_roles_stay_as_they_are():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    assert read_messages([*HELLO, call]) == [*HELLO, call]
+
+
+@pytest.mark.parametrize(
+    ("chat", "words"),
+    [
+        ("Hello", "found str; a chat is a list of messages"),
+        ([], "found []"),
+        (None, "found None"),
+        ([HELLO[0], "Hi"], "message 2 is Hi; a message is"),
+        ([{"role": "user", "value": "Hello"}], "message 1 is"),
+        ([{"from": "human"}], '{"from": "human", "value": text}'),
+        ([{"from": "narrator", "value": "x"}], "known speakers: system, human, "),
+    ],
+)
+def test_what_is_no_chat_is_told_with_what_is_one(chat, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_messages(chat)
+
+
+def test_a_chat_is_rendered_up_to_the_answer(tokenizer):
+    assert not has_chat_template(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{{ mood }}{% endif %}"
+    )
+    assert has_chat_template(tokenizer)
+    assert render_chat(tokenizer, HELLO) == "[user]Hello[assistant]Hi"
+    text = render_chat(tokenizer, HELLO[:1], {"mood": "kindly"}, answer=True)
+    assert text == "[user]Hello[assistant]kindly"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages[0].content / 0 }}", "unsupported operand"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages[0].tools.name.first }}", "no attribute 'tools'"),
+        ({"tool_use": "x"}, "multiple chat templates with no default"),
+    ],
+)
+def test_a_template_that_fails_is_a_refusal(tokenizer, template, words):
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="the chat template cannot render it") as caught:
+        render_chat(tokenizer, HELLO)
+    assert words in str(caught.value)
