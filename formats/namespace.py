@@ -22,7 +22,7 @@ from types import ModuleType
 
 from formats.errors import EngineError
 
-_ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent  # of all packages: a checkout, or site-packages
 
 
 class _KernelsFinder:
@@ -35,7 +35,7 @@ class _KernelsFinder:
         """Where a module lies; None for all but modules right below `kernels`."""
         if name.rpartition(".")[0] != "kernels":
             return None
-        return PathFinder.find_spec(name, [str(_ROOT / "kernels")], target)
+        return PathFinder.find_spec(name, [str(ROOT / "kernels")], target)
 
 
 def join_kernels() -> None:
@@ -53,11 +53,11 @@ def require_own_packages(*packages: str) -> None:
     for name in packages:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            raise EngineError(f"the package {name!r} is missing from {_ROOT}; install ptq again")
+            raise EngineError(f"the package {name!r} is missing from {ROOT}; install ptq again")
         found = Path(spec.origin).resolve().parent
-        if found != _ROOT / name:
+        if found != ROOT / name:
             raise EngineError(
                 f"`import {name}` would load {found}, another project's package of that name, and "
-                f"not {_ROOT / name}. Remove it (`pip uninstall {name}`), or install ptq in a "
+                f"not {ROOT / name}. Remove it (`pip uninstall {name}`), or install ptq in a "
                 "virtual environment of its own"
             )

@@ -14,6 +14,7 @@ from ptq.version import version
 
 COMMANDS = {
     "run": ("ptq.commands.run", "quantize a model as a recipe says, and report what it cost"),
+    "recipes": ("ptq.commands.recipes", "list the recipes that come with ptq, or print one"),
     "check": (
         "ptq.commands.check",
         "check a recipe against its model and show the plan; changes nothing",

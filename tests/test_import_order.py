@@ -45,7 +45,7 @@ FLOORS = {
     "formats": """
         errors
         namespace command later memory files pack scheme chat_template
-        scale_table families
+        scale_table families hub
         stored
         foreign
         checkpoint""",

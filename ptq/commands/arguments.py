@@ -10,7 +10,7 @@ from ptq.recipe.reading import output_override
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of all commands that take a recipe."""
-    parser.add_argument("recipe", type=Path, help="recipe in YAML")
+    parser.add_argument("recipe", type=Path, help="YAML file, or a name of `ptq recipes`")
     parser.add_argument(
         "--set",
         action="append",

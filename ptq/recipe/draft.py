@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from calibrate.spec import TABLES, TEXT
+from formats.hub import find_model
 from formats.scheme import PRESETS
 from ptq.methods.registry import METHODS
 from ptq.recipe.problems import (
@@ -146,8 +147,10 @@ class Draft:
             value = section.get(key[1]) if isinstance(section, dict) else None
             typed = key[0] == "output" or not Where(self.origins)(key).line
             base = Path.cwd() if typed else folder
-            if isinstance(value, str) and (key[0] != "dataset" or _is_file(base, value)):
-                section[key[1]] = os.path.normpath(base / Path(value).expanduser())
+            if not isinstance(value, str) or (key[0] == "dataset" and not _is_file(base, value)):
+                continue
+            shipped = find_model(value, base) if key[0] == "model" else None
+            section[key[1]] = os.path.normpath(shipped or base / Path(value).expanduser())
         for i, item in enumerate(self._peers()):
             key = ("report", "peers", i, "python")
             if isinstance(item, dict) and isinstance(item.get("python"), str):

@@ -16,6 +16,7 @@ from formats.errors import RecipeError
 from ptq.recipe.draft import Draft
 from ptq.recipe.problems import Origin, Problem, Where, recipe_error, suggestion
 from ptq.recipe.schema import Recipe
+from ptq.recipe.shipped import find_recipe, shipped_paths
 from ptq.recipe.strict_yaml import dump, parse
 
 RESOLVED = "# Every setting of a run, defaults included: `ptq run` on this file repeats it.\n"
@@ -48,14 +49,15 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     """Read, override and check a recipe.
 
     Args:
-        path: The YAML file.
+        path: The YAML file, or a shipped recipe's name.
         overrides: `key.key=value` each, the value in YAML; list items by their index from 0.
 
     Raises:
         RecipeError: tells everything that is wrong, each with its line or override, its key, what
             was found and what is allowed.
     """
-    draft = _read_draft(Path(path), ())
+    path = find_recipe(path)
+    draft = _read_draft(path, ())
     if not isinstance(draft.data, dict):
         empty = draft.at((), "found no keys; a recipe needs model, scheme and output")
         raise recipe_error(draft.problems or [empty])
@@ -63,7 +65,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     for text in overrides:
         draft.override(text)
     draft.unusable = draft.expand()
-    draft.anchor_paths(Path(path).absolute().parent)
+    draft.anchor_paths(path.absolute().parent)
     draft.check_model()
     return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))
 
@@ -91,10 +93,10 @@ def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:
         return draft
     base = draft.data.pop("base")
     if not isinstance(base, str):
-        message = f"found {base!r}; needed is the path of another recipe"
+        message = f"found {base!r}; needed is the path of another recipe, or a shipped one's name"
         draft.problems.append(draft.at(("base",), message))
         return draft
-    under = path.parent / base
+    under = find_recipe(base, path.parent)
     chain = (*above, path.resolve())
     if under.resolve() in chain:
         circle = " -> ".join(p.name for p in (*chain, under))
@@ -112,6 +114,18 @@ def _read_text(path: Path) -> str:
             f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8"
         ) from error
     except OSError as error:
-        beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        near = f"; {suggestion(path.name, beside)}" if beside else ""
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}){near}") from error
+        raise RecipeError(f"{path}: cannot be read ({error.strerror}){_near(path)}") from error
+
+
+def _near(path: Path) -> str:
+    """What may have been meant by a path that is no file, and no shipped recipe's name."""
+    if path.is_dir():
+        inside = sorted(path.glob("*.yaml"))
+        return f"; did you mean {inside[0]}?" if inside else "; a recipe is a file"
+    shipped = shipped_paths()
+    if path.suffix != ".yaml":
+        return f", and no shipped recipe is called so; {suggestion(path.name, shipped)}"
+    if path.stem in shipped:
+        return f"; a shipped recipe goes by its name: {path.stem}"
+    beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    return f"; {suggestion(path.name, beside)}" if beside else ""

@@ -24,8 +24,9 @@
       peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.recipe.peers
       device: cpu                           # or cuda: where the two models run for it
 
-A recipe may start from another one, `base: other.yaml`: what it says itself goes over what the base
-says, mappings key by key, lists and values as a whole.
+A recipe may start from another one, `base: other.yaml`, or from a shipped one by its name, `base:
+a8w8c8`: what it says itself goes over what the base says, mappings key by key, lists and values as
+a whole.
 
 Paths of the model and of data are relative to the recipe's folder, so that a recipe and what it
 uses can be moved together. The output path, and every path given on the command line, is relative

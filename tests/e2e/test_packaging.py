@@ -7,6 +7,7 @@ for Hugging Face's `kernels` has a version that the installed transformers accep
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -123,12 +124,18 @@ def test_works_beside_a_foreign_kernels_package(tmp_path, layout, foreign, wheel
     command = [str(python), "-m", "ptq"] if layout == "checkout" else [str(python.parent / "ptq")]
     assert "run" in run([*command, "--help"], cwd).stdout
     if foreign == "accepted":
-        quantize_there(python, cwd, (site if layout == "wheel" else ROOT) / "recipes", tiny_llama)
+        path = str(ROOT / "recipes" / "a8w8c8.yaml")
+        quantize_there(python, cwd, "a8w8c8" if layout == "wheel" else path, tiny_llama)
+    if layout == "wheel":
+        listed = json.loads(run([*command, "recipes", "--json"], cwd).stdout)
+        assert {Path(row["path"]).parent.parent for row in listed} >= {site}
+        plan = run([*command, "check", "a8w8c8", "--no-time"], cwd).stdout
+        assert f"model        {site / 'recipes' / 'tiny-python'}: llama" in plan
 
 
-def quantize_there(python: Path, cwd: Path, recipes: Path, model: Path) -> None:
+def quantize_there(python: Path, cwd: Path, recipe: str, model: Path) -> None:
     """The command of the README in that environment, on a small model."""
-    command = [str(python), "-m", "ptq.run", str(recipes / "a8w8c8.yaml")]
+    command = [str(python), "-m", "ptq.run", recipe]
     for override in (
         f"model.path={model}",
         f"output.path={cwd / 'out'}",
