@@ -56,15 +56,6 @@ def typed_path(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def shown_path(path: str | Path) -> str:
-    """A path for others to read: relative where it lies below the current directory, else a name.
-
-    A report is passed on; it does not tell where on this machine things lie.
-    """
-    typed = Path(typed_path(Path(path)))
-    return typed.name if typed.is_absolute() else str(typed)
-
-
 def matches(name: str, pattern: str) -> bool:
     """Whether a module's name contains a pattern, or matches it where it has `*` or `?`."""
     if "*" in pattern or "?" in pattern:

@@ -10,6 +10,7 @@ from ptq.peers.measure import PeerRow
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import ThresholdsSpec
 from ptq.report.outliers import OutlierRow
+from ptq.report.provenance import Provenance
 from ptq.result import CalibrationSummary, QuantizationRecord
 
 
@@ -72,6 +73,7 @@ class ReportData(Strict):
 
     Attributes:
         title: Model and scheme.
+        provenance: When, where and with what it was measured.
         passed: Whether every threshold holds; True where the recipe has none.
         checks: The recipe's thresholds beside what was measured.
         failures: Sentences for those that do not hold.
@@ -88,11 +90,12 @@ class ReportData(Strict):
         outliers: Channels of the inputs that calibration saw, as quantized: after smoothing.
         environment: Processor, threads and versions of the measurement.
         seconds: Wall time of the comparison and of the measurement of speed.
-        recipe: The resolved recipe as YAML.
+        recipe: The resolved recipe as YAML, with full paths: `ptq run` on it repeats the run.
         peers: What other tools made of the same model.
     """
 
     title: str
+    provenance: Provenance
     passed: bool
     checks: tuple[Check, ...]
     failures: tuple[str, ...]

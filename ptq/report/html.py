@@ -16,7 +16,8 @@ STYLE = """
 body { margin: 0; background: #f1f5f9; color: #0f172a; line-height: 1.5;
   font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
-h1 { font-size: 1.6rem; margin: 0 0 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+.made { font-size: .875rem; }
 h2 { font-size: 1.15rem; margin: 0 0 .5rem; }
 section { background: #fff; border: 1px solid #e2e8f0; border-radius: .5rem;
   padding: 1rem 1.25rem; margin: 0 0 1rem; }
@@ -65,6 +66,7 @@ def render_html(data: ReportData, plots: Mapping[str, str]) -> str:
     body = "\n".join(
         [
             f"<h1>{escape(data.title)}</h1>",
+            f'<p class="made">{escape(data.provenance.line())}</p>',
             _verdict(data),
             *(_section(section, plots) for section in sections(data)),
         ]
@@ -144,7 +146,7 @@ def _row(row: Cells) -> str:
 def render_markdown(data: ReportData) -> str:
     """The same as text: verdict, tables and explanations, without the plots."""
     head, *rows = summary_rows(data)
-    parts = [f"# {_plain(data.title)}", verdict(data)[1]]
+    parts = [f"# {_plain(data.title)}", _plain(data.provenance.line()), verdict(data)[1]]
     if data.checks:
         parts.append(_markdown_table(check_rows(data)))
     parts.append(_markdown_table(Table(head, rows)))

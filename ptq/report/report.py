@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -29,7 +28,7 @@ from ptq.output import REPORT_FOLDER, STATISTICS_FILE
 from ptq.peers.measure import PeerRow, PeersRecord, measure_peers
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
-from ptq.recipe.schema import ModelSpec, OutputSpec, Recipe, SpeedSpec
+from ptq.recipe.schema import SpeedSpec
 from ptq.report.data import (
     KVScales,
     ReportData,
@@ -41,9 +40,9 @@ from ptq.report.data import (
 from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import activation_outliers
 from ptq.report.plots import draw_plots
+from ptq.report.provenance import provenance_of
 from ptq.report.summary import summary_rows
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
-from ptq.text import shown_path
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,7 @@ def measure(
     seconds = watch.seconds()
     seconds.pop("total")
     return ReportData(
+        provenance=provenance_of(recipe, result.checkpoint),
         title=f"{recipe.model.path.name} in {scheme}",
         passed=all(check.holds for check in checks),
         checks=checks,
@@ -132,14 +132,16 @@ def measure(
         accuracy=accuracy,
         sizes=_sizes(original, quantized),
         speed=speed,
-        evaluation=shown_text(evaluation),
-        quantization=_record(result),
+        evaluation=CalibrationSummary.of(evaluation),
+        quantization=QuantizationRecord(
+            **{name: getattr(result, name) for name in QuantizationRecord.model_fields}
+        ),
         scale_table=result.scale_table,
         kv_scales=_kv_scales(quantized.checkpoint),
         outliers=tuple(activation_outliers(Statistics.load(statistics))),
         environment=environment(recipe.report.device),
         seconds=seconds,
-        recipe=resolved_yaml(_shown_recipe(recipe)),
+        recipe=resolved_yaml(recipe),
         peers=peers,
     )
 
@@ -158,8 +160,8 @@ def measure_only_peers(plan: Plan, *, progress: bool = True) -> PeersRecord:
     original = Engine.from_pretrained(recipe.model.path, config=engine_config(evaluation, None))
     return PeersRecord(
         model=plan.model,
-        calibration=shown_text(calibration),
-        evaluation=shown_text(evaluation),
+        calibration=CalibrationSummary.of(calibration),
+        evaluation=CalibrationSummary.of(evaluation),
         environment=environment(),
         peers=measure_peers(recipe, original, calibration, evaluation, progress=progress),
     )
@@ -232,37 +234,4 @@ def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
             module=name, k=tuple(k.reshape(len(v), -1).amax(dim=1).tolist()), v=tuple(v.tolist())
         )
         for name, (k, v) in checkpoint.kv_scales.items()
-    )
-
-
-def _record(result: QuantizationResult) -> QuantizationRecord:
-    record: dict[str, Any] = {
-        name: getattr(result, name) for name in QuantizationRecord.model_fields
-    }
-    source = shown_path(result.calibration.source)
-    record["calibration"] = result.calibration.model_copy(update={"source": source})
-    return QuantizationRecord(**record)
-
-
-def shown_text(tokens: TokenSet) -> CalibrationSummary:
-    """What is told of a token set, to others."""
-    text = CalibrationSummary.of(tokens)
-    return text.model_copy(update={"source": shown_path(text.source)})
-
-
-def _shown_recipe(recipe: Recipe) -> Recipe:
-    data = {"name": shown_path(recipe.dataset.name)}
-    if recipe.dataset.evaluation_name is not None:
-        data["evaluation_name"] = shown_path(recipe.dataset.evaluation_name)
-    peers = tuple(
-        spec.model_copy(update={"python": spec.python and Path(shown_path(spec.python))})
-        for spec in recipe.report.peers
-    )
-    return recipe.model_copy(
-        update={
-            "model": ModelSpec(path=Path(shown_path(recipe.model.path))),
-            "dataset": recipe.dataset.model_copy(update=data),
-            "output": OutputSpec(path=Path(shown_path(recipe.output.path))),
-            "report": recipe.report.model_copy(update={"peers": peers}),
-        }
     )

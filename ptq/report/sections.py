@@ -31,7 +31,13 @@ def sections(data: ReportData) -> Iterator[Section]:
     yield _size_and_speed(data)
     yield _run(data)
     yield _scales(data)
-    yield Section("Recipe", "Every setting of the run, defaults included.", code=data.recipe)
+    yield _made_of(data)
+    yield Section(
+        "Recipe",
+        "Every setting of the run, defaults included, with full paths. Saved as a file, it repeats "
+        "the run: `ptq run FILE --output DIR`.",
+        code=data.recipe,
+    )
 
 
 def _accuracy(a: Accuracy) -> Section:
@@ -211,14 +217,16 @@ def _cache(data: ReportData) -> Section:
         f"All {len(entries)} scale tensors of the cache",
         folded=True,
     )
-    return Section(
-        "Cache scales",
+    text = (
         "Static scales of the cached keys (after the rotary embedding) and values, one for each KV "
-        "head, as calibrated. A head much above its neighbours has outliers of its own. The ratio "
-        "in the table is that of the worst head.",
-        ("cache",),
-        (table,),
+        "head, as calibrated. A head much above its neighbours has outliers of its own."
     )
+    if any(entry.sqnr_db is not None for entry in entries):
+        text += (
+            " SQNR in the table is the signal-to-quantization-noise ratio of the noisiest of the "
+            "tensor's heads."
+        )
+    return Section("Cache scales", text, ("cache",), (table,))
 
 
 def _size_and_speed(data: ReportData) -> Section:
@@ -278,6 +286,25 @@ def _run(data: ReportData) -> Section:
         + (f"{len(events)} events are worth a look:" if events else "Nothing unusual happened."),
         tables=(Table(("phase", "cost"), times), texts, *_block_costs(run.blocks)),
         notes=events,
+    )
+
+
+def _made_of(data: ReportData) -> Section:
+    made = data.provenance
+    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
+    facts = (
+        ("made", made.made),
+        ("versions", versions),
+        ("device", f"{made.device}, {made.threads} threads"),
+        ("model", made.model),
+        ("calibration text", data.quantization.calibration.source),
+        ("evaluation text", data.evaluation.source),
+        ("checkpoint", made.checkpoint),
+    )
+    return Section(
+        "What ran, where and when",
+        "What this report was measured with.",
+        notes=tuple(f"{name}: {value}" for name, value in facts),
     )
 
 
