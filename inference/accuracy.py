@@ -16,7 +16,7 @@ what the text itself makes hard cancels out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -47,7 +47,8 @@ class Scorer(Protocol):
 class PositionBucket(Strict):
     """Results of the predictions made at positions [start, end) of their sequences.
 
-    Position i is a prediction from i + 1 tokens of context.
+    Position i is a prediction from i + 1 tokens of context. Intervals (`_ci`) are 95% ones; None
+    where fewer than two sequences are that long.
     """
 
     start: int
@@ -56,7 +57,9 @@ class PositionBucket(Strict):
     perplexity_original: float
     perplexity_quantized: float
     kl_mean: float
+    kl_ci: Interval | None
     top1_agreement: float
+    top1_ci: Interval | None
 
 
 class Accuracy(Strict):
@@ -94,6 +97,7 @@ class Accuracy(Strict):
     kl_p99: float
     kl_max: float
     top1_agreement: float
+    top1_agreement_ci: Interval | None
     top5_agreement: float
     positions: tuple[PositionBucket, ...]
 
@@ -115,6 +119,10 @@ class SequenceScores:
     kl: Tensor
     top1: Tensor
     top5: Tensor
+
+    def part(self, start: int, end: int) -> SequenceScores:
+        """Results of the predictions made at positions [start, end)."""
+        return SequenceScores(*(getattr(self, field.name)[start:end] for field in fields(self)))
 
 
 def compare(
@@ -217,6 +225,7 @@ def summarize(scores: Sequence[SequenceScores]) -> Accuracy:
         kl_p99=p99,
         kl_max=kl.max().item(),
         top1_agreement=top1.mean().item(),
+        top1_agreement_ci=ends[4],
         top5_agreement=top5.mean().item(),
         positions=_by_position(scores),
     )
@@ -228,17 +237,23 @@ def _exp(mean: Tensor) -> float:
 
 
 def _intervals(scores: Sequence[SequenceScores]) -> list[Interval | None]:
-    """Bootstrap intervals of both perplexities, their ratio, and the mean KL divergence."""
+    """Bootstrap intervals of both perplexities, their ratio, mean KL divergence and agreement."""
     if len(scores) < 2:
-        return [None] * 4
-    sums = torch.tensor(
-        [[s.nll_original.sum(), s.nll_quantized.sum(), s.kl.sum(), len(s.kl)] for s in scores],
-        dtype=torch.float64,
-    )  # [sequences, 4]
-    drawn = resampled_sums(sums)
-    original, quantized, kl = (drawn[:, :3] / drawn[:, 3:]).T
+        return [None] * 5
+    drawn = _resampled_means(scores, "nll_original", "nll_quantized", "kl", "top1")
+    original, quantized, kl, top1 = drawn.T
     perplexities = original.exp(), quantized.exp(), (quantized - original).exp()
-    return [percentile_interval(values) for values in (*perplexities, kl)]
+    return [percentile_interval(values) for values in (*perplexities, kl, top1)]
+
+
+def _resampled_means(scores: Sequence[SequenceScores], *names: str) -> Tensor:
+    """Means over the predictions of sequences drawn with replacement: fp64 [draws, names]."""
+    sums = torch.tensor(
+        [[*(getattr(s, name).sum() for name in names), len(s.kl)] for s in scores],
+        dtype=torch.float64,
+    )  # [sequences, names + 1]
+    drawn = resampled_sums(sums)
+    return drawn[:, :-1] / drawn[:, -1:]
 
 
 def resampled_sums(sums: Tensor) -> Tensor:
@@ -269,20 +284,25 @@ def _by_position(scores: Sequence[SequenceScores]) -> tuple[PositionBucket, ...]
     longest = max(len(score.kl) for score in scores)
     buckets, start, end = [], 0, FIRST_BUCKET
     while start < longest:
-        columns = [
-            torch.cat([getattr(score, name)[start:end] for score in scores])
+        parts = [score.part(start, end) for score in scores if len(score.kl) > start]
+        original, quantized, kl, top1 = (
+            torch.cat([getattr(part, name) for part in parts]).mean()
             for name in ("nll_original", "nll_quantized", "kl", "top1")
-        ]
-        original, quantized, kl, top1 = (column.mean() for column in columns)
+        )
+        ends = [None, None]
+        if len(parts) > 1:
+            ends = [percentile_interval(x) for x in _resampled_means(parts, "kl", "top1").T]
         buckets.append(
             PositionBucket(
                 start=start,
                 end=min(end, longest),
-                tokens=len(columns[0]),
+                tokens=sum(len(part.kl) for part in parts),
                 perplexity_original=_exp(original),
                 perplexity_quantized=_exp(quantized),
                 kl_mean=kl.item(),
+                kl_ci=ends[0],
                 top1_agreement=top1.item(),
+                top1_ci=ends[1],
             )
         )
         start, end = end, 2 * end

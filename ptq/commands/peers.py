@@ -28,11 +28,11 @@ from ptq.text import format_table, typed_path
 if TYPE_CHECKING:
     import ptq.plan.plan as planning
     import ptq.report.report as reporting
-    from ptq.report import peers as rows
+    from ptq.report.parts import peers as rows
 else:
     planning = later("ptq.plan.plan")
     reporting = later("ptq.report.report")
-    rows = later("ptq.report.peers")
+    rows = later("ptq.report.parts.peers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

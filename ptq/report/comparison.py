@@ -17,8 +17,8 @@ from formats.errors import RequestError
 from ptq.output import PEERS_FILE
 from ptq.peers.measure import PeerRow, PeersRecord
 from ptq.report.data import ReportData
-from ptq.report.figure import NO_METADATA, QUANTIZED, STYLE, WIDTH
-from ptq.report.peers import method_names
+from ptq.report.page.figure import NO_METADATA, QUANTIZED, STYLE, WIDTH
+from ptq.report.parts.peers import method_names
 
 R = TypeVar("R", ReportData, PeersRecord)
 REPORT = "report/report.json"

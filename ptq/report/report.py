@@ -37,9 +37,8 @@ from ptq.report.data import (
     check_thresholds,
     failure,
 )
-from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import activation_outliers
-from ptq.report.plots import draw_plots
+from ptq.report.pages import draw_plots, render_html, render_markdown
 from ptq.report.provenance import provenance_of
 from ptq.report.summary import summary_rows
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch

@@ -2,42 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from ptq.report.data import LABELS, ReportData
+from ptq.report.page.section import Cells, Table
 from ptq.text import percent, size_text
-
-Cells = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text; the first column is aligned to the left, the others to the right.
-
-    Attributes:
-        columns: Heads.
-        rows: As many cells each.
-        caption: What it shows; a long table is folded under it.
-        folded: Whether it is too long to be shown at once.
-    """
-
-    columns: Cells
-    rows: Sequence[Cells]
-    caption: str = ""
-    folded: bool = False
-
-
-@dataclass(frozen=True)
-class Section:
-    """A headline, what its figures mean, a plot by its name, and tables."""
-
-    title: str
-    text: str
-    plots: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    code: str = ""
-    notes: tuple[str, ...] = ()
 
 
 def summary_rows(data: ReportData) -> list[Cells]:

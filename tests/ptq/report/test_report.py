@@ -28,14 +28,14 @@ from ptq.plan.plan import build_plan
 from ptq.recipe.peers import QUANTIZERS, Quantizer
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe, ThresholdsSpec
-from ptq.report import plots
 from ptq.report.data import ReportData, check_thresholds, failure
-from ptq.report.html import render_html, render_markdown
 from ptq.report.outliers import OutlierRow, distinct_inputs
-from ptq.report.plots import draw_plots
+from ptq.report.page.section import Table
+from ptq.report.pages import draw_plots, render_html, render_markdown, sections
+from ptq.report.parts.activations import READERS
+from ptq.report.parts.by_block import grid_of
 from ptq.report.report import Report, make_report, write_report
-from ptq.report.sections import sections
-from ptq.report.summary import Table, summary_rows
+from ptq.report.summary import summary_rows
 from ptq.result import load_result
 
 RECIPE = """\
@@ -304,9 +304,9 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(made, tmp_path, monk
 
 def test_every_smoothed_group_is_drawn_at_its_block_and_in_its_color(made):
     sources = [row.source for row in made.data.quantization.smoothing]
-    kinds, blocks = plots._grid(sources)
+    kinds, blocks = grid_of(sources)
     assert {name.rpartition(".")[2] for name in sources} == set(kinds)
-    assert set(kinds) <= plots.READERS.keys()
+    assert set(kinds) <= READERS.keys()
     assert all(block.isdecimal() for block in blocks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from matplotlib.figure import Figure
 
@@ -10,9 +11,9 @@ from inference.accuracy import Accuracy
 from ptq.peers.measure import PeerRow
 from ptq.recipe.strict_yaml import parse
 from ptq.report.data import ReportData
-from ptq.report.figure import ORIGINAL, QUANTIZED, draw_dot, new_figure
-from ptq.report.format import interval_text
-from ptq.report.summary import Cells, Section, Table
+from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, new_figure
+from ptq.report.page.format import interval_text
+from ptq.report.page.section import Cells, Plot, Section, Table
 from ptq.text import percent, size_text
 
 OWN = "this run"
@@ -39,6 +40,9 @@ def method_names(recipe: str) -> str:
 
 def peers_section(data: ReportData) -> Section:
     """This run and what other tools made of the same model."""
+    shown = "Perplexity ratio and mean KL divergence of this run and of other tools"
+    plot = Plot("peers", shown, partial(_draw, data))
+    ran = any(row.accuracy for row in data.peers)
     failed = tuple(f"{row.name} could not run: {row.error}" for row in data.peers if row.error)
     return Section(
         "Beside other tools",
@@ -49,7 +53,7 @@ def peers_section(data: ReportData) -> Section:
         "quantizes while it loads: both count); that of this run is its whole time, reading, "
         "measuring and writing included. Memory is the largest "
         "resident memory of the process up to the end of its quantization.",
-        ("peers",),
+        (plot,) if ran else (),
         (Table(HEADS, [_own_row(data), *peer_rows(data.peers)]),),
         notes=failed,
     )
@@ -93,7 +97,7 @@ def _figures(a: Accuracy) -> Cells:
     )
 
 
-def draw_peers(data: ReportData) -> Figure:
+def _draw(data: ReportData) -> Figure:
     """Perplexity ratio and mean KL of this run and of each tool that ran, with intervals."""
     rows = [(OWN, data.accuracy, QUANTIZED)]
     rows += [(row.name, row.accuracy, ORIGINAL) for row in data.peers if row.accuracy]

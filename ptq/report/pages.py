@@ -1,0 +1,75 @@
+"""The report's pages: what stands on top, the sections in their order, and their plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from matplotlib import rc_context
+
+from ptq.report.data import ReportData
+from ptq.report.page.figure import STYLE, svg_text
+from ptq.report.page.html import html_page
+from ptq.report.page.markdown import markdown_page
+from ptq.report.page.section import Point, Section, Table, Top
+from ptq.report.parts.accuracy import divergence_section, perplexity_section
+from ptq.report.parts.activations import activations_section
+from ptq.report.parts.cache import cache_section
+from ptq.report.parts.cost import size_and_speed_section
+from ptq.report.parts.layers import layers_section
+from ptq.report.parts.peers import peers_section
+from ptq.report.parts.run import provenance_section, recipe_section, run_section, scales_section
+from ptq.report.summary import check_rows, summary_rows
+from ptq.report.verdict import verdict_of
+
+
+def render_html(data: ReportData, plots: Mapping[str, str]) -> str:
+    """The page as HTML; `plots` are SVG text by name, from `draw_plots`."""
+    return html_page(top_of(data), sections(data), plots)
+
+
+def render_markdown(data: ReportData) -> str:
+    """The same as Markdown, without the plots."""
+    return markdown_page(top_of(data), sections(data))
+
+
+def top_of(data: ReportData) -> Top:
+    """Verdict, answers and figures on top of the page."""
+    verdict = verdict_of(data)
+    head, *rows = summary_rows(data)
+    points = [Point("Thresholds", ". ".join(verdict.margins) + ".")] if verdict.margins else []
+    points += [Point("Careful", f"{doubt}.") for doubt in verdict.doubts]
+    tables = (*([check_rows(data)] if data.checks else ()), Table(head, rows))
+    return Top(
+        title=data.title,
+        line=data.provenance.line(),
+        outcome=verdict.outcome,
+        light=verdict.light,
+        headline=verdict.headline,
+        points=tuple(points),
+        tables=tables,
+    )
+
+
+def sections(data: ReportData) -> Iterator[Section]:
+    """Everything below the verdict, in order."""
+    yield perplexity_section(data)
+    yield divergence_section(data)
+    if data.peers:
+        yield peers_section(data)
+    yield layers_section(data)
+    if data.quantization.smoothing or data.outliers:
+        yield activations_section(data)
+    if data.kv_scales:
+        yield cache_section(data)
+    yield size_and_speed_section(data)
+    yield run_section(data)
+    yield scales_section(data)
+    yield provenance_section(data)
+    yield recipe_section(data)
+
+
+def draw_plots(data: ReportData) -> dict[str, str]:
+    """Every plot that the data allow, by the name that sections use: SVG without a prolog."""
+    plots = [plot for section in sections(data) for plot in section.plots]
+    with rc_context(STYLE):
+        return {plot.name: svg_text(plot.draw()) for plot in plots}

@@ -1,0 +1,195 @@
+"""The report's sections on perplexity and on divergence: text, tables and plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from inference.accuracy import Accuracy, Interval
+from ptq.report.data import ReportData
+from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_figure
+from ptq.report.page.format import interval_text
+from ptq.report.page.section import Plot, Section, Table
+from ptq.text import percent
+
+APART = 0.16  # of an axis' length: labels of ticks that are nearer would run into each other
+
+
+def perplexity_section(data: ReportData) -> Section:
+    """Both perplexities and their ratio."""
+    a = data.accuracy
+    rows = [
+        ("original", f"{a.perplexity_original:.4f}", interval_text(a.perplexity_original_ci)),
+        ("quantized", f"{a.perplexity_quantized:.4f}", interval_text(a.perplexity_quantized_ci)),
+        ("ratio", f"{a.perplexity_ratio:.5f}", interval_text(a.perplexity_ratio_ci, 5)),
+    ]
+    shown = "Perplexity of both models and their ratio, with intervals"
+    return Section(
+        "Perplexity",
+        "Perplexity is exp of the mean negative log-likelihood per token of the evaluation text; "
+        "lower is better. Both models ran on this project's engine and its real kernels, the "
+        "quantized cache included. The ratio is what quantization cost: 1 is no loss. Intervals "
+        "are 95% percentile bootstrap intervals over sequences; that of the ratio is paired, so "
+        f"what makes the text itself hard cancels out. {a.tokens:,} predictions in "
+        f"{a.sequences:,} sequences.",
+        (Plot("perplexity", shown, partial(_draw_perplexity, data)),),
+        (Table(("perplexity", "value", "95% interval"), rows),),
+    )
+
+
+def divergence_section(data: ReportData) -> Section:
+    """KL divergence and agreement, in all and by position."""
+    a = data.accuracy
+    figures = Table(
+        ("", "value", "95% interval"),
+        [
+            ("mean KL divergence", f"{a.kl_mean:.3g}", interval_text(a.kl_mean_ci, 3, "g")),
+            ("median", f"{a.kl_p50:.3g}", ""),
+            ("90th percentile", f"{a.kl_p90:.3g}", ""),
+            ("99th percentile", f"{a.kl_p99:.3g}", ""),
+            ("largest", f"{a.kl_max:.3g}", ""),
+            ("top-1 agreement", percent(a.top1_agreement), _percents(a.top1_agreement_ci)),
+            ("top-5 agreement", percent(a.top5_agreement), ""),
+        ],
+    )
+    positions = Table(
+        ("position", "predictions", "original", "quantized", "mean KL", "top-1"),
+        [
+            (
+                f"{b.start}-{b.end - 1}",
+                f"{b.tokens:,}",
+                f"{b.perplexity_original:.3f}",
+                f"{b.perplexity_quantized:.3f}",
+                f"{b.kl_mean:.3g}",
+                percent(b.top1_agreement),
+            )
+            for b in a.positions
+        ],
+        "By position in the sequence: perplexities, KL divergence and agreement",
+        folded=True,
+    )
+    shown = "KL divergence: percentiles, mean by position, and top-1 agreement by position"
+    return Section(
+        "Divergence and agreement",
+        "The Kullback-Leibler divergence KL(original || quantized), in nats, compares the two "
+        "models' whole distributions at every position; 0 is no loss. Top-1 agreement is the share "
+        "of positions where both hold the same token for the most likely; top-5 agreement the "
+        "share of the original's five most likely tokens that are among the quantized model's "
+        "five. An error that grows along the sequence points at the cache.",
+        (Plot("divergence", shown, partial(_draw_divergence, a)),),
+        (figures, positions),
+    )
+
+
+def _percents(ends: Interval | None) -> str:
+    return interval_text(ends and (100 * ends[0], 100 * ends[1]), 2)
+
+
+def _draw_perplexity(data: ReportData) -> Figure:
+    """Perplexities and their ratio, with intervals and the threshold."""
+    a = data.accuracy
+    figure, (left, right) = new_figure(2.1, 2)
+    for y, value, ends, color in (
+        (1, a.perplexity_original, a.perplexity_original_ci, ORIGINAL),
+        (0, a.perplexity_quantized, a.perplexity_quantized_ci, QUANTIZED),
+    ):
+        draw_dot(left, y, value, ends, color)
+        _write(left, f"{value:.3f}", value, y)
+    left.set_yticks([0, 1], ["quantized", "original"])
+    left.set_title("Perplexity")
+    left.set_ylim(-0.5, 1.6)
+    left.margins(x=0.15)
+    left.xaxis.set_major_locator(MaxNLocator(5))
+    limit = next((c.limit for c in data.checks if c.name == "perplexity_ratio"), None)
+    _draw_ratio(right, a, limit)
+    for axes in (left, right):
+        axes.grid(axis="y", visible=False)
+    return figure
+
+
+def _draw_ratio(axes: Axes, a: Accuracy, limit: float | None) -> None:
+    """The ratio beside 1, which is no loss, and its threshold: each has a tick of its own."""
+    draw_dot(axes, 0, a.perplexity_ratio, a.perplexity_ratio_ci, QUANTIZED)
+    _write(axes, f"{a.perplexity_ratio:.4f}", a.perplexity_ratio, 0)
+    axes.axvline(1.0, color=ORIGINAL, linewidth=1)
+    _write(axes, "no loss", 1.0, 0.55, above=0)
+    marks = [1.0]
+    if limit is not None:
+        axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1)
+        _write(axes, "threshold", limit, 0.9, above=0, color=LIMIT)
+        marks.append(limit)
+    drawn = [*marks, a.perplexity_ratio, *(a.perplexity_ratio_ci or ())]
+    drawn = [x for x in drawn if math.isfinite(x)]
+    width = max(drawn) - min(drawn) or 0.01
+    low, high = min(drawn) - 0.15 * width, max(drawn) + 0.15 * width
+    axes.set_xlim(low, high)
+    ticks = _ticks(marks, low, high)
+    digits = 3 if high - low > 0.004 else 4
+    axes.set_xticks(ticks, [f"{tick:.{digits}f}" for tick in ticks])
+    axes.set_yticks([])
+    axes.set_ylim(-0.5, 1.2)
+    axes.set_title("Ratio quantized / original")
+
+
+def _ticks(marks: Sequence[float], low: float, high: float) -> list[float]:
+    """The marks, and round numbers of the axis from `low` to `high` where there is room."""
+    ticks: list[float] = []
+    for tick in (*marks, *MaxNLocator(5).tick_values(low, high)):
+        free = all(abs(tick - other) > APART * (high - low) for other in ticks)
+        if low <= tick <= high and free:
+            ticks.append(float(tick))
+    return sorted(ticks)
+
+
+def _write(
+    axes: Axes, text: str, x: float, y: float, *, above: int = 7, color: str = "#0f172a"
+) -> None:
+    """Write a text over a point, `above` points higher."""
+    axes.annotate(
+        text, (x, y), (0, above), textcoords="offset points", ha="center", color=color, fontsize=9
+    )
+
+
+def _draw_divergence(a: Accuracy) -> Figure:
+    """KL divergence: its percentiles, and its mean and the agreement by position."""
+    figure, (left, middle, right) = new_figure(2.7, 3)
+    values = {"median": a.kl_p50, "mean": a.kl_mean, "90%": a.kl_p90, "99%": a.kl_p99}
+    values["largest"] = a.kl_max
+    for y, value in enumerate(reversed(values.values())):
+        draw_dot(left, y, value, None, QUANTIZED)
+        _write(left, f"{value:.2g}", value, y)
+    left.set_yticks(range(len(values)), list(reversed(values)))
+    left.set_ylim(-0.5, len(values) - 0.2)
+    left.set_title("KL divergence (nats)")
+    if min(values.values()) > 0:
+        left.set_xscale("log")
+    left.margins(x=0.2)
+    _by_position(middle, a, [(b.kl_mean, b.kl_ci) for b in a.positions], 1.0)
+    middle.set_ylim(bottom=0)
+    middle.set_title("Mean KL by position")
+    shares = [(b.top1_agreement, b.top1_ci) for b in a.positions]
+    _by_position(right, a, shares, 100.0)
+    if any(ends is None for _, ends in shares):  # how much chance is in it is not known: all of it
+        right.set_ylim(0, 103)
+    right.set_title("Top-1 agreement by position (%)")
+    return figure
+
+
+def _by_position(
+    axes: Axes, a: Accuracy, values: Sequence[tuple[float, Interval | None]], unit: float
+) -> None:
+    """Values over the positions, with their intervals."""
+    for x, (value, ends) in enumerate(values):
+        if ends is not None:
+            axes.plot([x, x], [unit * end for end in ends], color=QUANTIZED, linewidth=2)
+        axes.plot([x], [unit * value], "o", color=QUANTIZED, markersize=5)
+    labels = [f"{b.start}-{b.end - 1}" for b in a.positions]
+    axes.set_xticks(range(len(labels)), labels)
+    axes.tick_params(axis="x", rotation=60, labelsize=8)
+    axes.margins(x=0.08)
+    axes.grid(axis="x", visible=False)

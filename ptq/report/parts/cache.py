@@ -1,0 +1,64 @@
+"""The report's section on the cache's static scales."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from ptq.report.data import ReportData
+from ptq.report.page.figure import new_figure
+from ptq.report.page.section import Plot, Section, Table
+from ptq.report.parts.by_block import heat_map
+from ptq.text import decibel, percent, scale_text
+
+
+def cache_section(data: ReportData) -> Section:
+    """Scales of K and V, layer by layer and head by head."""
+    entries = [e for e in data.scale_table.entries if e.role in ("k_cache", "v_cache")]
+    table = Table(
+        ("attention", "cache", "scales", "absmax", "clipped", "SQNR (dB)"),
+        [
+            (
+                entry.module,
+                entry.role[0].upper(),
+                scale_text(entry.scale_min, entry.scale_max),
+                f"{entry.absmax:.4g}",
+                percent(entry.clip_fraction, 4),
+                decibel(entry.sqnr_db),
+            )
+            for entry in entries
+        ],
+        f"All {len(entries)} scale tensors of the cache",
+        folded=True,
+    )
+    text = (
+        "Static scales of the cached keys (after the rotary embedding) and values, one for each KV "
+        "head, as calibrated. A head much above its neighbours has outliers of its own."
+    )
+    if any(entry.sqnr_db is not None for entry in entries):
+        text += (
+            " SQNR in the table is the signal-to-quantization-noise ratio of the noisiest of the "
+            "tensor's heads."
+        )
+    shown = "Heat maps of the cache's scales by layer and head"
+    return Section("Cache scales", text, (Plot("cache", shown, partial(_draw, data)),), (table,))
+
+
+def _draw(data: ReportData) -> Figure:
+    heads = [str(h) for h in range(len(data.kv_scales[0].k))]
+    figure, axes = new_figure(1.1 + 0.34 * len(heads), 2)
+    layers = [re.sub(r"\D+", "", row.module) for row in data.kv_scales]
+    for part, title, rows in (
+        (axes[0], "K scales", [row.k for row in data.kv_scales]),
+        (axes[1], "V scales", [row.v for row in data.kv_scales]),
+    ):
+        grid = np.array(rows).T
+        heat_map(part, grid, layers, heads, (grid.min(), grid.max()), "{:.2g}")
+        part.set_title(title)
+        part.set_xlabel("layer")
+        part.set_ylabel("KV head")
+        figure.colorbar(part.images[0], ax=part, aspect=30)
+    return figure

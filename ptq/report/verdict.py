@@ -1,0 +1,122 @@
+"""The verdict in words: whether the thresholds hold, by how much, and whether that can be told.
+
+green   every threshold holds, and lies beyond the 95% interval of its figure
+amber   every threshold holds, but within what chance may do: other text could tell otherwise
+red     a threshold is missed
+grey    the recipe sets none
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from inference.accuracy import Accuracy, Interval
+from ptq.report.data import LABELS, Check, ReportData
+
+FEWEST_SEQUENCES, FEWEST_TOKENS = 8, 2000  # below these, intervals themselves are not to be trusted
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out.
+
+    Attributes:
+        light: `green`, `amber`, `red` or `grey`.
+        outcome: `passed`, `failed`, or `open` where there are no thresholds.
+        headline: In a sentence.
+        margins: For each threshold, whether it holds and by how much.
+        doubts: Why the evaluation may be too small to tell.
+    """
+
+    light: str
+    outcome: str
+    headline: str
+    margins: tuple[str, ...]
+    doubts: tuple[str, ...]
+
+
+def verdict_of(data: ReportData) -> Verdict:
+    """Judge what was measured."""
+    intervals = _intervals(data.accuracy)
+    margins = tuple(_margin(check, intervals[check.name]) for check in data.checks)
+    unsure = [check for check in data.checks if _is_unsure(check, intervals[check.name])]
+    doubts = tuple(_doubts(data, unsure))
+    if not data.checks:
+        headline = "No verdict: the recipe sets no thresholds."
+        return Verdict("grey", "open", headline, margins, doubts)
+    if data.failures:
+        missed = f"{len(data.failures)} of {len(data.checks)} thresholds missed"
+        return Verdict("red", "failed", f"Red: {missed}.", margins, doubts)
+    all_hold = "every threshold holds" if len(data.checks) > 1 else "the threshold holds"
+    if unsure:
+        headline = f"Amber: {all_hold}, but by less than the measurement can tell."
+        return Verdict("amber", "passed", headline, margins, doubts)
+    return Verdict("green", "passed", f"Green: {all_hold}.", margins, doubts)
+
+
+def _intervals(a: Accuracy) -> dict[str, Interval | None]:
+    return {
+        "perplexity_ratio": a.perplexity_ratio_ci,
+        "kl": a.kl_mean_ci,
+        "top1_agreement": a.top1_agreement_ci,
+    }
+
+
+def _half(ends: Interval | None) -> float:
+    """Half of an interval's width; endless where it is not known."""
+    return math.inf if ends is None else (ends[1] - ends[0]) / 2
+
+
+def _is_unsure(check: Check, ends: Interval | None) -> bool:
+    """Whether the threshold lies within the figure's interval."""
+    return ends is None or ends[0] <= check.limit <= ends[1]
+
+
+def _margin(check: Check, ends: Interval | None) -> str:
+    distance, half = abs(check.measured - check.limit), _half(ends)
+    bound = "at most" if check.upper else "at least"
+    text = (
+        f"{LABELS[check.name]} {check.measured:.4g}, allowed {bound} {check.limit:g}: "
+        f"{'holds' if check.holds else 'missed'} by {distance:.2g}"
+    )
+    if ends is None or not math.isfinite(half):
+        return f"{text}; how much of it is chance is not known"
+    if half == 0:
+        return f"{text}, without any spread between sequences"
+    low, high = (f"{end:.4g}" for end in ends)
+    times = distance / half
+    return f"{text}, {times:.2g} times the half-width of its 95% interval ({low} to {high})"
+
+
+def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
+    a = data.accuracy
+    few = a.sequences < FEWEST_SEQUENCES or a.tokens < FEWEST_TOKENS
+    if few:
+        yield (
+            f"{a.sequences} sequences with {a.tokens:,} predictions are too few to trust: give at "
+            f"least {FEWEST_SEQUENCES} sequences and {FEWEST_TOKENS:,} predictions "
+            "(dataset.evaluation.samples)"
+        )
+    if not unsure:
+        return
+    names = " and ".join(LABELS[check.name] for check in unsure)
+    wanted = max(_wanted(check, _intervals(a)[check.name], a.sequences) for check in unsure)
+    advice = f"; about {wanted:,} sequences would tell" if wanted else ""
+    yield (
+        f"the 95% interval of {names} reaches over the threshold: {a.sequences} sequences cannot "
+        f"tell it from one that is {'kept' if data.failures else 'missed'}{advice}"
+    )
+
+
+def _wanted(check: Check, ends: Interval | None, sequences: int) -> int:
+    """Sequences whose interval would end at the threshold: widths go with 1 / sqrt(sequences).
+
+    0 where that cannot be told, or is beyond reason.
+    """
+    distance = abs(check.measured - check.limit)
+    if ends is None or distance == 0 or not math.isfinite(distance + _half(ends)):
+        return 0
+    wanted = sequences * (_half(ends) / distance) ** 2
+    return math.ceil(1.2 * wanted) if wanted < 100 * sequences else 0
