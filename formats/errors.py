@@ -4,6 +4,11 @@ Every message says what was found, what is allowed, and how to fix it. They live
 `formats` is the ground that every other package may import.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class PTQError(Exception):
     """Base of every error that is the user's to act on; the commands print it without a trace."""
@@ -32,3 +37,11 @@ class RequestError(PTQError):
 
 class EngineError(PTQError):
     """The engine cannot go on: an invariant of its own was broken or a step failed."""
+
+
+def suggestion(found: str, allowed: Iterable[str]) -> str:
+    """`did you mean ...?` where something close is allowed, then what is."""
+    names = list(allowed)
+    close = get_close_matches(found, names, n=1, cutoff=0.5)
+    guess = f"did you mean {close[0]!r}? " if close else ""
+    return f"{guess}allowed: {', '.join(names)}"

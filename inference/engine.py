@@ -21,7 +21,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
-from inference.backend import Backend, choose_backend
+from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
@@ -112,6 +112,7 @@ class Engine:
             CheckpointError: it is damaged, or of a kind that is not run here.
             EngineError: the device is not one that is run on, or its memory is too small.
         """
+        require_device(device)  # first: the rest takes its time
         checkpoint = Checkpoint.open(path)
         tokenizer = load_tokenizer(checkpoint.path)
         backend = choose_backend(device, checkpoint, dtype)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
 from formats.command import run_command
-from formats.errors import RequestError
+from formats.errors import RequestError, suggestion
 from formats.namespace import require_own_packages
 from ptq.version import version
 
@@ -71,10 +70,7 @@ def dispatch(argv: Sequence[str] | None) -> int:
         print(f"ptq {version()}")
         return 0
     if arguments[0] not in COMMANDS:
-        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1, cutoff=0.5)
-        guess = f"did you mean {close[0]!r}? " if close else ""
-        names = ", ".join(COMMANDS)
-        raise RequestError(f"no command {arguments[0]!r}; {guess}commands: {names}")
+        raise RequestError(f"no command {arguments[0]!r}; {suggestion(arguments[0], COMMANDS)}")
     require_own_packages("calibrate", "inference")
     module = importlib.import_module(COMMANDS[arguments[0]][0])
     return module.main(arguments[1:])

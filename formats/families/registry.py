@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, suggestion
 from formats.families import declared
 from formats.families.family import Attention, Family
 
@@ -36,11 +38,33 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     family = find_family(config)
     if family is None:
-        raise CheckpointError(
-            f"config.json: model_type {config.get('model_type')!r} is not supported; supported are "
-            f"{', '.join(MODEL_TYPES)}"
-        )
+        raise CheckpointError(f"config.json: {unsupported(config)}")
     return family
+
+
+def unsupported(config: Mapping[str, Any], source: str = "") -> str:
+    """Why a model without a declared family is refused, with what its model_type may stand for.
+
+    Args:
+        config: Its config.json.
+        source: Where that lies, if the message is to tell.
+    """
+    found, of = config.get("model_type"), f" of {source}" if source else ""
+    if not isinstance(found, str):
+        return f"found no model_type{of}; supported are {', '.join(MODEL_TYPES)}"
+    text = f"model_type {found!r}{of} is not supported"
+    if _known_to_transformers(found):  # no typing error, however close it is to one of ours
+        return f"{text} yet. transformers knows it; this project runs {', '.join(MODEL_TYPES)}"
+    return f"{text}; {suggestion(found, MODEL_TYPES)}"
+
+
+def _known_to_transformers(model_type: str) -> bool:
+    """Whether transformers lists a family, read from its source: importing it takes seconds."""
+    package = importlib.util.find_spec("transformers")
+    folders = (package and package.submodule_search_locations) or ()
+    lists = (file for folder in folders for file in Path(folder, "models", "auto").glob("*.py"))
+    entry = f'("{model_type}", '
+    return any(entry in file.read_text(encoding="utf-8") for file in lists)
 
 
 def block_names(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import RequestError
-from formats.families.registry import MODEL_TYPES, find_family
+from formats.families.registry import find_family, unsupported
 from formats.scheme import PRESETS, Scheme
 from formats.stored.folder import read_config
 
@@ -88,8 +88,7 @@ def read_shape(text: str) -> tuple[str, dict[str, Any]]:
     config, _ = read_config(folder)
     if find_family(config) is None:
         raise RequestError(
-            f"shape: {text} is of model_type {config.get('model_type')!r}; random checkpoints are "
-            f"made of {', '.join(MODEL_TYPES)}",
+            f"shape: {unsupported(config, text)}; random checkpoints are made of these alone",
             "shape",
         )
     return folder.resolve().name, config

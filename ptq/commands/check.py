@@ -16,8 +16,6 @@ from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
 
 if TYPE_CHECKING:
-    import torch
-
     import ptq.plan.plan as planning
     from calibrate.data import TokenSet
     from ptq.pipeline import timing
@@ -28,7 +26,6 @@ else:
     planning = later("ptq.plan.plan")
     preflight = later("ptq.plan.preflight")
     timing = later("ptq.pipeline.timing")
-    torch = later("torch")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +51,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _time(plan: Plan, tokens: TokenSet) -> str:
     """How long quantization would take here and now, told by solving the first block."""
-    if plan.prediction.device_bytes and not torch.cuda.is_available():
-        return "time         unknown: the recipe asks for a GPU, and there is none here"
     print(f"timing the first of {len(plan.blocks)} blocks (--no-time: not)", file=sys.stderr)
     return describe.describe_seconds(timing.predict_seconds(plan, tokens))

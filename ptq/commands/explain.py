@@ -34,6 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what happens to each module."""
     arguments = parser().parse_args(argv)
     loaded = read_recipe(arguments.recipe, overrides_of(arguments))
-    plan = planning.plan_recipe(loaded, force=True)
+    plan = planning.plan_recipe(loaded, force=True, solves=False)
     print("\n".join(explain.explain(plan, arguments.module)))
     return 0

@@ -13,8 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from formats.errors import RequestError
-from ptq.recipe.problems import suggestion
+from formats.errors import RequestError, suggestion
 from ptq.recipe.shipped import ShippedRecipe, shipped_paths, shipped_recipes
 
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = parser().parse_args(argv).output
     result = results.load_result(output)
     here = output_override(output)  # it may have been moved since
-    plan = planning.plan_recipe(read_recipe(output / RECIPE_FILE, here), force=True)
+    plan = planning.plan_recipe(read_recipe(output / RECIPE_FILE, here), force=True, solves=False)
     report = reporting.make_report(result, plan)
     print()
     print(format_table(report.summary_rows))

@@ -7,23 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from formats.errors import RecipeError
+from ptq.plan.preflight import on_gpu
 from ptq.recipe.schema import Recipe
 
 
 def device_of(recipe: Recipe) -> torch.device:
-    """Where blocks are run and solved.
-
-    Raises:
-        RecipeError: the recipe asks for a GPU and there is none.
-    """
-    available = torch.cuda.is_available()
-    if recipe.device == "cuda" and not available:
-        raise RecipeError(
-            "device: found cuda, but torch sees no GPU here; set device: cpu or auto, or install a "
-            "torch with CUDA"
-        )
-    return torch.device("cuda" if available and recipe.device != "cpu" else "cpu")
+    """Where blocks are run and solved; that the device is here, the plan has checked."""
+    return torch.device("cuda" if on_gpu(recipe) else "cpu")
 
 
 @contextmanager

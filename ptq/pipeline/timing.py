@@ -21,7 +21,7 @@ def predict_seconds(plan: Plan, tokens: TokenSet) -> dict[str, float]:
         Seconds of the whole run by phase, and in `total`; loading data and writing aside.
 
     Raises:
-        RecipeError: the recipe asks for a GPU and there is none, or activations hold NaN.
+        RecipeError: activations hold NaN or infinity.
         CheckpointError: the model is damaged.
     """
     start, block = Stopwatch(), Stopwatch()

@@ -23,7 +23,8 @@ from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.registry import view_of
 from ptq.plan import preflight
 from ptq.plan.footprint import Footprint
-from ptq.plan.modules import ModulePlan, check_modules, layer_shapes, plan_modules
+from ptq.plan.module_faults import check_modules
+from ptq.plan.modules import ModulePlan, layer_shapes, plan_modules
 from ptq.plan.peers import check_peers
 from ptq.plan.shapes import Shape, block_shapes
 from ptq.recipe.problems import Problem, Where, recipe_error
@@ -100,18 +101,23 @@ class Plan(Strict):
         return pd.DataFrame([module.model_dump() for module in self.modules])
 
 
-def plan_recipe(loaded: LoadedRecipe, *, force: bool = False) -> Plan:
+def plan_recipe(loaded: LoadedRecipe, *, force: bool = False, solves: bool = True) -> Plan:
     """Open the model that a recipe names and plan the run; arguments and errors of `build_plan`.
 
     Raises:
         CheckpointError: the model's files are damaged.
     """
     checkpoint = Checkpoint.open(loaded.recipe.model.path)
-    return build_plan(loaded.recipe, checkpoint, loaded.where, force=force)
+    return build_plan(loaded.recipe, checkpoint, loaded.where, force=force, solves=solves)
 
 
 def build_plan(
-    recipe: Recipe, checkpoint: Checkpoint, where: Where | None = None, *, force: bool = False
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    where: Where | None = None,
+    *,
+    force: bool = False,
+    solves: bool = True,
 ) -> Plan:
     """Decide what happens to each module, and look for everything that would stop the run.
 
@@ -120,12 +126,13 @@ def build_plan(
         checkpoint: The model that the recipe names.
         where: Origins of the recipe's values, for messages.
         force: Whether an existing output may be replaced.
+        solves: Whether blocks will be solved here, and not only told of or measured.
 
     Raises:
         RecipeError: tells all that was found: an unsupported, quantized or incomplete model, a
             missing or foreign tokenizer, patterns that match no layer or split a fused group,
-            sequences that are too long, an output that is taken or does not fit on its disk, peers
-            that are not installed.
+            sequences that are too long, an output that is taken or does not fit on its disk,
+            devices that are not here, peers that are not installed.
     """
     where = where or Where()
     config = preflight.read_config(checkpoint, where)
@@ -144,7 +151,7 @@ def build_plan(
         *preflight.check_patterns(recipe, shapes, quantized),
         *check_modules(recipe, family, modules),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
-        *preflight.check_report_device(recipe),
+        *preflight.check_devices(recipe, solves),
         *check_peers(recipe),
     ]
     if problems:

@@ -21,14 +21,15 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from calibrate.data import TokenSet, load_tokens
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
+from formats.errors import suggestion
 from formats.families.family import heads_of
-from formats.families.registry import MODEL_TYPES, find_family
+from formats.families.registry import find_family, unsupported
 from formats.scheme import KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
 from ptq.output import is_taken
-from ptq.recipe.problems import Problem, Where, recipe_error, suggestion
+from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
@@ -42,13 +43,10 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
     Raises:
         RecipeError: of another family than those supported, quantized already, or not valid.
     """
-    found = str(checkpoint.config.get("model_type"))
     problems = []
     if find_family(checkpoint.config) is None:
-        message = f"model_type {found!r} of {checkpoint.path} is not supported"
-        problems.append(
-            Problem(where(MODEL), MODEL, f"{message}; {suggestion(found, MODEL_TYPES)}")
-        )
+        message = unsupported(checkpoint.config, str(checkpoint.path))
+        problems.append(Problem(where(MODEL), MODEL, message))
     if checkpoint.scheme.quantizes_anything:
         message = (
             f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
@@ -182,12 +180,24 @@ def on_gpu(recipe: Recipe) -> bool:
     return recipe.device == "cuda" or (recipe.device == "auto" and available)
 
 
-def check_report_device(recipe: Recipe) -> Iterator[tuple[Key, str]]:
-    """A device for the report that nothing can run on here."""
+def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
+    """Devices that nothing can run on here: the report's and, if blocks are solved, theirs."""
+    if solves and recipe.device == "cuda" and not torch.cuda.is_available():
+        yield (
+            ("device",),
+            f"found 'cuda', but {_no_gpu()}; set device: auto, which takes a GPU where there is "
+            "one, or cpu",
+        )
     try:
         check_device(recipe.report.device)
     except ValueError as error:
         yield ("report", "device"), str(error)
+
+
+def _no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is one without CUDA"
+    return f"torch {torch.__version__} sees no GPU here (`nvidia-smi` tells whether there is one)"
 
 
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:

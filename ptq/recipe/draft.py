@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from calibrate.spec import TABLES, TEXT
+from formats.errors import suggestion
 from formats.hub import find_model
 from formats.scheme import PRESETS
 from ptq.methods.registry import METHODS
@@ -22,7 +23,6 @@ from ptq.recipe.problems import (
     child,
     describe,
     recipe_error,
-    suggestion,
 )
 from ptq.recipe.strict_yaml import Key, parse
 

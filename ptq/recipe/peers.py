@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from formats.errors import suggestion
 from formats.scheme import Strict
 from inference.bench.peers.spec import PeerSpec
-from ptq.recipe.problems import suggestion
 
 ADAPTERS = Path(__file__).resolve().parents[1] / "peers" / "adapters"
 JOB_NEEDS = ("torch", "transformers", "safetensors")

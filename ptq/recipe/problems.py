@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from formats.errors import RecipeError
+from formats.errors import RecipeError, suggestion
 from ptq.methods.registry import METHODS
 from ptq.recipe.strict_yaml import Key
 
@@ -58,14 +58,6 @@ def recipe_error(problems: Iterable[Problem]) -> RecipeError:
         return RecipeError(str(ordered[0]))
     lines = "\n  ".join(map(str, ordered))
     return RecipeError(f"{len(ordered)} problems with the recipe\n  {lines}")
-
-
-def suggestion(found: str, allowed: Iterable[str]) -> str:
-    """`did you mean ...?` where something close is allowed, then what is."""
-    names = list(allowed)
-    close = get_close_matches(found, names, n=1, cutoff=0.5)
-    guess = f"did you mean {close[0]!r}? " if close else ""
-    return f"{guess}allowed: {', '.join(names)}"
 
 
 def describe(error: ValidationError, model: type[BaseModel], data: Any) -> list[tuple[Key, str]]:

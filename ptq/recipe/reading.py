@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.errors import RecipeError
+from formats.errors import RecipeError, suggestion
 from ptq.recipe.draft import Draft
-from ptq.recipe.problems import Origin, Problem, Where, recipe_error, suggestion
+from ptq.recipe.problems import Origin, Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.shipped import find_recipe, shipped_paths
 from ptq.recipe.strict_yaml import dump, parse

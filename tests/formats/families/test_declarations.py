@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from formats.errors import CheckpointError
+from formats.families import registry
 from formats.families.family import Heads, heads_of
-from formats.families.registry import FAMILIES, MODEL_TYPES, family_of, find_family
+from formats.families.registry import FAMILIES, MODEL_TYPES, family_of, find_family, unsupported
 
 ROOT = Path(__file__).resolve().parents[3]
 DECLARED = ROOT / "formats" / "families" / "declared"
@@ -35,6 +37,23 @@ def test_a_declaration_is_read_without_torch_or_transformers():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert run.stdout.split() == []
+
+
+def test_a_family_of_transformers_is_no_typing_error():
+    ours = "llama, mistral"
+    for found in ("llama4", "smollm3", "qwen3_next"):
+        told = unsupported({"model_type": found}, "folder")
+        assert told.startswith(
+            f"model_type {found!r} of folder is not supported yet. transformers knows it; "
+            f"this project runs {ours}"
+        )
+    told = unsupported({"model_type": "qwen33"})
+    assert "not supported; did you mean 'qwen3'? allowed: " + ours in told
+    assert unsupported({}, "x").startswith(f"found no model_type of x; supported are {ours}")
+
+
+def test_every_family_of_transformers_is_found_in_its_source():
+    assert all(map(registry._known_to_transformers, sorted(CONFIG_MAPPING_NAMES)[::40]))
 
 
 def test_what_is_not_declared_is_refused_by_name():

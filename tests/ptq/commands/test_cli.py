@@ -33,7 +33,7 @@ def test_help_and_version(capsys):
 def test_an_unknown_command_gets_a_guess(found, meant, capsys):
     assert cli.main([found]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: no command {found!r}; did you mean {meant!r}? commands: run, ")
+    assert error.startswith(f"error: no command {found!r}; did you mean {meant!r}? allowed: run, ")
 
 
 def test_arguments_and_exit_code_pass_through(monkeypatch):

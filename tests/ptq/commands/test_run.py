@@ -191,3 +191,11 @@ def test_ranges_of_blocks():
 
 def test_the_recipe_of_these_tests_is_valid(here):
     assert load_recipe("r.yaml").report.speed is None
+
+
+@pytest.mark.parametrize("command", [check, run])
+def test_a_gpu_that_is_not_here_is_refused_before_any_work(command, here, calls, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RecipeError, match=r"^--set device=cuda: device: found 'cuda', but torch"):
+        command.main(["r.yaml", "--set", "device=cuda"])
+    assert calls == []

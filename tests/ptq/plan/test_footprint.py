@@ -59,7 +59,7 @@ def plan(
         )
     )
     loaded = read_recipe(path)
-    return build_plan(loaded.recipe, Checkpoint.open(model), loaded.where)
+    return build_plan(loaded.recipe, Checkpoint.open(model), loaded.where, solves=False)
 
 
 def predict(folder: Path, model: Path, *args, **kwargs) -> Prediction:

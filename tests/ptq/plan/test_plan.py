@@ -141,11 +141,35 @@ def test_an_ignored_layer_that_does_not_exist(entry, expected, tiny_llama, tmp_p
 def test_fused_layers_stay_together(tiny_llama, tmp_path):
     extra = "ignore: ['re:.*q_proj', 're:.*1.mlp.up_proj']\n"
     found = problems(tmp_path, tiny_llama, extra)
-    assert [line.split("; ")[0] for line in found] == [
-        "r.yaml:6: ignore.0: model.layers.0.self_attn.qkv_proj fuses q_proj, k_proj, v_proj, but only q_proj is ignored",
-        "r.yaml:6: ignore.0: model.layers.1.self_attn.qkv_proj fuses q_proj, k_proj, v_proj, but only q_proj is ignored",
-        "r.yaml:6: ignore.1: model.layers.1.mlp.gate_up_proj fuses gate_proj, up_proj, but only up_proj is ignored",
+    assert found == [
+        "r.yaml:6: ignore.0: model.layers.0.self_attn.qkv_proj fuses q_proj, k_proj, v_proj, but only q_proj is ignored; ignore all of them or none, here and in 1 more: model.layers.1.self_attn.qkv_proj",
+        "r.yaml:6: ignore.1: model.layers.1.mlp.gate_up_proj fuses gate_proj, up_proj, but only up_proj is ignored; ignore all of them or none",
     ]
+
+
+def test_groups_that_do_not_divide_are_told_once(make_model, tmp_path):
+    model = make_model("llama", hidden_size=192, intermediate_size=480, num_hidden_layers=3)
+    (line,) = problems(tmp_path, model, "", "scheme=w4")
+    assert line.startswith(
+        "--set scheme=w4: scheme.weights.group_size: 128 does not divide the inputs of "
+    )
+    assert " of 21 layers: model.layers.0.self_attn.q_proj (192), " in line
+    assert line.endswith("more; 32 divides all inputs")
+    model = make_model("llama", intermediate_size=168)
+    (line,) = problems(tmp_path, model, "", "scheme=w4")
+    assert (
+        "the inputs of 2 of 14 layers: model.layers.0.mlp.down_proj (168), model.layers.1" in line
+    )
+    assert line.endswith("; no group size divides all inputs: add 're:.*down_proj' to ignore")
+
+
+def test_a_gpu_that_is_not_here_is_told_at_its_line(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    solving, reporting = problems(tmp_path, tiny_llama, "device: cuda\nreport: {device: cuda}\n")
+    assert solving.startswith("r.yaml:6: device: found 'cuda', but torch ")
+    assert "set device: auto" in solving
+    assert reporting.startswith("r.yaml:7: report.device: found 'cuda', but torch sees 0 GPUs here")
 
 
 def test_ignoring_everything_is_an_error(tiny_llama, tmp_path):

@@ -1,0 +1,180 @@
+"""Layers whose planned fates do not go together, or that no kernel could run as planned.
+
+What is wrong with many layers in the same way is told once, with their number and the first names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from formats.checkpoint.targets import is_ignored
+from formats.families.family import Family
+from formats.scheme import WeightSpec
+from ptq.plan.modules import ModulePlan
+from ptq.recipe.schema import Recipe
+from ptq.recipe.strict_yaml import Key
+
+GROUP_SIZES = tuple(
+    size
+    for choice in get_args(WeightSpec.model_fields["group_size"].annotation)
+    for size in get_args(choice)
+)
+TOLD = 3  # names of layers in a message
+
+
+def check_modules(
+    recipe: Recipe, family: Family, modules: tuple[ModulePlan, ...]
+) -> Iterator[tuple[Key, str]]:
+    """What is wrong with the fates of a model's layers.
+
+    These are fused layers of which only some are ignored or that would have several schemes, a
+    scheme that finds nothing to quantize, and weights that do not divide into groups or words.
+    """
+    yield from _check_fused(recipe, modules)
+    yield from _check_divisible(recipe, modules)
+    yield from _check_stored_merged(recipe, family, modules)
+    left = [m.name for m in modules if m.action == "quantize"]
+    if recipe.scheme.weights is not None and not left:
+        yield ("ignore",), f"leaves no layer to the scheme {recipe.scheme.wac}; ignore fewer"
+    if left and recipe.scheme.of_layers not in map(recipe.scheme_of, left):
+        yield (
+            ("layers",),
+            f"leaves no layer to the scheme {recipe.scheme.wac}; give scheme what most of the "
+            "layers are to have",
+        )
+
+
+def _check_fused(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
+    """Layers that become one at run time, and of which that is not planned."""
+    groups: dict[str, list[ModulePlan]] = {}
+    for module in modules:
+        if module.fused_group is not None:
+            groups.setdefault(module.fused_group, []).append(module)
+    found: dict[tuple[Key, str], list[str]] = {}
+    for group, members in groups.items():
+        fault = _split_by_ignore(recipe, members) or _split_by_scheme(recipe, members)
+        if fault is not None:
+            found.setdefault(fault, []).append(group)
+    for (key, fault), (first, *others) in found.items():
+        more = f", here and in {len(others)} more: {_some(others)}" if others else ""
+        yield key, f"{first} fuses {fault}{more}"
+
+
+def _split_by_ignore(recipe: Recipe, members: Sequence[ModulePlan]) -> tuple[Key, str] | None:
+    """The entry of `ignore` that takes only some of these layers, and what to do."""
+    kept = [_leaf(m.name) for m in members if m.action == "float"]
+    if not 0 < len(kept) < len(members):
+        return None
+    entry = next(
+        i
+        for i, entry in enumerate(recipe.ignore)
+        if any(is_ignored(m.name, [entry]) for m in members)
+    )
+    all_of_them = ", ".join(_leaf(m.name) for m in members)
+    verb = "is" if len(kept) == 1 else "are"
+    fault = f"{all_of_them}, but only {', '.join(kept)} {verb} ignored; ignore all of them or none"
+    return ("ignore", entry), fault
+
+
+def _split_by_scheme(recipe: Recipe, members: Sequence[ModulePlan]) -> tuple[Key, str] | None:
+    """The entry of `layers` that gives only some of these layers a scheme, and what to do."""
+    schemes: dict[str, list[str]] = {}
+    for module in members:
+        if module.action == "quantize":
+            text = recipe.scheme_of(module.name).text
+            schemes.setdefault(text, []).append(_leaf(module.name))
+    if len(schemes) < 2:
+        return None
+    entry = max(i for i in (recipe.entry_of(m.name) for m in members) if i is not None)
+    parts = "; ".join(f"{', '.join(leaves)}: {text}" for text, leaves in schemes.items())
+    fault = f"layers that would have different schemes ({parts}); match all of them or none"
+    return ("layers", entry, "match"), fault
+
+
+def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
+    """Layers whose inputs are not whole groups, or whose outputs do not fill packed words."""
+    by_entry: dict[int | None, list[ModulePlan]] = {}
+    for module in modules:
+        if module.action == "quantize":
+            by_entry.setdefault(recipe.entry_of(module.name), []).append(module)
+    for entry, members in by_entry.items():
+        scheme = recipe.scheme if entry is None else recipe.layers[entry].scheme
+        key: Key = ("scheme", "weights")
+        if scheme.weights is not None:
+            key = key if entry is None else ("layers", entry, *key)
+            yield from _check_groups(key, scheme.weights, members)
+            yield from _check_words(key, scheme.weights, members)
+
+
+def _check_groups(
+    key: Key, spec: WeightSpec, members: Sequence[ModulePlan]
+) -> Iterator[tuple[Key, str]]:
+    size = spec.group_size
+    uneven = [m for m in members if size is not None and m.shape[1] % size]
+    if not uneven:
+        return
+    fits = [n for n in GROUP_SIZES if not any(m.shape[1] % n for m in members)]
+    names = _some([f"{m.name} ({m.shape[1]})" for m in uneven])
+    remedy = (
+        f"{' and '.join(map(str, fits))} {'divides' if len(fits) == 1 else 'divide'} all inputs"
+        if fits
+        else f"no group size divides all inputs: {_ignoring(uneven)}"
+    )
+    yield (
+        (*key, "group_size"),
+        f"{size} does not divide the inputs of {len(uneven)} of {len(members)} layers: {names}; "
+        f"{remedy}",
+    )
+
+
+def _check_words(
+    key: Key, spec: WeightSpec, members: Sequence[ModulePlan]
+) -> Iterator[tuple[Key, str]]:
+    word = 32 // spec.bits
+    uneven = [m for m in members if not spec.symmetric and m.shape[0] % word]
+    if uneven:
+        names = _some([f"{m.name} ({m.shape[0]})" for m in uneven])
+        yield (
+            (*key, "symmetric"),
+            f"zero points are packed {word} a word, which does not divide the outputs of "
+            f"{len(uneven)} of {len(members)} layers: {names}; use symmetric: true, or "
+            f"{_ignoring(uneven)}",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
+    return f"{', '.join(names[:TOLD])}{more}"
+
+
+def _ignoring(modules: Sequence[ModulePlan]) -> str:
+    """How to leave out layers of these kinds."""
+    kinds = dict.fromkeys(f"'re:.*{_leaf(module.name)}'" for module in modules)
+    return f"add {', '.join(kinds)} to ignore"
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _check_stored_merged(
+    recipe: Recipe, family: Family, modules: tuple[ModulePlan, ...]
+) -> Iterator[tuple[Key, str]]:
+    """The first layer that is stored as a part of one, and whose scales do not lie side by side."""
+    for module in modules:
+        spec, entry = recipe.scheme_of(module.name).weights, recipe.entry_of(module.name)
+        whole = (module.fused_group or "").rpartition(".")[2]
+        if module.action != "quantize" or spec is None or whole not in family.stored_merged:
+            continue
+        rows = spec.block[0]
+        if rows != 1 and (rows == -1 or module.shape[0] % rows):
+            key: Key = ("scheme", "weights", "granularity")
+            yield (
+                key if entry is None else ("layers", entry, *key),
+                f"{spec.granularity} does not fit {module.fused_group}: this family stores "
+                f"{module.name.rpartition('.')[2]} of {module.shape[0]} rows as a part of it. Use "
+                "per_channel or group",
+            )
+            return
