@@ -1,4 +1,4 @@
-"""Files that are whole or absent: durable writes, directories that appear at once, safe paths.
+"""Files that are whole or absent: durable writes, directories that appear at once.
 
 A file or directory is made beside its final place under a hidden name, synced, and renamed. A
 killed process leaves at most what is hidden; the next writer of the same name removes it, or, if it
@@ -56,22 +56,6 @@ def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def safe_join(root: Path, name: str, origin: str) -> Path:
-    """Path of `name` below `root`.
-
-    Raises:
-        CheckpointError: the path, or where its links lead, is outside of `root`; `origin` says
-            which file named it.
-    """
-    path = root / name
-    if Path(name).is_absolute() or not path.resolve().is_relative_to(root.resolve()):
-        raise CheckpointError(
-            f"{origin} names the file {name!r}, which lies outside of {root}. Only files of the "
-            "checkpoint's own folder are read; get the checkpoint from a source that you trust"
-        )
-    return path
 
 
 @contextmanager

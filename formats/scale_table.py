@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import pandas as pd
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 
+from formats.documents import parse
 from formats.errors import CheckpointError
 from formats.scheme import Strict
 
@@ -80,16 +81,9 @@ class ScaleTable(Strict):
         """Read a table.
 
         Raises:
-            CheckpointError: the text is not a scale table; every fault is named.
+            CheckpointError: the text is not a scale table; the first faults are named.
         """
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            faults = "; ".join(
-                f"{'.'.join(map(str, fault['loc'])) or 'document'}: {fault['msg']}"
-                for fault in error.errors()[:5]
-            )
-            raise CheckpointError(f"scale table is damaged: {faults}") from error
+        return parse(text, cls, "scale table is damaged", "Write the checkpoint again")
 
     def check(self, read: Callable[[Sequence[str]], Sequence[Tensor]]) -> None:
         """Compare every row with its tensor.

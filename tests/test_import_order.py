@@ -44,7 +44,8 @@ FLOORS = {
         linear""",
     "formats": """
         errors
-        namespace command later memory files pack scheme chat_template
+        namespace command later links memory files pack scheme chat_template
+        documents
         scale_table families hub
         stored
         foreign

@@ -31,9 +31,11 @@ from formats.errors import CheckpointError
 from formats.families.family import heads_of
 from formats.families.names import HEAD, is_projection
 from formats.families.registry import attention_names
+from formats.links import find_file
 from formats.scale_table import TOGETHER, ScaleTable
 from formats.scheme import KVCacheSpec, LayerScheme, Scheme
 from formats.stored.folder import auxiliary_files, check_manifest, read_config
+from formats.stored.other_kinds import refuse_other_kinds
 from formats.stored.safetensors_files import (
     SafetensorsFile,
     TensorFile,
@@ -65,6 +67,8 @@ class Checkpoint:
     Attributes:
         path: The folder.
         config: config.json without its `quantization_config`.
+        auxiliary_files: Tokenizer, generation and licence files: what a checkpoint made of this one
+            takes.
         ignore: Linear layers that the quantization left alone, as `quantization_config` says.
         scheme: What is quantized. Single layers may have a scheme of their own: `scheme_of` tells;
             this is that of the first group of `quantization_config`.
@@ -77,9 +81,10 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config, quantization = read_config(path)
+        self.auxiliary_files = auxiliary_files(path)
         self._files = split_stored(open_weights(path), self.config)
         self._merged = MergedLayers(self.config)
-        self._kv_file = _open_optional(path / KV_SCALES)
+        self._kv_file = _open_optional(path, KV_SCALES)
         self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
         self._groups: Groups = read_groups(quantization) if quantization else ()
         main = self._groups[0][1] if self._groups else LayerScheme()
@@ -109,7 +114,7 @@ class Checkpoint:
         """
         path = Path(path)
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such folder; give the folder of a model")
+            refuse_other_kinds(path)
         check_manifest(path, verify)
         checkpoint = cls(path)
         checkpoint._check_quantized()
@@ -213,11 +218,6 @@ class Checkpoint:
             files.add(self._kv_file.path)
         return sum(path.stat().st_size for path in files)
 
-    @cached_property
-    def auxiliary_files(self) -> tuple[Path, ...]:
-        """Tokenizer, generation and licence files: what a checkpoint made of this one takes."""
-        return auxiliary_files(self.path)
-
     def scale(self, name: str) -> Tensor:
         """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
         if name in self._files:
@@ -262,8 +262,8 @@ class Checkpoint:
         return scales
 
     def _read_scale_table(self) -> ScaleTable | None:
-        path = self.path / SCALE_TABLE
-        return ScaleTable.from_json(path.read_bytes()) if path.is_file() else None
+        path = find_file(self.path, SCALE_TABLE)
+        return None if path is None else ScaleTable.from_json(path.read_bytes())
 
     def _check_quantized(self) -> None:
         """Every quantized layer has the tensors of its scheme, and there are no others."""
@@ -328,8 +328,9 @@ class Checkpoint:
         self.scale_table.check(lambda names: [t.float() for t in read_tensors(files, names)])
 
 
-def _open_optional(path: Path) -> SafetensorsFile | None:
-    return SafetensorsFile(path) if path.is_file() else None
+def _open_optional(folder: Path, name: str) -> SafetensorsFile | None:
+    path = find_file(folder, name)
+    return None if path is None else SafetensorsFile(path)
 
 
 def _same_names(wanted: set[str], found: set[str], where: str) -> None:

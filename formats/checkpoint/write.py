@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import quantization_config
@@ -25,6 +24,7 @@ from formats.files import building_directory, fsync_path, sha256_file, write_byt
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import MANIFEST
+from formats.stored.safetensors_files import write_tensors
 from formats.stored.shards import ShardWriter
 from formats.stored.weights import StoredWeight, weight_tensors
 
@@ -200,8 +200,7 @@ class CheckpointWriter:
         if self.scheme.kv_cache is not None:
             # One key: the library writes several in an order that changes from run to run.
             metadata = {"kv_cache": self.scheme.kv_cache.model_dump_json()}
-            save_file(self._kv_scales, self._folder / KV_SCALES, metadata=metadata)
-            fsync_path(self._folder / KV_SCALES)
+            write_tensors(self._folder / KV_SCALES, self._kv_scales, metadata)
 
     def _write_manifest(self) -> None:
         paths = [path for path in sorted(self._folder.rglob("*")) if path.is_file()]

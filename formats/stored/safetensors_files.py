@@ -6,18 +6,23 @@ length, a JSON header of `{name: {dtype, shape, data_offsets}}`, then the data w
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import save_file
 from torch import Tensor
 
+from formats.documents import parse, read_document
 from formats.errors import CheckpointError
-from formats.files import safe_join
+from formats.files import fsync_path
+from formats.links import find_file
+from formats.scheme import Strict
+from formats.stored.other_kinds import refuse_other_kinds
 
 DTYPES = {
     "F64": torch.float64,
@@ -35,6 +40,38 @@ DTYPES = {
 }
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+AGAIN = "Copy or download it again, or write the checkpoint again"
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class HeaderRow(Strict):
+    """What a file's header says of a tensor; offsets are those of its first byte and its end."""
+
+    dtype: Literal[tuple(DTYPES)]  # pyright: ignore[reportInvalidTypeForm]
+    shape: list[Size]
+    data_offsets: Annotated[list[Size], Field(min_length=2, max_length=2)]
+
+
+class Header(BaseModel):
+    """A file's header: a row for each tensor, and texts of whoever wrote it."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    __pydantic_extra__: dict[str, HeaderRow]
+    metadata: dict[str, str] = Field(default={}, alias="__metadata__")
+
+    @property
+    def rows(self) -> dict[str, HeaderRow]:
+        """The tensors, by their names."""
+        return self.__pydantic_extra__
+
+
+class Index(BaseModel):
+    """Which file holds each tensor; what else an index says is not read."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    weight_map: dict[str, str]
 
 
 class TensorFile(Protocol):
@@ -136,33 +173,27 @@ def _read_header(
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise _damaged(path, f"a header of {length} bytes does not fit into {size} bytes")
-        try:
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            tensors = {
-                name: (DTYPES[row["dtype"]], tuple(row["shape"]), tuple(row["data_offsets"]))
-                for name, row in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(path, f"its header cannot be read ({error!r})") from error
-    position = 0
-    for name, (dtype, shape, offsets) in sorted(tensors.items(), key=lambda row: row[1][2]):
+        header = file.read(length)
+    place = f"{path.name}: not a whole safetensors file: its header"
+    parsed = parse(header, Header, place, AGAIN)
+    rows = parsed.rows
+    tensors = {name: (DTYPES[row.dtype], tuple(row.shape)) for name, row in rows.items()}
+    position, start = 0, 8 + length
+    spans: dict[str, tuple[int, int]] = {}
+    for name, row in sorted(rows.items(), key=lambda item: item[1].data_offsets):
+        dtype, shape = tensors[name]
         end = position + math.prod(shape) * dtype.itemsize
-        if offsets != (position, end):
-            raise _damaged(path, f"{name} has offsets {offsets}, not ({position}, {end})")
+        if row.data_offsets != [position, end]:
+            raise _damaged(path, f"{name} has offsets {row.data_offsets}, not [{position}, {end}]")
+        spans[name] = (start + position, start + end)
         position = end
-    if position != size - 8 - length:
-        raise _damaged(path, f"its data are {size - 8 - length} bytes, the header says {position}")
-    start = 8 + length
-    spans = {name: (start + row[2][0], start + row[2][1]) for name, row in tensors.items()}
-    return {name: row[:2] for name, row in tensors.items()}, metadata, spans
+    if position != size - start:
+        raise _damaged(path, f"its data are {size - start} bytes, the header says {position}")
+    return tensors, parsed.metadata, spans
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path.name}: not a whole safetensors file: {reason}. Copy or download it again, or write "
-        "the checkpoint again"
-    )
+    return CheckpointError(f"{path.name}: not a whole safetensors file: {reason}. {AGAIN}")
 
 
 def open_weights(folder: Path) -> dict[str, SafetensorsFile]:
@@ -184,37 +215,30 @@ def open_weights(folder: Path) -> dict[str, SafetensorsFile]:
 
 
 def _open_files(folder: Path) -> dict[str, SafetensorsFile]:
-    if (folder / INDEX).is_file():
-        return _open_indexed(folder)
-    if (folder / SINGLE).is_file():
-        strays = {path.name for path in folder.glob("*.safetensors")} - {SINGLE}
-        if strays:
-            raise CheckpointError(
-                f"{folder}: found {', '.join(sorted(strays))} beside {SINGLE} without an index. "
-                f"Remove what does not belong to the model, or add {INDEX}"
-            )
-        file = SafetensorsFile(folder / SINGLE)
-        return dict.fromkeys(file.tensors, file)
-    pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth") for p in folder.glob(kind))
-    if pickles:
+    index = read_document(folder, INDEX, Index, "Get it again")
+    if index is not None:
+        return _open_indexed(folder, index.weight_map)
+    single = find_file(folder, SINGLE)
+    if single is None:
+        refuse_other_kinds(folder)
         raise CheckpointError(
-            f"{folder}: found only pickled weights ({', '.join(pickles[:3])}), which can run any "
-            "code when they are read and are refused. Save the model with "
-            "save_pretrained(..., safe_serialization=True) where you trust it"
+            f"{folder}: found neither {SINGLE} nor {INDEX}; is this a model folder?"
         )
-    raise CheckpointError(f"{folder}: found neither {SINGLE} nor {INDEX}; is this a model folder?")
+    strays = sorted({path.name for path in folder.glob("*.safetensors")} - {SINGLE})
+    if strays:
+        raise CheckpointError(
+            f"{folder}: found {', '.join(strays)} beside {SINGLE} without an index. "
+            f"Remove what does not belong to the model, or add {INDEX}"
+        )
+    file = SafetensorsFile(single)
+    return dict.fromkeys(file.tensors, file)
 
 
-def _open_indexed(folder: Path) -> dict[str, SafetensorsFile]:
-    try:
-        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{INDEX}: cannot be read ({error!r}); get it again") from error
+def _open_indexed(folder: Path, weight_map: Mapping[str, str]) -> dict[str, SafetensorsFile]:
     files: dict[str, SafetensorsFile] = {}
-    for shard in shards:
-        path = safe_join(folder, shard, INDEX)
-        if not path.is_file():
+    for shard in sorted(set(weight_map.values())):
+        path = find_file(folder, shard, INDEX)
+        if path is None:
             raise CheckpointError(
                 f"{folder}: {shard} is missing; {INDEX} names it. Get the checkpoint again"
             )
@@ -228,3 +252,18 @@ def _open_indexed(folder: Path) -> dict[str, SafetensorsFile]:
             f"{weight_map.get(name)} and held by {held.get(name)}. Get the checkpoint again"
         )
     return {name: files[shard] for name, shard in held.items()}
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file and flush it; its mode is that of any new file.
+
+    The library makes files that nobody but their owner may read. A new file's mode follows from the
+    process's umask, which only a change of it would tell; so a file is made, and asked.
+    """
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)
+    fsync_path(path)

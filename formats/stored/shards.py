@@ -6,12 +6,11 @@ import json
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from formats.files import fsync_path, write_bytes
+from formats.files import write_bytes
 from formats.memory import release_freed_memory
-from formats.stored.safetensors_files import INDEX, SINGLE
+from formats.stored.safetensors_files import INDEX, SINGLE, write_tensors
 
 
 class ShardWriter:
@@ -80,7 +79,6 @@ class ShardWriter:
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
-    fsync_path(path)
+    write_tensors(path, tensors, {"format": "pt"})
     tensors.clear()
     release_freed_memory()

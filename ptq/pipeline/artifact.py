@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
-from formats.files import fsync_path, writing
+from formats.files import writing
+from formats.stored.safetensors_files import write_tensors
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.moments import Moments
@@ -84,8 +85,8 @@ def save_hessians(folder: Path, work: BlockWork) -> None:
     path = folder / HESSIANS_FOLDER / f"{work.block.name}.safetensors"
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({k: t.cpu().contiguous() for k, t in work.moments.state().items()}, path)
-        fsync_path(path)
+        path.unlink(missing_ok=True)
+        write_tensors(path, {k: t.cpu().contiguous() for k, t in work.moments.state().items()})
 
 
 def seen_key(recipe: Recipe, checkpoint: FloatModel) -> str:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from calibrate.statistics import Statistics
@@ -38,7 +38,7 @@ from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, writing
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
-from formats.stored.safetensors_files import SafetensorsFile
+from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import PROGRESS_FILE, RESUME_FOLDER
 from ptq.result import BlockRow, ModuleRow
@@ -209,8 +209,8 @@ class ResumableRun:
     ) -> None:
         with writing(self._folder):
             temporary = self._folder / f"{name}.tmp"
-            save_file({key: t.contiguous() for key, t in arrays.items()}, temporary, metadata)
-            fsync_path(temporary)
+            temporary.unlink(missing_ok=True)
+            write_tensors(temporary, {key: t.contiguous() for key, t in arrays.items()}, metadata)
             os.replace(temporary, self._folder / name)
             fsync_path(self._folder)
 

@@ -60,6 +60,10 @@ def test_recipe_runs_to_its_report(name: str, small_runs) -> None:
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "<script src" not in page
     assert not (folder / ".resume").exists()
+    (folder / "new").touch()
+    modes = {path.name: path.stat().st_mode for path in folder.rglob("*") if path.is_file()}
+    assert set(modes.values()) == {modes["new"]}, modes
+    (folder / "new").unlink()
 
 
 @pytest.mark.timeout(600)

@@ -190,6 +190,24 @@ def test_pickled_weights_are_refused(tmp_path):
     refused(tmp_path, "pytorch_model.bin", "safe_serialization")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny-Q4_K_M.gguf", ("found GGUF", "the original model", "safetensors")),
+        ("model.onnx", ("found ONNX", "the original model")),
+        ("pytorch_model.bin", ("pickled", "safe_serialization")),
+        ("consolidated.00.pth", ("pickled", "safe_serialization")),
+        ("notes.md", ("is this a model folder?",)),
+    ],
+)
+def test_other_formats_are_told_as_what_they_are(tmp_path, name, words):
+    (tmp_path / name).write_bytes(b"GGUF")
+    refused(tmp_path, *words)
+    (tmp_path / "config.json").write_text("{}")  # such as repositories of GGUF files have
+    refused(tmp_path, *words)
+    refused(tmp_path / name, *(words if name != "notes.md" else ("found a file",)))
+
+
 def test_code_of_the_models_own_is_refused(folder):
     edit_json(folder / "config.json", lambda c: c.update(auto_map={"AutoModel": "m.M"}))
     refused(folder, "trust_remote_code")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 
 import pytest
 import torch
@@ -75,6 +76,19 @@ def test_tensors_of_several_types_become_one_that_holds_all(tmp_path):
     checkpoint = Checkpoint.open(tmp_path)
     assert torch.equal(checkpoint.tensors(["b", "c", "a"]), torch.tensor([[2.0], [1.5]]))
     assert checkpoint.tensors(["b", "b"]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])
+def test_files_have_the_mode_of_the_umask(tiny_llama, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        out = write_quantized(tiny_llama, tmp_path / "out", shard_bytes=100_000)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()}
+    assert len(modes) > 8
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_two_writes_have_the_same_bytes(tiny_llama, tmp_path):

@@ -1,0 +1,67 @@
+"""JSON documents, read into models that say what may stand in them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from formats.errors import CheckpointError
+from formats.links import find_file
+
+T = TypeVar("T")
+
+
+def read_document(folder: Path, name: str, kind: type[T], remedy: str) -> T | None:
+    """A JSON file of a model's folder; None where there is no such file.
+
+    Args:
+        folder: The folder.
+        name: Path of the file in it.
+        kind: What it holds: a pydantic model or any other type.
+        remedy: What to do about a damaged one, as a sentence.
+
+    Raises:
+        CheckpointError: it is not JSON, or not of this kind, or lies elsewhere.
+    """
+    path = find_file(folder, name)
+    return None if path is None else parse(path.read_bytes(), kind, str(path), remedy)
+
+
+def parse(data: str | bytes, kind: type[T], origin: str, remedy: str) -> T:
+    """Read JSON.
+
+    Args:
+        data: The text.
+        kind: What it holds: a pydantic model or any other type.
+        origin: Where it is from, for messages.
+        remedy: What to do about a damaged one, as a sentence.
+
+    Raises:
+        CheckpointError: it is not JSON, or not of this kind; the first faults are named.
+    """
+    try:
+        return _adapter(kind).validate_json(data)
+    except ValidationError as error:
+        raise CheckpointError(f"{origin}: {faults(error)}. {remedy}") from error
+
+
+def faults(error: ValidationError, most: int = 3) -> str:
+    """The first faults that a model found, each with its place and what stands there."""
+    return "; ".join(_fault(fault) for fault in error.errors(include_url=False)[:most])
+
+
+def _fault(fault: Any) -> str:
+    place, message = ".".join(map(str, fault["loc"])), fault["msg"]
+    if not place:
+        return message
+    if fault["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} is {repr(fault['input'])[:60]}: {message}"
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)

@@ -1,0 +1,38 @@
+"""What else people give as a model, told by what it is: other runtimes' files, pickled weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from formats.errors import CheckpointError
+
+OTHERS = {".gguf": "GGUF", ".ggml": "GGML", ".onnx": "ONNX"}
+PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+
+
+def refuse_other_kinds(path: Path) -> None:
+    """Say what a path holds that is no folder of a model in safetensors, if that can be told.
+
+    Raises:
+        CheckpointError: it is another runtime's format, pickled weights, a file, or not there.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such folder; give the folder of a model")
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in files:
+        kind = OTHERS.get(file.suffix.lower())
+        if kind is not None:
+            raise CheckpointError(
+                f"{path}: found {kind} ({file.name}), another runtime's format, which is not read "
+                "here. Give the folder of the original model: config.json, tokenizer.json and "
+                "weights in safetensors"
+            )
+    pickles = [file.name for file in files if file.suffix.lower() in PICKLES]
+    if pickles:
+        raise CheckpointError(
+            f"{path}: found only pickled weights ({', '.join(pickles[:3])}), which can run any "
+            "code when they are read and are refused. Save the model with "
+            "save_pretrained(..., safe_serialization=True) where you trust it"
+        )
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: found a file; give the folder of the model it belongs to")
