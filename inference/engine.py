@@ -10,7 +10,7 @@ number of rows, so that there a row may differ in its last bits from one size of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -256,7 +256,7 @@ class Engine:
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Answer one prompt token by token; closing the iterator aborts the request."""
         name = self.add_request(prompt, params)
         try:

@@ -4,71 +4,93 @@
     echo "def add(a, b):" | ptq predict CHECKPOINT --prompt -
     ptq predict CHECKPOINT --input rows.jsonl --output out.jsonl
 
-Rows are objects with a text `src` and, if there is one, a reference `tgt`:
+Where the model has a chat template, a prompt goes through it as a user's message, behind a system
+message if there is one; `--raw` leaves it off.
+
+Rows are objects with a text `src` or a chat `messages` and, if there is one, a reference `tgt`:
 
     {"src": "def add(a, b):", "tgt": " return a + b"}
+    {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "tgt": "4"}
 
-Each comes back in its place as {"src", "tgt", "output"}, `tgt` null where there was none; other
-keys stay as they are. The output file appears at once, when all rows are done.
+Each comes back in its place with its `output`, and with a target
+
+- `exact_match`: whether output and target are equal, white space around either aside;
+- `logprob`: natural logarithm of the target's probability (see `inference.rows`), a sum over
+- `tgt_tokens` tokens.
+
+A row that cannot be completed has `"output": null` and an `error`; the others are done, and the
+exit code is 1. Other keys stay as they are. The output file appears at once, when all rows are
+done.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from formats.command import count, run_command
 from formats.errors import EngineError, RequestError
-from formats.files import replace_file
-from formats.later import later
-from inference.config import EngineConfig
+from inference.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    open_engine,
+    sampling_params,
+)
+from inference.prompts import PromptFormat
+from inference.rows import (
+    Row,
+    answer_rows,
+    failures,
+    read_rows,
+    require_writable,
+    summary,
+    write_rows,
+)
 from inference.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
-    import tqdm
-
-    from inference import engine as engines
     from inference.engine import Engine
-else:
-    engines = later("inference.engine")
-    tqdm = later("tqdm")
-
-
-@dataclass(frozen=True)
-class InputLine:
-    """One line of an input file."""
-
-    line: int
-    values: dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Complete what is asked; 0 on success."""
+    """Complete what is asked; 0 on success, 1 where a row failed."""
     arguments = _parse(argv)
-    params = _params(arguments)
+    params = sampling_params(arguments)
     rows = [] if arguments.input is None else read_rows(arguments.input)
-    config = EngineConfig(
-        max_batch_size=arguments.batch_size, max_model_len=arguments.max_model_len
-    )
-    engine = engines.Engine.from_pretrained(
-        arguments.checkpoint, config=config, device=arguments.device
-    )
-    if arguments.input is not None:
-        outputs = complete_rows(engine, rows, params, arguments.input)
-        write_rows(arguments.output, rows, outputs)
-        print(f"{len(rows)} rows: {arguments.output}")
-        return 0
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    complete(engine, prompt, params, stream=arguments.stream)
+    prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
+    if arguments.output is not None:
+        require_writable(arguments.output)
+    engine = open_engine(arguments, arguments.batch_size)
+    prompts = PromptFormat.of(engine.tokenizer, raw=arguments.raw, system=arguments.system)
+    print(f"note: {prompts.note}", file=sys.stderr)
+    if prompt is None:
+        return _complete_rows(engine, rows, prompts, params, arguments)
+    complete(engine, prompts.tokens(prompt), params, stream=arguments.stream)
     return 0
 
 
-def complete(engine: Engine, prompt: str, params: SamplingParams, *, stream: bool) -> None:
+def _complete_rows(
+    engine: Engine,
+    rows: list[Row],
+    prompts: PromptFormat,
+    params: SamplingParams,
+    arguments: argparse.Namespace,
+) -> int:
+    answers = answer_rows(engine, rows, prompts, params)
+    write_rows(arguments.output, rows, answers)
+    failed = failures(arguments.input, rows, answers)
+    for line in failed:
+        print(line, file=sys.stderr)
+    print(f"{summary(rows, answers)}: {arguments.output}")
+    return 1 if failed else 0
+
+
+def complete(
+    engine: Engine, prompt: str | Sequence[int], params: SamplingParams, *, stream: bool
+) -> None:
     """Print the completion of one prompt: at its end, or with `stream` as it comes.
 
     Raises:
@@ -84,132 +106,37 @@ def complete(engine: Engine, prompt: str, params: SamplingParams, *, stream: boo
     print("" if stream or output is None else output.text)
 
 
-def read_rows(path: Path) -> list[InputLine]:
-    """Read and check a JSON lines file; empty lines are skipped.
-
-    Raises:
-        RequestError: the file cannot be read, or a line is not such a row; names file and line.
-    """
+def _read_stdin() -> str:
     try:
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: not a readable UTF-8 file ({error})", "input") from error
-    rows = [_read_row(path, i, line) for i, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise RequestError(f'{path}: found no rows; one is {{"src": "..."}}', "input")
-    return rows
-
-
-def _read_row(path: Path, line: int, text: str) -> InputLine:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise RequestError(f"{path}:{line}: not JSON ({error})", "input") from error
-    if not isinstance(values, dict):
-        raise RequestError(f"{path}:{line}: found {text[:40]!r}, a row is an object", "input")
-    if "src" not in values:
-        found = ", ".join(map(repr, values)) or "nothing"
-        raise RequestError(f"{path}:{line}: no key 'src'; found {found}", "input")
-    if not isinstance(values["src"], str) or not values["src"]:
-        found = json.dumps(values["src"])[:40]
-        raise RequestError(f"{path}:{line}: 'src' is {found}; needed is a text", "input")
-    if any("\ud800" <= char <= "\udfff" for char in values["src"]):
-        raise RequestError(f"{path}:{line}: 'src' holds half a surrogate pair", "input")
-    if not isinstance(values.get("tgt"), str | None):
-        found = json.dumps(values["tgt"])[:40]
-        raise RequestError(f"{path}:{line}: 'tgt' is {found}; needed is a text or null", "input")
-    return InputLine(line, values)
-
-
-def complete_rows(
-    engine: Engine, rows: Sequence[InputLine], params: SamplingParams, source: Path
-) -> list[str]:
-    """Completions of all rows, in their order; the engine batches them as it has room.
-
-    Raises:
-        RequestError: a row's text is too long for the engine; nothing is run.
-        EngineError: the model gave NaN or infinity for a row.
-    """
-    names: list[str] = []
-    for row in rows:
-        try:
-            names.append(engine.add_request(row.values["src"], params))
-        except RequestError as error:
-            for name in names:
-                engine.abort(name)
-            raise RequestError(f"{source}:{row.line}: {error}", error.param) from error
-    texts: dict[str, str] = {}
-    lines = {name: row.line for name, row in zip(names, rows, strict=True)}
-    with tqdm.tqdm(total=len(rows), desc="Predicting", unit="row") as bar:
-        while engine.has_unfinished:
-            for output in engine.step():
-                if output.finish_reason == "error":
-                    line = lines[output.request_id]
-                    raise EngineError(f"{source}:{line}: the completion failed: {output.error}")
-                if output.finished:
-                    texts[output.request_id] = output.text
-                    bar.update()
-    return [texts[name] for name in names]
-
-
-def write_rows(path: Path, rows: Sequence[InputLine], outputs: Sequence[str]) -> None:
-    """Write the rows with their outputs: the whole file or nothing.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    lines = []
-    for row, output in zip(rows, outputs, strict=True):
-        others = {k: v for k, v in row.values.items() if k not in ("src", "tgt", "output")}
-        answer = {"src": row.values["src"], "tgt": row.values.get("tgt"), "output": output}
-        lines.append(json.dumps(answer | others, ensure_ascii=False) + "\n")
-    text = "".join(lines)  # half a surrogate pair, which UTF-8 cannot hold, stays a JSON escape
-    replace_file(path, text.encode("utf-8", "backslashreplace"))
-
-
-def _params(arguments: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        stop=tuple(arguments.stop),
-    )
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt: standard input is no UTF-8 ({error})", "prompt") from error
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq predict`."""
     made = argparse.ArgumentParser(
         prog="ptq predict",
-        description="Complete a prompt, or every row of a JSON lines file.",
-        epilog='Rows are {"src": text, "tgt": text or null} and come back with an "output"; an '
-        "existing output file is replaced when all rows are done.",
+        description="Complete a prompt, or every row of a JSON lines file. Where the model has a "
+        "chat template, a prompt goes through it as a user's message.",
+        epilog='Rows are {"src": TEXT} or {"messages": [{"role": "user", "content": TEXT}]}, with '
+        '"tgt": TEXT where there is a reference. They come back in their places with an "output", '
+        'and for a reference with "exact_match" (white space around either aside), "logprob" (of '
+        'the reference, natural, a sum) and "tgt_tokens". A row that cannot be completed has '
+        '"output": null and an "error"; the others are done. An existing output file is replaced '
+        "when all rows are done. Exit code: 0, or 1 where a row failed, or 2 where nothing was "
+        "written.",
     )
-    made.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
+    add_engine_arguments(made)
     source = made.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="what to complete; - reads it from stdin")
-    source.add_argument("--input", type=Path, metavar="ROWS.jsonl")
+    source.add_argument("--input", type=Path, metavar="ROWS.jsonl", help="rows to complete")
     made.add_argument("--output", type=Path, metavar="OUT.jsonl", help="needed with --input")
-    made.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    made.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest token"
-    )
-    made.add_argument("--top-k", type=int, default=0, metavar="K", help="default 0: all tokens")
-    made.add_argument("--top-p", type=float, default=1.0, metavar="P")
-    made.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X")
-    made.add_argument("--seed", type=int, metavar="N", help="of each prompt's random numbers")
-    made.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
+    made.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
+    made.add_argument("--raw", action="store_true", help="leave the chat template off")
+    add_sampling_arguments(made, max_tokens=128)
     made.add_argument("--stream", action="store_true", help="print text as it comes")
-    made.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
     made.add_argument("--batch-size", type=count, default=16, metavar="N", help="rows at once")
-    made.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="most tokens of prompt and completion; default: what the model allows, up to 4096",
-    )
     return made
 
 
@@ -219,8 +146,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own.error("--input and --output belong together")
     if arguments.input is not None and arguments.stream:
         own.error("--stream goes with --prompt; the rows of --input are written at the end")
-    if arguments.max_model_len is not None and arguments.max_model_len < 2:
-        own.error("--max-model-len must be at least 2")
+    if arguments.raw and arguments.system is not None:
+        own.error("--system goes through the chat template, which --raw leaves off; give one")
     return arguments
 
 

@@ -28,7 +28,11 @@ COMMANDS = {
         "ptq.commands.compare",
         "put the reports of several runs into one table and one plot",
     ),
-    "predict": ("inference.predict", "complete a prompt or a file of prompts"),
+    "predict": (
+        "inference.predict",
+        "complete a prompt, or a file of prompts with scores",
+    ),
+    "chat": ("inference.chat", "talk with a model in the terminal"),
     "peers": ("ptq.commands.peers", "measure what other tools make of a recipe's model"),
     "report": ("ptq.commands.report", "measure a finished run again and write its report"),
     "bench": (

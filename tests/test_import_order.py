@@ -56,8 +56,9 @@ FLOORS = {
         models
         cpu gpu
         backend
-        accuracy engine
-        predict bench""",
+        accuracy engine prompts
+        arguments rows
+        predict chat bench""",
     "ptq": """
         text version output
         methods
@@ -163,7 +164,7 @@ def test_only_families_ask_for_a_model_type():
 
 def test_only_backends_ask_for_a_device():
     asks = re.compile(r"\.is_cuda|device(\.type)? [!=]= |[!=]= \"(cuda|cpu)\"")
-    for room in ("scheduling", "models", "engine", "predict", "accuracy", "config"):
+    for room in ("scheduling", "models", "engine", "predict", "chat", "rows", "accuracy", "config"):
         for path in sources(f"inference/{room}").values():
             found = asks.search(path.read_text(encoding="utf-8"))
             assert not found, f"{path} asks for a device: {found}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 
@@ -51,6 +52,22 @@ def test_greedy_output_does_not_depend_on_the_batch(folder):
     assert runs[1] == [o.token_ids for o in small]
     assert runs[1][:4] == streamed
     assert len({tuple(tokens) for tokens in runs[1]}) > 4
+
+
+def test_each_end_token_of_generation_config_ends_an_output(tiny_llama, tmp_path):
+    """Chat models name several: one for the text, one for the turn."""
+    made = list(
+        engine(tiny_llama).generate(["class Node:\n"], SamplingParams(max_tokens=9))[0].token_ids
+    )
+    ends = sorted({made[-1], made[2]})
+    model = shutil.copytree(tiny_llama, tmp_path / "model")
+    generation = {"eos_token_id": [0, *ends]}
+    (model / "generation_config.json").write_text(json.dumps(generation))
+    output = engine(model).generate(["class Node:\n"], SamplingParams(max_tokens=9))[0]
+    first = min(made.index(token) for token in ends)
+    assert list(output.token_ids) == made[: first + 1]
+    assert output.finish_reason == "stop"
+    assert output.text == engine(model).tokenizer.decode(made[:first])
 
 
 def test_preemption_changes_nothing(folder):

@@ -1,25 +1,13 @@
-"""The floors of inference: nothing is imported from above, and only backends know a device."""
+"""Only the GPU's room imports Triton, and only backends know a device."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-import pytest
-
 from tests.test_import_order import ROOT, imported_modules
 
 INFERENCE = ROOT / "inference"
-FLOORS = (
-    ("scheduling",),
-    ("config",),
-    ("models",),
-    ("cpu", "gpu"),
-    ("backend",),
-    ("engine",),
-    ("accuracy", "bench", "predict"),
-)
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 BACKENDS = {"cpu", "gpu", "backend"}
 
 
@@ -28,14 +16,6 @@ def room_of(path: Path) -> str:
 
 
 FILES = [path for path in sorted(INFERENCE.rglob("*.py")) if room_of(path) != "__init__"]
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(INFERENCE)))
-def test_rooms_import_only_from_their_floor_or_below(path):
-    own = room_of(path)
-    others = {n.split(".")[1] for n in imported_modules(path) if n.startswith("inference.")}
-    for other in others - {own}:
-        assert FLOOR[other] < FLOOR[own], f"{own} imports {other}"
 
 
 def test_only_the_gpus_room_imports_triton():

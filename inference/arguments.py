@@ -1,0 +1,86 @@
+"""The arguments that commands share which complete text: which engine, and how it decodes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from formats.later import later
+from inference.config import EngineConfig
+from inference.scheduling.request import SamplingParams
+
+if TYPE_CHECKING:
+    from inference import engine as engines
+    from inference.engine import Engine
+else:
+    engines = later("inference.engine")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint and where it runs; `open_engine` reads them."""
+    parser.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
+    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
+    parser.add_argument(
+        "--max-model-len",
+        type=_length,
+        metavar="N",
+        help="most tokens of prompt and completion; default: what the model allows, up to 4096",
+    )
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a whole number from 2 on is needed")
+    return int(text)
+
+
+def open_engine(arguments: argparse.Namespace, batch_size: int) -> Engine:
+    """The engine that the arguments name.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of a kind that is not run here.
+        EngineError: the device is not one that is run on, or its memory is too small.
+    """
+    config = EngineConfig(max_batch_size=batch_size, max_model_len=arguments.max_model_len)
+    return engines.Engine.from_pretrained(
+        arguments.checkpoint, config=config, device=arguments.device
+    )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """How text is decoded, of at most so many tokens; `sampling_params` reads them."""
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help=f"most tokens to generate; default {max_tokens}",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest token"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="default 0: all tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default 1: all")
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="default 1: none"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of each prompt's random numbers")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """How the arguments ask to decode.
+
+    Raises:
+        RequestError: a value is not allowed.
+    """
+    return SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop),
+    )
