@@ -44,12 +44,17 @@ COMMANDS = {
         "ptq.commands.convert",
         "write a checkpoint in another layout, or as a float model; read others",
     ),
+    "completion": (
+        "ptq.completion",
+        "print a script that has bash, zsh or fish complete commands and names",
+    ),
 }
 
 
 def usage() -> str:
     """The text of `ptq --help`."""
-    rows = "\n".join(f"  {name:<9}{text}" for name, (_, text) in COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
     return (
         "usage: ptq COMMAND [arguments]\n\n"
         "Post-training quantization of language models, and the runtime for what it makes.\n\n"

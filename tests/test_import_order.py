@@ -68,6 +68,7 @@ FLOORS = {
         report convert api
         commands
         cli run check inspect
+        completion
         __main__""",
 }
 CALIBRATE_MAY_USE = {

@@ -53,13 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the mode without a name."""
-    modes = "\n".join(f"  ptq bench {mode:<10} {text}" for mode, (_, text) in MODES.items())
     made = argparse.ArgumentParser(
         prog="ptq bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure tokens per second, latencies and memory of whole requests, at fixed "
-        "lengths: models\ntake turns (A B A B ...), each in a process of its own.\n\n"
-        f"Other modes, each with its own --help:\n{modes}",
+        "lengths: models\ntake turns (A B A B ...), each in a process of its own.",
         epilog="Every request has as many prompt tokens, drawn at random, and generates as many "
         "new ones: end tokens\nare ignored. Tokens/s are medians of the repeated runs, with the "
         "least and greatest in brackets;\nlatencies are percentiles over all requests; ratios are "
@@ -83,6 +81,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warmup", type=count, default=1, metavar="RUNS")
     made.add_argument("--repeats", type=count, default=3, metavar="RUNS")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    modes = made.add_argument_group("other modes, each with arguments and a --help of its own")
+    for mode, (_, text) in MODES.items():
+        modes.add_argument(mode, action="store_true", help=text)
     _add_shape_arguments(made)
     _add_peer_arguments(made)
     return made

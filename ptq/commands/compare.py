@@ -27,7 +27,9 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq compare`."""
     summary = (__doc__ or "").split("\n\n")[0]
     made = argparse.ArgumentParser(prog="ptq compare", description=summary)
-    made.add_argument("outputs", nargs="+", type=Path, metavar="OUTPUT")
+    made.add_argument(
+        "outputs", nargs="+", type=Path, metavar="OUTPUT", help="output folder of a finished run"
+    )
     made.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
     made.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as SVG")
     return made

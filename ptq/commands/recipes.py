@@ -21,10 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """List the shipped recipes, or print one."""
     made = parser()
     arguments = made.parse_args(argv)
-    if arguments.json and arguments.name:
+    if arguments.json and arguments.recipe:
         made.error("--json belongs to the list, without NAME")
-    if arguments.name is not None:
-        print(_text(arguments.name), end="")
+    if arguments.recipe is not None:
+        print(_text(arguments.recipe), end="")
     elif arguments.json:
         rows = [recipe._asdict() | {"path": str(recipe.path)} for recipe in shipped_recipes()]
         print(json.dumps(rows, indent=1))
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="ptq recipes", description="List the recipes that come with ptq, or print one."
     )
-    made.add_argument("name", nargs="?", metavar="NAME", help="print this recipe's file")
+    made.add_argument("recipe", nargs="?", metavar="NAME", help="print this recipe's file")
     made.add_argument("--json", action="store_true", help="the list as JSON")
     return made
 

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure a finished run again and write its report.",
         epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
     )
-    made.add_argument("output", type=Path, help="output directory of a finished `ptq run`")
+    made.add_argument("output", type=Path, help="output folder of a finished `ptq run`")
     return made
 
 
