@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib import rc_context
 
 from ptq.report.data import ReportData
-from ptq.report.page.figure import STYLE, svg_text
+from ptq.report.page.figure import STYLE, figure_of, svg_text
 from ptq.report.page.html import html_page
 from ptq.report.page.markdown import markdown_page
 from ptq.report.page.section import Point, Section, Table, Top
@@ -22,8 +22,8 @@ from ptq.report.summary import check_rows, summary_rows
 from ptq.report.verdict import verdict_of
 
 
-def render_html(data: ReportData, plots: Mapping[str, str]) -> str:
-    """The page as HTML; `plots` are SVG text by name, from `draw_plots`."""
+def render_html(data: ReportData, plots: Mapping[str, Sequence[str]]) -> str:
+    """The page as HTML; `plots` are SVG texts by name, from `draw_plots`."""
     return html_page(top_of(data), sections(data), plots)
 
 
@@ -68,8 +68,8 @@ def sections(data: ReportData) -> Iterator[Section]:
     yield recipe_section(data)
 
 
-def draw_plots(data: ReportData) -> dict[str, str]:
-    """Every plot that the data allow, by the name that sections use: SVG without a prolog."""
+def draw_plots(data: ReportData) -> dict[str, tuple[str, ...]]:
+    """Every plot that the data allow, by the name that sections use: its panels as SVG."""
     plots = [plot for section in sections(data) for plot in section.plots]
     with rc_context(STYLE):
-        return {plot.name: svg_text(plot.draw()) for plot in plots}
+        return {p.name: tuple(svg_text(figure_of(axes)) for axes in p.draw()) for p in plots}

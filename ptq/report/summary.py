@@ -41,7 +41,7 @@ def check_rows(data: ReportData) -> Table:
         [
             (
                 LABELS[check.name],
-                f"{check.measured:.5g}",
+                f"{check.measured:.4g}" if abs(check.measured) < 0.1 else f"{check.measured:.4f}",
                 f"{'at most' if check.upper else 'at least'} {check.limit:g}",
                 "holds" if check.holds else "MISSED",
             )

@@ -75,19 +75,20 @@ def _is_unsure(check: Check, ends: Interval | None) -> bool:
 
 
 def _margin(check: Check, ends: Interval | None) -> str:
-    distance, half = abs(check.measured - check.limit), _half(ends)
-    bound = "at most" if check.upper else "at least"
+    """A sentence on a threshold, such as `perplexity ratio 1.0038 (95% interval 1.0023 to 1.0055)
+    keeps the threshold 1.01 by 3.9 times half that interval's width`.
+    """
+    digits = 4 if abs(check.measured) >= 0.1 else 5
+    shown = [f"{x:.{digits}f}" for x in (check.measured, *(ends or ()))]
+    interval = f" (95% interval {shown[1]} to {shown[2]})" if ends is not None else ""
     text = (
-        f"{LABELS[check.name]} {check.measured:.4g}, allowed {bound} {check.limit:g}: "
-        f"{'holds' if check.holds else 'missed'} by {distance:.2g}"
+        f"{LABELS[check.name]} {shown[0]}{interval} {'keeps' if check.holds else 'misses'} the "
+        f"threshold {check.limit:g}"
     )
-    if ends is None or not math.isfinite(half):
-        return f"{text}; how much of it is chance is not known"
-    if half == 0:
-        return f"{text}, without any spread between sequences"
-    low, high = (f"{end:.4g}" for end in ends)
-    times = distance / half
-    return f"{text}, {times:.2g} times the half-width of its 95% interval ({low} to {high})"
+    distance, half = abs(check.measured - check.limit), _half(ends)
+    if half == 0 or not math.isfinite(distance + half):
+        return text
+    return f"{text} by {distance / half:.2g} times half that interval's width"
 
 
 def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:

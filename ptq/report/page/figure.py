@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -28,22 +27,32 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e2e8f0",
     "legend.frameon": False,
 }
-WIDTH = 9.0  # inches
+WIDTH = 9.0  # inches, of panels side by side
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
 
 def svg_text(figure: Figure) -> str:
     """A figure as SVG without a prolog."""
     file = io.StringIO()
-    figure.savefig(file, format="svg", bbox_inches="tight", metadata=NO_METADATA)
+    figure.savefig(file, format="svg", metadata=NO_METADATA)
     text = file.getvalue()
     return text[text.index("<svg") :]
 
 
-def new_figure(height: float, columns: int, widths: Sequence[float] | None = None):
-    """A figure of that height in inches, and its axes side by side."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots(1, columns, width_ratios=widths, squeeze=False)[0]
+def new_panel(height: float, share: int = 1) -> Axes:
+    """Axes of a figure of its own, of that height in inches.
+
+    A page puts panels side by side where it is wide enough for `share` of them.
+    """
+    figure = Figure(figsize=(WIDTH / share, height), layout="constrained")
+    return figure.subplots()
+
+
+def figure_of(axes: Axes) -> Figure:
+    """The figure that axes are all of."""
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    return figure
 
 
 def draw_dot(

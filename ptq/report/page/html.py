@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from ptq.report.page.section import Cells, Pair, Plot, Section, Table, Top
@@ -30,13 +31,17 @@ dt { color: #475569; font-weight: 600; } dd { margin: 0; min-width: 0; overflow-
 dd pre { margin-top: .3rem; }
 .holds { color: #15803d; font-weight: 600; } .missed { color: #b91c1c; font-weight: 600; }
 .wide { overflow-x: auto; margin: 0 0 .75rem; }
+.tables { display: flex; flex-wrap: wrap; gap: 0 3rem; align-items: start; }
+.tables .wide { max-width: 100%; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: #475569; padding: 0 0 .25rem; }
 th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #e2e8f0;
   white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; font-weight: 400; }
 thead th { color: #475569; font-weight: 600; border-bottom-color: #94a3b8; }
-img { display: block; width: 100%; min-width: 34rem; height: auto; }
+.panels { display: flex; flex-wrap: wrap; gap: .75rem; margin: 0 0 .75rem; }
+img { display: block; flex: 1 1 calc(.95 * var(--width)); min-width: 0; height: auto;
+  max-width: min(100%, calc(1.25 * var(--width))); }
 summary { cursor: pointer; color: #1d4ed8; margin: 0 0 .5rem; }
 pre { overflow-x: auto; background: #f8fafc; padding: .75rem; font-size: .8rem; margin: 0; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: .75rem; margin: 0 0 1rem; }
@@ -50,13 +55,13 @@ li { overflow-wrap: anywhere; }
 """
 
 
-def html_page(top: Top, sections: Iterable[Section], plots: Mapping[str, str]) -> str:
+def html_page(top: Top, sections: Iterable[Section], plots: Mapping[str, Sequence[str]]) -> str:
     """The page.
 
     Args:
         top: What stands on top of it.
         sections: What follows.
-        plots: SVG text by name; a plot that is missing is left out.
+        plots: Panels as SVG text by the plot's name; a plot that is missing is left out.
 
     Returns:
         HTML that loads nothing: style and images are inside. All text is escaped.
@@ -78,6 +83,7 @@ def _top(top: Top) -> Iterator[str]:
         for point in top.points
     )
     tables = "\n".join(map(_table, top.tables))
+    tables = f'<div class="tables">{tables}</div>'
     yield (
         f'<div class="{top.light}"><section class="verdict {top.outcome}">\n'
         f"<p><strong>{escape(top.headline)}</strong></p>\n"
@@ -85,12 +91,12 @@ def _top(top: Top) -> Iterator[str]:
     )
 
 
-def _section(section: Section, plots: Mapping[str, str]) -> str:
+def _section(section: Section, plots: Mapping[str, Sequence[str]]) -> str:
     parts = [f"<h2>{escape(section.title)}</h2>", f"<p>{escape(section.text)}</p>"]
     if section.notes:
         items = "".join(f"<li>{escape(note)}</li>" for note in section.notes)
         parts.append(f"<ul>{items}</ul>")
-    parts += [_image(plot, plots[plot.name]) for plot in section.plots if plot.name in plots]
+    parts += [_panels(plot, plots[plot.name]) for plot in section.plots if plot.name in plots]
     parts += map(_pair, section.pairs)
     for table in section.tables:
         shown = _table(Table(table.columns, table.rows)) if table.folded else _table(table)
@@ -100,10 +106,24 @@ def _section(section: Section, plots: Mapping[str, str]) -> str:
     return "<section>\n" + "\n".join(parts) + "\n</section>"
 
 
-def _image(plot: Plot, svg: str) -> str:
-    data = base64.b64encode(svg.encode()).decode()
-    source = f"data:image/svg+xml;base64,{data}"
-    return f'<div class="wide"><img alt="{escape(plot.text)}" src="{source}"></div>'
+def _panels(plot: Plot, svgs: Sequence[str]) -> str:
+    """Panels in a row, or below each other where the page is narrow: none is cut off."""
+    images = []
+    for i, svg in enumerate(svgs):
+        data = base64.b64encode(svg.encode()).decode()
+        text = escape(plot.text) if i == 0 else ""
+        images.append(
+            f'<img alt="{text}" style="--width: {_width(svg):.0f}px" '
+            f'src="data:image/svg+xml;base64,{data}">'
+        )
+    return f'<div class="panels">{"".join(images)}</div>'
+
+
+def _width(svg: str) -> float:
+    """Width of an image in pixels."""
+    found = re.search(r'width="([\d.]+)pt"', svg)
+    assert found is not None
+    return float(found[1]) * 4 / 3
 
 
 def _folded(title: str, html: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 Cells = tuple[str, ...]
 
@@ -29,17 +29,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of a section.
+    """A plot of a section: panels that stand side by side on a wide page.
 
     Attributes:
         name: One word, by which it is found.
         text: What it shows, for those who cannot see it.
-        draw: Draws it.
+        draw: Draws the panels.
     """
 
     name: str
     text: str
-    draw: Callable[[], Figure]
+    draw: Callable[[], Sequence[Axes]]
 
 
 @dataclass(frozen=True)

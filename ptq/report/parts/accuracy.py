@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from inference.accuracy import Accuracy, Interval
 from ptq.report.data import ReportData
-from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_figure
+from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_panel
 from ptq.report.page.format import interval_text
 from ptq.report.page.section import Plot, Section, Table
 from ptq.text import percent
@@ -90,10 +90,10 @@ def _percents(ends: Interval | None) -> str:
     return interval_text(ends and (100 * ends[0], 100 * ends[1]), 2)
 
 
-def _draw_perplexity(data: ReportData) -> Figure:
+def _draw_perplexity(data: ReportData) -> list[Axes]:
     """Perplexities and their ratio, with intervals and the threshold."""
     a = data.accuracy
-    figure, (left, right) = new_figure(2.1, 2)
+    left, right = panels = [new_panel(2.1, 2) for _ in "pr"]
     for y, value, ends, color in (
         (1, a.perplexity_original, a.perplexity_original_ci, ORIGINAL),
         (0, a.perplexity_quantized, a.perplexity_quantized_ci, QUANTIZED),
@@ -107,9 +107,9 @@ def _draw_perplexity(data: ReportData) -> Figure:
     left.xaxis.set_major_locator(MaxNLocator(5))
     limit = next((c.limit for c in data.checks if c.name == "perplexity_ratio"), None)
     _draw_ratio(right, a, limit)
-    for axes in (left, right):
+    for axes in panels:
         axes.grid(axis="y", visible=False)
-    return figure
+    return panels
 
 
 def _draw_ratio(axes: Axes, a: Accuracy, limit: float | None) -> None:
@@ -117,11 +117,12 @@ def _draw_ratio(axes: Axes, a: Accuracy, limit: float | None) -> None:
     draw_dot(axes, 0, a.perplexity_ratio, a.perplexity_ratio_ci, QUANTIZED)
     _write(axes, f"{a.perplexity_ratio:.4f}", a.perplexity_ratio, 0)
     axes.axvline(1.0, color=ORIGINAL, linewidth=1)
-    _write(axes, "no loss", 1.0, 0.55, above=0)
+    _write(axes, " no loss", 1.0, 0.95, above=0, side="left", color=ORIGINAL)
     marks = [1.0]
     if limit is not None:
         axes.axvline(limit, color=LIMIT, linestyle="--", linewidth=1)
-        _write(axes, "threshold", limit, 0.9, above=0, color=LIMIT)
+        side = "right" if limit > 1 else "left"
+        _write(axes, " threshold ", limit, 0.95, above=0, side=side, color=LIMIT)
         marks.append(limit)
     drawn = [*marks, a.perplexity_ratio, *(a.perplexity_ratio_ci or ())]
     drawn = [x for x in drawn if math.isfinite(x)]
@@ -147,17 +148,23 @@ def _ticks(marks: Sequence[float], low: float, high: float) -> list[float]:
 
 
 def _write(
-    axes: Axes, text: str, x: float, y: float, *, above: int = 7, color: str = "#0f172a"
+    axes: Axes,
+    text: str,
+    x: float,
+    y: float,
+    *,
+    above: int = 7,
+    side: Literal["left", "center", "right"] = "center",
+    color: str = "#0f172a",
 ) -> None:
-    """Write a text over a point, `above` points higher."""
-    axes.annotate(
-        text, (x, y), (0, above), textcoords="offset points", ha="center", color=color, fontsize=9
-    )
+    """Write a text `above` points over a place, which is its left end, middle or right end."""
+    place = {"xytext": (0, above), "textcoords": "offset points"}
+    axes.annotate(text, (x, y), ha=side, color=color, fontsize=9, **place)
 
 
-def _draw_divergence(a: Accuracy) -> Figure:
+def _draw_divergence(a: Accuracy) -> list[Axes]:
     """KL divergence: its percentiles, and its mean and the agreement by position."""
-    figure, (left, middle, right) = new_figure(2.7, 3)
+    left, middle, right = panels = [new_panel(2.7, 3) for _ in "kkt"]
     values = {"median": a.kl_p50, "mean": a.kl_mean, "90%": a.kl_p90, "99%": a.kl_p99}
     values["largest"] = a.kl_max
     for y, value in enumerate(reversed(values.values())):
@@ -177,7 +184,7 @@ def _draw_divergence(a: Accuracy) -> Figure:
     if any(ends is None for _, ends in shares):  # how much chance is in it is not known: all of it
         right.set_ylim(0, 103)
     right.set_title("Top-1 agreement by position (%)")
-    return figure
+    return panels
 
 
 def _by_position(

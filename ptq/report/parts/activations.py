@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from formats.families.registry import FAMILIES
 from ptq.report.data import ReportData
 from ptq.report.outliers import OutlierRow, by_ratio, distinct_inputs
-from ptq.report.page.figure import new_figure
+from ptq.report.page.figure import new_panel
 from ptq.report.page.section import Plot, Section, Table
 from ptq.report.parts.by_block import grid_of, number, one_of_experts
 
@@ -92,14 +91,14 @@ def _smoothing(data: ReportData) -> Table:
     )
 
 
-def _draw(data: ReportData) -> Figure:
+def _draw(data: ReportData) -> list[Axes]:
     """Channels of the layers' inputs, and what smoothing divided them by, block by block."""
     inputs = {row.module: row for row in distinct_inputs(data.outliers)}
     inputs = one_of_experts(inputs, lambda row: row.absmax)
     smoothing = {row.source: row for row in data.quantization.smoothing}
-    panels = (["inputs"] if inputs else []) + (["factors", "alpha"] if smoothing else [])
-    figure, axes = new_figure(3.0, len(panels))
-    for part, panel in zip(axes, panels, strict=True):
+    names = (["inputs"] if inputs else []) + (["factors", "alpha"] if smoothing else [])
+    panels = [new_panel(3.0, 3) for _ in names]
+    for part, panel in zip(panels, names, strict=True):
         if panel == "inputs":
             part.set_title("Largest input (median dotted)")
             _lines(part, inputs, [(lambda row: row.absmax, "o-"), (lambda row: row.median, ":")])
@@ -112,8 +111,8 @@ def _draw(data: ReportData) -> Figure:
             part.set_title("Smoothing strength alpha")
             _lines(part, smoothing, [(lambda row: number(row.alpha), "o-")])
             part.set_ylim(-0.05, 1.05)
-    axes[0].legend(fontsize=8)
-    return figure
+        part.legend(fontsize=8)
+    return panels
 
 
 def _lines(

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from formats.families.names import any_expert, is_shared_expert, split_name
+from ptq.report.page.figure import figure_of
 
 ANNOTATED_COLUMNS = 12  # heat maps up to this wide have their values written in
 
@@ -60,7 +61,10 @@ def heat_map(
     """
     low, high = limits
     high = high if high > low else low + 1.0
-    axes.imshow(grid, cmap="viridis", vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    image = axes.imshow(
+        grid, cmap="viridis", vmin=low, vmax=high, aspect="auto", interpolation="nearest"
+    )
+    figure_of(axes).colorbar(image, ax=axes, aspect=30)
     axes.grid(visible=False)
     step = max(1, -(-len(columns) // 16))
     axes.set_xticks(range(0, len(columns), step), columns[::step])

@@ -6,10 +6,10 @@ import re
 from functools import partial
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from ptq.report.data import ReportData
-from ptq.report.page.figure import new_figure
+from ptq.report.page.figure import new_panel
 from ptq.report.page.section import Plot, Section, Table
 from ptq.report.parts.by_block import heat_map
 from ptq.text import decibel, percent, scale_text
@@ -47,18 +47,18 @@ def cache_section(data: ReportData) -> Section:
     return Section("Cache scales", text, (Plot("cache", shown, partial(_draw, data)),), (table,))
 
 
-def _draw(data: ReportData) -> Figure:
+def _draw(data: ReportData) -> list[Axes]:
     heads = [str(h) for h in range(len(data.kv_scales[0].k))]
-    figure, axes = new_figure(1.1 + 0.34 * len(heads), 2)
+    panels = []
     layers = [re.sub(r"\D+", "", row.module) for row in data.kv_scales]
-    for part, title, rows in (
-        (axes[0], "K scales", [row.k for row in data.kv_scales]),
-        (axes[1], "V scales", [row.v for row in data.kv_scales]),
+    for title, rows in (
+        ("K scales", [row.k for row in data.kv_scales]),
+        ("V scales", [row.v for row in data.kv_scales]),
     ):
-        grid = np.array(rows).T
-        heat_map(part, grid, layers, heads, (grid.min(), grid.max()), "{:.2g}")
-        part.set_title(title)
-        part.set_xlabel("layer")
-        part.set_ylabel("KV head")
-        figure.colorbar(part.images[0], ax=part, aspect=30)
-    return figure
+        grid, axes = np.array(rows).T, new_panel(1.1 + 0.34 * len(heads), 2)
+        heat_map(axes, grid, layers, heads, (grid.min(), grid.max()), "{:.2g}")
+        axes.set_title(title)
+        axes.set_xlabel("layer")
+        axes.set_ylabel("KV head")
+        panels.append(axes)
+    return panels

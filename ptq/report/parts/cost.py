@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from inference.bench.figures import Speed
 from ptq.report.data import ReportData
-from ptq.report.page.figure import ORIGINAL, QUANTIZED, new_figure
+from ptq.report.page.figure import ORIGINAL, QUANTIZED, new_panel
 from ptq.report.page.format import percentiles_text, spread_text
 from ptq.report.page.section import Cells, Plot, Section, Table
 from ptq.report.summary import summary_rows
@@ -51,21 +51,21 @@ def _speed_rows(o: Speed, q: Speed) -> Iterator[Cells]:
         )
 
 
-def _draw(data: ReportData) -> Figure:
+def _draw(data: ReportData) -> list[Axes]:
     """Bars of both models' sizes and speeds, from zero."""
     s = data.sizes
-    panels = [
+    shown = [
         ("Weights (MB)", s.original_weights / 1e6, s.quantized_weights / 1e6),
         ("Cache per token (kB)", s.original_kv / 1e3, s.quantized_kv / 1e3),
     ]
     if data.speed is not None:
         o, q = data.speed.original, data.speed.quantized
-        panels += [
+        shown += [
             ("Prefill tokens/s", o.prefill_tokens_s.median, q.prefill_tokens_s.median),
             ("Decode tokens/s", o.decode_tokens_s.median, q.decode_tokens_s.median),
         ]
-    figure, axes = new_figure(2.4, len(panels))
-    for part, (title, *values) in zip(axes, panels, strict=True):
+    panels = [new_panel(2.4, 4) for _ in shown]
+    for part, (title, *values) in zip(panels, shown, strict=True):
         bars = part.bar(["original", "quantized"], values, color=[ORIGINAL, QUANTIZED], width=0.6)
         part.bar_label(bars, [f"{v:,.3g}" if v < 1000 else f"{v:,.0f}" for v in values], padding=2)
         part.set_title(title)
@@ -73,4 +73,4 @@ def _draw(data: ReportData) -> Figure:
         part.grid(visible=False)
         part.set_yticks([])
         part.spines["left"].set_visible(False)
-    return figure
+    return panels

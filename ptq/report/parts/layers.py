@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from ptq.report.data import ReportData
-from ptq.report.page.figure import new_figure
+from ptq.report.page.figure import new_panel
 from ptq.report.page.section import Plot, Section, Table
 from ptq.report.parts.by_block import grid_of, heat_map, number, one_of_experts
 from ptq.text import decibel
@@ -40,7 +40,7 @@ def layers_section(data: ReportData) -> Section:
     )
 
 
-def _draw(data: ReportData) -> Figure:
+def _draw(data: ReportData) -> list[Axes]:
     """Heat maps of output SQNR, of a block's experts the worst: as stored, and plainly rounded."""
     rows = one_of_experts(
         {row.module: row for row in data.quantization.modules},
@@ -57,11 +57,9 @@ def _draw(data: ReportData) -> Figure:
     ]
     known = np.concatenate([grid[np.isfinite(grid)] for grid in grids])
     limits = (known.min(), known.max()) if known.size else (0.0, 1.0)
-    figure, axes = new_figure(1.0 + 0.34 * len(kinds), 2)
-    for part, grid, (title, _) in zip(axes, grids, tables, strict=True):
-        heat_map(part, grid, list(blocks), kinds, limits, "{:.0f}")
-        part.set_title(title)
-        part.set_xlabel("block")
-    axes[1].set_yticks([])
-    figure.colorbar(axes[1].images[0], ax=list(axes), shrink=0.9, aspect=30)
-    return figure
+    panels = [new_panel(1.0 + 0.34 * len(kinds), 2) for _ in tables]
+    for axes, grid, (title, _) in zip(panels, grids, tables, strict=True):
+        heat_map(axes, grid, list(blocks), kinds, limits, "{:.0f}")
+        axes.set_title(title)
+        axes.set_xlabel("block")
+    return panels

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from inference.accuracy import Accuracy
 from ptq.peers.measure import PeerRow
 from ptq.recipe.strict_yaml import parse
 from ptq.report.data import ReportData
-from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, new_figure
+from ptq.report.page.figure import ORIGINAL, QUANTIZED, draw_dot, new_panel
 from ptq.report.page.format import interval_text
 from ptq.report.page.section import Cells, Plot, Section, Table
 from ptq.text import percent, size_text
@@ -97,12 +97,12 @@ def _figures(a: Accuracy) -> Cells:
     )
 
 
-def _draw(data: ReportData) -> Figure:
+def _draw(data: ReportData) -> list[Axes]:
     """Perplexity ratio and mean KL of this run and of each tool that ran, with intervals."""
     rows = [(OWN, data.accuracy, QUANTIZED)]
     rows += [(row.name, row.accuracy, ORIGINAL) for row in data.peers if row.accuracy]
     rows.sort(key=lambda row: -row[1].kl_mean)
-    figure, (left, right) = new_figure(0.9 + 0.32 * len(rows), 2)
+    left, right = panels = [new_panel(0.9 + 0.32 * len(rows), 2) for _ in "kr"]
     for y, (_, a, color) in enumerate(rows):
         draw_dot(left, y, a.kl_mean, a.kl_mean_ci, color)
         draw_dot(right, y, a.perplexity_ratio, a.perplexity_ratio_ci, color)
@@ -110,9 +110,9 @@ def _draw(data: ReportData) -> Figure:
     left.set_title("Mean KL divergence (nats)")
     if all(a.kl_mean > 0 for _, a, _ in rows):
         left.set_xscale("log")
-    right.set_yticks(range(len(rows)), [""] * len(rows))
+    right.set_yticks(range(len(rows)), [name for name, *_ in rows])
     right.set_title("Perplexity ratio")
     right.axvline(1.0, color=ORIGINAL, linewidth=1)
     for axes in (left, right):
         axes.margins(x=0.1, y=0.6 / len(rows))
-    return figure
+    return panels

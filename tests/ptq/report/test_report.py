@@ -32,10 +32,12 @@ from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.outliers import OutlierRow, distinct_inputs
 from ptq.report.page.section import Table
 from ptq.report.pages import draw_plots, render_html, render_markdown, sections
+from ptq.report.parts import accuracy as accuracy_part
 from ptq.report.parts.activations import READERS
 from ptq.report.parts.by_block import grid_of
 from ptq.report.report import Report, make_report, write_report
 from ptq.report.summary import summary_rows
+from ptq.report.verdict import verdict_of
 from ptq.result import load_result
 
 RECIPE = """\
@@ -190,7 +192,8 @@ def test_the_page_is_whole_and_loads_nothing(made):
     page = Page(text)
     assert page.stack == []
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert len(page.references) == page.tags.count("img") == 6
+    panels = sum(map(len, draw_plots(made.data).values()))
+    assert len(page.references) == page.tags.count("img") == panels == 16
     assert all(ref.startswith("data:image/svg+xml;base64,") for ref in page.references)
     assert not re.search(r"https?:|@import|url\(", text)
     for reference in page.references:
@@ -331,7 +334,7 @@ def test_lossless_layers_and_equal_models_can_be_drawn(made):
         update=zero | {"perplexity_ratio_ci": None, "perplexity_original_ci": None}
     )
     data = made.data.model_copy(update={"quantization": record, "accuracy": accuracy})
-    assert all(svg.endswith("</svg>\n") for svg in draw_plots(data).values())
+    assert all(svg.endswith("</svg>\n") for panels in draw_plots(data).values() for svg in panels)
 
 
 def test_layers_that_share_an_input_are_shown_once():
@@ -395,11 +398,12 @@ def test_other_tools_stand_beside_the_run(made):
     assert second[2:8] == ("", "", "", "", "", "could not run")
     plots = draw_plots(data)
     assert set(plots) == {"perplexity", "divergence", "sizes", "peers"}
-    assert plots["peers"].count("<!-- a|b -->") == 1
-    assert "<!-- c -->" not in plots["peers"]
+    for panel in plots["peers"]:
+        assert panel.count("<!-- a|b -->") == 1
+        assert "<!-- c -->" not in panel
     page = Page(render_html(data, plots))
     assert "c could not run: it <broke>" in page.words
-    assert page.tags.count("img") == 4
+    assert page.tags.count("img") == sum(map(len, plots.values())) == 11
     assert "| a\\|b | int4, RTN |" in render_markdown(data)
     failed = data.model_copy(update={"peers": rows[1:]})
     assert "peers" not in draw_plots(failed)
@@ -450,3 +454,70 @@ def test_runs_of_one_model_compare(made, tmp_path, capsys):
         runs.main([str(path) for path in outputs])
     with pytest.raises(RequestError, match="two of the outputs"):
         runs.main([str(outputs[0]), str(outputs[0])])
+
+
+@pytest.mark.parametrize(
+    ("ends", "limit", "light", "doubted"),
+    [
+        ((1.01, 1.02), 1.03, "green", False),
+        ((1.01, 1.02), 1.017, "amber", True),  # holds, but the interval reaches over it
+        ((1.01, 1.02), 1.012, "red", True),
+        ((1.01, 1.02), 1.001, "red", False),
+        (None, 1.03, "amber", True),  # one sequence tells nothing of chance
+    ],
+)
+def test_the_verdict_tells_chance_from_loss(made, ends, limit, light, doubted):
+    figures = {"perplexity_ratio": 1.015, "perplexity_ratio_ci": ends}
+    accuracy = made.data.accuracy.model_copy(update=figures | {"sequences": 64, "tokens": 30_000})
+    data = thresholds(made.data.model_copy(update={"accuracy": accuracy}), perplexity_ratio=limit)
+    verdict = verdict_of(data)
+    assert verdict.light == light
+    assert verdict.headline.lower().startswith(light)
+    assert bool(verdict.doubts) is doubted
+    assert ("sequences cannot tell it" in " ".join(verdict.doubts)) is doubted
+    assert verdict.outcome == ("failed" if light == "red" else "passed")
+    if light == "green":
+        (margin,) = verdict.margins
+        assert margin.endswith(
+            "1.0150 (95% interval 1.0100 to 1.0200) keeps the threshold 1.03 by 3 times "
+            "half that interval's width"
+        )
+
+
+def test_few_tokens_are_a_doubt_whatever_they_say(made):
+    assert made.data.accuracy.sequences < 8
+    (first, *_) = verdict_of(made.data).doubts
+    assert first.startswith("4 sequences with 188 predictions are too few to trust")
+    shown = render_markdown(made.data)
+    assert "- **Careful**: 4 sequences with 188 predictions" in shown
+
+
+def test_the_ratio_has_a_tick_at_one_and_at_its_threshold(made):
+    for limit in (1.01, 1.5):
+        _, ratio = accuracy_part._draw_perplexity(thresholds(made.data, perplexity_ratio=limit))
+        ticks = [label.get_text() for label in ratio.get_xticklabels()]
+        low, high = ratio.get_xlim()
+        assert "1.000" in ticks
+        assert low < 1 < high
+        assert low < limit < high
+        assert (f"{limit:.3f}" in ticks) or abs(limit - 1) < 0.16 * (high - low)
+
+
+def test_no_axis_is_cut_where_nothing_tells_chance_from_loss(made):
+    *_, top1 = accuracy_part._draw_divergence(made.data.accuracy)
+    assert len(top1.lines) == 2 * len(made.data.accuracy.positions)  # each has an interval
+    buckets = tuple(b.model_copy(update={"top1_ci": None}) for b in made.data.accuracy.positions)
+    *_, top1 = accuracy_part._draw_divergence(
+        made.data.accuracy.model_copy(update={"positions": buckets})
+    )
+    assert top1.get_ylim()[0] == 0
+    assert top1.get_ylim()[1] >= 100
+
+
+def test_what_has_a_logarithmic_axis_is_drawn_as_dots(made):
+    for section in sections(made.data):
+        for plot in section.plots:
+            for axes in plot.draw():
+                if "log" in (axes.get_xscale(), axes.get_yscale()):
+                    assert axes.lines, plot.name
+                    assert not axes.patches, plot.name
