@@ -8,17 +8,13 @@ for Hugging Face's `kernels` has a version that the installed transformers accep
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.installed import ROOT, environment, run
+
 PROBE = """
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,35 +65,6 @@ def __getattr__(name):
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {version}\n")
     (info / "top_level.txt").write_text("kernels\n")
     (info / "RECORD").write_text("kernels/__init__.py,,\n")
-
-
-def environment(folder: Path, layout: str, wheel: Path) -> tuple[Path, Path]:
-    """Make a venv that sees this environment's dependencies; returns (python, site-packages)."""
-    venv.create(folder, with_pip=False)
-    python = folder / "bin" / "python"
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    (site / "zz_dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    target = {"checkout": [], "wheel": [str(wheel)], "editable": ["-e", str(ROOT)]}[layout]
-    if target:
-        command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
-        command += ["--no-deps", "--no-index", "--no-build-isolation", *target]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    return python, site
-
-
-def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, f"{command} in {cwd}:\n{done.stdout}\n{done.stderr}"
-    return done
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("dist")
-    run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], ROOT)
-    (built,) = out.glob("*.whl")
-    return built
 
 
 @pytest.mark.parametrize(
