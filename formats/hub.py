@@ -1,13 +1,40 @@
-"""Where a model lies that is given by a folder or a name."""
+"""Where a model lies that is given by a folder or a name.
+
+A name is a local folder's, one of the models that come with the project, or else
+`organization/model` on the Hugging Face hub. What comes from there goes through huggingface_hub:
+its cache, its progress, its settings (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). Weights in
+safetensors, JSON files, the tokenizer's files and licences are taken; code is not.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from formats.errors import CheckpointError
+from formats.later import later
 from formats.namespace import ROOT
 
+if TYPE_CHECKING:
+    import huggingface_hub as hub
+    from huggingface_hub import constants as hub_constants
+    from huggingface_hub import errors as hub_errors
+else:
+    hub = later("huggingface_hub")
+    hub_constants = later("huggingface_hub.constants")
+    hub_errors = later("huggingface_hub.errors")
+
 SHIPPED = ("tiny-python",)  # models beside the recipes, in a checkout as in site-packages
+WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "LICEN*"]
+UNWANTED = [
+    "[!q]*/*",  # other layouts and programs lie in folders; `quant/` is ours
+    "consolidated*",  # the same weights once more, in the layout of Mistral and Meta
+]
+PATIENCE = 10.0  # seconds that the hub has to answer its first request
+log = logging.getLogger("ptq.formats")
 
 
 def find_model(name: str | Path, folder: Path = Path()) -> Path | None:
@@ -20,5 +47,112 @@ def find_model(name: str | Path, folder: Path = Path()) -> Path | None:
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Whether a name could be a model's on the Hugging Face hub: `organization/model`."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", str(name), re.ASCII) is not None
+    """Whether a name could be that of a model on the hub: `organization/model`."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(name), re.ASCII) is not None
+
+
+def model_folder(name: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model; one of the hub is downloaded into huggingface_hub's cache.
+
+    Args:
+        name: A folder, a shipped model's name, or `organization/model`. A folder wins where no
+            revision is given.
+        revision: Branch, tag or commit on the hub; default its main branch.
+
+    Raises:
+        CheckpointError: there is no such folder or model, it cannot be had, holds no safetensors or
+            needs code of its own, or a revision is given for a folder.
+    """
+    found = find_model(name)
+    if found is not None and revision is None:
+        return found
+    if found is not None and not is_hub_id(name):
+        raise CheckpointError(
+            f"{name} is a local folder, which has no revision {revision!r}; leave the revision out"
+        )
+    if not is_hub_id(name) or Path(name).is_file():
+        raise CheckpointError(
+            f"{name}: no such folder; give the folder of a model, or organization/model of the "
+            "Hugging Face hub"
+        )
+    return _download(str(name), revision)
+
+
+@cache
+def _download(name: str, revision: str | None) -> Path:
+    """The snapshot of a hub's model in the cache, whose name is its commit.
+
+    A commit that is there is not asked for again: it never changes. Where the hub does not answer,
+    or refuses, the newest snapshot that is there serves, with a warning.
+    """
+
+    def snapshot(*, local: bool) -> Path:
+        options = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED, "local_files_only": local}
+        return Path(hub.snapshot_download(name, revision=revision, **options))
+
+    if re.fullmatch("[0-9a-f]{40}", revision or ""):
+        try:
+            return snapshot(local=True)
+        except hub_errors.LocalEntryNotFoundError:
+            pass
+    try:
+        _check(name, hub.HfApi().model_info(name, revision=revision, timeout=PATIENCE))
+        return snapshot(local=False)
+    except (_http_error(), OSError, ValueError) as error:
+        reason = error
+    try:
+        kept = snapshot(local=True)
+    except hub_errors.LocalEntryNotFoundError:
+        raise CheckpointError(_refusal(name, revision, reason)) from reason
+    if not isinstance(reason, hub_errors.OfflineModeIsEnabled):
+        log.warning("%s: %s; going on with the copy in the cache, %s", name, _why(reason), kept)
+    return kept
+
+
+def _http_error() -> type[Exception]:
+    """What the client raises that huggingface_hub stands on, whichever that is."""
+    return hub_errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _check(name: str, info: hub.ModelInfo) -> None:
+    """Refuse a model that could not be read, before its weights are downloaded.
+
+    Raises:
+        CheckpointError: it holds no safetensors, or needs code of its own.
+    """
+    files = [file.rfilename for file in info.siblings or ()]
+    if not any(file.endswith(".safetensors") and "/" not in file for file in files):
+        raise CheckpointError(
+            f"{name} on the hub holds no safetensors, only {', '.join(files[:8]) or 'nothing'}; "
+            "look there for the same model in the transformers layout"
+        )
+    if "auto_map" in (info.config or {}):
+        raise CheckpointError(
+            f"{name} on the hub needs code of its own (auto_map, trust_remote_code), which is "
+            "never run. Look for a conversion to an architecture that transformers knows"
+        )
+
+
+def _refusal(name: str, revision: str | None, error: Exception) -> str:
+    """Why a model cannot be had, and how to get it otherwise."""
+    at = f" --revision {revision}" if revision else ""
+    return (
+        f"{name}: no such folder here, and it cannot be had from the hub: {_why(error)}. Where it "
+        f"can be had, run\n  hf download {name}{at} --local-dir {name.split('/')[1]}\n"
+        "and give that folder"
+    )
+
+
+def _why(error: Exception) -> str:
+    """What the hub, or the way to it, said."""
+    page = hub_constants.ENDPOINT
+    if isinstance(error, hub_errors.GatedRepoError):
+        return f"it is gated; ask for access on its page at {page}, then `hf auth login`"
+    if isinstance(error, hub_errors.RepositoryNotFoundError):
+        return f"{page} has none of that name that you may see (`hf auth login` if it is private)"
+    if isinstance(error, hub_errors.RevisionNotFoundError):
+        return f"{page} has no such revision of it; give one of its branches, tags or commits"
+    if isinstance(error, hub_errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and it is not in the cache"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"{page} cannot be reached or used ({reason[:200]})"

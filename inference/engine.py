@@ -94,6 +94,7 @@ class Engine:
         cls,
         path: str | Path,
         *,
+        revision: str | None = None,
         config: EngineConfig | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
@@ -102,7 +103,8 @@ class Engine:
         """Load a checkpoint, float or quantized.
 
         Args:
-            path: Its folder.
+            path: Its folder, or `organization/model` on the Hugging Face hub.
+            revision: Branch, tag or commit there.
             config: Sizes.
             device: Where it runs: cpu, cuda or cuda:N.
             dtype: Of activations and of float weights; see `inference.backend.choose_backend`.
@@ -113,7 +115,7 @@ class Engine:
             EngineError: the device is not one that is run on, or its memory is too small.
         """
         require_device(device)  # first: the rest takes its time
-        checkpoint = Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path, revision=revision)
         tokenizer = load_tokenizer(checkpoint.path)
         backend = choose_backend(device, checkpoint, dtype)
         sizes = config or EngineConfig()

@@ -31,6 +31,7 @@ from formats.errors import CheckpointError
 from formats.families.family import heads_of
 from formats.families.names import HEAD, is_projection
 from formats.families.registry import attention_names
+from formats.hub import model_folder
 from formats.links import find_file
 from formats.scale_table import TOGETHER, ScaleTable
 from formats.scheme import KVCacheSpec, LayerScheme, Scheme
@@ -102,19 +103,22 @@ class Checkpoint:
         self.scale_table = self._read_scale_table()
 
     @classmethod
-    def open(cls, path: str | Path, *, verify: bool = False) -> Checkpoint:
+    def open(
+        cls, path: str | Path, *, verify: bool = False, revision: str | None = None
+    ) -> Checkpoint:
         """Open a folder and check it.
 
         Args:
-            path: The folder.
+            path: The folder, or a model's name (`formats.hub`).
             verify: Also compare every file's SHA-256 with the manifest, where there is one.
+            revision: Branch, tag or commit of a model on the hub.
 
         Raises:
             CheckpointError: something is missing, extra, damaged or not run here; it is named.
         """
-        path = Path(path)
-        if not path.is_dir():
-            refuse_other_kinds(path)
+        if Path(path).exists() and not Path(path).is_dir():
+            refuse_other_kinds(Path(path))
+        path = model_folder(path, revision)
         check_manifest(path, verify)
         checkpoint = cls(path)
         checkpoint._check_quantized()

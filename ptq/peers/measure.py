@@ -121,7 +121,7 @@ def _job(
     return {
         "adapter": str(choice.spec.adapter),
         "folder": str(folder),
-        "model": str(recipe.model.path.resolve()),
+        "model": str(recipe.model.folder.resolve()),
         "options": dict(choice.spec.options),
         "threads": torch.get_num_threads(),
     }

@@ -128,7 +128,7 @@ def _without_samples(spec: MethodSpec, artifact: Artifact, recipe: Recipe) -> st
 
 def _obstacles(artifact: Artifact, recipe: Recipe) -> Iterator[str]:
     record, statistics = artifact.record, artifact.statistics
-    if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.path)):
+    if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.folder)):
         yield (
             f"{recipe.model.path} is not the model, or not as it was (rotated or not), that they "
             "were taken from"

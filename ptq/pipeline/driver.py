@@ -68,7 +68,7 @@ def quantize(
     """
     watch = Stopwatch()
     with watch.phase("data"):
-        tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.folder, local_files_only=True)
         tokens = load_tokens(plan.recipe.dataset, tokenizer, "calibration")
     return quantize_tokens(plan, tokens, force=force, progress=progress, keep=keep, watch=watch)
 

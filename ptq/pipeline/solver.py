@@ -54,7 +54,7 @@ class BlockSolver:
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
         self.artifact, self.keep = artifact, keep
-        self.model = view_of(Checkpoint.open(plan.recipe.model.path), plan.recipe.methods)
+        self.model = view_of(Checkpoint.open(plan.recipe.model.folder), plan.recipe.methods)
         named = block_methods(plan.recipe.methods)
         self.methods, self.phases = [m for _, m in named], [spec.name for spec, _ in named]
         self.schedule = Schedule(plan.recipe, self.methods)

@@ -107,8 +107,10 @@ def plan_recipe(loaded: LoadedRecipe, *, force: bool = False, solves: bool = Tru
     Raises:
         CheckpointError: the model's files are damaged.
     """
-    checkpoint = Checkpoint.open(loaded.recipe.model.path)
-    return build_plan(loaded.recipe, checkpoint, loaded.where, force=force, solves=solves)
+    model = loaded.recipe.model.pinned()
+    recipe = loaded.recipe.model_copy(update={"model": model})
+    checkpoint = Checkpoint.open(model.folder)
+    return build_plan(recipe, checkpoint, loaded.where, force=force, solves=solves)
 
 
 def build_plan(

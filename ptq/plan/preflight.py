@@ -119,7 +119,7 @@ def read_data(recipe: Recipe) -> dict[str, TokenSet]:
     Raises:
         RecipeError: a source is missing, empty, unreadable or too short.
     """
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.folder, local_files_only=True)
     return {
         "calibration": load_tokens(recipe.dataset, tokenizer, "calibration"),
         "evaluation": load_tokens(recipe.dataset, tokenizer, "evaluation"),
@@ -205,7 +205,7 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
     key, path = ("output", "path"), recipe.output.path
     if is_taken(path) and (not force or not path.is_dir()):
         yield key, f"{path} exists already; give --force to replace it, or another --output"
-    if recipe.model.path.resolve().is_relative_to(path.resolve()):
+    if recipe.model.folder.resolve().is_relative_to(path.resolve()):
         yield key, f"{path} holds the model itself; give another --output"
     parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from calibrate.spec import TABLES, TEXT
 from formats.errors import suggestion
-from formats.hub import find_model
+from formats.hub import find_model, is_hub_id
 from formats.scheme import PRESETS
 from ptq.methods.registry import METHODS
 from ptq.recipe.problems import (
@@ -149,8 +149,10 @@ class Draft:
             base = Path.cwd() if typed else folder
             if not isinstance(value, str) or (key[0] == "dataset" and not _is_file(base, value)):
                 continue
-            shipped = find_model(value, base) if key[0] == "model" else None
-            section[key[1]] = os.path.normpath(shipped or base / Path(value).expanduser())
+            found = find_model(value, base) if key[0] == "model" else None
+            if found is None and key[0] == "model" and is_hub_id(value):
+                continue  # a name on the hub
+            section[key[1]] = os.path.normpath(found or base / Path(value).expanduser())
         for i, item in enumerate(self._peers()):
             key = ("report", "peers", i, "python")
             if isinstance(item, dict) and isinstance(item.get("python"), str):
@@ -163,10 +165,15 @@ class Draft:
         return peers if isinstance(peers, list) else []
 
     def check_model(self) -> None:
-        """Note a problem where the model's folder is none."""
+        """Note a problem where the model's folder is none, or has a revision."""
         model = self.data.get("model")
         path = model.get("path") if isinstance(model, dict) else None
-        if isinstance(path, str) and not Path(path).is_dir():
+        if not isinstance(model, dict) or not isinstance(path, str) or is_hub_id(path):
+            return
+        if model.get("revision") is not None:
+            message = f"found a revision, but {path} is a local folder, which has none"
+            self.problems.append(self.at(("model", "revision"), message))
+        if not Path(path).is_dir():
             written = Where(self.origins)(("model", "path")).line
             start = "in a recipe are relative to its own folder"
             start = start if written else "that are typed are relative to the current directory"

@@ -29,6 +29,8 @@ def resolved_yaml(recipe: Recipe) -> str:
     data["report"]["speed"] = data["report"]["speed"] or False
     if not recipe.layers:
         del data["layers"]
+    if recipe.model.revision is None:
+        del data["model"]["revision"]
     return RESOLVED + dump(data)
 
 

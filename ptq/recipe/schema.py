@@ -43,6 +43,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from calibrate.spec import DatasetSpec, ObserverSpec
 from formats.checkpoint.targets import is_ignored
+from formats.hub import find_model, model_folder
 from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.methods.registry import AnyMethod
 from ptq.recipe.method_list import method_fault
@@ -65,15 +66,41 @@ Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 class ModelSpec(Strict):
-    """The model to quantize: a local folder in the transformers layout with safetensors.
+    """The model to quantize: in the transformers layout with safetensors, here or on the hub.
 
-    YAML: ``model: {path: tiny-python}``
+    YAML: ``model: {path: organization/model, revision: main}``
     """
 
     path: Path
-    """Folder with config.json, safetensors and the tokenizer's files; relative to the recipe's
-    folder.
+    """Folder with config.json, safetensors and the tokenizer's files, relative to the recipe's
+    folder; or `tiny-python`, which comes with ptq; or `organization/model` on the Hugging Face hub.
+    A folder wins.
     """
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; default its main branch. A run writes down the
+    commit that it used.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """The local folder; one of the hub is downloaded first, once in a process.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be had.
+        """
+        return model_folder(self.path, self.revision)
+
+    def pinned(self) -> ModelSpec:
+        """The same model for good: an absolute path, or the commit that is on the hub now.
+
+        Raises:
+            CheckpointError: there is no such model, or it cannot be had.
+        """
+        if self.path.is_absolute():
+            return self
+        if self.revision is None and (found := find_model(self.path)) is not None:
+            return ModelSpec(path=found.absolute())
+        return ModelSpec(path=self.path, revision=self.folder.name)
 
 
 class ObserversSpec(Strict):

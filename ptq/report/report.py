@@ -98,12 +98,12 @@ def measure(
 ) -> ReportData:
     """Run both models and gather the report's data; arguments and errors as in `make_report`."""
     recipe, watch = plan.recipe, Stopwatch()
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.folder, local_files_only=True)
     evaluation = evaluation or load_tokens(recipe.dataset, tokenizer, "evaluation")
     config = engine_config(evaluation, recipe.report.speed)
     with watch.phase("loading both models"):
         device = recipe.report.device
-        original = Engine.from_pretrained(recipe.model.path, config=config, device=device)
+        original = Engine.from_pretrained(recipe.model.folder, config=config, device=device)
         quantized = Engine.from_pretrained(result.checkpoint, config=config, device=device)
     with watch.phase("comparison"):
         accuracy = compare(original, quantized, evaluation.sequences(), progress=progress)
@@ -153,10 +153,10 @@ def measure_only_peers(plan: Plan, *, progress: bool = True) -> PeersRecord:
         CheckpointError: the model is damaged.
     """
     recipe = plan.recipe
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model.folder, local_files_only=True)
     calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
     evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
-    original = Engine.from_pretrained(recipe.model.path, config=engine_config(evaluation, None))
+    original = Engine.from_pretrained(recipe.model.folder, config=engine_config(evaluation, None))
     return PeersRecord(
         model=plan.model,
         calibration=CalibrationSummary.of(calibration),
