@@ -21,6 +21,7 @@ from formats.errors import CheckpointError
 from formats.files import replace_file
 
 Key = tuple[str, str]  # full module name; "input", "k_cache" or "v_cache"
+AFTER = " after "  # in a role, before the method that had changed the block when it was seen
 
 
 class Statistics(MutableMapping[Key, TensorStatistics]):
@@ -83,6 +84,22 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         for (module, role), stats in self.items():
             if f"{module}.".startswith(f"{name}."):
                 part[module, role] = stats
+        return part
+
+    def marked(self, stage: str) -> Statistics:
+        """The same, as seen after a method has changed the block: under `<role> after <stage>`."""
+        part = Statistics()
+        for (module, role), stats in self.items():
+            part[module, f"{role}{AFTER}{stage}"] = stats
+        return part
+
+    def at(self, stage: str = "") -> Statistics:
+        """What was seen after a method had changed the block; of the model as it came for ''."""
+        part = Statistics()
+        for (module, role), stats in self.items():
+            plain, _, after = role.partition(AFTER)
+            if after == stage:
+                part[module, plain] = stats
         return part
 
     def save(self, path: Path) -> None:

@@ -9,6 +9,7 @@ RESULT_FILE = "quantization.json"
 RECIPE_FILE = "recipe.yaml"
 REPORT_FOLDER = "report"
 STATISTICS_FILE = "statistics.safetensors"
+FOUND_FILE = "found.safetensors"  # what methods found by running samples
 RESUME_FOLDER = ".resume"  # what a stopped run goes on with
 PROGRESS_FILE = "progress.json"  # in it: how far that run has come
 PEER_LOGS, PEERS_FILE = "peers", "peers.json"  # what `ptq peers` writes

@@ -4,9 +4,10 @@
     ptq solve output/a8w8c8 --recipe recipes/a8w8c8_unsmoothed.yaml --output output/unsmoothed
 
 The run's own recipe is taken, or another one for the same model and data, with overrides. Other
-observers, granularities and schemes, another fixed alpha and, where the run kept Hessians
-(`statistics: {hessians: true}`), GPTQ and searched scales follow from the statistics; a search that
-measures the block's output needs samples and is refused.
+observers, granularities and schemes, another fixed alpha and, where the run kept Hessians, GPTQ and
+searched scales follow from the statistics. Of a method that searches by the output of the block
+(strengths of smoothing, clipping), what the run found is taken, if it has the options of the run; a
+search with other options needs samples and is refused.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from ptq.text import typed_path
 
 if TYPE_CHECKING:
     import ptq.plan.plan as planning
-    from ptq.pipeline import artifact, driver
+    from ptq.pipeline import artifact, driver, solvable
 else:
     artifact = later("ptq.pipeline.artifact")
     driver = later("ptq.pipeline.driver")
     planning = later("ptq.plan.plan")
+    solvable = later("ptq.pipeline.solvable")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = planning.plan_recipe(loaded, force=arguments.force)
     seen = artifact.Artifact.load(arguments.run)
     result = driver.solve(plan, seen, force=arguments.force)
+    for note in solvable.solve_notes(seen, plan.recipe):
+        print(note)
     print(f"checkpoint: {typed_path(result.checkpoint)}")
     print(f"solved in {result.seconds['total']:.1f} s, without running the model\n\nNext:")
     print(f"  {shlex.join(['ptq', 'report', typed_path(loaded.recipe.output.path)])}")

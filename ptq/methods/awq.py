@@ -93,7 +93,8 @@ class AWQ(Migration):
 
     def __init__(self, spec: AWQSpec) -> None:
         super().__init__()
-        self.spec, self.targets, self.search_samples = spec, spec.targets, spec.search_samples
+        self.spec, self.name = spec, spec.name
+        self.targets, self.search_samples = spec.targets, spec.search_samples
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
         self._consumers: set[str] = set()

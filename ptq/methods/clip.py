@@ -11,7 +11,7 @@ Suppression: Pushing the Limit of Low-bit Transformer Language Models", NeurIPS 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -24,10 +24,12 @@ from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ptq.methods.common import rounding
 else:
+    torch = later("torch")
     rounding = later("ptq.methods.common.rounding")
 
 
@@ -71,6 +73,7 @@ class Clip(Method):
     """Searches the range of every static input of a block; see the module's docstring."""
 
     clips = True
+    keeps = "ranges"
 
     def __init__(self, spec: ClipSpec) -> None:
         self.spec = spec
@@ -94,6 +97,16 @@ class Clip(Method):
             }
             best = min(errors, key=lambda factor: errors[factor])
             self.solved |= dict.fromkeys(names, best)
+
+    def found(self) -> dict[str, Tensor]:
+        """The factor of each layer's range, fp64, by the layer's full name."""
+        return {
+            name: torch.tensor(factor, dtype=torch.float64) for name, factor in self.solved.items()
+        }
+
+    def recall(self, work: BlockWork, found: Mapping[str, Tensor]) -> None:
+        """Take the factors."""
+        self.solved = {name: factor.item() for name, factor in found.items()}
 
     def commit(self, work: BlockWork) -> None:
         """Set the ranges."""

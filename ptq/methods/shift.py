@@ -21,7 +21,7 @@ made of it, and o_proj's bias follows that one: its own rounding is all that is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from formats.families.groups import SmoothingGroup
@@ -85,6 +85,7 @@ class Shift(Method):
     """Centres V in every block whose v_proj and o_proj have biases; see the module's docstring."""
 
     folds = True
+    keeps = "factors"
 
     def __init__(self, spec: ShiftSpec) -> None:
         self.spec = spec
@@ -125,6 +126,15 @@ class Shift(Method):
         bias, z = self._bias.double(), (self._high.double() + self._low.double()) / 2
         stored = (bias - z).to(work.dtype_of(f"{self.value}.bias"))
         self.z = bias - stored.double()
+
+    def found(self) -> dict[str, Tensor]:
+        """z [kv heads * D] fp64, by the name of v_proj; nothing where it was left alone."""
+        return {} if self.z is None else {self.value: self.z}
+
+    def recall(self, work: BlockWork, found: Mapping[str, Tensor]) -> None:
+        """Take z, if V was centred."""
+        z = found.get(self.value)
+        self.z = None if z is None else z.to(work.block.device)
 
     def commit(self, work: BlockWork) -> None:
         """Equation 4: take z from v_proj's bias and add what o_proj makes of it to its own."""

@@ -25,7 +25,7 @@ alone, it is left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -36,8 +36,8 @@ from formats.later import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, set_parameter
 from ptq.methods.common.method import Method
-from ptq.methods.common.migration import best_of, tell
-from ptq.methods.common.spec import Alpha, MethodSpec, Stage
+from ptq.methods.common.migration import Choice, best_of, smoothing_row
+from ptq.methods.common.spec import Alpha, MethodSpec, Stage, fixed_alpha
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,10 @@ class SmoothKSpec(MethodSpec):
         """Smooths K of a block."""
         return SmoothK(self)
 
+    def without_samples(self, strengths: Sequence[float]) -> tuple[str, str] | None:
+        """One alpha for all blocks: the middle of those that were found."""
+        return fixed_alpha(strengths)
+
     def explain(
         self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
     ) -> Iterator[str]:
@@ -128,13 +132,19 @@ class SmoothK(Method):
 
     folds = True
     rescales = True
+    keeps = "factors"
 
     def __init__(self, spec: SmoothKSpec) -> None:
-        self.spec = spec
+        self.spec, self.key = spec, ""
         self.factors: Tensor | None = None
+        self.needs = "samples" if spec.alpha == "search" else "statistics"
+
+    def prepare(self, work: BlockWork) -> None:
+        """Find what makes K."""
+        self.key, self.factors = _stages(work)[0], None
 
     def solve(self, work: BlockWork) -> None:
-        """Try no factors and every strength on the first samples."""
+        """Try no factors and every strength on the first samples; without any, take the one."""
         k, q = _stages(work)
         absmax = work.observed(work.block.attention, "k_cache").channel_absmax  # [kv heads, D]
         if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
@@ -149,10 +159,22 @@ class SmoothK(Method):
         }
         reference = [work.block.run(sample) for sample in work.samples(self.spec.search_samples)]
         power = math.fsum(y.double().square().sum().item() for y in reference)
-        errors = {alpha: _error(work, absmax, f, reference) for alpha, f in factors.items()}
-        choice = best_of(errors, factors)
-        tell(work, (k, (q,)), choice, errors, power)
+        errors: dict[float | None, float] = {}
+        if reference:
+            errors = {alpha: _error(work, absmax, f, reference) for alpha, f in factors.items()}
+            choice = best_of(errors, factors)
+        else:
+            choice = Choice((alphas[0],), factors[alphas[0]], error=None)
+        work.tell(smoothing_row(self.spec.name, (k, (q,)), choice, errors, power))
         self.factors = None if choice.alphas == (None,) else choice.scale
+
+    def found(self) -> dict[str, Tensor]:
+        """Factors that K is divided by [kv heads, D] fp64, by the name of what makes it."""
+        return {} if self.factors is None else {self.key: self.factors}
+
+    def recall(self, work: BlockWork, found: Mapping[str, Tensor]) -> None:
+        """Take the factors of K, if it has any."""
+        self.factors = found.get(self.key)
 
     def commit(self, work: BlockWork) -> None:
         """Divide what makes K and multiply what makes Q, in the block's float weights."""

@@ -19,7 +19,6 @@ PieceWiseSearch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import median_high
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -34,6 +33,7 @@ from ptq.methods.common.spec import (
     BlockSizes,
     MethodSpec,
     Stage,
+    fixed_alpha,
     smoothing_lines,
     smoothing_memory,
 )
@@ -112,8 +112,7 @@ class SmoothQuantSpec(MethodSpec):
 
     def without_samples(self, strengths: Sequence[float]) -> tuple[str, str] | None:
         """One alpha for all groups: the middle of those that were found."""
-        alpha = f"{median_high(strengths):g} (the middle of those found)" if strengths else "0.5"
-        return "give alpha a number", f"alpha={alpha}"
+        return fixed_alpha(strengths)
 
 
 def smoothing_scale(x_absmax: Tensor, w_absmax: Tensor, alpha: float) -> Tensor:
@@ -176,7 +175,8 @@ class SmoothQuant(Migration):
 
     def __init__(self, spec: SmoothQuantSpec) -> None:
         super().__init__()
-        self.spec, self.targets, self.search_samples = spec, spec.targets, spec.search_samples
+        self.spec, self.name = spec, spec.name
+        self.targets, self.search_samples = spec.targets, spec.search_samples
         self.needs = "samples" if spec.alpha == "search" else "statistics"
 
     @property

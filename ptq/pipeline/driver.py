@@ -28,13 +28,27 @@ from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.scale_table import ScaleEntry, ScaleTable
 from ptq.methods.common.events import Event, SmoothingRow
-from ptq.output import CHECKPOINT_FOLDER, RECIPE_FILE, RESULT_FILE, STATISTICS_FILE
-from ptq.pipeline.artifact import Artifact, check_solvable, drop_hessians, save_hessians, seen_key
+from ptq.output import (
+    CHECKPOINT_FOLDER,
+    RECIPE_FILE,
+    RESULT_FILE,
+    RESUME_FOLDER,
+    STATISTICS_FILE,
+)
+from ptq.pipeline.artifact import (
+    Artifact,
+    drop_hessians,
+    keep_hessians,
+    save_hessians,
+    seen_key,
+)
 from ptq.pipeline.device import fast_products
 from ptq.pipeline.emit import emit_rest
+from ptq.pipeline.found import Found
 from ptq.pipeline.key import run_key
 from ptq.pipeline.live import LiveTable
 from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
+from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
 from ptq.plan.plan import Plan
 from ptq.plan.shapes import shard_bytes
@@ -54,7 +68,8 @@ def quantize(
     """Quantize a model as planned.
 
     Writes below the recipe's output path: `checkpoint/` (whole or not at all), `recipe.yaml`
-    (resolved), `statistics.safetensors`, and `quantization.json`, the record of the run.
+    (resolved), `quantization.json`, the record of the run, and what `solve` works from:
+    `statistics.safetensors`, `found.safetensors` and, where they are kept, `hessians/`.
 
     Args:
         plan: From `ptq.plan.plan.build_plan`.
@@ -113,7 +128,7 @@ def solve(
         RecipeError: the plan needs more than the artifact holds.
         CheckpointError: the model is damaged, the output exists, or it cannot be written.
     """
-    check_solvable(artifact, plan.recipe)
+    check_solvable(artifact, plan)
     driver = _Driver(plan, Stopwatch(), artifact.record.calibration, artifact)
     try:
         with fast_products(driver.device):
@@ -138,15 +153,16 @@ class _Driver:
         artifact: Artifact | None = None,
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
-        self.calibration, self.from_artifact = calibration, artifact is not None
-        keep = partial(save_hessians, plan.recipe.output.path)
-        wanted = plan.recipe.statistics.hessians
-        self.solver = BlockSolver(plan, watch, artifact, keep if wanted else None)
+        self.calibration, self.artifact = calibration, artifact
+        keep = partial(save_hessians, plan.recipe.output.path / RESUME_FOLDER)
+        self.keeps_hessians = artifact is None and plan.prediction.moments_bytes > 0
+        self.solver = BlockSolver(plan, watch, artifact, keep if self.keeps_hessians else None)
         self.model, self.device = self.solver.model, self.solver.device
         key = run_key(plan, self.model, calibration.fingerprint, self.device)
         self.store = ResumableRun(plan.recipe.output.path, key)
         self.resumed = self.store.done
         self.statistics = Statistics()
+        self.found: dict[str, dict[str, dict[str, Tensor]]] = {}
         self.entries: list[ScaleEntry] = []
         self.events: list[Event] = []
         self.smoothing: list[SmoothingRow] = []
@@ -160,20 +176,18 @@ class _Driver:
         with closing(self.store), self._writer(force or self.resumed > 0) as writer:
             with self.watch.phase("write"):
                 emit_rest(writer, self.model, stream.blocks)
-            if not self.from_artifact:
-                if self.resumed == 0:
-                    drop_hessians(self.recipe.output.path)
+            if self.artifact is None:
                 self.solver.start(sequences)
             self.table = LiveTable(shown=progress, names=self.plan.quantized)
             bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
             for index, name in enumerate(bar):
                 bar.set_postfix_str(name)
                 if index < self.resumed:
-                    self._emit(writer, self.store.block(index))
+                    self._emit(writer, name, self.store.block(index))
                     continue
                 if index == self.resumed > 0:
                     stream.go_on(*self.store.states())
-                self._block(index, writer)
+                self._block(index, name, writer)
             table = ScaleTable(entries=tuple(self.entries))
             with self.watch.phase("write"):
                 writer.finish(table)
@@ -184,6 +198,8 @@ class _Driver:
         output = self.recipe.output.path
         with self.watch.phase("write"):
             self.statistics.save(output / STATISTICS_FILE)
+            Found.under(self.recipe, self.found).save(output)
+            self._keep_hessians()
             replace_file(output / RECIPE_FILE, resolved_yaml(self.recipe).encode())
         result = QuantizationResult(
             checkpoint=output / CHECKPOINT_FOLDER,
@@ -201,6 +217,14 @@ class _Driver:
         replace_file(output / RESULT_FILE, result.to_json().encode())
         return result
 
+    def _keep_hessians(self) -> None:
+        """Leave in the output those of this run, and no others."""
+        output = self.recipe.output.path
+        if self.keeps_hessians:
+            keep_hessians(output / RESUME_FOLDER, output)
+        elif self.artifact is None or self.artifact.folder.resolve() != output.resolve():
+            drop_hessians(output)
+
     def _writer(self, force: bool) -> CheckpointWriter:
         """A writer with shards of the size of an fp32 block: memory does not follow depth."""
         of_block = [n for n in self.model.names() if n.startswith(f"{self.plan.blocks[0]}.")]
@@ -216,21 +240,22 @@ class _Driver:
             shard_bytes=shard_bytes(elements),
         )
 
-    def _block(self, index: int, writer: CheckpointWriter) -> None:
+    def _block(self, index: int, name: str, writer: CheckpointWriter) -> None:
         """Take one block from float to the writer."""
         solved, stream = self.solver.solve(index), self.solver.stream
         with self.watch.phase("write"):
-            if self.solver.schedule.needs_data and not self.from_artifact:  # else as fast again
+            if self.solver.schedule.needs_data and self.artifact is None:  # else as fast again
                 self.store.save(solved, stream.inputs, stream.quantized_inputs)
-            self._emit(writer, solved)
+            self._emit(writer, name, solved)
 
-    def _emit(self, writer: CheckpointWriter, solved: SolvedBlock) -> None:
+    def _emit(self, writer: CheckpointWriter, name: str, solved: SolvedBlock) -> None:
         """Write a solved block and keep its rows of the record."""
-        for name, tensor in solved.tensors.items():
-            writer.add(name, tensor)
+        for tensor_name, tensor in solved.tensors.items():
+            writer.add(tensor_name, tensor)
         for attention, (k, v) in solved.kv_scales.items():
             writer.set_kv_scales(attention, k, v)
         self.statistics.merge(solved.statistics)
+        self.found[name] = solved.found
         self.entries += solved.record.entries
         self.events += solved.record.events
         self.smoothing += solved.record.smoothing

@@ -4,9 +4,11 @@ Beside the checkpoint that is being made, in `<output>/.resume`:
 
     progress.json                  what the run is (`ptq.pipeline.key`) and how many blocks are done
     block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, its
-                                   cache scales under `k/<attention>`, `v/<attention>`
+                                   cache scales under `k/<attention>`, `v/<attention>`, and under
+                                   `found/<method>/<name>` what its methods found
     block-00003.json               its rows of the record
     block-00003.statistics         what calibration saw of it
+    hessians/<block>.safetensors   second moments of its inputs, where the run is to keep them
     states-00003.safetensors       hidden states of every sample after it; of the last such block
 
 A block's files are whole on the disk before `progress.json` counts it, and states are stored, not
@@ -65,12 +67,14 @@ class SolvedBlock:
         kv_scales: Static scales of K and V by the name of the attention.
         record: Rows of the record.
         statistics: What calibration saw.
+        found: What methods found by running samples, by method and name.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     record: BlockRecord = field(default_factory=BlockRecord)
     statistics: Statistics = field(default_factory=Statistics)
+    found: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
 class Progress(Strict):
@@ -159,6 +163,8 @@ class ResumableRun:
         arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
         for attention, (k, v) in solved.kv_scales.items():
             arrays |= {f"k/{attention}": k, f"v/{attention}": v}
+        for method, found in solved.found.items():
+            arrays |= {f"found/{method}/{name}": t.cpu() for name, t in found.items()}
         order = {"order": json.dumps(list(solved.tensors))}
         self._write(f"{name}.safetensors", arrays, order)
         replace_file(self._folder / f"{name}.json", solved.record.model_dump_json().encode())
@@ -179,11 +185,15 @@ class ResumableRun:
                 name: (file.tensor(f"k/{name}"), file.tensor(f"v/{name}"))
                 for name in (key[2:] for key in file.tensors if key.startswith("k/"))
             }
+            found: dict[str, dict[str, Tensor]] = {}
+            for key in (key for key in file.tensors if key.startswith("found/")):
+                _, method, name = key.split("/", 2)
+                found.setdefault(method, {})[name] = file.tensor(key)
             record = BlockRecord.model_validate_json(Path(f"{path}.json").read_bytes())
             statistics = Statistics.load(Path(f"{path}.statistics"))
         except (OSError, ValueError, KeyError, CheckpointError) as error:
             raise self._damaged(error) from error
-        return SolvedBlock(tensors, kv_scales, record, statistics)
+        return SolvedBlock(tensors, kv_scales, record, statistics, found)
 
     def states(self) -> tuple[list[Tensor], list[Tensor] | None]:
         """Hidden states after the last stored block: of the float model, and quantized if kept.

@@ -20,7 +20,9 @@ from formats.scale_table import ScaleEntry
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import config_of
+from ptq.methods.common.method import Method
 from ptq.methods.common.rounding import round_to_nearest
+from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.device import device_of
@@ -42,7 +44,8 @@ class BlockSolver:
         plan: Of the run.
         watch: Counts seconds by phase; a method's phase has its name.
         artifact: What an earlier run saw, in place of samples.
-        keep: Called with each block once its samples have run through it as it came.
+        keep: Called with each block once its samples have run through it, and with the method after
+            which they did; '' for the block as it came.
     """
 
     def __init__(
@@ -50,13 +53,14 @@ class BlockSolver:
         plan: Plan,
         watch: Stopwatch,
         artifact: Artifact | None = None,
-        keep: Callable[[BlockWork], None] | None = None,
+        keep: Callable[[BlockWork, str], None] | None = None,
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
         self.artifact, self.keep = artifact, keep
         self.model = view_of(Checkpoint.open(plan.recipe.model.folder), plan.recipe.methods)
         named = block_methods(plan.recipe.methods)
-        self.methods, self.phases = [m for _, m in named], [spec.name for spec, _ in named]
+        self.specs, self.methods = [spec for spec, _ in named], [method for _, method in named]
+        self.recalled = artifact.found.recalled(plan.recipe) if artifact else []
         self.schedule = Schedule(plan.recipe, self.methods)
         self.device = device_of(plan.recipe)
         self.stream = BlockStream(
@@ -83,20 +87,19 @@ class BlockSolver:
             work = block_work(self.plan, self.model, self.stream.load(index))
         outputs, baseline = self._see(work)
         assert work.statistics is not None
-        seen = work.statistics  # of the model as it came, which the artifact keeps
-        for i, (method, phase) in enumerate(zip(self.methods, self.phases, strict=True)):
-            if i in self.schedule.passes:
-                with self.watch.phase("observe"):
-                    self._observe(work, i)
-            with self.watch.phase(phase):
-                method.solve(work)
+        seen, found = Statistics(), {}  # which the artifact keeps
+        seen.update(work.statistics)
+        for i, (spec, method) in enumerate(zip(self.specs, self.methods, strict=True)):
+            with self.watch.phase(spec.name):
+                self._decide(work, spec, method)
+                found[spec.name] = method.found()
                 method.commit(work)
-        if len(self.methods) in self.schedule.passes:
-            with self.watch.phase("observe"):
-                self._observe(work, len(self.methods))
+            if i + 1 in self.schedule.passes:
+                seen.update(self._see_again(work, i + 1).marked(spec.name))
         with self.watch.phase("measure"):
             rows = module_rows(work, baseline)
-        solved = self._solved(work, rows, seen, begin)
+        solved = self._solved(work, rows, begin)
+        solved.statistics, solved.found = seen, found
         with self.watch.phase("forward"):
             self.stream.advance(work.block, outputs, quantized_outputs(work))
         return solved
@@ -110,24 +113,40 @@ class BlockSolver:
             for method in self.methods:
                 method.prepare(work)
         else:
-            with self.watch.phase("observe"):
-                outputs = self._observe(work, 0)
-            if self.keep is not None:
-                with self.watch.phase("write"):
-                    self.keep(work)
+            outputs = self._observe(work, 0)
         with self.watch.phase("measure"):
             return outputs, measure(work, round_to_nearest(work))
 
+    def _see_again(self, work: BlockWork, first: int) -> Statistics:
+        """Learn of a block after a method has changed it, for the methods from `first` on."""
+        if self.artifact is not None:
+            with self.watch.phase("load"):
+                self.artifact.give(work, self.specs[first - 1].name)
+        else:
+            self._observe(work, first)
+        assert work.statistics is not None
+        return work.statistics
+
+    def _decide(self, work: BlockWork, spec: MethodSpec, method: Method) -> None:
+        """Let a method solve a block, or take what it found in an earlier run."""
+        if self.artifact is not None and spec.name in self.recalled:
+            self.artifact.recall(work, spec, method)
+        else:
+            method.solve(work)
+
     def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
         """Run the samples for the methods from `first` on; returns the block's outputs."""
-        hessians = first == 0 and self.recipe.statistics.hessians
+        hessians = self.recipe.statistics.hessians is True
         counted = self.schedule.counts(first)
-        return observe(work, self.methods[first:], histograms=counted, hessians=hessians)
+        with self.watch.phase("observe"):
+            outputs = observe(work, self.methods[first:], histograms=counted, hessians=hessians)
+        if self.keep is not None:
+            with self.watch.phase("write"):
+                self.keep(work, self.specs[first - 1].name if first else "")
+        return outputs
 
-    def _solved(
-        self, work: BlockWork, rows: list[ModuleRow], seen: Statistics, begin: float
-    ) -> SolvedBlock:
-        """What is kept of a solved block, with what was seen of it as it came."""
+    def _solved(self, work: BlockWork, rows: list[ModuleRow], begin: float) -> SolvedBlock:
+        """What the checkpoint and the record get of a solved block."""
         entries, scales = linear_entries(work, rows), {}
         kv_cache = self.recipe.scheme.kv_cache
         if kv_cache is not None:
@@ -144,7 +163,7 @@ class BlockSolver:
                 memory_bytes=self._peak_bytes(),
             ),
         )
-        return SolvedBlock(block_tensors(self.model, work), scales, record, seen)
+        return SolvedBlock(block_tensors(self.model, work), scales, record)
 
     def _peak_bytes(self) -> int:
         """Peak memory so far: of the GPU that blocks are solved on, else of the process."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from formats.families.groups import SMOOTHING_KINDS
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.spec import FLOAT, BlockSizes
-from ptq.plan.schedule import Schedule
+from ptq.plan.schedule import KEPT_MOMENTS, Schedule
 from ptq.plan.shapes import BlockShape, shard_bytes
 from ptq.recipe.schema import Recipe
 
@@ -62,10 +62,16 @@ class Footprint:
         The states after a block are written before those after the one before it are removed.
         """
         resumable = self.checkpoint_bytes + 2 * self._copies * self._state_bytes
-        kept = self.recipe.statistics.hessians
-        hessians = sum(self._hessians(block) for block in self.blocks) if kept else 0
-        seen = 2 * self._histograms()
-        return self.checkpoint_bytes + hessians + seen + (resumable if self._needs_data else 0)
+        made = self.checkpoint_bytes + self.moments() + 2 * self._histograms()
+        return made + (resumable if self._needs_data else 0)
+
+    def moments(self) -> int:
+        """Bytes of the second moments that are kept on the disk: of each pass of the samples."""
+        wanted = self.recipe.statistics.hessians
+        used = any(method.moments == "full" for method in self._schedule.methods)
+        passes = 1 + len(self._schedule.passes)
+        total = passes * sum(self._hessians(block) for block in self.blocks)
+        return total if wanted is True or (wanted and used and total <= KEPT_MOMENTS) else 0
 
     @property
     def _schedule(self) -> Schedule:
@@ -129,7 +135,7 @@ class Footprint:
     def _sums(self, block: BlockShape) -> int:
         """Second moments that are accumulated, and the widest's mean where no step counts it."""
         moments = {method.moments for method in self._schedule.methods}
-        if "full" not in moments and not self.recipe.statistics.hessians:
+        if "full" not in moments and self.recipe.statistics.hessians is not True:
             return 0
         widest = max((columns for _, columns in block.quantized), default=0)
         return self._hessians(block) + (0 if "full" in moments else FLOAT * widest**2)

@@ -52,12 +52,14 @@ class Prediction(Strict):
         device_bytes: Peak of the GPU's memory; 0 where blocks are solved on the CPU.
         disk_bytes: Most that is on the disk at once: the checkpoint, what a stopped run goes on
             with, and statistics.
+        moments_bytes: Of the second moments that are kept for `ptq solve`; 0 where none are.
     """
 
     checkpoint_bytes: int
     memory_bytes: int
     device_bytes: int
     disk_bytes: int
+    moments_bytes: int
 
 
 class Plan(Strict):
@@ -186,6 +188,7 @@ def _predict(
         memory_bytes=footprint.host(),
         device_bytes=footprint.device(),
         disk_bytes=footprint.disk(),
+        moments_bytes=footprint.moments(),
     )
 
 

@@ -12,6 +12,7 @@ from ptq.methods.common.method import Method
 from ptq.methods.registry import block_methods
 from ptq.recipe.schema import Recipe
 
+KEPT_MOMENTS = 10**9  # most bytes of second moments that are kept without being asked for
 COMPARED = 4  # sequences on which quantized layers are compared with float ones
 
 
@@ -48,9 +49,9 @@ class Schedule:
 
     def counts(self, first: int) -> bool:
         """Whether the pass for the methods from `first` on counts magnitudes, or keeps maxima."""
-        if first == 0:  # what the artifact keeps
-            return self.recipe.static or self.recipe.statistics.histograms
-        return self.recipe.static and not self.by_maxima
+        if self.recipe.statistics.histograms:
+            return True
+        return self.recipe.static and (first == 0 or not self.by_maxima)  # the artifact keeps both
 
     @property
     def by_maxima(self) -> bool:
@@ -61,7 +62,7 @@ class Schedule:
     def needs_data(self) -> bool:
         """Whether anything follows from the calibration data but the errors that are reported."""
         keep = self.recipe.statistics
-        kept = keep.histograms or keep.hessians
+        kept = keep.histograms or keep.hessians is True
         needed = any(method.needs != "weights" for method in self.methods)
         return kept or needed or self.recipe.static
 

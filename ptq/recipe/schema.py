@@ -14,7 +14,7 @@
     methods:
       - smoothquant: {alpha: search}
       - rtn
-    statistics: {histograms: false, hessians: false}   # kept beyond need, for `ptq solve`
+    statistics: {histograms: false, hessians: auto}    # kept for `ptq solve`
     device: auto                            # where blocks are solved: a GPU if there is one
     ignore: [lm_head, 're:.*layers\\.0\\.mlp\\.down_proj']
     output: {path: output/a8w8c8}           # relative to the current directory
@@ -130,9 +130,10 @@ class StatisticsSpec(Strict):
     """Count magnitudes where the scheme has no static scales, too; `ptq solve` can then give
     another scheme static ones, by any observer.
     """
-    hessians: bool = False
+    hessians: bool | Literal["auto"] = "auto"
     """Keep the second moments of all inputs, so that `ptq solve` can run GPTQ: fp32 [in, in] on
-    disk for each input of a block.
+    disk for each input of a block. `auto` keeps them where a method of the recipe uses them and
+    all of them take at most 1 GB.
     """
 
 

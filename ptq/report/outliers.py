@@ -54,10 +54,10 @@ def outlier_row(module: str, role: str, channel_absmax: Tensor, top: int = 3) ->
 
 
 def activation_outliers(statistics: Statistics, top: int = 3) -> list[OutlierRow]:
-    """One row for every input and cache that calibration observed."""
+    """One row for every input and cache that calibration observed, of the model as it came."""
     return [
         outlier_row(module, role, stats.channel_absmax, top)
-        for (module, role), stats in statistics.items()
+        for (module, role), stats in statistics.at().items()
     ]
 
 

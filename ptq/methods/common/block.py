@@ -100,6 +100,12 @@ class BlockWork:
     events: list[Event] = field(default_factory=list)
     smoothing: list[SmoothingRow] = field(default_factory=list)
 
+    def tell(self, row: SmoothingRow) -> None:
+        """Keep for the record what was chosen for a smoothing group."""
+        if row.fallback is not None:
+            self.events.append(row.fallback)
+        self.smoothing.append(row)
+
     def module(self, name: str) -> nn.Module:
         """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
         return self.block.module.get_submodule(name.removeprefix(f"{self.block.name}."))

@@ -48,6 +48,7 @@ class SmoothingRow(Strict):
     tried.
     """
 
+    method: str
     source: str
     consumers: tuple[str, ...]
     alpha: float | None
@@ -64,6 +65,15 @@ class SmoothingRow(Strict):
             "none" if alpha is None else f"{alpha:g}" for alpha in self.pieces or (self.alpha,)
         )
         return " / ".join(parts)
+
+    @property
+    def fallback(self) -> Event | None:
+        """What is told of a group that no strength was better for than to leave it alone."""
+        if self.alpha is not None:
+            return None
+        tried = ", ".join(f"{row.alpha:g}" for row in self.candidates if row.alpha is not None)
+        message = f"not smoothed: the block's output is no better with alpha {tried}"
+        return Event(module=self.source, kind="fallback", message=message)
 
     @property
     def unsmoothed_error(self) -> float | None:

@@ -13,6 +13,7 @@ over quantized ones. Methods run one after the other, each on what the one befor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class Method(ABC):
             maxima and moments after it follow from those before.
         clips: Whether it chooses ranges, whose cut values are to be counted.
         quantized_path: Whether it needs the samples as the quantized blocks before hand them over.
+        keeps: What of its work a run keeps, so that `ptq solve` can do without the samples that it
+            was searched with: `factors` that leave the block's function as it is and so hold for
+            any scheme, or `ranges`, which hold for the scheme and the observers of the run.
     """
 
     needs: Literal["weights", "statistics", "samples"] = "samples"
@@ -44,6 +48,7 @@ class Method(ABC):
     rescales = False
     clips = False
     quantized_path = False
+    keeps: Literal["nothing", "factors", "ranges"] = "nothing"
 
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
         """Look at a new block before its samples run."""
@@ -54,6 +59,14 @@ class Method(ABC):
     @abstractmethod
     def solve(self, work: BlockWork) -> None:
         """Decide, changing nothing of the block."""
+
+    def found(self) -> dict[str, Tensor]:
+        """What `solve` has decided and `keeps` tells of; asked before `commit`."""
+        return {}
+
+    def recall(self, work: BlockWork, found: Mapping[str, Tensor]) -> None:
+        """Take what `found` gave in an earlier run, in place of `solve`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps {self.keeps}")
 
     @abstractmethod
     def commit(self, work: BlockWork) -> None:

@@ -62,38 +62,33 @@ def best_of(errors: Mapping[float | None, float], scales: Mapping[float | None, 
     return Choice((best,), scales[best], errors[best])
 
 
-def tell(
-    work: BlockWork,
+def smoothing_row(
+    method: str,
     members: tuple[str, tuple[str, ...]],
     choice: Choice,
     errors: Mapping[float | None, float],
     power: float,
-) -> None:
-    """Keep for the record what was chosen.
+) -> SmoothingRow:
+    """What the record tells of a choice.
 
     Args:
-        work: The block.
+        method: Whose it is.
         members: Names of what is divided and of what is multiplied.
         choice: The best.
         errors: Squared error of the block's outputs by strength; None is no smoothing.
         power: Sum of the outputs' squares.
     """
     strengths = [alpha for alpha in choice.alphas if alpha is not None]
-    if not strengths:
-        tried = ", ".join(f"{alpha:g}" for alpha in errors if alpha is not None)
-        message = f"not smoothed: the block's output is no better with alpha {tried}"
-        work.events.append(Event(module=members[0], kind="fallback", message=message))
-    work.smoothing.append(
-        SmoothingRow(
-            source=members[0],
-            consumers=members[1],
-            alpha=max(strengths, default=None),
-            pieces=choice.alphas if len(choice.alphas) > 1 else (),
-            error=None if choice.error is None else choice.error / power,
-            scale_min=choice.scale.min().item(),
-            scale_max=choice.scale.max().item(),
-            candidates=tuple(Candidate(alpha=a, error=e / power) for a, e in errors.items()),
-        )
+    return SmoothingRow(
+        method=method,
+        source=members[0],
+        consumers=members[1],
+        alpha=max(strengths, default=None),
+        pieces=choice.alphas if len(choice.alphas) > 1 else (),
+        error=None if choice.error is None else choice.error / power,
+        scale_min=choice.scale.min().item(),
+        scale_max=choice.scale.max().item(),
+        candidates=tuple(Candidate(alpha=a, error=e / power) for a, e in errors.items()),
     )
 
 
@@ -105,6 +100,8 @@ class Migration(Method):
 
     folds = True
     rescales = True
+    keeps = "factors"
+    name: str  # of the method
     search_samples: int
     targets: tuple[str, ...]
 
@@ -180,7 +177,8 @@ class Migration(Method):
                 smoothed = any(alpha is not None for alpha in choice.alphas)
                 chosen = [(groups[0], groups[0].fold(choice.scale if smoothed else None))]
         consumers = tuple(dict.fromkeys(c for g in groups for c in g.group.consumers))
-        tell(groups[0].work, (name, consumers), choice, errors, power)
+        row = smoothing_row(self.name, (name, consumers), choice, errors, power)
+        groups[0].work.tell(row)
         return chosen
 
     def refined(
@@ -192,6 +190,18 @@ class Migration(Method):
     ) -> Choice:
         """Improve on the best strength for all channels; here it is left as it is."""
         return choice
+
+    def found(self) -> dict[str, Tensor]:
+        """Factors that each group's source is divided by [channels] fp64, by its full name."""
+        return {group.group.source: folding.scale for group, folding in self.solved}
+
+    def recall(self, work: BlockWork, found: Mapping[str, Tensor]) -> None:
+        """Take the factors of each group."""
+        self.solved = []
+        for group in (SmoothedGroup(work, group) for group in self.groups):
+            scale = found[group.group.source]
+            left_alone = bool((scale == 1).all())
+            self.solved.append((group, group.fold(None if left_alone else scale)))
 
     def commit(self, work: BlockWork) -> None:
         """Fold the chosen factors into the block's float weights."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from statistics import median_high
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -147,9 +148,15 @@ class MethodSpec(Strict):
         """Advice for doing without samples, and the `option=value` of it; None where that fails.
 
         Args:
-            strengths: Those that an earlier run of the model has chosen.
+            strengths: Those that the method has chosen in an earlier run of the model.
         """
         return None
+
+
+def fixed_alpha(strengths: Sequence[float]) -> tuple[str, str]:
+    """`without_samples` of a method that searches a strength: the middle of those found."""
+    alpha = f"{median_high(strengths):g} (the middle of those found)" if strengths else "0.5"
+    return "give alpha a number", f"alpha={alpha}"
 
 
 def smoothing_lines(

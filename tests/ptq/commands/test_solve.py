@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from calibrate.spec import ObserverSpec
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
 from ptq.commands.solve import main
 from ptq.methods.awq import AWQSpec
+from ptq.methods.clip import ClipSpec
 from ptq.methods.common.events import SmoothingRow
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
+from ptq.methods.shift import ShiftSpec
+from ptq.methods.smooth_k import SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.pipeline.artifact import HESSIANS_FOLDER, Artifact
 from ptq.pipeline.driver import quantize_tokens, solve
-from ptq.recipe.schema import ObserversSpec, StatisticsSpec
-from tests.ptq.quantizing import add_outliers, edit_model, make_plan, random_tokens
+from ptq.pipeline.solvable import solve_notes
+from ptq.plan import footprint
+from ptq.plan.plan import build_plan
+from ptq.recipe.reading import load_recipe
+from ptq.recipe.schema import ModelSpec, ObserversSpec, OutputSpec, StatisticsSpec
+from tests.ptq.quantizing import (
+    add_outliers,
+    edit_model,
+    make_plan,
+    observed_work,
+    random_tokens,
+)
 
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 RTN = (RTNSpec(),)
 PERCENTILE = ObserverSpec(method="percentile", percentile=99.0)
 AVERAGED = ObserverSpec(method="averaged_absmax")
@@ -71,6 +88,106 @@ def test_it_equals_a_run_of_its_own(seen, tiny_llama, tmp_path, scheme, methods,
     assert Artifact.load(tmp_path / "solved").statistics == seen.statistics
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_is_solved_again_from_its_run(name, tiny_llama, tmp_path):
+    """To the same bytes, but for gradient descent, which is refused with what to do."""
+    shipped = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    short = {"search_samples": 2, "iterations": 2}
+    methods = tuple(
+        m.model_copy(update={k: v for k, v in short.items() if hasattr(m, k)})
+        for m in shipped.methods
+    )
+    plans = []
+    for folder in ("run", "solved"):
+        update = {
+            "model": ModelSpec(path=tiny_llama),
+            "output": OutputSpec(path=tmp_path / folder),
+            "methods": methods,
+        }
+        recipe = shipped.model_copy(update=update)
+        plans.append(build_plan(recipe, Checkpoint.open(tiny_llama), force=True))
+    run = quantize_tokens(plans[0], random_tokens(), progress=False)
+    artifact = Artifact.load(tmp_path / "run")
+    if name == "w4_best":
+        with pytest.raises(
+            RecipeError, match="refine runs samples .*; leave it out of the methods"
+        ):
+            solve(plans[1], artifact, progress=False)
+        return
+    solved = solve(plans[1], artifact, progress=False)
+    assert files(solved) == files(run)
+    assert solved.smoothing == run.smoothing
+    assert solved.events == tuple(e for e in run.events if e.kind != "worse_than_baseline")
+
+
+@pytest.mark.parametrize(
+    ("methods", "observers"),
+    [
+        ((ShiftSpec(), SmoothQuantSpec(search_samples=2), SmoothKSpec(), RTNSpec()), None),
+        ((ShiftSpec(), GPTQSpec()), None),
+        ((SmoothQuantSpec(search_samples=2), ClipSpec(search_samples=2), RTNSpec()), None),
+        ((SmoothQuantSpec(search_samples=2), GPTQSpec()), ObserversSpec(input=PERCENTILE)),
+    ],
+)
+def test_what_searches_found_is_taken_with_what_was_seen_after_it(
+    tiny_llama, tmp_path, methods, observers
+):
+    run, solved = (
+        make_plan(tiny_llama, tmp_path / name, methods=methods, observers=observers)
+        for name in ("run", "solved")
+    )
+    expected = quantize_tokens(run, random_tokens(), progress=False)
+    artifact = Artifact.load(tmp_path / "run")
+    found = solve(solved, artifact, progress=False)
+    assert files(found) == files(expected)
+    again = Artifact.load(tmp_path / "solved")
+    assert again.statistics == artifact.statistics
+    assert again.found.tensors.keys() == artifact.found.tensors.keys()
+
+
+def test_factors_hold_for_another_scheme_and_ranges_do_not(tiny_llama, tmp_path):
+    smooth, clip = SmoothQuantSpec(search_samples=2), ClipSpec(search_samples=2)
+    run = make_plan(tiny_llama, tmp_path / "run", methods=(smooth, clip, RTNSpec()))
+    quantize_tokens(run, random_tokens(), progress=False)
+    artifact = Artifact.load(tmp_path / "run")
+    other = make_plan(tiny_llama, tmp_path / "a8w4", "a8w4", methods=(smooth, RTNSpec()))
+    solved = solve(other, artifact, progress=False)
+    assert solved.smoothing == artifact.record.smoothing
+    (note,) = solve_notes(artifact, other.recipe)
+    assert note == "smoothquant: as that run found it, searched for its own scheme"
+    for scheme, changed, message in (
+        ("a8w8", (smooth, clip), "the ranges that it found hold for that run's scheme only"),
+        ("a8w8c8", (clip,), "the methods before it are not those of that run"),
+        ("a8w8c8", (smooth.model_copy(update={"search_samples": 3}),), "search_samples: 2"),
+    ):
+        methods = (*changed, RTNSpec())
+        plan = make_plan(tiny_llama, tmp_path / "refused", scheme, methods=methods)
+        with pytest.raises(RecipeError, match=message):
+            solve(plan, artifact, progress=False)
+
+
+def test_a_float_block_gets_the_factors_of_a_finished_run(tiny_llama, tmp_path):
+    plan = make_plan(tiny_llama, tmp_path / "run", methods=(SmoothQuantSpec(alpha=0.7), RTNSpec()))
+    quantize_tokens(plan, random_tokens(), progress=False)
+    work = observed_work(plan)
+    before = [work.block.run(sample) for sample in range(2)]
+    weight = work.block.linears["model.layers.0.mlp.down_proj"].weight.clone()
+    Artifact.load(tmp_path / "run").fold(work, plan.recipe)
+    assert not torch.equal(work.block.linears["model.layers.0.mlp.down_proj"].weight, weight)
+    for sample, y in enumerate(before):
+        assert (work.block.run(sample) - y).norm() < 1e-4 * y.norm()
+
+
+def test_large_second_moments_are_kept_where_they_are_asked_for(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(footprint, "KEPT_MOMENTS", 1000)
+    plan = make_plan(tiny_llama, tmp_path / "run", "w4", methods=(GPTQSpec(),))
+    quantize_tokens(plan, random_tokens(), progress=False)
+    with pytest.raises(
+        RecipeError, match=r"keeps those that its methods use where .*hessians=true"
+    ):
+        solve(plan, Artifact.load(tmp_path / "run"), force=True, progress=False)
+
+
 def test_smoothing_follows_from_maxima(seen, tiny_llama, tmp_path):
     """With its source divided and every static scale known without running it."""
     methods = (SmoothQuantSpec(alpha=0.7), RTNSpec())
@@ -104,7 +221,14 @@ def test_what_needs_samples_is_refused_all_at_once(seen, tiny_llama, tmp_path):
         solve(plan, seen, progress=False)
     assert "give alpha a number, such as --set methods.0.smoothquant.alpha=0.5" in str(caught.value)
     assert "refine runs samples" in str(caught.value)
-    row = {"source": "s", "consumers": (), "error": None, "scale_min": 1, "scale_max": 1}
+    row = {
+        "method": "smoothquant",
+        "source": "s",
+        "consumers": (),
+        "error": None,
+        "scale_min": 1,
+        "scale_max": 1,
+    }
     rows = [SmoothingRow(**row, alpha=alpha, candidates=()) for alpha in (1.0, None, 0.5, 0.85)]
     record = seen.record.model_copy(update={"smoothing": tuple(rows)})
     with pytest.raises(RecipeError, match=r"alpha=0\.85 \(the middle of those found\)"):

@@ -1,0 +1,123 @@
+"""Whether a recipe can be solved from what an earlier run kept, and what to do where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import RecipeError
+from ptq.methods.common.method import Method
+from ptq.methods.common.spec import MethodSpec
+from ptq.methods.registry import block_methods
+from ptq.pipeline.artifact import HESSIANS_FOLDER, Artifact, moments_file, seen_key
+from ptq.plan.plan import Plan
+from ptq.plan.schedule import KEPT_MOMENTS, Schedule
+from ptq.recipe.schema import Recipe
+from ptq.text import size_text, typed_path
+
+
+def check_solvable(artifact: Artifact, plan: Plan) -> None:
+    """Refuse what cannot be solved from what a run kept.
+
+    Raises:
+        RecipeError: tells everything that stands in the way.
+    """
+    problems = list(_obstacles(artifact, plan.recipe, plan.blocks[0]))
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise RecipeError(
+            f"{typed_path(artifact.folder)}: cannot be solved from its statistics:{lines}"
+        )
+
+
+def solve_notes(artifact: Artifact, recipe: Recipe) -> Iterator[str]:
+    """What a person should know of where the factors and ranges of a solve come from."""
+    differ = artifact.found.differing(recipe)
+    for name in artifact.found.recalled(recipe):
+        other = f", searched for its own {' and '.join(differ)}" if differ else ""
+        yield f"{name}: as that run found it{other}"
+
+
+def _obstacles(artifact: Artifact, recipe: Recipe, block: str) -> Iterator[str]:
+    record, statistics = artifact.record, artifact.statistics
+    if record.model_key != seen_key(recipe, Checkpoint.open(recipe.model.folder)):
+        yield (
+            f"{recipe.model.path} is not the model, or not as it was (rotated or not), that they "
+            "were taken from"
+        )
+    methods = block_methods(recipe.methods)
+    schedule = Schedule(recipe, [method for _, method in methods])
+    seen = {stats.tokens for stats in statistics.values()}
+    if schedule.needs_data and seen != {record.calibration.tokens}:
+        yield (
+            f"its scheme needed no data: {max(seen, default=0)} of {record.calibration.tokens} "
+            "tokens were observed. Run it with --set statistics.histograms=true"
+        )
+    recalled = artifact.found.recalled(recipe)
+    for spec, method in methods:
+        if method.needs == "samples" and spec.name not in recalled:
+            yield f"{spec.name} {_needs_samples(spec, method, artifact, recipe)}"
+    yield from _unseen(artifact, recipe, schedule, block)
+    stage = _stage(recipe, schedule, len(methods))
+    counted = all(stats.counted for stats in statistics.at(stage).values())
+    if recipe.static and not schedule.by_maxima and not counted:
+        observers = recipe.observers
+        yield (
+            f"the observers {observers.input.method} and {observers.kv_cache.method} need "
+            "histograms, which that run did not keep. Run it with --set statistics.histograms=true"
+        )
+
+
+def _needs_samples(spec: MethodSpec, method: Method, artifact: Artifact, recipe: Recipe) -> str:
+    """Why a method cannot take what the run found, and what to do."""
+    fix = _without_samples(spec, artifact, recipe)
+    begin, found = "runs samples through the model", artifact.found
+    before = found.options(spec.name)
+    if method.keeps == "nothing" or before is None:
+        return f"{begin}; {fix}"
+    mine = spec.model_dump(mode="json")
+    other = [f"{key}: {before[key]}" for key in mine if mine[key] != before[key]]
+    if other:
+        begin = f"{begin}, as its options are not those of that run"
+        return f"{begin}; give it {', '.join(other)}, or {fix}"
+    if not found.same_methods(recipe, 1 + [m.name for m in recipe.methods].index(spec.name)):
+        return f"{begin}, as the methods before it are not those of that run; {fix}"
+    differ = " and ".join(found.differing(recipe))
+    return f"{begin}, as the ranges that it found hold for that run's {differ} only; {fix}"
+
+
+def _without_samples(spec: MethodSpec, artifact: Artifact, recipe: Recipe) -> str:
+    """How a recipe does without the samples of a method; as it did with them, if it did."""
+    rows = (row for row in artifact.record.smoothing if row.method == spec.name)
+    way = spec.without_samples([row.alpha for row in rows if row.alpha is not None])
+    if way is None:
+        return "leave it out of the methods, or run the recipe"
+    advice, option = way
+    index = [method.name for method in recipe.methods].index(spec.name)
+    return f"{advice}, such as --set methods.{index}.{spec.name}.{option}"
+
+
+def _stage(recipe: Recipe, schedule: Schedule, count: int) -> str:
+    """The method after which the samples last ran, of the first `count`; '' for none."""
+    names = [spec.name for spec, _ in block_methods(recipe.methods)]
+    return next((names[i - 1] for i in reversed(schedule.passes) if i <= count), "")
+
+
+def _unseen(artifact: Artifact, recipe: Recipe, schedule: Schedule, block: str) -> Iterator[str]:
+    """Passes of the samples, and second moments, that the run did not keep."""
+    order = [spec.name for spec in recipe.methods]
+    for i in schedule.passes:
+        stage = _stage(recipe, schedule, i)
+        same = artifact.found.same_methods(recipe, order.index(stage) + 1)
+        kept = same and len(artifact.statistics.at(stage)) > 0
+        if schedule.methods[i - 1].rescales and not kept:
+            advice = f"use the observer absmax, or leave {stage} out"
+            yield f"after {stage} only maxima are known; {advice}"
+    for i, (spec, method) in enumerate(block_methods(recipe.methods)):
+        name = moments_file(block, _stage(recipe, schedule, i))
+        if method.moments != "none" and not (artifact.folder / HESSIANS_FOLDER / name).is_file():
+            yield (
+                f"{spec.name} needs second moments, which that run did not keep: a run keeps those "
+                f"that its methods use where they take at most {size_text(KEPT_MOMENTS)}. Run it "
+                "with --set statistics.hessians=true"
+            )
