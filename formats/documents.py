@@ -48,6 +48,18 @@ def parse(data: str | bytes, kind: type[T], origin: str, remedy: str) -> T:
         raise CheckpointError(f"{origin}: {faults(error)}. {remedy}") from error
 
 
+def check_values(values: Any, kind: type[T], origin: str, remedy: str) -> T:
+    """Values that were read as JSON already, as a model or another type.
+
+    Raises:
+        CheckpointError: as `parse`.
+    """
+    try:
+        return _adapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise CheckpointError(f"{origin}: {faults(error)}. {remedy}") from error
+
+
 def faults(error: ValidationError, most: int = 3) -> str:
     """The first faults that a model found, each with its place and what stands there."""
     return "; ".join(_fault(fault) for fault in error.errors(include_url=False)[:most])

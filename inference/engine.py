@@ -115,7 +115,7 @@ class Engine:
             EngineError: the device is not one that is run on, or its memory is too small.
         """
         require_device(device)  # first: the rest takes its time
-        checkpoint = Checkpoint.open(path, revision=revision)
+        checkpoint = Checkpoint.open(path, quantized_kv=quantized_kv, revision=revision)
         tokenizer = load_tokenizer(checkpoint.path)
         backend = choose_backend(device, checkpoint, dtype)
         sizes = config or EngineConfig()

@@ -35,7 +35,14 @@ from formats.hub import model_folder
 from formats.links import find_file
 from formats.scale_table import TOGETHER, ScaleTable
 from formats.scheme import KVCacheSpec, LayerScheme, Scheme
-from formats.stored.folder import auxiliary_files, check_manifest, read_config
+from formats.stored.folder import (
+    KV_SCALES,
+    MANIFEST,
+    auxiliary_files,
+    check_manifest,
+    check_own_cache,
+    read_config,
+)
 from formats.stored.other_kinds import refuse_other_kinds
 from formats.stored.safetensors_files import (
     SafetensorsFile,
@@ -57,7 +64,6 @@ from formats.stored.weights import (
     read_weights,
 )
 
-KV_SCALES = "quant/kv_scales.safetensors"
 SCALE_TABLE = "quant/scale_table.json"
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 
@@ -79,9 +85,9 @@ class Checkpoint:
         scale_table: Where the scales came from, or None for a foreign or float checkpoint.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, quantized_kv: bool = True) -> None:
         self.path = path
-        self.config, quantization = read_config(path)
+        self.config, quantization, self._own = read_config(path)
         self.auxiliary_files = auxiliary_files(path)
         self._files = split_stored(open_weights(path), self.config)
         self._merged = MergedLayers(self.config)
@@ -89,9 +95,9 @@ class Checkpoint:
         self.ignore: tuple[str, ...] = tuple((quantization or {}).get("ignore", ()))
         self._groups: Groups = read_groups(quantization) if quantization else ()
         main = self._groups[0][1] if self._groups else LayerScheme()
-        self.scheme = Scheme(
-            weights=main.weights, activations=main.activations, kv_cache=self._kv_spec()
-        )
+        kv_cache = self._kv_spec()
+        check_own_cache(path, self._own, kv_cache, needed=quantized_kv)
+        self.scheme = Scheme(weights=main.weights, activations=main.activations, kv_cache=kv_cache)
         self.quantized_modules = tuple(
             sorted(
                 name.rpartition(".")[0]
@@ -104,13 +110,21 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, path: str | Path, *, verify: bool = False, revision: str | None = None
+        cls,
+        path: str | Path,
+        *,
+        verify: bool = False,
+        quantized_kv: bool = True,
+        revision: str | None = None,
     ) -> Checkpoint:
         """Open a folder and check it.
 
         Args:
             path: The folder, or a model's name (`formats.hub`).
-            verify: Also compare every file's SHA-256 with the manifest, where there is one.
+            verify: Also compare every file's SHA-256 with the manifest. A folder that was written
+                here must have one then; one of other software has none.
+            quantized_kv: Whether the scales of a quantized cache are needed, where config.json says
+                that they belong to the checkpoint.
             revision: Branch, tag or commit of a model on the hub.
 
         Raises:
@@ -119,8 +133,13 @@ class Checkpoint:
         if Path(path).exists() and not Path(path).is_dir():
             refuse_other_kinds(Path(path))
         path = model_folder(path, revision)
-        check_manifest(path, verify)
-        checkpoint = cls(path)
+        listed = check_manifest(path, verify)
+        checkpoint = cls(path, quantized_kv)
+        if verify and checkpoint._own is not None and not listed:
+            raise CheckpointError(
+                f"{path}: {MANIFEST} is missing, without which nothing can be verified. Copy the "
+                "checkpoint again with its folder quant/, or open it without verifying it"
+            )
         checkpoint._check_quantized()
         checkpoint._check_scale_table()
         return checkpoint

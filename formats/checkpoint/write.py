@@ -18,12 +18,12 @@ from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import quantization_config
 from formats.checkpoint.join import MergedLayers
-from formats.checkpoint.read import KV_SCALES, SCALE_TABLE, Checkpoint
+from formats.checkpoint.read import SCALE_TABLE, Checkpoint
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
-from formats.stored.folder import MANIFEST
+from formats.stored.folder import KV_SCALES, MANIFEST, OWN_KEY, OwnPart
 from formats.stored.safetensors_files import write_tensors
 from formats.stored.shards import ShardWriter
 from formats.stored.weights import StoredWeight, weight_tensors
@@ -192,6 +192,7 @@ class CheckpointWriter:
             fsync_path(self._folder / file.name)
         quantization = quantization_config(self.scheme, self._ignore, self._layers)
         config = self._config | ({"quantization_config": quantization} if quantization else {})
+        config |= {OWN_KEY: OwnPart(kv_cache=self.scheme.kv_cache).model_dump()}
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
         for name, data in (everything | dict(documents)).items():
             path = self._folder / name

@@ -164,7 +164,7 @@ class ForeignFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, quantization = read_config(path)
+        self.config, quantization, _ = read_config(path)
         self.quantization: dict[str, Any] = quantization or {}
         self._files = open_weights(path)
 

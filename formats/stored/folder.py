@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from formats.documents import read_document
+from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
 from formats.files import sha256_file
 from formats.links import find_file
-from formats.scheme import Strict
+from formats.scheme import KVCacheSpec, Strict
 from formats.stored.other_kinds import refuse_other_kinds
 
 CONFIG = "config.json"
+KV_SCALES = "quant/kv_scales.safetensors"
 MANIFEST = "quant/manifest.json"
+OWN_KEY = "ptq"  # of config.json: transformers keeps it, vLLM and compressed-tensors ignore it
 NOT_AUXILIARY = {CONFIG, "model.safetensors.index.json", "README.md"}
 AUXILIARY = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 AGAIN = "Copy the checkpoint again, or write it again"
+
+
+class OwnPart(Strict):
+    """What lies in `quant/`, as config.json says under a key of its own.
+
+    Without it nobody could tell a folder that has lost its `quant/` from one that never had any.
+
+    Attributes:
+        kv_cache: How K and V are quantized in the cache, None where they are not.
+    """
+
+    kv_cache: KVCacheSpec | None
+
+
+class ConfigFile(NamedTuple):
+    """config.json in its three parts.
+
+    Attributes:
+        model: What describes the model.
+        quantization: The `quantization_config`, if there is one.
+        own: What belongs in `quant/`; None in a folder that was not written here.
+    """
+
+    model: dict[str, Any]
+    quantization: dict[str, Any] | None
+    own: OwnPart | None
 
 
 class WrittenFile(Strict):
@@ -51,8 +79,11 @@ def _is_auxiliary(path: Path) -> bool:
     return path.suffix in AUXILIARY or path.name.upper().startswith("LICEN")
 
 
-def check_manifest(folder: Path, verify: bool) -> None:
+def check_manifest(folder: Path, verify: bool) -> bool:
     """Compare a folder with its manifest, if it has one: sizes of files, with `verify` all bytes.
+
+    Returns:
+        Whether it has one.
 
     Raises:
         CheckpointError: a file is missing or another, or the manifest cannot be read.
@@ -74,10 +105,11 @@ def check_manifest(folder: Path, verify: bool) -> None:
                 f"{name} is not what was written: its SHA-256 differs from {MANIFEST}. Copy "
                 "the checkpoint again or write it again"
             )
+    return manifest is not None
 
 
-def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """config.json of a folder without its `quantization_config`, and that, or None.
+def read_config(path: Path) -> ConfigFile:
+    """config.json of a folder.
 
     Raises:
         CheckpointError: there is none, it is damaged, or the model needs code of its own.
@@ -97,4 +129,38 @@ def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         )
     if quantization is not None and not isinstance(quantization, dict):
         raise CheckpointError(f"{path / CONFIG}: quantization_config is not an object. {remedy}")
-    return config, quantization
+    own = config.pop(OWN_KEY, None)
+    if own is not None:
+        own = check_values(own, OwnPart, f"{path / CONFIG}: {OWN_KEY}", remedy)
+    return ConfigFile(config, quantization, own)
+
+
+def check_own_cache(
+    folder: Path, own: OwnPart | None, found: KVCacheSpec | None, *, needed: bool
+) -> None:
+    """Compare the cache that config.json says belongs to a checkpoint with what `quant/` has.
+
+    Args:
+        folder: Of the checkpoint.
+        own: What config.json says; None where it says nothing.
+        found: How the scales in `quant/` say that the cache is quantized; None without any.
+        needed: Whether scales that belong to it must be there.
+
+    Raises:
+        CheckpointError: they are missing, or of another cache.
+    """
+    wanted = found if own is None else own.kv_cache
+    if wanted == found or (found is None and not needed):
+        return
+    if wanted is not None and found is None:
+        raise CheckpointError(
+            f"{folder}: config.json says that a cache of {wanted.dtype} {wanted.granularity} "
+            f"belongs to this checkpoint, but {KV_SCALES} is missing. Copy the checkpoint again "
+            "with its folder quant/; to run it with a cache of floats, open it with "
+            f"quantized_kv=False, or remove {OWN_KEY!r} from config.json"
+        )
+    raise CheckpointError(
+        f"{folder}: config.json says of the cache: {wanted and wanted.model_dump()}, {KV_SCALES}: "
+        f"{found and found.model_dump()}. They are of two checkpoints; copy one of them again as a "
+        "whole"
+    )

@@ -85,7 +85,7 @@ def read_shape(text: str) -> tuple[str, dict[str, Any]]:
             "or of a folder that holds one",
             "shape",
         )
-    config, _ = read_config(folder)
+    config = read_config(folder).model
     if find_family(config) is None:
         raise RequestError(
             f"shape: {unsupported(config, text)}; random checkpoints are made of these alone",

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from inference.engine import Engine
 from tests.conftest import write_quantized
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,38 @@ def test_the_manifest_sees_what_is_missing_or_longer(make_quantized, tiny_llama,
     refused(copy, "tokenizer.json", "missing")
     (copy / "model.safetensors").unlink()
     refused(copy, "model.safetensors is missing; quant/manifest.json lists it. Copy the checkpoint")
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "c8", "a8w8"])
+def test_a_lost_quant_folder_is_missed(make_quantized, tiny_llama, tmp_path, preset):
+    """config.json says that a quantized cache belongs to the checkpoint, and that it has a manifest."""
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(make_quantized(tiny_llama, preset), copy)
+    shutil.rmtree(copy / "quant")
+    if "c8" in preset:
+        found = ("int8 per_head belongs to", "kv_scales.safetensors is missing", "Copy")
+        refused(copy, *found, "quantized_kv=False", "remove 'ptq' from config.json")
+        with pytest.raises(CheckpointError, match="belongs to this checkpoint"):
+            Engine.from_pretrained(copy)
+    assert Checkpoint.open(copy, quantized_kv=False).scheme.kv_cache is None
+    assert not Engine.from_pretrained(copy, quantized_kv=False).quantized_kv
+    with pytest.raises(CheckpointError, match=r"quant/manifest.json is missing"):
+        Checkpoint.open(copy, verify=True, quantized_kv=False)
+    edit_json(copy / "config.json", lambda c: c.pop("ptq"))  # as the message says
+    assert Checkpoint.open(copy, verify=True).scheme.kv_cache is None
+
+
+def test_a_cache_of_another_checkpoint(make_quantized, tiny_llama, tmp_path):
+    copy = tmp_path / "checkpoint"
+    shutil.copytree(make_quantized(tiny_llama, "a8w8"), copy)
+    shutil.copytree(make_quantized(tiny_llama) / "quant", copy / "quant", dirs_exist_ok=True)
+    (copy / "quant" / "manifest.json").unlink()
+    refused(copy, "'per_head'", "of two checkpoints")
+
+
+def test_a_checkpoint_from_before_config_json_told_of_its_cache(folder):
+    edit_json(folder / "config.json", lambda c: c.pop("ptq"))
+    assert Checkpoint.open(folder).scheme.wac == "a8w8c8"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -0.5])
