@@ -19,7 +19,11 @@ else:
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The checkpoint and where it runs; `open_engine` reads them."""
-    parser.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="folder of a quantized or float model, or organization/model of the Hugging Face hub",
+    )
     parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
     parser.add_argument(
         "--max-model-len",
@@ -35,17 +39,15 @@ def _length(text: str) -> int:
     return int(text)
 
 
-def open_engine(arguments: argparse.Namespace, batch_size: int) -> Engine:
-    """The engine that the arguments name.
+def open_engine(folder: Path, arguments: argparse.Namespace, batch_size: int) -> Engine:
+    """The engine that the arguments ask for, of the model in a folder.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of a kind that is not run here.
         EngineError: the device is not one that is run on, or its memory is too small.
     """
     config = EngineConfig(max_batch_size=batch_size, max_model_len=arguments.max_model_len)
-    return engines.Engine.from_pretrained(
-        arguments.checkpoint, config=config, device=arguments.device
-    )
+    return engines.Engine.from_pretrained(folder, config=config, device=arguments.device)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:

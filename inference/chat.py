@@ -15,12 +15,14 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
 from formats.chat_template import has_chat_template
 from formats.command import run_command
 from formats.errors import RequestError
+from formats.hub import model_folder
 from formats.later import later
 from inference.arguments import (
     add_engine_arguments,
@@ -50,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Talk until the input ends; 0, or 1 where a message out of a pipe got no answer."""
     arguments = parser().parse_args(argv)
     params = sampling_params(arguments)
-    prompts = _prompts(arguments)
-    engine = open_engine(arguments, batch_size=1)
+    folder = model_folder(arguments.checkpoint)
+    prompts = _prompts(folder, arguments)
+    engine = open_engine(folder, arguments, batch_size=1)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(engine, prompts, params, interactive=interactive)
     if interactive:
@@ -69,9 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if unanswered and not interactive else 0
 
 
-def _prompts(arguments: argparse.Namespace) -> PromptFormat:
+def _prompts(folder: Path, arguments: argparse.Namespace) -> PromptFormat:
     """The model's chat template, with the system message; read before the weights are."""
-    checkpoint = checkpoints.Checkpoint.open(arguments.checkpoint)
+    checkpoint = checkpoints.Checkpoint.open(folder)
     tokenizer = tokenizers.load_tokenizer(checkpoint.path)
     if not has_chat_template(tokenizer):
         raise RequestError(

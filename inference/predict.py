@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from formats.command import count, run_command
 from formats.errors import EngineError, RequestError
+from formats.hub import model_folder
 from inference.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     if arguments.output is not None:
         require_writable(arguments.output)
-    engine = open_engine(arguments, arguments.batch_size)
+    folder = model_folder(arguments.checkpoint)
+    engine = open_engine(folder, arguments, arguments.batch_size)
     prompts = PromptFormat.of(engine.tokenizer, raw=arguments.raw, system=arguments.system)
     print(f"note: {prompts.note}", file=sys.stderr)
     if prompt is None:
