@@ -105,6 +105,11 @@ def test_every_recipe_shown_is_one(page, tmp_path):
             load_recipe(path, [f"model.path={ROOT / 'recipes/tiny-python'}"])
 
 
+def test_every_command_has_its_row():
+    rows = re.findall(r"^\| `ptq (\w+)", text_of(Path("ptq/README.md")), re.MULTILINE)
+    assert sorted(rows) == sorted(COMMANDS)
+
+
 def test_every_shipped_recipe_is_told_of():
     text = text_of(Path("recipes/README.md"))
     assert all(f"`{recipe.name}`" in text for recipe in shipped_recipes())

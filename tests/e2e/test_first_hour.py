@@ -19,6 +19,7 @@ import time
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -73,10 +74,15 @@ class Desk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def ptq(self, *words: str) -> Answer:
-        """Give a command."""
-        out, err = io.StringIO(), io.StringIO()
-        with chdir(self.folder), redirect_stdout(out), redirect_stderr(err):
+    def ptq(self, *words: str, typed: str = "") -> Answer:
+        """Give a command, and what it reads from the keyboard."""
+        out, err, keyboard = io.StringIO(), io.StringIO(), io.StringIO(typed)
+        with (
+            chdir(self.folder),
+            redirect_stdout(out),
+            redirect_stderr(err),
+            mock.patch("sys.stdin", keyboard),
+        ):
             try:
                 code = main(words)
             except SystemExit as ended:  # of argparse
@@ -181,12 +187,22 @@ def test_chats_are_read_as_the_message_says(desk):
     assert answer.code == 0, answer.err
 
 
-def test_a_file_of_questions_is_answered(desk, first):
+def test_a_file_of_questions_is_answered_and_scored(desk, first):
     words = ["--input", "questions.jsonl", "--output", "answers.jsonl", "--max-tokens", "4"]
     answer = desk.ptq("predict", "output/mine/checkpoint", *words)
     assert answer.code == 0, answer.err
     rows = [json.loads(x) for x in (desk.folder / "answers.jsonl").read_text().splitlines()]
-    assert [set(row) >= {"src", "tgt", "output"} for row in rows] == [True] * 3
+    assert len(rows) == 3
+    assert all(row["logprob"] < 0 and not row["exact_match"] for row in rows)
+    assert "exact match 0.0% of 3" in answer.out + answer.err
+
+
+def test_the_model_can_be_talked_with(desk, first):
+    """Each line is a message; an answer that is cut says so."""
+    words = ["chat", "output/mine/checkpoint", "--max-tokens", "2"]
+    answer = desk.ptq(*words, typed="hello\n/reset\nimport os\n")
+    assert answer.code == 0, answer.err
+    assert (answer.out + answer.err).count("--max-tokens 2") == 2
 
 
 def test_ctrl_c_loses_nothing(desk, first):
