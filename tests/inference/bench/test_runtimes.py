@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_a_run_is_what_the_adapter_timed(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with process(fake(), tmp_path / "w") as peer:
         runs = [peer.run(LOAD), peer.run(LOAD)]
-    assert peer.note == f"fake q4: torch {torch.__version__}, stand-in"
+    assert peer.note == f"fake q4: torch {version('torch')}, stand-in"
     run = runs[0]
     assert (run.prefill_s, run.decode_s, run.decode_tokens) == (2.0, 0.5, 4)
     assert (run.first_token_s, run.per_token_s) == ([2.0, 2.0], [0.25] * 4)
@@ -189,7 +190,7 @@ def test_the_command_measures_a_shape_beside_a_peer(fake, tmp_path, capsys):
     assert ratio["prefill"]["low"] == pytest.approx(low)
     assert ratio["prefill"]["high"] == pytest.approx(high)
     assert f"batch 2: {made.name} runs prefill at {ratio['prefill']['median']:.2f}x [" in out
-    assert data["notes"][0].endswith(f"torch {torch.__version__}, stand-in")
+    assert data["notes"][0].endswith(f"torch {version('torch')}, stand-in")
     assert "head int8 weights per_channel, dynamic int8 inputs per_token" in data["notes"][1]
 
 
