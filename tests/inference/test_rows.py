@@ -1,0 +1,208 @@
+"""Files of rows: their order, what a bad row costs, and how targets are scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from formats.errors import CheckpointError, EngineError, RequestError
+from inference import predict, rows
+from inference.engine import Engine
+from inference.prompts import PromptFormat
+from inference.scheduling.request import RequestOutput, SamplingParams
+from tests.inference.predicting import SHORT, answers, greedy, run, write
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama, make_quantized) -> Path:
+    return make_quantized(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Engine:
+    return Engine.from_pretrained(model)
+
+
+def test_rows_keep_order_and_keys(model, engine, tmp_path, capsys):
+    rows = [{"src": f"x = {i}", "id": i, "tgt": f"y{i}"} for i in range(20)]
+    rows[3].pop("tgt")
+    rows[4] = {"tgt": None, "output": "of an earlier run", "src": "class Nöde:"}
+    source = write(
+        tmp_path, *(json.dumps(row) for row in rows[:10]), "", *map(json.dumps, rows[10:])
+    )
+    out = tmp_path / "out.jsonl"
+    out.write_text("old")
+    arguments = [str(model), "--input", str(source), "--output", str(out), *SHORT]
+    assert predict.main([*arguments, "--batch-size", "3"]) == 0
+    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [row["src"] for row in found] == [row["src"] for row in rows]
+    assert [row["output"] for row in found] == [greedy(engine, row["src"]) for row in rows]
+    assert [row["tgt"] for row in found] == [row.get("tgt") for row in rows]
+    assert [list(row) for row in found[3:5]] == [
+        ["src", "tgt", "output", "id"],
+        ["src", "tgt", "output"],
+    ]
+    assert found[7]["id"] == 7
+    assert "20 rows" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+
+def test_a_seed_gives_each_row_the_same_text_in_any_company(model, tmp_path):
+    sampled = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", "3", *SHORT]
+    texts = []
+    for sources in (["a", "b", "c"], ["b"]):
+        path = write(tmp_path, *(json.dumps({"src": s}) for s in sources))
+        out = tmp_path / "out.jsonl"
+        assert predict.main([str(model), "--input", str(path), "--output", str(out), *sampled]) == 0
+        rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        texts.append({row["src"]: row["output"] for row in rows})
+    assert texts[0]["b"] == texts[1]["b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json}", "line 2 is not JSON"),
+        ("[1, 2]", "a row is an object"),
+        ('{"text": "x"}', "one of the keys 'src' and 'messages'; found 'text'"),
+        ('{"src": "x", "messages": []}', "found 'src', 'messages'"),
+        ('{"src": 5}', "'src' is 5; needed is a text"),
+        ('{"src": ""}', "'src' is \"\""),
+        ('{"src": "x", "tgt": ["y"]}', "'tgt' is"),
+        ('{"src": "\\ud800"}', "'src' holds half a surrogate pair"),
+        ('{"src": "x", "tgt": "\\ud800"}', "'tgt' holds half a surrogate pair"),
+        ('{"messages": "x"}', "'messages': found str; a chat is a list of messages"),
+        ('{"messages": [{"from": "x", "value": "y"}]}', "known speakers"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "end with the assistant's"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "need a chat template"),
+        (json.dumps({"src": "x " * 600}), "tokens leave no room in max_model_len 512"),
+    ],
+)
+def test_a_bad_row_costs_that_row(model, engine, tmp_path, capsys, line, message):
+    path = write(tmp_path, '{"src": "x = 1"}', line, '{"src": "x = 2"}')
+    out = tmp_path / "out.jsonl"
+    assert run(model, path, out) == 1
+    found = answers(out)
+    assert [row["output"] for row in found] == [
+        greedy(engine, "x = 1"),
+        None,
+        greedy(engine, "x = 2"),
+    ]
+    assert message in found[1]["error"]
+    assert "error" not in found[0] | found[2]
+    captured = capsys.readouterr()
+    assert f"{path}:2: {found[1]['error']}\n" in captured.err
+    assert captured.out == f"3 rows, 1 failed: {out}\n"
+
+
+def test_a_file_of_bad_rows_is_refused_before_the_model_is_loaded(tmp_path):
+    path = write(tmp_path, "# not rows", '{"text": "x"}')
+    with pytest.raises(RequestError, match=rf"{path}:1: line 1 is not JSON.*so it is with all"):
+        predict.main(["no-model", "--input", str(path), "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_many_failed_rows_are_told_in_a_few_lines(model, tmp_path, capsys):
+    path = write(tmp_path, '{"src": "x"}', *["{"] * 9)
+    assert run(model, path, tmp_path / "out.jsonl") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("is not JSON" in line for line in lines) == 5
+    assert lines[-1] == "and 4 rows more; their `error` says why"
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe"])
+def test_files_without_rows_are_refused(tmp_path, content):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(RequestError, match=r"found no rows|not a readable UTF-8"):
+        predict.main(["no-model", "--input", str(path), "--output", str(tmp_path / "out")])
+
+
+def test_a_model_that_gives_nan_costs_the_row(engine, tmp_path, capsys):
+    path = write(tmp_path, '{"src": "fine"}', '{"src": "broken", "tgt": "x"}')
+
+    class Broken:
+        """Answers what it is asked for, but for the longest prompts, which fail."""
+
+        tokenizer = engine.tokenizer
+
+        def __init__(self) -> None:
+            self.asked: dict[str, list[int]] = {}
+
+        @property
+        def has_unfinished(self) -> bool:
+            return bool(self.asked)
+
+        def add_request(self, prompt: list[int], params: SamplingParams) -> str:
+            self.asked[str(len(self.asked))] = prompt
+            return str(len(self.asked) - 1)
+
+        def step(self) -> list[RequestOutput]:
+            first, *others = self.asked
+            self.asked.clear()
+            bad = [RequestOutput(n, [1], finish_reason="error", error="NaN") for n in others]
+            return [RequestOutput(first, [1], pieces=["done"], finish_reason="stop"), *bad]
+
+        def stream(self, prompt: str, params: SamplingParams):
+            yield RequestOutput("0", [1], finish_reason="error", error="NaN")
+
+    broken: Engine = Broken()  # pyright: ignore[reportAssignmentType]
+    prompts = PromptFormat.of(engine.tokenizer)
+    found = rows.answer_rows(broken, rows.read_rows(path), prompts, SamplingParams())
+    assert [answer.output for answer in found] == ["done", None]
+    assert [answer.error for answer in found] == [None, "the completion failed: NaN"]
+    assert found[1].logprob is None
+    with pytest.raises(EngineError, match="the completion failed: NaN"):
+        predict.complete(broken, "x", SamplingParams(), stream=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path):
+    path = write(tmp_path, '{"src": "x"}')
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "out", tmp_path):
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            predict.main(["no-model", "--input", str(path), "--output", str(out)])
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        rows.write_rows(tmp_path / "file" / "out", rows.read_rows(path), [rows.Answer("y")])
+
+
+def test_targets_are_compared_and_scored(model, engine, tmp_path, capsys):
+    text = greedy(engine, "def add(a")
+    given = [
+        {"src": "def add(a", "tgt": f"  {text}\n", "logprob": "of an earlier run"},
+        {"src": "def add(a", "tgt": ", b):"},
+        {"src": "def add(a"},
+        {"src": "def add(a", "tgt": ""},
+    ]
+    path, out = write(tmp_path, *map(json.dumps, given)), tmp_path / "out.jsonl"
+    assert run(model, path, out) == 0
+    found = answers(out)
+    assert [row.get("exact_match") for row in found] == [True, False, None, False]
+    assert "logprob" not in found[2]
+    assert (found[3]["logprob"], found[3]["tgt_tokens"]) == (0.0, 0)
+    total = tokens = 0
+    for row in found[:2]:
+        prompt = engine.tokenizer("def add(a")["input_ids"]
+        target = engine.tokenizer(row["tgt"], add_special_tokens=False)["input_ids"]
+        logits = engine.score(prompt + target)[len(prompt) - 1 : -1].double()
+        want = logits.log_softmax(-1).gather(-1, torch.tensor(target)[:, None]).sum().item()
+        assert row["logprob"] == pytest.approx(want, abs=1e-3)
+        assert row["tgt_tokens"] == len(target)
+        total, tokens = total + row["logprob"], tokens + len(target)
+    assert capsys.readouterr().out == (
+        f"4 rows, exact match 33.3% of 3, mean log probability {total / tokens:.4f} per token of "
+        f"{tokens}: {out}\n"
+    )
+
+
+def test_a_target_too_long_to_be_scored_leaves_the_output(model, engine, tmp_path):
+    path = write(tmp_path, json.dumps({"src": "x = 1", "tgt": "y " * 600}))
+    assert run(model, path, tmp_path / "out.jsonl") == 1
+    (row,) = answers(tmp_path / "out.jsonl")
+    assert row["output"] == greedy(engine, "x = 1")
+    assert row["error"].startswith("tgt: it cannot be scored behind its prompt (prompt: ")
+    assert (row["exact_match"], row["logprob"]) == (False, None)
