@@ -1,8 +1,11 @@
-"""The constraints that the README's commands name: exact, whole, inside pyproject's ranges."""
+"""What is installed: all that is imported, in the ranges and with the pins of the README's commands."""
 
 from __future__ import annotations
 
+import ast
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
+OURS = {"calibrate", "formats", "inference", "kernels", "ptq", "recipes"}
+NAMES = {"yaml": "pyyaml"}  # of packages whose distribution has another
+BROUGHT = {"pydantic_core", "tokenizers", "triton"}  # by pydantic, transformers and torch
 FILE = ROOT / "tests/constraints.txt"
 
 
@@ -22,11 +28,11 @@ def pinned() -> dict[str, SpecifierSet]:
     return {canonicalize_name(r.name): r.specifier for r in found}
 
 
-def wanted() -> list[Requirement]:
-    """What pyproject.toml asks for: to run, and to test."""
+def wanted(extra: bool = True) -> list[Requirement]:
+    """What pyproject.toml asks for: to run, and with the extra `test` to test."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extra = project["optional-dependencies"]["test"]
-    return [Requirement(text) for text in (*project["dependencies"], *extra)]
+    more = project["optional-dependencies"]["test"] if extra else []
+    return [Requirement(text) for text in (*project["dependencies"], *more)]
 
 
 @pytest.mark.parametrize("requirement", wanted(), ids=lambda r: r.name)
@@ -52,3 +58,24 @@ def test_the_commands_of_the_readme_name_the_file():
     lines = [x for x in (ROOT / "README.md").read_text().splitlines() if x.startswith("    pip ")]
     assert len(lines) == 2
     assert all(f"-c {FILE.relative_to(ROOT)} " in line for line in lines)
+
+
+def imported() -> Iterator[str]:
+    """Packages that our code imports, whether at once or later; what runs elsewhere aside."""
+    for path in (file for room in OURS for file in (ROOT / room).rglob("*.py")):
+        if "adapters" in path.parts or path.name == "hatch_hook.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "later":
+                yield ast.literal_eval(node.args[0])
+
+
+def test_every_package_that_is_imported_is_asked_for():
+    tops = {name.partition(".")[0] for name in imported()}
+    foreign = tops - OURS - BROUGHT - set(sys.stdlib_module_names) - {"peer_child"}
+    asked = {canonicalize_name(r.name) for r in wanted(extra=False)}
+    assert {canonicalize_name(NAMES.get(name, name)) for name in foreign} <= asked
