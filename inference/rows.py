@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 else:
     tqdm = later("tqdm")
 
-OURS = ("src", "messages", "tgt", "output", "exact_match", "logprob", "tgt_tokens", "error")
+PROMPTS = ("src", "messages")
+RESULTS = ("output", "exact_match", "logprob", "tgt_tokens", "error")  # those of an earlier run go
 TOLD = 5  # failed rows that are named on the terminal
 
 
@@ -108,7 +109,7 @@ def _read_row(line: int, text: str) -> Row:
 
 def _fault(values: dict[str, Any]) -> str | None:
     """Why a row cannot be completed, if it cannot."""
-    prompts = [key for key in ("src", "messages") if key in values]
+    prompts = [key for key in PROMPTS if key in values]
     if len(prompts) != 1:
         found = ", ".join(map(repr, values)) or "nothing"
         return f"a row has one of the keys 'src' and 'messages'; found {found}"
@@ -255,14 +256,15 @@ def require_writable(path: Path) -> None:
 
 
 def _written(row: Row, answer: Answer) -> dict[str, Any]:
-    prompt = "messages" if "messages" in row.values else "src"
-    written = {prompt: row.values.get(prompt), "tgt": row.target, "output": answer.output}
+    prompts = {key: row.values[key] for key in PROMPTS if key in row.values} or {"src": None}
+    written = {**prompts, "tgt": row.target, "output": answer.output}
     if isinstance(row.target, str):
         written["exact_match"] = _matches(row, answer)
         written["logprob"], written["tgt_tokens"] = answer.logprob, answer.tgt_tokens
     if answer.error is not None:
         written["error"] = answer.error
-    return written | {key: value for key, value in row.values.items() if key not in OURS}
+    ours = (*PROMPTS, "tgt", *RESULTS)
+    return written | {key: value for key, value in row.values.items() if key not in ours}
 
 
 def _matches(row: Row, answer: Answer) -> bool | None:

@@ -92,6 +92,8 @@ def test_a_bad_row_costs_that_row(model, engine, tmp_path, capsys, line, message
         greedy(engine, "x = 2"),
     ]
     assert message in found[1]["error"]
+    given = json.loads(line) if line.startswith('{"') else {}
+    assert found[1].items() >= given.items()  # nothing of it is lost
     assert "error" not in found[0] | found[2]
     captured = capsys.readouterr()
     assert f"{path}:2: {found[1]['error']}\n" in captured.err
