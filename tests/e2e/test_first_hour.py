@@ -205,6 +205,20 @@ def test_the_model_can_be_talked_with(desk, first):
     assert (answer.out + answer.err).count("--max-tokens 2") == 2
 
 
+def test_another_checkpoint_of_what_was_seen(desk, first):
+    """Solved without the model, then measured as the command says, and held against the first."""
+    solved = desk.ptq(
+        *("solve", "output/mine", "--set", "methods.0.smoothquant.alpha=0.9"),
+        *("--output", "output/solved"),
+    )
+    assert solved.code == 0, solved.err
+    assert solved.pasted[0] == ["report", "output/solved"]
+    assert desk.ptq(*solved.pasted[0]).code == 0
+    compared = desk.ptq("compare", "output/mine", "output/solved")
+    assert compared.code == 0, compared.err
+    assert "`solved`" in compared.out
+
+
 def test_ctrl_c_loses_nothing(desk, first):
     """Stopped after its first block, the same command goes on, and ends with the same bytes."""
     words = ["run", "mine.yaml", "--output", "output/stopped"]
