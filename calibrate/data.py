@@ -98,7 +98,9 @@ def load_tokens(
     documents = _documents(spec, split, root or Path.cwd(), tokenizer)
     encode = _encoder(tokenizer, special_tokens=spec.messages_column is None)
     if spec.pack:
-        sequences, found = _packed(documents, amount, encode, tokenizer.eos_token_id)
+        sequences, found = _packed(
+            documents, amount, encode, tokenizer.eos_token_id, shorter=spec.fewer
+        )
         needed, unit = f" of {amount.sequence_length} tokens each", "tokens"
     else:
         sequences, found = _unpacked(documents, amount, encode)
@@ -108,11 +110,11 @@ def load_tokens(
             f"dataset {source!r}: its {split} documents hold no text ({len(documents)} documents, "
             "all empty or padding). Check the column and the file's content"
         )
-    if len(sequences) < amount.samples:
+    if len(sequences) < (1 if spec.fewer else amount.samples):
         raise RecipeError(
             f"dataset {source!r}: {split} needs {amount.samples} samples{needed}; found {found} "
-            f"{unit}, enough for {len(sequences)}. Lower dataset.{split}.samples, give more text"
-            f"{', or lower sequence_length' if spec.pack else ''}"
+            f"{unit}, enough for {len(sequences)}. Lower dataset.{split}.samples, set "
+            f"dataset.fewer, give more text{', or lower sequence_length' if spec.pack else ''}"
         )
     return _padded(sequences, tokenizer.pad_token_id or 0, source, split)
 
@@ -127,14 +129,18 @@ def _padded(sequences: list[list[int]], pad: int, source: str, split: Split) -> 
 
 
 def _packed(
-    documents: list[str], amount: SplitSpec, encode: Encode, eos: int | None
+    documents: list[str], amount: SplitSpec, encode: Encode, eos: int | None, *, shorter: bool
 ) -> tuple[list[list[int]], int]:
-    """Windows of the joined documents, chosen by the seed; and the tokens there are."""
+    """Windows of the joined documents, chosen by the seed; and the tokens there are.
+
+    With `shorter`, what is not enough for one window makes one.
+    """
     stream: list[int] = []
     for text in _enough(documents, amount):
         ids = encode(text, None)
         stream += ids if not ids or eos is None or ids[-1] == eos else [*ids, eos]
     length = amount.sequence_length
+    length = min(length, max(2, len(stream))) if shorter else length
     order = _permutation(len(stream) // length, amount)[: amount.samples]
     return [stream[i * length : (i + 1) * length] for i in order], len(stream)
 

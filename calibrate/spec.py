@@ -67,6 +67,10 @@ class DatasetSpec(Strict):
     """Join documents with the end-of-text token and cut the stream into full sequences; otherwise
     one document a sequence, cut at its length and padded.
     """
+    fewer: bool = False
+    """Take what there is where the source holds fewer samples, or not one of full length, instead
+    of refusing.
+    """
     calibration: SplitSpec = SplitSpec()
     """How much is used to choose scales."""
     evaluation: SplitSpec = SplitSpec()

@@ -24,6 +24,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder of a quantized or float model, or organization/model of the Hugging Face hub",
     )
+    parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
     parser.add_argument(
         "--max-model-len",

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Talk until the input ends; 0, or 1 where a message out of a pipe got no answer."""
     arguments = parser().parse_args(argv)
     params = sampling_params(arguments)
-    folder = model_folder(arguments.checkpoint)
+    folder = model_folder(arguments.checkpoint, arguments.revision)
     prompts = _prompts(folder, arguments)
     engine = open_engine(folder, arguments, batch_size=1)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()

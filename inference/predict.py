@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     if arguments.output is not None:
         require_writable(arguments.output)
-    folder = model_folder(arguments.checkpoint)
+    folder = model_folder(arguments.checkpoint, arguments.revision)
     engine = open_engine(folder, arguments, arguments.batch_size)
     prompts = PromptFormat.of(engine.tokenizer, raw=arguments.raw, system=arguments.system)
     print(f"note: {prompts.note}", file=sys.stderr)

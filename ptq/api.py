@@ -8,6 +8,7 @@ from pathlib import Path
 from formats.errors import RecipeError
 from ptq.pipeline.driver import quantize as run_plan
 from ptq.plan.plan import plan_recipe
+from ptq.recipe.own_model import default_output, recipe_of, settings_for
 from ptq.recipe.problems import Where
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
 from ptq.recipe.schema import OutputSpec, Recipe
@@ -15,8 +16,12 @@ from ptq.result import QuantizationResult
 
 
 def quantize(
-    recipe: str | Path | Recipe,
+    recipe: str | Path | Recipe | None = None,
     *,
+    model: str | Path | None = None,
+    scheme: str | None = None,
+    data: str | Path | None = None,
+    revision: str | None = None,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     force: bool = False,
@@ -24,16 +29,24 @@ def quantize(
 ) -> QuantizationResult:
     """Quantize a model as a recipe says, without the report that `ptq run` ends with.
 
-        result = ptq.quantize("recipes/a8w8c8.yaml", overrides=["model.path=my-model"])
+        result = ptq.quantize(model="my-model", scheme="w4", data="rows.jsonl")
+        result = ptq.quantize("a8w8c8", model="organization/model")
+        result = ptq.quantize("mine.yaml", overrides=["dataset.calibration.samples=128"])
         engine = ptq.Engine.from_pretrained(result.checkpoint)
 
     An earlier run of the same recipe that was stopped goes on where it was. `ptq report OUTPUT`
     measures afterwards what the quantization cost.
 
     Args:
-        recipe: A YAML file, or a recipe made in Python.
-        overrides: `key.key=value` each, as `--set` takes them; for a file only.
-        output: Folder to write `checkpoint/` and the run's record to, instead of the recipe's.
+        recipe: A YAML file, a shipped recipe's name, or a recipe made in Python.
+        model: Folder of the model or its name on the hub, instead of the recipe's.
+        scheme: In the place of a recipe: `w4`, `a8w8c8` or another of `ptq quantize --help`.
+        data: File, folder or `datasets` name to calibrate on, instead of the recipe's; half of its
+            documents are kept for the evaluation.
+        revision: Branch, tag or commit of a model on the hub.
+        overrides: `key.key=value` each, as `--set` takes them.
+        output: Folder to write `checkpoint/` and the run's record to, instead of the recipe's; for
+            a model that is given, default `output/MODEL-SCHEME`.
         force: Replace what the output folder holds.
         progress: Show a progress bar.
 
@@ -41,19 +54,34 @@ def quantize(
         RecipeError: the recipe is invalid, does not fit the model, or its data cannot be used.
         CheckpointError: the model is damaged, the output exists, or it cannot be written.
     """
-    plan = plan_recipe(_load(recipe, overrides, output), force=force)
+    if scheme is not None and recipe is None and model is not None:
+        recipe, label = recipe_of(scheme), scheme
+    elif recipe is None or scheme is not None:
+        raise RecipeError("give a recipe, or a model and a scheme")
+    else:
+        label = str(recipe)
+    if isinstance(recipe, Recipe):
+        given = [x for x in (model, data, revision, *overrides) if x is not None]
+        loaded = _of_python(recipe, given, output)
+    else:
+        settings = settings_for(model, data=data, revision=revision, given=overrides)
+        if model is not None and output is None:
+            output = default_output(model, label)
+        loaded = read_recipe(recipe, [*settings, *output_override(output)])
+    plan = plan_recipe(loaded, force=force)
     return run_plan(plan, force=force, progress=progress)
 
 
-def _load(
-    recipe: str | Path | Recipe, overrides: Sequence[str], output: str | Path | None
-) -> LoadedRecipe:
-    if not isinstance(recipe, Recipe):
-        return read_recipe(recipe, [*overrides, *output_override(output)])
-    if overrides:
+def _of_python(recipe: Recipe, given: Sequence[object], output: str | Path | None) -> LoadedRecipe:
+    """A recipe made in Python, as one that was read.
+
+    Raises:
+        RecipeError: something is given that is put into recipes as text only.
+    """
+    if given:
         raise RecipeError(
-            f"found overrides {list(overrides)} of a recipe that is no file; change the Recipe "
-            "itself with its `model_copy`, or give the path of a YAML file"
+            f"found {', '.join(map(repr, given))} for a recipe that is no file; change the Recipe "
+            "itself with its `model_copy`, or give the path or name of a YAML file"
         )
     if output is not None:
         recipe = recipe.model_copy(update={"output": OutputSpec(path=Path(output).absolute())})

@@ -13,6 +13,7 @@ from ptq.version import version
 
 COMMANDS = {
     "run": ("ptq.commands.run", "quantize a model as a recipe says, and report what it cost"),
+    "quantize": ("ptq.commands.quantize", "quantize a model of yours, without a recipe"),
     "recipes": ("ptq.commands.recipes", "list the recipes that come with ptq, or print one"),
     "check": (
         "ptq.commands.check",

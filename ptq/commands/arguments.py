@@ -11,6 +11,11 @@ from ptq.recipe.reading import output_override
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of all commands that take a recipe."""
     parser.add_argument("recipe", type=Path, help="YAML file, or a name of `ptq recipes`")
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """What overrides a recipe's settings."""
     parser.add_argument(
         "--set",
         action="append",

@@ -17,7 +17,7 @@ from formats.later import later
 from formats.namespace import require_own_packages
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.commands.next_steps import forced_command, next_commands
-from ptq.output import REPORT_FOLDER, is_taken, unfinished
+from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken, unfinished
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
 
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch = results.Stopwatch()
     with watch.phase("data"):  # of both splits: a fault of the second shows before hours of work
         data = preflight.read_data(plan.recipe)
+    for line in preflight.describe_shortfalls(plan.recipe, data):
+        print(line)
     if unfinished(output):
         print(f"{typed_path(output)}: an earlier run was stopped; going on where it was")
     result = driver.quantize_tokens(
@@ -61,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"FAILED: {failure}")
     print(f"checkpoint: {typed_path(result.checkpoint)}")
     print(f"report:     {typed_path(report.folder / 'report.html')}")
+    print(f"recipe:     {typed_path(output / RECIPE_FILE)} (every setting; `ptq run` repeats it)")
     print("\nNext:")
     for command in next_commands(result.checkpoint):
         print(f"  {command}")

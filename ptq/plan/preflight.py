@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from calibrate.data import TokenSet, load_tokens
+from calibrate.spec import SplitSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.errors import suggestion
@@ -124,6 +125,18 @@ def read_data(recipe: Recipe) -> dict[str, TokenSet]:
         "calibration": load_tokens(recipe.dataset, tokenizer, "calibration"),
         "evaluation": load_tokens(recipe.dataset, tokenizer, "evaluation"),
     }
+
+
+def describe_shortfalls(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]:
+    """A line for each split that has fewer samples than were asked for, which `fewer` allows."""
+    for split, tokens in data.items():
+        wanted: SplitSpec = getattr(recipe.dataset, split)
+        if len(tokens.ids) < wanted.samples:
+            yield (
+                f"{split}: {tokens.source} holds {len(tokens.ids)} samples of "
+                f"{tokens.ids.shape[1]} tokens; asked for were {wanted.samples} of "
+                f"{wanted.sequence_length}"
+            )
 
 
 def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:

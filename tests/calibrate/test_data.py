@@ -325,3 +325,20 @@ def test_line_ends_and_byte_order_mark_and_separators_inside_strings(tmp_path):
     row = json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False)
     (tmp_path / "d.jsonl").write_text(f"{row}\r\n{row}", encoding="utf-8", newline="")
     assert local_documents(tmp_path / "d.jsonl", "text", plain_text) == ["a\u2028b\x85c"] * 2
+
+
+def test_fewer_samples_do_where_that_is_said(tokenizer, tmp_path):
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in documents(8)))
+    spec = small(name="d.jsonl", calibration=SplitSpec(samples=1000, sequence_length=8))
+    with pytest.raises(RecipeError, match=r"enough for \d+\. Lower .* set dataset\.fewer"):
+        load_tokens(spec, tokenizer, "calibration", tmp_path)
+    some = load_tokens(spec.model_copy(update={"fewer": True}), tokenizer, "calibration", tmp_path)
+    assert 1 < len(some.ids) < 1000
+    long = SplitSpec(samples=2, sequence_length=100_000)
+    one = small(name="d.jsonl", calibration=long, fewer=True)
+    tokens = load_tokens(one, tokenizer, "calibration", tmp_path)
+    assert len(tokens.ids) == 1
+    assert tokens.tokens >= some.tokens
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": ""}))
+    with pytest.raises(RecipeError, match="hold no text"):
+        load_tokens(one, tokenizer, "calibration", tmp_path)

@@ -1,0 +1,88 @@
+"""A shipped recipe for a model of one's own: what to put into it, from a few words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from formats.errors import RecipeError, suggestion
+from formats.later import later
+from ptq.recipe.strict_yaml import parse
+
+if TYPE_CHECKING:
+    from calibrate import sources
+else:
+    sources = later("calibrate.sources")
+
+# What users call a scheme, and the shipped recipe that does best by it without taking hours.
+SCHEMES = {
+    "w4": "w4_gptq",
+    "w8": "w8_rtn",
+    "a8w8": "a8w8",
+    "a8w8_dynamic": "a8w8_dynamic",
+    "a8w8c8": "a8w8c8",
+    "a8w4": "a8w4",
+    "a8w4c8": "a8w4c8",
+    "fp8": "fp8_channel",
+    "fp8_c8": "a8w8c8_fp8",
+    "c8": "c8",
+}
+OTHER_NAMES = {"w4a16": "w4", "w8a16": "w8", "w8a8": "a8w8", "w4a8": "a8w4"}
+
+
+def recipe_of(scheme: str) -> str:
+    """The shipped recipe for a scheme.
+
+    Raises:
+        RecipeError: there is no such scheme.
+    """
+    name = OTHER_NAMES.get(scheme.lower(), scheme.lower())
+    if name not in SCHEMES:
+        raise RecipeError(f"no scheme {scheme!r}; {suggestion(scheme, SCHEMES)}")
+    return SCHEMES[name]
+
+
+def settings_for(
+    model: str | Path | None,
+    *,
+    data: str | Path | None = None,
+    revision: str | None = None,
+    given: Sequence[str] = (),
+) -> list[str]:
+    """What to override in a shipped recipe, so that it quantizes this model on this text.
+
+    Args:
+        model: A folder, or its name on the hub; default the recipe's.
+        data: Text to calibrate on and to evaluate with: a file, a folder or a name that `datasets`
+            knows; half of its documents serve each. Default the recipe's.
+        revision: Branch, tag or commit of a model on the hub.
+        given: Overrides of the user's own, which go over these.
+
+    Returns:
+        `key.key=value` each, the value in YAML.
+
+    Raises:
+        RecipeError: it cannot be told which column of a table to read.
+    """
+    settings = {"model.path": str(model)} if model is not None else {}
+    settings |= {"model.revision": revision} if revision is not None else {}
+    settings |= {"dataset.name": str(data)} if data is not None else {}
+    asked = any(text.startswith(("dataset.column", "dataset.messages_column")) for text in given)
+    if data is not None and not asked and (path := Path(data).expanduser()).exists():
+        columns = sources.guess_columns(path)
+        settings |= {f"dataset.{key}": column for key, column in columns.items()}
+    written = [f"{key}={_yaml(value)}" for key, value in settings.items()]
+    # half of a small file may hold less than the recipe asks for
+    return [*written, *(["dataset.fewer=true"] if data is not None else []), *given]
+
+
+def default_output(model: str | Path, label: str) -> Path:
+    """Where a run goes if nothing is said: `output/MODEL-LABEL`, by the last part of its name."""
+    return Path("output") / f"{Path(model).name or Path(model).resolve().name}-{Path(label).stem}"
+
+
+def _yaml(text: str) -> str:
+    """Text as a value in YAML: as it stands where that reads as the same text."""
+    return text if parse(text).data == text else json.dumps(text)
