@@ -2,9 +2,9 @@
 
 Source: the `quantization_config` that compressed-tensors 0.17 to 0.20 read, in config.json. Only
 keys that all of them have are written. That scales have two levels is told in `observer_kwargs`,
-whose keys are free and which no loader heeds. Cache scales are not expressed here: no release
+whose keys are free and which no loader heeds. Cache scales are not written here: no release
 serves static int8 scales a head, so they lie beside the served files and `kv_cache_scheme` stays
-null.
+null. That of others, such as llm-compressor's, is read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
-from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
+from formats.scheme import BLOCK, ActivationSpec, KVCacheSpec, LayerScheme, WeightSpec
 from formats.stored.weights import storage_format
 
+METHOD = "compressed-tensors"
 CLASS = "Linear"  # the target that means every linear layer
 TWO_LEVEL = "two_level"
 SUPPORTED = (
@@ -28,8 +29,13 @@ SUPPORTED = (
     "128, fp8 per tensor or in blocks of 128 x 128; activations unquantized, int8 or fp8, static "
     "per tensor, dynamic per token, or (fp8) dynamic in groups of 128"
 )
+CACHES = (
+    "caches in int8 or fp8 e4m3, symmetric and static, with scales per tensor (strategy tensor) or "
+    "per head (attn_head)"
+)
 _STRATEGY = {"per_tensor": "tensor", "per_channel": "channel", "group": "group", "block": "block"}
 _INPUT_STRATEGY = {"per_tensor": "tensor", "per_token": "token", "group": "group"}
+_CACHE_STRATEGY = {"per_tensor": "tensor", "per_head": "attn_head"}
 _TYPES = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "fp8_e4m3"}
 
 
@@ -54,7 +60,7 @@ def quantization_config(
     targets = [[CLASS]] if len(members) == 1 else layer_targets(list(members.values()))
     formats = {storage_format(of_group) for of_group in members}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": METHOD,
         "version": "0.17.0",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
@@ -121,16 +127,31 @@ def read_groups(config: Mapping[str, Any]) -> Groups:
         CheckpointError: another method, or a compressed-tensors scheme that is not run here.
     """
     method = config.get("quant_method")
-    if method != "compressed-tensors":
+    if method != METHOD:
         raise _unsupported(f"quant_method {method!r}")
     groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
+    if not isinstance(groups, Mapping) or not (groups or config.get("kv_cache_scheme")):
         raise _unsupported(f"{len(groups) if isinstance(groups, Mapping) else 'no'} config_groups")
-    if config.get("kv_cache_scheme"):
-        raise _unsupported(f"kv_cache_scheme {config['kv_cache_scheme']}")
     if config.get("transform_config"):
         raise _unsupported("transform_config (transforms applied while running)")
     return tuple(_read_group(group, config.get("format")) for group in groups.values())
+
+
+def read_cache_scheme(config: Mapping[str, Any]) -> KVCacheSpec | None:
+    """How a `quantization_config` says that the cache is quantized, None where it is not.
+
+    Raises:
+        CheckpointError: so that it is not run here; the message lists what is.
+    """
+    args = config.get("kv_cache_scheme")
+    if not args:
+        return None
+    try:
+        if args.get("dynamic") or not args.get("symmetric", True):
+            raise KeyError("a dynamic or asymmetric cache")
+        return KVCacheSpec(dtype=_dtype(args), granularity=_ours(_CACHE_STRATEGY, args))
+    except (ValidationError, KeyError, TypeError, AttributeError) as error:
+        raise _unsupported(f"kv_cache_scheme {args}", CACHES) from error
 
 
 def _read_group(group: Any, layout_of_all: str | None) -> tuple[tuple[str, ...], LayerScheme]:
@@ -210,8 +231,8 @@ def find_scheme(module: str, groups: Groups) -> LayerScheme | None:
     return next((scheme for targets, scheme in groups if CLASS in targets), None)
 
 
-def _unsupported(found: str) -> CheckpointError:
+def _unsupported(found: str, supported: str = SUPPORTED) -> CheckpointError:
     return CheckpointError(
         f"config.json: quantization_config has {found}, which is not run here. Supported: "
-        f"{SUPPORTED}. Quantize the original model with one of the shipped recipes"
+        f"{supported}. Quantize the original model with one of the shipped recipes"
     )

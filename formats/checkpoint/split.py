@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from formats.errors import CheckpointError
 from formats.families.family import Mixture, merged_rows
@@ -87,14 +88,10 @@ class ShapeOf:
         self.path = file.path
         self.tensors = {name: (torch.int64, (2,))}
 
-    def span(self, name: str) -> tuple[int, int]:
-        """Where the shape of the whole lies in the file."""
-        return self._file.span(self._tensor)
-
-    def held(self, name: str) -> bytes:
+    def held(self, name: str) -> Tensor:
         """The layer's own shape, which no file has."""
         whole = read_elements({self._tensor: self._file}, [self._tensor])
-        return torch.stack((torch.tensor(self._rows), whole[1])).numpy().tobytes()
+        return torch.stack((torch.tensor(self._rows), whole[1]))
 
 
 def split_stored(

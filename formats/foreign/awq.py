@@ -30,6 +30,7 @@ from formats.foreign.layout import (
     packed_shape,
     require_key,
     require_tensor,
+    without_signs,
 )
 from formats.pack import pack_words, unpack_words
 from formats.scheme import Scheme, WeightSpec
@@ -47,6 +48,7 @@ def awq_layout(spec: WeightSpec) -> Layout:
         name="awq",
         leaves=LEAVES,
         marker="qweight",
+        shape=lambda words: (words[1] * 8, words[0]),
         pack=partial(pack_awq, group_size=size),
         unpack=partial(unpack_awq, group_size=size),
         zero_word=int(_pack(torch.zeros(1, 8, dtype=torch.int8)).item()),
@@ -90,7 +92,7 @@ def unpack_awq(tensors: Mapping[str, Tensor], group_size: int) -> StoredWeight:
     """Inverse of `pack_awq`; zero_point is None where all are 0 (a symmetric grid).
 
     Raises:
-        CheckpointError: a tensor has another type or shape, or a scale is not finite and positive.
+        CheckpointError: a tensor has another type or shape, or a scale is 0 or not finite.
     """
     columns, words = packed_shape(tensors)
     rows, size = words * 8, columns if group_size == -1 else group_size
@@ -98,13 +100,12 @@ def unpack_awq(tensors: Mapping[str, Tensor], group_size: int) -> StoredWeight:
     qweight = require_tensor(tensors, "qweight", torch.int32, (columns, words))
     qzeros = require_tensor(tensors, "qzeros", torch.int32, (groups, words))
     packed_shape(tensors, "scales")
-    check_scale("scales", tensors["scales"], ((groups, rows),))
-    zeros = _unpack(qzeros).T.contiguous()
-    return StoredWeight(
-        _unpack(qweight).T.contiguous(),
-        tensors["scales"].float().T.contiguous(),
-        zeros if bool(zeros.any()) else None,
-    )
+    check_scale("scales", tensors["scales"].abs(), ((groups, rows),))
+    q, zeros = (_unpack(words).T.contiguous() for words in (qweight, qzeros))
+    group = torch.arange(columns, device=q.device) // size
+    scale = tensors["scales"].float().T.contiguous()
+    q, scale, zeros = without_signs(q, scale, zeros, group)
+    return StoredWeight(q, scale, zeros if bool(zeros.any()) else None)
 
 
 def _pack(values: Tensor) -> Tensor:

@@ -75,7 +75,14 @@ def read_bitsandbytes_config(config: Mapping[str, Any]) -> tuple[Scheme, Layout]
 
 def int8_layout() -> Layout:
     """The layout of LLM.int8's weights."""
-    return Layout("bitsandbytes int8", INT8_LEAVES, "SCB", unpack=unpack_int8)
+    return Layout(
+        name="bitsandbytes int8",
+        leaves=INT8_LEAVES,
+        marker="SCB",
+        shape=lambda shape: shape,
+        unpack=unpack_int8,
+        instead="compressed_tensors",
+    )
 
 
 def four_bit_layout(quant_type: str, nested: bool) -> Layout:

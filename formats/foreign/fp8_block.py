@@ -28,7 +28,14 @@ AGAIN = "Quantize the original model with an fp8_block recipe"
 
 def fp8_block_layout() -> Layout:
     """The layout of weights of the one scheme that it holds."""
-    return Layout("fp8_block", LEAVES, "weight_scale_inv", pack_fp8_block, unpack_fp8_block)
+    return Layout(
+        name="fp8_block",
+        leaves=LEAVES,
+        marker="weight_scale_inv",
+        shape=lambda shape: shape,
+        pack=pack_fp8_block,
+        unpack=unpack_fp8_block,
+    )
 
 
 def refuse_fp8_block(scheme: Scheme) -> None:

@@ -5,6 +5,7 @@
     X.scales   fp16  [groups, N]
     X.g_idx    int32 [K]                  group of each input
 
+Some software leaves g_idx out where groups are neighbouring inputs, and some has negative scales.
 Values and zero points are unsigned: ours + 2^(b - 1). Version 1 (`checkpoint_format: gptq`) stores
 zero points less one, modulo 2^b: 0 becomes 2^b - 1. Version 2 (`gptq_v2`) stores them as they are.
 
@@ -16,7 +17,8 @@ its neighbour. Version 2 has no such case.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -33,6 +35,7 @@ from formats.foreign.layout import (
     packed_shape,
     require_key,
     require_tensor,
+    without_signs,
 )
 from formats.pack import pack_words, unpack_words
 from formats.scheme import Scheme, WeightSpec
@@ -41,22 +44,49 @@ from formats.stored.weights import StoredWeight, check_scale
 Version = Literal[1, 2]
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 AGAIN = "Quantize the original model with one of the shipped recipes"
+HELD = (
+    "Supported of quant_method 'gptq' are 4 and 8 bits, per channel or in groups of 32, 64 or "
+    f"128. {AGAIN}"
+)
 # vLLM and SGLang merge these layers, and look the merged name up.
 MERGED_INTO = {part: merged for merged, parts in MERGED.items() for part in parts}
 
 
-def gptq_layout(spec: WeightSpec, version: Version) -> Layout:
-    """The layout of weights of a specification that `refuse_gptq` accepts."""
+def gptq_layout(spec: WeightSpec, version: Version, *, g_idx: bool = True) -> Layout:
+    """The layout of weights of a specification that `refuse_gptq` accepts.
+
+    Args:
+        spec: Of the weights.
+        version: How zero points are stored.
+        g_idx: Whether layers have it.
+    """
     size, bits = spec.group_size or -1, spec.bits
+
+    def whole(read: Callable[..., Any], **settings: Any) -> Callable[[Mapping[str, Tensor]], Any]:
+        def of(tensors: Mapping[str, Tensor]) -> Any:
+            own = tensors if g_idx else _with_g_idx(tensors, bits, size)
+            return read(own, bits=bits, version=version, **settings)
+
+        return of
+
     return Layout(
         name="gptq" if version == 1 else "gptq_v2",
-        leaves=LEAVES,
+        leaves=LEAVES if g_idx else LEAVES[:-1],
         marker="qweight",
+        shape=lambda words: (words[1], words[0] * 32 // bits),
         pack=partial(pack_gptq, group_size=size, bits=bits, version=version),
-        unpack=partial(unpack_sorted, bits=bits, version=version, group_size=size),
+        unpack=whole(_unpack, group_size=size),
         zero_word=int(_pack_zeros(torch.zeros(32 // bits, 1), bits, version).item()),
-        values=partial(dequantize_gptq, bits=bits, version=version),
+        values=whole(dequantize_gptq),
     )
+
+
+def _with_g_idx(tensors: Mapping[str, Tensor], bits: int, group_size: int) -> dict[str, Tensor]:
+    """The tensors with the `g_idx` of groups of neighbouring inputs."""
+    columns = packed_shape(tensors)[0] * 32 // bits
+    size = columns if group_size == -1 else group_size
+    inputs = torch.arange(columns, dtype=torch.int32, device=tensors["qweight"].device)
+    return dict(tensors) | {"g_idx": inputs // size}
 
 
 def refuse_gptq(scheme: Scheme) -> None:
@@ -131,8 +161,8 @@ def unpack_gptq(
         that order, and only in that, groups are neighbours.
 
     Raises:
-        CheckpointError: a tensor has another type or shape, a scale is not finite and positive, or
-            groups have unequal sizes, which no grouped layout expresses.
+        CheckpointError: a tensor has another type or shape, a scale is 0 or not finite, or groups
+            have unequal sizes, which no grouped layout expresses.
     """
     q, scale, zeros, g_idx = _fields(tensors, bits, version)
     weight = StoredWeight(q, scale, zeros if bool(zeros.any()) else None)
@@ -142,11 +172,12 @@ def unpack_gptq(
             f"scales has {scale.shape[1]} groups of {size} for {q.shape[1]} inputs; needed is "
             f"their quotient. group_size of quantization_config is not that of the tensors"
         )
-    if torch.equal(g_idx, torch.arange(len(g_idx)) // size):
+    if torch.equal(g_idx, torch.arange(len(g_idx), device=g_idx.device) // size):
         return weight, None
     if bool((g_idx.bincount(minlength=scale.shape[1]) != size).any()):
         raise CheckpointError(
-            f"g_idx has groups of other sizes than {size}; {AGAIN}, or use dequantize_gptq"
+            f"g_idx has groups of other sizes than {size}, which is not run. Make a float model "
+            f"with ptq convert SRC FLOAT --to float. {AGAIN}"
         )
     order = g_idx.argsort(stable=True)
     return StoredWeight(q[:, order], scale, weight.zero_point), order
@@ -162,33 +193,22 @@ def dequantize_gptq(tensors: Mapping[str, Tensor], bits: int, version: Version) 
     return (q.float() - zeros.float()[:, g_idx]) * scale[:, g_idx]
 
 
-def unpack_sorted(
+def _unpack(
     tensors: Mapping[str, Tensor], bits: int, version: Version, group_size: int
 ) -> StoredWeight:
-    """The weight of tensors without act-order; arguments and errors as of `unpack_gptq`.
-
-    Raises:
-        CheckpointError: also where groups are not neighbouring inputs.
-    """
+    """`unpack_gptq` with the order of the inputs in the weight."""
     weight, order = unpack_gptq(tensors, bits, version, group_size)
-    if order is not None:
-        raise CheckpointError(
-            "g_idx is not sorted (act-order): its groups are no neighbouring inputs, which only "
-            "GPTQ itself expresses, so it must be quantized again: make a float model of it with "
-            "ptq convert SRC FLOAT --to float, then run a recipe on that. Or convert a GPTQ "
-            "checkpoint made with desc_act: false or static_groups: true"
-        )
-    return weight
+    return weight if order is None else replace(weight, order=order.unsqueeze(0))
 
 
 def _fields(
     tensors: Mapping[str, Tensor], bits: int, version: Version
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Checked q [N, K], scale fp32 [N, groups], signed zeros [N, groups], g_idx int64 [K]."""
+    """Checked q [N, K], positive fp32 scale and int8 zeros [N, groups], g_idx int64 [K]."""
     count = 32 // bits
     words, rows = packed_shape(tensors)
     groups, columns = packed_shape(tensors, "scales")[0], words * count
-    check_scale("scales", tensors["scales"], ((groups, rows),))
+    check_scale("scales", tensors["scales"].abs(), ((groups, rows),))
     qweight = require_tensor(tensors, "qweight", torch.int32, (words, rows))
     qzeros = require_tensor(tensors, "qzeros", torch.int32, (groups, -(-rows // count)))
     g_idx = require_tensor(tensors, "g_idx", torch.int32, (columns,)).long()
@@ -197,8 +217,9 @@ def _fields(
     q = unpack_words(qweight.T, bits, columns)
     zeros = unpack_words(qzeros, bits, rows).to(torch.int32) + (1 if version == 1 else 0)
     half = 1 << (bits - 1)
-    zeros = (zeros + half) % (1 << bits) - half
-    return q, tensors["scales"].float().T.contiguous(), zeros.to(torch.int8).T.contiguous(), g_idx
+    zeros = ((zeros + half) % (1 << bits) - half).to(torch.int8).T.contiguous()
+    scale = tensors["scales"].float().T.contiguous()
+    return *without_signs(q, scale, zeros, g_idx), g_idx
 
 
 def gptq_config(
@@ -247,8 +268,8 @@ def read_gptq_config(config: Mapping[str, Any]) -> tuple[Scheme, Version]:
         CheckpointError: another method, or settings that are not read here.
     """
     require_key(config, "quant_method", ("gptq",), AGAIN)
-    bits = require_key(config, "bits", (4, 8), AGAIN)
-    size = require_key(config, "group_size", (-1, 32, 64, 128), AGAIN)
+    bits = require_key(config, "bits", (4, 8), HELD)
+    size = require_key(config, "group_size", (-1, 32, 64, 128), HELD)
     symmetric = require_key(config, "sym", (True, False), AGAIN)
     require_key(config, "pack_dtype", ("int32", None), "Pack it again with pack_dtype int32")
     require_key(config, "lm_head", (False, None), f"{AGAIN}, which leave lm_head alone")

@@ -1,16 +1,15 @@
-"""What the foreign layouts share: their description, strict reading, and folders.
+"""What the foreign layouts share: their description, and strict reading.
 
 A layout is a pair of pure functions between a `StoredWeight` and tensors; `formats.foreign.gptq`,
 `formats.foreign.awq`, `formats.foreign.fp8_block`, `formats.foreign.bitsandbytes` and
-`formats.foreign.neural_compressor` each make one from its settings.
+`formats.foreign.neural_compressor` each make one from its settings. `formats.foreign.folder` reads
+a folder by its layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,9 @@ from torch import Tensor
 
 from formats.errors import CheckpointError
 from formats.scheme import WeightSpec
-from formats.stored.folder import auxiliary_files, read_config
-from formats.stored.safetensors_files import open_weights
 from formats.stored.weights import StoredWeight
 
-SETTINGS_FILES = ("quantize_config.json", "quant_config.json")  # copies of quantization_config
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -31,22 +28,29 @@ class Layout:
 
     Attributes:
         name: For messages.
-        leaves: Last parts of the names of a layer's tensors, all of them needed.
+        leaves: Last parts of the names of a layer's tensors, all of them needed; the first has the
+            integers, or codes.
         marker: The leaf that tells a quantized layer from another.
+        shape: Outputs and inputs of a weight, by the shape of its first leaf; None where that does
+            not tell.
         pack: The tensors of a weight by their leaf; None where the layout is only read.
         unpack: Its inverse; CheckpointError where the tensors cannot be expressed as one. None
             where the layout's values lie on no integer grid.
         zero_word: Every word of `qzeros` where the weight is symmetric; None without zero points.
         values: The weight in fp32 [N, K], where tensors may hold more than `unpack` expresses.
+        instead: What to convert a folder to that could be run as it is but is not, as `ptq convert
+            --to` names it.
     """
 
     name: str
     leaves: tuple[str, ...]
     marker: str
+    shape: Callable[[Shape], Shape] | None = None
     pack: Callable[[StoredWeight], dict[str, Tensor]] | None = None
     unpack: Callable[[Mapping[str, Tensor]], StoredWeight] | None = None
     zero_word: int | None = None
     values: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    instead: str | None = None
 
 
 def require_key(config: Mapping[str, Any], key: str, allowed: Iterable[Any], advice: str) -> Any:
@@ -147,68 +151,22 @@ def used_groups(weight: StoredWeight) -> Tensor:
     return (groups != zeros).any(dim=-1)
 
 
-def owner(name: str, modules: Collection[str]) -> str | None:
-    """The one of some layers that a tensor belongs to: its name begins with the layer's."""
-    prefixes = accumulate(name.split("."), "{}.{}".format)
-    return next((prefix for prefix in prefixes if prefix in modules), None)
+def without_signs(
+    q: Tensor, scale: Tensor, zeros: Tensor, group: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight s (q - z) with positive scales only, the same number by number.
 
+    Where s < 0 it is |s| (~q - ~z): the complement ~x = -x - 1 changes the sign of a difference,
+    and stays within the bits of x, whatever x is.
 
-class ForeignFolder:
-    """A checkpoint folder whose weights are quantized in another layout than compressed-tensors.
-
-    Attributes:
-        path: The folder.
-        config: config.json without its `quantization_config`.
-        quantization: The `quantization_config`; empty where there is none.
+    Args:
+        q: int8 [N, K].
+        scale: fp32 [N, groups].
+        zeros: int8 [N, groups].
+        group: int64 [K], the group of each input.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config, quantization, _ = read_config(path)
-        self.quantization: dict[str, Any] = quantization or {}
-        self._files = open_weights(path)
-
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors, sorted."""
-        return tuple(sorted(self._files))
-
-    def tensor(self, name: str) -> Tensor:
-        """Read one tensor from its file."""
-        return self._files[name].tensor(name)
-
-    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Element type and shape of a tensor, from its file's header."""
-        return self._files[name].tensors[name]
-
-    def modules(self, layout: Layout) -> tuple[str, ...]:
-        """Full names of the layers that are quantized in a layout, sorted.
-
-        Raises:
-            CheckpointError: there are none, or a layer's tensors are not complete.
-        """
-        end = f".{layout.marker}"
-        modules = tuple(name.removesuffix(end) for name in self.names() if name.endswith(end))
-        wanted = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
-        taken, own = set(modules), tuple(f".{leaf}" for leaf in layout.leaves if leaf != "weight")
-        owners = {name: owner(name, taken) for name in self._files}
-        found = {
-            name
-            for name, module in owners.items()
-            if name.endswith(own) or (module and name != f"{module}.bias")
-        }
-        if not modules or wanted != found:
-            name = min(wanted ^ found, default=f"any *{end}")
-            state = "not expected" if name in found else "missing"
-            raise CheckpointError(
-                f"{self.path}: {name} is {state}. A layer in the {layout.name} layout has exactly "
-                f"{', '.join(layout.leaves)}; get the checkpoint again"
-            )
-        return modules
-
-    def layer(self, layout: Layout, module: str) -> dict[str, Tensor]:
-        """The tensors of a quantized layer by their leaf."""
-        return {leaf: self.tensor(f"{module}.{leaf}") for leaf in layout.leaves}
-
-    def auxiliary_files(self) -> tuple[Path, ...]:
-        """Tokenizer, generation and licence files, without copies of the layout's settings."""
-        return tuple(path for path in auxiliary_files(self.path) if path.name not in SETTINGS_FILES)
+    negative = scale < 0
+    if not bool(negative.any()):
+        return q, scale, zeros
+    turned = negative.to(torch.int8).neg()  # all bits of those to be turned
+    return q ^ turned[:, group], scale.abs(), zeros ^ turned

@@ -17,21 +17,23 @@ Source: neural-compressor 3.10 `torch/algorithms/weight_only/modules.py` (INCWei
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.foreign.gptq import dequantize_gptq, gptq_layout, unpack_sorted
-from formats.foreign.layout import Layout, packed_shape, require_tensor
+from formats.foreign.gptq import Version, gptq_layout
+from formats.foreign.layout import Layout, require_tensor
 from formats.scheme import WeightSpec
 
 PICKLE, SETTINGS = "quantized_weight.pt", "qconfig.json"
 FP8 = "scale_bf16_to_fp8"
+T = TypeVar("T")
 SAVE = 'save(model, folder, format="huggingface")'
 
 
@@ -56,7 +58,7 @@ def is_neural_compressor(names: Collection[str]) -> bool:
 
 
 def neural_compressor_layout(
-    spec: WeightSpec, config: Mapping[str, Any], names: Collection[str]
+    spec: WeightSpec, config: Mapping[str, Any], names: Collection[str], version: Version = 1
 ) -> Layout:
     """The layout of a folder that `is_neural_compressor` knows.
 
@@ -64,6 +66,7 @@ def neural_compressor_layout(
         spec: Scheme of its weights.
         config: The folder's `quantization_config`.
         names: Names of all its tensors.
+        version: How zero points are stored; its own is 1.
 
     Raises:
         CheckpointError: it is one of those that are not read; see the module's docstring.
@@ -85,35 +88,33 @@ def neural_compressor_layout(
     if config.get("desc_act") and "g_idx" not in leaves:
         raise CheckpointError(
             "config.json: quantization_config has desc_act True, but there is no g_idx that tells "
-            f"the groups of the inputs. Save it again: {SAVE}"
+            f"the groups of the inputs. Get it with its g_idx, or save it again: {SAVE}"
         )
-    layout, size = gptq_layout(spec, 1), spec.group_size or -1
-    own = (*layout.leaves, FP8)
+    layout = gptq_layout(spec, version, g_idx="g_idx" in leaves)
+    if FP8 not in leaves:  # what others than it write without g_idx
+        return replace(layout, pack=None)
+    assert layout.unpack is not None
+    assert layout.values is not None
     return replace(
         layout,
         name="neural-compressor",
-        leaves=tuple(leaf for leaf in own if leaf in leaves),
+        leaves=(*layout.leaves, FP8),
         pack=None,
-        unpack=lambda tensors: unpack_sorted(_completed(tensors, spec), spec.bits, 1, size),
-        values=lambda tensors: dequantize_gptq(_completed(tensors, spec), spec.bits, 1),
+        unpack=partial(_checked, layout.unpack),
+        values=partial(_checked, layout.values),
     )
 
 
-def _completed(tensors: Mapping[str, Tensor], spec: WeightSpec) -> dict[str, Tensor]:
-    """The tensors with `g_idx`, which is left out where groups are neighbouring inputs.
+def _checked(read: Callable[[Mapping[str, Tensor]], T], tensors: Mapping[str, Tensor]) -> T:
+    """What `read` makes of tensors whose activations are no fp8.
 
     Raises:
-        CheckpointError: activations run in fp8, or a tensor is damaged.
+        CheckpointError: they are, or a tensor is damaged.
     """
-    if FP8 in tensors:
-        scale = require_tensor(tensors, FP8, torch.bfloat16, (1,))
-        if bool(scale != 0):
-            raise CheckpointError(
-                f"{FP8} is {scale.item():.4g}: activations run in fp8, which no scheme here has "
-                "beside integer weights; allowed is 0. Quantize the weights alone"
-            )
-    if "g_idx" in tensors:
-        return dict(tensors)
-    columns = packed_shape(tensors)[0] * 32 // spec.bits
-    inputs = torch.arange(columns, dtype=torch.int32)
-    return dict(tensors) | {"g_idx": inputs // (spec.group_size or columns)}
+    scale = require_tensor(tensors, FP8, torch.bfloat16, (1,))
+    if bool(scale != 0):
+        raise CheckpointError(
+            f"{FP8} is {scale.item():.4g}: activations run in fp8, which no scheme here has "
+            "beside integer weights; allowed is 0. Quantize the weights alone"
+        )
+    return read(tensors)

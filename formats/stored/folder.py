@@ -18,7 +18,9 @@ CONFIG = "config.json"
 KV_SCALES = "quant/kv_scales.safetensors"
 MANIFEST = "quant/manifest.json"
 OWN_KEY = "ptq"  # of config.json: transformers keeps it, vLLM and compressed-tensors ignore it
-NOT_AUXILIARY = {CONFIG, "model.safetensors.index.json", "README.md"}
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Copies of config.json's `quantization_config`, as other software makes them."""
+NOT_AUXILIARY = {CONFIG, "model.safetensors.index.json", "README.md", *SETTINGS_FILES}
 AUXILIARY = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 AGAIN = "Copy the checkpoint again, or write it again"
 

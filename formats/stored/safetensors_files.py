@@ -74,7 +74,7 @@ class Index(BaseModel):
     weight_map: dict[str, str]
 
 
-class TensorFile(Protocol):
+class StoredTensors(Protocol):
     """Where tensors are read from: a file, or a parameter of one that holds many layers."""
 
     @property
@@ -94,11 +94,24 @@ class TensorFile(Protocol):
 
 @runtime_checkable
 class Derived(Protocol):
-    """A `TensorFile` whose tensors follow from a file's, and lie in none."""
+    """Tensors that follow from a file's, and lie in none."""
 
-    def held(self, name: str) -> bytes:
-        """A tensor's elements."""
+    @property
+    def path(self) -> Path:
+        """The file that they follow from."""
         ...
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each tensor."""
+        ...
+
+    def held(self, name: str) -> Tensor:
+        """A tensor."""
+        ...
+
+
+TensorFile = StoredTensors | Derived
 
 
 class SafetensorsFile:
@@ -144,12 +157,13 @@ def read_elements(files: Mapping[str, TensorFile], names: Sequence[str]) -> Tens
         with path.open("rb") as file:
             for name in run:
                 source = files[name]
+                if isinstance(source, Derived):
+                    own = source.held(name).contiguous().view(-1).view(torch.uint8)
+                    data[start : start + len(own)] = own.numpy().data
+                    start += len(own)
+                    continue
                 first, end = source.span(name)
                 stop = start + end - first
-                if isinstance(source, Derived):
-                    data[start:stop] = source.held(name)
-                    start = stop
-                    continue
                 file.seek(first)
                 if file.readinto(data[start:stop]) != stop - start:
                     raise _damaged(path, f"{name} ends early")

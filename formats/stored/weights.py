@@ -36,11 +36,28 @@ class StoredWeight:
         scale: fp32, one element a block of the scheme: [N, 1], [N, groups], [1, 1] or
             [row blocks, column blocks].
         zero_point: int8 of the scale's shape, or None for symmetric quantization.
+        order: int64 [layers, K], the input that each column of a layer belongs to, where groups are
+            not neighbouring inputs (GPTQ's act-order); None where column k is input k's.
     """
 
     q: Tensor
     scale: Tensor
     zero_point: Tensor | None = None
+    order: Tensor | None = None
+
+
+def join_weights(weights: Sequence[StoredWeight]) -> StoredWeight:
+    """Weights of one scheme and as many inputs as one, one below the other."""
+    if len(weights) == 1:
+        return weights[0]
+    zeros = [weight.zero_point for weight in weights if weight.zero_point is not None]
+    q = torch.cat([weight.q.view(torch.int8) for weight in weights]).view(weights[0].q.dtype)
+    orders = None
+    if any(weight.order is not None for weight in weights):
+        plain = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
+        orders = torch.cat([plain if w.order is None else w.order for w in weights])
+    scale = torch.cat([weight.scale for weight in weights])
+    return StoredWeight(q, scale, torch.cat(zeros) if zeros else None, orders)
 
 
 def storage_format(scheme: LayerScheme) -> str:
@@ -72,6 +89,11 @@ def weight_tensors(
         dtype: The model's: packed weights keep their scales in it, which must hold them exactly.
     """
     assert scheme.weights is not None
+    if weight.order is not None:
+        raise CheckpointError(
+            "g_idx is not sorted (act-order): its groups are no neighbouring inputs, which only "
+            "GPTQ's own layout expresses"
+        )
     layout, scale = storage_format(scheme), weight.scale.float()
     if layout != "pack-quantized":
         scale = scale.reshape(1) if scheme.weights.granularity == "per_tensor" else scale
@@ -91,11 +113,7 @@ def weight_tensors(
 
 def needed_leaves(scheme: LayerScheme) -> set[str]:
     """Last parts of the names of a quantized weight's tensors."""
-    assert scheme.weights is not None
-    if storage_format(scheme) != "pack-quantized":
-        return {"weight", "weight_scale"}
-    leaves = {"weight_packed", "weight_scale", "weight_shape"}
-    return leaves if scheme.weights.symmetric else leaves | {"weight_zero_point"}
+    return set(tensor_kinds(scheme, (1, 1), torch.float32))
 
 
 def check_weight(scheme: LayerScheme, module: str, shape: Shape, kind: Kind) -> None:
@@ -111,20 +129,45 @@ def check_weight(scheme: LayerScheme, module: str, shape: Shape, kind: Kind) -> 
         CheckpointError: a tensor has another type or shape than the scheme says.
     """
     assert scheme.weights is not None
-    spec, layout = scheme.weights, storage_format(scheme)
     if len(shape) != 2:
         raise CheckpointError(f"{module}.weight has shape {shape}; needed is [N, K]")
-    if layout == "pack-quantized":
-        words = math.ceil(shape[1] * spec.bits / 32)
-        expect(f"{module}.weight_packed", kind, torch.int32, (shape[0], words))
-        if not spec.symmetric:
-            wanted = (math.ceil(shape[0] * spec.bits / 32), scale_shape(spec, shape)[1])
-            expect(f"{module}.weight_zero_point", kind, torch.int32, wanted)
-    else:
-        wanted_type = torch.float8_e4m3fn if layout == "float-quantized" else torch.int8
-        expect(f"{module}.weight", kind, wanted_type, shape)
-    shapes = ((1,), ()) if spec.granularity == "per_tensor" else (scale_shape(spec, shape),)
-    check_scale_kind(f"{module}.weight_scale", kind, shapes)
+    for leaf, (dtype, wanted) in tensor_kinds(scheme, shape, torch.float32).items():
+        if leaf == "weight_scale":
+            either = (wanted, ()) if wanted == (1,) else (wanted,)
+            check_scale_kind(f"{module}.{leaf}", kind, either)
+        else:
+            expect(f"{module}.{leaf}", kind, dtype, wanted)
+
+
+def tensor_kinds(
+    scheme: LayerScheme, shape: Shape, dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and shape of each tensor of a weight [N, K], by the last part of its name.
+
+    Args:
+        scheme: Of the layer.
+        shape: Of the weight.
+        dtype: Of scales.
+    """
+    assert scheme.weights is not None
+    spec, layout = scheme.weights, storage_format(scheme)
+    groups = scale_shape(spec, shape)
+    scales = (1,) if spec.granularity == "per_tensor" else groups
+    if layout != "pack-quantized":
+        q = torch.float8_e4m3fn if layout == "float-quantized" else torch.int8
+        return {"weight": (q, shape), "weight_scale": (dtype, scales)}
+
+    def words(values: int) -> int:
+        return math.ceil(values * spec.bits / 32)
+
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "weight_packed": (torch.int32, (shape[0], words(shape[1]))),
+        "weight_scale": (dtype, scales),
+        "weight_shape": (torch.int64, (2,)),
+    }
+    if not spec.symmetric:
+        kinds["weight_zero_point"] = (torch.int32, (words(shape[0]), groups[1]))
+    return kinds
 
 
 def read_weights(

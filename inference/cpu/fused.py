@@ -22,8 +22,8 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
 
     Returns:
         None where a part has no fused kernel: mixtures of experts, other types than fp32, weights
-        that are not packed for the compiled kernels, norms elsewhere than before the sub-layers
-        and over single heads.
+        that are not packed for the compiled kernels, inputs in another order (act-order), norms
+        elsewhere than before the sub-layers and over single heads.
     """
     windows = model.config.windows
     parts = [_block(*triple) for triple in zip(model.layers, pools, windows, strict=True)]
@@ -47,7 +47,7 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
 
 
 def _linear(linear: Linear) -> LinearSpec | None:
-    if not isinstance(linear.weight, NativeWeight):
+    if not isinstance(linear.weight, NativeWeight) or linear.order is not None:
         return None
     packed, spec = linear.weight.packed, linear.activations
     if spec is None:

@@ -22,15 +22,20 @@ class Linear:
         weight: Packed for the ops.
         activations: How the input is quantized, or None.
         input_scale: fp32, one element, or None where each token is scaled when it arrives.
+        order: int64 [K], the input that each column of the weight multiplies; None where column k
+            multiplies input k.
     """
 
     weight: Weight
     activations: ActivationSpec | None = None
     input_scale: Tensor | None = None
+    order: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] float -> [T, N] in the type of `x`."""
         spec = self.activations
+        if self.order is not None:
+            x = x[:, self.order]
         if spec is None:
             return linear(x, self.weight, None, x.dtype)
         if spec.dtype == "fp8_e4m3":
@@ -79,4 +84,4 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> Linear:
         stored.bias,
         integer_inputs=activations is not None and activations.dtype == "int8",
     )
-    return Linear(packed, activations, stored.input_scale)
+    return Linear(packed, activations, stored.input_scale, stored.order)

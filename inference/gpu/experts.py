@@ -90,6 +90,8 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
         layers += _apart(stack, size)
         scales.append(stack.rows.scale)
     first = layers[0]
+    if not why and first.order is not None:
+        why = "each takes its inputs in an order of its own (act-order)"
     if not why and not first.weight.takes_sorted_rows:
         why = "no kernel takes rows of each at once"
     if why:
@@ -121,8 +123,11 @@ def _apart(stack: GpuLinear, size: int) -> list[GpuLinear]:
     rows = [stack.rows] * size
     if scale is not None:
         rows = [replace(stack.rows, scale=own) for own in scale.unbind()]
+    orders = [None] * size if stack.order is None else stack.order.unbind()
     return [
-        GpuLinear(replace(stack.weight, **{key: own[i] for key, own in parts.items()}), rows[i])
+        GpuLinear(
+            replace(stack.weight, **{key: own[i] for key, own in parts.items()}), rows[i], orders[i]
+        )
         for i in range(size)
     ]
 
@@ -132,7 +137,8 @@ def _form(stack: GpuLinear) -> list:
     values = [getattr(stack.weight, field.name) for field in fields(stack.weight)]
     forms = [(v.dtype, v.shape[1:]) if isinstance(v, Tensor) else v for v in values]
     own = stack.rows
-    return [type(stack.weight), forms, own.dtype, own.group, own.scale is None]
+    ordered = stack.order is not None
+    return [type(stack.weight), forms, own.dtype, own.group, own.scale is None, ordered]
 
 
 def _rows(first: InputFormat, scales: list[Tensor]) -> InputFormat:

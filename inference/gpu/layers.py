@@ -66,17 +66,22 @@ class GpuLinear:
     Attributes:
         weight: Packed for its kernel.
         rows: How its input is given to `run`.
+        order: int64 [K], the input that each column of the weight multiplies, of a stack [E, K];
+            None where column k multiplies input k.
     """
 
     weight: GpuWeight
     rows: InputFormat
+    order: Tensor | None = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[T, K] float -> [T, N] in `dtype`, by default the type of `x`."""
         return self.run(*as_wanted(x, self.rows), dtype or x.dtype)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The layer on rows that are quantized already: [T, N] in `dtype`."""
+        """The layer on rows that are as it wants them: [T, N] in `dtype`."""
+        if self.order is not None:
+            rows = rows.index_select(1, self.order)
         return self.weight.run(rows, scales, workspace_on(rows.device), dtype)
 
     @property
@@ -115,4 +120,4 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
             stored.scheme.text,
             tuple(stored.weight.shape[-2:]),
         )
-    return GpuLinear(own, inputs)
+    return GpuLinear(own, inputs, stored.order)

@@ -29,6 +29,8 @@ class StoredLinear:
         zero_point: int8 [N, groups], or None.
         bias: fp32 [N], or None.
         input_scale: fp32, one element, or None where each token is scaled when it arrives.
+        order: int64 [K], the input that each column of the weight multiplies; None where column k
+            multiplies input k.
     """
 
     names: Sequence[Sequence[str]]
@@ -38,6 +40,7 @@ class StoredLinear:
     zero_point: Tensor | None = None
     bias: Tensor | None = None
     input_scale: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def group(self) -> int | None:
@@ -47,7 +50,7 @@ class StoredLinear:
 
     def unstacked(self) -> Iterator[StoredLinear]:
         """The layers of a stack."""
-        beside = (self.scale, self.zero_point, self.bias, self.input_scale)
+        beside = (self.scale, self.zero_point, self.bias, self.input_scale, self.order)
         for i, names in enumerate(self.names):
             own = (None if tensor is None else tensor[i] for tensor in beside)
             yield StoredLinear([names], self.scheme, self.weight[i], *own)
@@ -166,6 +169,7 @@ def _read(
         zero_point=None if zero is None else zero.view(shape),
         bias=bias,
         input_scale=_input_scale(checkpoint, layers, device, many) if form.static else None,
+        order=None if stored.order is None else _order(checkpoint, layers, stored.order, many),
     )
 
 
@@ -216,3 +220,21 @@ def _input_scale(
                 "them would use one for all; write the checkpoint with one scale"
             )
     return scales[:, 0].reshape(many).to(device)
+
+
+def _order(
+    checkpoint: Checkpoint,
+    layers: Sequence[Sequence[str]],
+    orders: Tensor,
+    many: tuple[int, ...],
+) -> Tensor:
+    """The order of each layer's inputs, int64 [many, K], of those of its modules."""
+    own = orders.view(len(layers), -1, orders.shape[-1])
+    for layer, same in zip(layers, (own == own[:, :1]).flatten(1).all(1).tolist(), strict=True):
+        if not same:
+            raise CheckpointError(
+                f"{', '.join(layer)} share one input, but group it in different orders (g_idx, "
+                "act-order), and cannot run as one. Make a float model of it with `ptq convert "
+                f"{checkpoint.path} FLOAT --to float`, then quantize that with a recipe"
+            )
+    return own[:, 0].reshape(*many, -1)

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.foreign.layout import ForeignFolder, owner, used_groups
+from formats.foreign.folder import owner
+from formats.foreign.layout import used_groups
 from formats.scheme import Strict
 from formats.stored.weights import StoredWeight
+
+
+class Source(Protocol):
+    """A folder whose tensors are read one by one."""
+
+    config: dict[str, Any]
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        ...
 
 
 class Conversion(Strict):
@@ -32,7 +48,7 @@ class Conversion(Strict):
     notes: tuple[str, ...]
 
 
-def unquantized(source: ForeignFolder, modules: Sequence[str]) -> tuple[str, ...]:
+def unquantized(source: Checkpoint, modules: Sequence[str]) -> tuple[str, ...]:
     """Linear layers left alone: full names of the other matrices, without embeddings."""
     taken = {f"{module}.weight" for module in modules}
     return tuple(
@@ -40,13 +56,13 @@ def unquantized(source: ForeignFolder, modules: Sequence[str]) -> tuple[str, ...
         for name in source.names()
         if name.endswith(".weight")
         and name not in taken
-        and len(source.kind(name)[1]) == 2
+        and len(source.shape(name)) == 2
         and "embed" not in name
     )
 
 
 def parts(
-    source: ForeignFolder, modules: Sequence[str], title: str, progress: bool
+    source: Source, modules: Sequence[str], title: str, progress: bool
 ) -> Iterator[tuple[str, str | None]]:
     """Tensors to copy, with None, and each quantized layer once, with its name."""
     quantized, seen = set(modules), set()
@@ -57,15 +73,6 @@ def parts(
         elif module not in seen:
             seen.add(module)
             yield name, module
-
-
-@contextmanager
-def named(module: str) -> Iterator[None]:
-    """Put a layer's name before the errors about it."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{module}: {error}") from error
 
 
 def compare(module: str, old: StoredWeight, new: StoredWeight) -> float:

@@ -10,28 +10,31 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from formats.families.registry import find_family
 from formats.files import building_directory, fsync_path, write_bytes
 from formats.foreign.awq import awq_config, awq_layout, refuse_awq
+from formats.foreign.folder import named
 from formats.foreign.fp8_block import (
     fp8_block_config,
     fp8_block_layout,
     refuse_fp8_block,
 )
 from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
-from formats.foreign.layout import SETTINGS_FILES, ForeignFolder, Layout
+from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
 from formats.scheme import Scheme
+from formats.stored.folder import SETTINGS_FILES, read_config
 from formats.stored.shards import ShardWriter
-from ptq.convert.conversion import Conversion, compare, named, parts, require_same, unquantized
-from ptq.convert.from_foreign import import_folder, require_grid
+from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
+from ptq.convert.from_foreign import import_folder
 from ptq.convert.from_paddle import import_tables
 from ptq.convert.to_float import to_float
 from ptq.version import version as own_version
@@ -72,26 +75,25 @@ def convert(
     refuse_pickle(source)
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)
-    foreign = ForeignFolder(source)
-    _refuse_stored_merged(foreign)
+    config, quantization, _ = read_config(source)
+    _refuse_stored_merged(source, config)
     if target == "float":
-        return to_float(foreign, out, dtype, force, shard_bytes, progress)
-    method = foreign.quantization.get("quant_method", "compressed-tensors")
-    if method != "compressed-tensors":
-        require_grid(foreign)
-    if (target == "compressed_tensors") == (method == "compressed-tensors"):
-        found = f"the layout {method}" if foreign.quantization else "no quantized weights"
+        return to_float(source, out, dtype, force, shard_bytes, progress)
+    checkpoint, foreign = Checkpoint.open(source, to_run=False), is_foreign(quantization)
+    if foreign != (target == "compressed_tensors"):
+        method = (quantization or {}).get("quant_method")
+        found = f"the layout {method}" if quantization else "no quantized weights"
         raise CheckpointError(
             f"{source} has {found} and is not converted to {target}. Convert from "
             "compressed-tensors to another layout, or from another to compressed_tensors; a float "
             "model with PaddleNLP's scales to compressed_tensors with --tables"
         )
-    if target == "compressed_tensors":
-        return import_folder(foreign, out, force, shard_bytes, progress)
-    checkpoint = Checkpoint.open(source)
+    if foreign:
+        settings = quantization or {}
+        return import_folder(checkpoint, settings, out, force, shard_bytes, progress)
     if target == "paddle":
         return _export_tables(checkpoint, out, force)
-    return _export(checkpoint, foreign, out, target, force, shard_bytes, progress)
+    return _export(checkpoint, out, target, force, shard_bytes, progress)
 
 
 def _check_paths(source: Path, out: Path) -> None:
@@ -101,11 +103,11 @@ def _check_paths(source: Path, out: Path) -> None:
         raise CheckpointError(f"{source}: no such folder; give the folder of a quantized model")
 
 
-def _refuse_stored_merged(source: ForeignFolder) -> None:
-    family = find_family(source.config)
+def _refuse_stored_merged(source: Path, config: Mapping[str, Any]) -> None:
+    family = find_family(config)
     if family is not None and family.stored_merged:
         raise CheckpointError(
-            f"{source.path}: checkpoints of model_type {source.config['model_type']!r} hold "
+            f"{source}: checkpoints of model_type {config['model_type']!r} hold "
             f"{' and '.join(family.stored_merged)} in the place of their parts, which is not "
             "converted. Serve the checkpoint as it is, or quantize the original model with one of "
             "the shipped recipes"
@@ -133,17 +135,11 @@ def _export_tables(checkpoint: Checkpoint, out: Path, force: bool) -> Conversion
 
 
 def _export(
-    checkpoint: Checkpoint,
-    source: ForeignFolder,
-    out: Path,
-    target: str,
-    force: bool,
-    shard_bytes: int,
-    progress: bool,
+    source: Checkpoint, out: Path, target: str, force: bool, shard_bytes: int, progress: bool
 ) -> Conversion:
-    modules = checkpoint.quantized_modules
-    checkpoint.require_one_scheme(target)
-    layout, quantization = _target(target, checkpoint.scheme, unquantized(source, modules))
+    modules = source.quantized_modules
+    source.require_one_scheme(target)
+    layout, quantization = _target(target, source.scheme, unquantized(source, modules))
     with building_directory(out, replace=force) as folder:
         shards = ShardWriter(folder, shard_bytes)
         for name, module in parts(source, modules, "Converting", progress):
@@ -152,12 +148,12 @@ def _export(
                 continue
             with named(module):
                 assert layout.pack is not None
-                for leaf, tensor in layout.pack(checkpoint.weight(module)).items():
+                for leaf, tensor in layout.pack(source.weight(module)).items():
                     shards.add(f"{module}.{leaf}", tensor)
         shards.finish()
         _write_documents(folder, source, quantization)
-        rounding = _verify(folder, layout, checkpoint, source, progress)
-    notes = _export_notes(target, checkpoint.scheme)
+        rounding = _verify(folder, source, progress)
+    notes = _export_notes(target, source.scheme)
     return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
 
 
@@ -179,8 +175,8 @@ def _target(
     )
 
 
-def _write_documents(folder: Path, source: ForeignFolder, quantization: dict[str, Any]) -> None:
-    for file in source.auxiliary_files():
+def _write_documents(folder: Path, source: Checkpoint, quantization: dict[str, Any]) -> None:
+    for file in source.auxiliary_files:
         shutil.copyfile(file, folder / file.name)
         fsync_path(folder / file.name)
     documents = {"config.json": source.config | {"quantization_config": quantization}}
@@ -190,22 +186,17 @@ def _write_documents(folder: Path, source: ForeignFolder, quantization: dict[str
         write_bytes(folder / name, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def _verify(
-    folder: Path, layout: Layout, checkpoint: Checkpoint, source: ForeignFolder, progress: bool
-) -> float:
+def _verify(folder: Path, source: Checkpoint, progress: bool) -> float:
     """Compare what was written with its source; returns the scales' largest relative rounding."""
-    written, rounding = ForeignFolder(folder), 0.0
-    modules = written.modules(layout)
-    if modules != checkpoint.quantized_modules:
+    written, rounding = Checkpoint.open(folder), 0.0
+    if written.quantized_modules != source.quantized_modules:
         raise CheckpointError(f"{folder}: other layers were written than there are; write again")
-    for name, module in parts(source, modules, "Verifying", progress):
+    for name, module in parts(source, source.quantized_modules, "Verifying", progress):
         if module is None:
             require_same(name, source.tensor(name), written.tensor(name))
-            continue
-        assert layout.unpack is not None
-        with named(module):
-            new = layout.unpack(written.layer(layout, module))
-        rounding = max(rounding, compare(module, checkpoint.weight(module), new))
+        else:
+            new = written.weight(module)
+            rounding = max(rounding, compare(module, source.weight(module), new))
     return rounding
 
 

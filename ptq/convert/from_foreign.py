@@ -5,47 +5,40 @@ GPTQ, AWQ, FP8 blocks, bitsandbytes' int8, and what neural-compressor calls GPTQ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
-from formats.foreign.awq import awq_layout, read_awq_config
-from formats.foreign.bitsandbytes import read_bitsandbytes_config
-from formats.foreign.fp8_block import fp8_block_layout, read_fp8_block_config
-from formats.foreign.gptq import gptq_layout, read_gptq_config
-from formats.foreign.layout import ForeignFolder, Layout
-from formats.foreign.neural_compressor import is_neural_compressor, neural_compressor_layout
+from formats.foreign.folder import named
+from formats.foreign.settings import integer_weights
 from formats.scale_table import ScaleEntry, ScaleTable
-from formats.scheme import Scheme, WeightSpec
+from formats.scheme import Scheme
 from formats.stored.weights import StoredWeight, read_weights, weight_tensors
 from kernels.numerics import dequantize
-from ptq.convert.conversion import (
-    Conversion,
-    compare,
-    named,
-    parts,
-    require_same,
-    unquantized,
-    zero_points,
-)
+from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
 from ptq.convert.surplus import surplus_tensors
 
 
 def import_folder(
-    source: ForeignFolder, out: Path, force: bool, shard_bytes: int, progress: bool
+    source: Checkpoint,
+    quantization: Mapping[str, Any],
+    out: Path,
+    force: bool,
+    shard_bytes: int,
+    progress: bool,
 ) -> Conversion:
     """Write a foreign folder as a compressed-tensors one; arguments as in
-    `ptq.convert.convert.convert`.
+    `ptq.convert.convert.convert`, and the `quantization_config` of the source.
 
     Raises:
-        CheckpointError: settings or tensors cannot be expressed, or are damaged.
+        CheckpointError: tensors cannot be expressed, or are damaged.
     """
-    scheme, layout, modules = open_layout(source)
-    assert layout.unpack is not None
+    scheme, modules = source.scheme, source.quantized_modules
     surplus = surplus_tensors(source, modules)
     rows: list[ScaleEntry] = []
     with CheckpointWriter(
@@ -53,7 +46,7 @@ def import_folder(
         config=source.config,
         scheme=scheme,
         ignore=unquantized(source, modules),
-        aux_files=source.auxiliary_files(),
+        aux_files=source.auxiliary_files,
         force=force,
         shard_bytes=shard_bytes,
     ) as writer:
@@ -62,101 +55,25 @@ def import_folder(
                 if name not in surplus:
                     writer.add(name, source.tensor(name))
                 continue
+            weight, dtype = source.weight(module), source.dtype(f"{module}.weight_scale")
+            if weight.order is not None:
+                raise _act_order(source, module)
             with named(module):
-                tensors = source.layer(layout, module)
-                weight = _suited(layout.unpack(tensors), scheme)
-                _check_stored(module, weight, scheme, dtype := _scale_dtype(tensors))
+                _check_stored(module, weight, scheme, dtype)
             writer.add_linear(module, weight, dtype)
             rows.append(_entry(module, weight, scheme))
         writer.finish(ScaleTable(entries=tuple(rows)))
-    notes = _import_notes(source, scheme)
+    notes = _import_notes(source, quantization)
     return Conversion(modules=len(modules), scale_rounding=0.0, notes=notes)
 
 
-def require_grid(source: ForeignFolder) -> None:
-    """Refuse a foreign folder whose values lie on no integer grid.
-
-    Raises:
-        CheckpointError: so they do; it says what to do instead.
-    """
-    _, layout = _read_layout(source)
-    if layout.unpack is None:
-        raise CheckpointError(
-            f"{source.path}: values of {layout.name} weights lie on no integer grid, so that no "
-            "scheme here holds them exactly. Make a float model of it with `ptq convert "
-            f"{source.path} FLOAT --to float`, then quantize that with a recipe: `ptq run RECIPE "
-            "--set model.path=FLOAT`"
-        )
-
-
-def open_layout(source: ForeignFolder) -> tuple[Scheme, Layout, tuple[str, ...]]:
-    """A foreign folder's scheme, its layout, and its quantized layers.
-
-    Raises:
-        CheckpointError: settings are not read here, do not fit the tensors, or a layer's tensors
-            are not complete.
-    """
-    scheme, layout = _read_layout(source)
-    modules = source.modules(layout)
-    return _with_symmetry(source, scheme, layout, modules), layout, modules
-
-
-def _read_layout(source: ForeignFolder) -> tuple[Scheme, Layout]:
-    """Scheme and layout of a foreign `quantization_config`."""
-    quantization = source.quantization
-    method = quantization.get("quant_method")
-    if method == "gptq":
-        scheme, version = read_gptq_config(quantization)
-        if is_neural_compressor(source.names()):
-            return scheme, neural_compressor_layout(_weights(scheme), quantization, source.names())
-        return scheme, gptq_layout(_weights(scheme), version)
-    if method == "bitsandbytes":
-        return read_bitsandbytes_config(quantization)
-    if method == "awq":
-        scheme = read_awq_config(quantization)
-        return scheme, awq_layout(_weights(scheme))
-    if method == "fp8":
-        return read_fp8_block_config(quantization), fp8_block_layout()
-    raise CheckpointError(
-        f"config.json: quantization_config has quant_method {method!r}; allowed: 'gptq', 'awq', "
-        "'fp8', 'bitsandbytes'. Quantize the original model with one of the shipped recipes"
+def _act_order(source: Checkpoint, module: str) -> CheckpointError:
+    return CheckpointError(
+        f"{module}: g_idx is not sorted (act-order): its groups are no neighbouring inputs, which "
+        "only GPTQ's own layout expresses. Here it runs as it is; elsewhere it must be quantized "
+        f"again: make a float model of it with `ptq convert {source.path} FLOAT --to float`, then "
+        "run a recipe on that"
     )
-
-
-def _weights(scheme: Scheme) -> WeightSpec:
-    assert scheme.weights is not None
-    return scheme.weights
-
-
-def _with_symmetry(
-    source: ForeignFolder, scheme: Scheme, layout: Layout, modules: Sequence[str]
-) -> Scheme:
-    """The scheme, symmetric where all zero points are: loaders run that everywhere, and faster."""
-    if layout.zero_word is None:
-        return scheme
-    names = [f"{module}.qzeros" for module in modules]
-    other = (n for n in names if bool((source.tensor(n) != layout.zero_word).any()))
-    first = next(other, None)
-    if first is not None and _weights(scheme).symmetric:
-        raise CheckpointError(
-            f"{first} has other zero points than those of sym: true in {layout.name}, which is "
-            f"{layout.zero_word & 0xFFFFFFFF:#x} in every word. checkpoint_format or sym of "
-            "quantization_config is wrong; get the checkpoint again"
-        )
-    weights = _weights(scheme).model_copy(update={"symmetric": first is None})
-    return scheme.model_copy(update={"weights": weights})
-
-
-def _suited(weight: StoredWeight, scheme: Scheme) -> StoredWeight:
-    """The weight with zero points where the scheme has them."""
-    if _weights(scheme).symmetric or weight.zero_point is not None:
-        return weight
-    return StoredWeight(weight.q, weight.scale, zero_points(weight))
-
-
-def _scale_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The type that holds a layer's scales exactly: the one they came in."""
-    return tensors["scales"].dtype if "scales" in tensors else torch.float32
 
 
 def _check_stored(module: str, weight: StoredWeight, scheme: Scheme, dtype: torch.dtype) -> None:
@@ -169,7 +86,7 @@ def _check_stored(module: str, weight: StoredWeight, scheme: Scheme, dtype: torc
 
 def _entry(module: str, weight: StoredWeight, scheme: Scheme) -> ScaleEntry:
     """The scale table's row of an imported weight; magnitudes are those of the source folder."""
-    spec, scale = _weights(scheme), weight.scale
+    spec, scale = integer_weights(scheme), weight.scale
     values = dequantize(weight.q, scale, weight.zero_point, spec.block)
     return ScaleEntry(
         module=module,
@@ -188,16 +105,22 @@ def _entry(module: str, weight: StoredWeight, scheme: Scheme) -> ScaleEntry:
     )
 
 
-def _import_notes(source: ForeignFolder, scheme: Scheme) -> tuple[str, ...]:
+def _import_notes(source: Checkpoint, quantization: Mapping[str, Any]) -> tuple[str, ...]:
+    scheme = source.scheme
     notes = [
-        f"Read as scheme {scheme.wac} ({_weights(scheme).text}); its calibration is not known."
+        f"Read as scheme {scheme.wac} ({scheme.of_layers.text}); its calibration is not known."
     ]
     kept = source.config.get("dtype") or source.config.get("torch_dtype") or "another type"
     if scheme.activations is None and kept != "float16":
         notes.append(
             f"Scales are kept as they came; software that runs the model in {kept} may round."
         )
-    if source.quantization.get("llm_int8_threshold"):
+    if quantization.get("sym") and not integer_weights(scheme).symmetric:
+        notes.append(
+            "Scales of both signs became positive, integers and zero points their complements: the "
+            "same values."
+        )
+    if quantization.get("llm_int8_threshold"):
         notes.append(
             "bitsandbytes quantizes inputs, too, but for columns with outliers; here they run in "
             "float, so that answers differ a little."

@@ -17,7 +17,6 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
-from formats.foreign.layout import ForeignFolder
 from formats.foreign.paddle import FILES
 from formats.foreign.paddle_tables import PaddleScales, read_paddle
 from formats.scale_table import Role, ScaleEntry, ScaleTable
@@ -43,7 +42,7 @@ def import_tables(
     Raises:
         CheckpointError: the tables do not fit the model, or a file is damaged.
     """
-    checkpoint, folder = Checkpoint.open(source), ForeignFolder(source)
+    checkpoint = Checkpoint.open(source)
     modules = _layers(checkpoint)
     scales = read_paddle(
         tables, checkpoint.config, {m: checkpoint.weight_shape(m) for m in modules}
@@ -55,12 +54,12 @@ def import_tables(
         out,
         config=checkpoint.config,
         scheme=scheme,
-        ignore=unquantized(folder, modules),
+        ignore=unquantized(checkpoint, modules),
         aux_files=checkpoint.auxiliary_files,
         force=force,
         shard_bytes=shard_bytes,
     ) as writer:
-        for name, module in parts(folder, modules, "Converting", progress):
+        for name, module in parts(checkpoint, modules, "Converting", progress):
             if module is None:
                 writer.add(name, checkpoint.tensor(name))
                 continue

@@ -16,12 +16,12 @@ from transformers import AutoConfig
 from calibrate.layers import meta_model
 from formats.errors import CheckpointError
 from formats.families import names
-from formats.foreign.layout import ForeignFolder
+from ptq.convert.conversion import Source
 
 HEAD, EMBEDDINGS = f"{names.HEAD}.weight", f"{names.EMBEDDING}.weight"
 
 
-def surplus_tensors(source: ForeignFolder, modules: Sequence[str]) -> frozenset[str]:
+def surplus_tensors(source: Source, modules: Sequence[str]) -> frozenset[str]:
     """Names of the tensors to leave out when a folder is converted.
 
     Args:
@@ -34,7 +34,7 @@ def surplus_tensors(source: ForeignFolder, modules: Sequence[str]) -> frozenset[
     return _made_up_biases(source, modules) | _tied_head(source)
 
 
-def _made_up_biases(source: ForeignFolder, modules: Sequence[str]) -> frozenset[str]:
+def _made_up_biases(source: Source, modules: Sequence[str]) -> frozenset[str]:
     """Biases of nothing but zeros, of layers that have none in the model's architecture."""
     biases = sorted({f"{module}.bias" for module in modules} & set(source.names()))
     zero = [name for name in biases if not bool(source.tensor(name).any())]
@@ -50,7 +50,7 @@ def _made_up_biases(source: ForeignFolder, modules: Sequence[str]) -> frozenset[
     return frozenset(zero) - own.keys()
 
 
-def _tied_head(source: ForeignFolder) -> frozenset[str]:
+def _tied_head(source: Source) -> frozenset[str]:
     """The head, where the configuration says that it is the embeddings, and it is."""
     if not source.config.get("tie_word_embeddings") or not {HEAD, EMBEDDINGS} <= set(
         source.names()

@@ -6,7 +6,7 @@ rounded once to the type asked for. Layers that are not quantized are copied bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
-from formats.foreign.layout import ForeignFolder, Layout
+from formats.foreign.folder import ForeignFolder
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
+from formats.stored.folder import auxiliary_files, read_config
 from kernels.numerics import dequantize
-from ptq.convert.conversion import Conversion, named, parts
-from ptq.convert.from_foreign import open_layout
+from ptq.convert.conversion import Conversion, Source, parts
 from ptq.convert.surplus import surplus_tensors
 from ptq.convert.targets import FLOAT_TYPES
 
@@ -31,7 +32,7 @@ TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, as transformers 5 and 4 
 
 
 def to_float(
-    source: ForeignFolder,
+    path: Path,
     out: Path,
     dtype: str | None,
     force: bool,
@@ -44,14 +45,14 @@ def to_float(
         CheckpointError: nothing is quantized, the type is not known, a weight does not fit it, or
             a file is damaged.
     """
-    scheme, modules, read = _open(source)
+    source, scheme, modules, read = _open(path)
     key, dtype = _type(source.config, dtype)
     surplus, rounding = surplus_tensors(source, modules), 0.0
     with CheckpointWriter(
         out,
         config=source.config | {key: dtype},
         scheme=Scheme(),
-        aux_files=source.auxiliary_files(),
+        aux_files=auxiliary_files(path),
         force=force,
         shard_bytes=shard_bytes,
     ) as writer:
@@ -60,8 +61,7 @@ def to_float(
                 if name not in surplus:
                     writer.add(name, source.tensor(name))
                 continue
-            with named(module):
-                exact = read(module)
+            exact = read(module)
             weight = exact.to(FLOATS[dtype])
             rounding = max(rounding, _rounding(exact, weight))
             writer.add(f"{module}.weight", weight)
@@ -70,31 +70,23 @@ def to_float(
     return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
 
 
-def _open(source: ForeignFolder) -> tuple[Scheme, tuple[str, ...], Callable[[str], Tensor]]:
-    """A folder's scheme, its quantized layers, and what gives a layer's weight in fp32 [N, K]."""
-    if source.quantization.get("quant_method", "compressed-tensors") != "compressed-tensors":
-        scheme, layout, modules = open_layout(source)
-        return scheme, modules, partial(_foreign_weight, source, layout, scheme)
-    checkpoint = Checkpoint.open(source.path)
+def _open(path: Path) -> tuple[Source, Scheme, Sequence[str], Callable[[str], Tensor]]:
+    """A folder, its scheme, its quantized layers, and what reads a layer's weight in fp32."""
+    if is_foreign(read_config(path).quantization):
+        folder = ForeignFolder(path)
+        if folder.layout.values is not None:  # of more than the schemes here express
+            return folder, Scheme(), folder.modules, folder.values
+    checkpoint = Checkpoint.open(path, to_run=False)
     if not checkpoint.scheme.quantizes_anything:
-        raise CheckpointError(f"{source.path} is a float model already; copy it as it is")
-    return checkpoint.scheme, checkpoint.quantized_modules, partial(_own_weight, checkpoint)
+        raise CheckpointError(f"{path} is a float model already; copy it as it is")
+    modules, read = checkpoint.quantized_modules, partial(_own_weight, checkpoint)
+    return checkpoint, checkpoint.scheme, modules, read
 
 
 def _own_weight(checkpoint: Checkpoint, module: str) -> Tensor:
     weight, spec = checkpoint.weight(module), checkpoint.scheme_of(module).weights
     assert spec is not None
     return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
-
-
-def _foreign_weight(source: ForeignFolder, layout: Layout, scheme: Scheme, module: str) -> Tensor:
-    tensors = source.layer(layout, module)
-    if layout.values is not None:
-        return layout.values(tensors)
-    assert layout.unpack is not None
-    assert scheme.weights is not None
-    weight = layout.unpack(tensors)
-    return dequantize(weight.q, weight.scale, weight.zero_point, scheme.weights.block)
 
 
 def _type(config: dict[str, Any], dtype: str | None) -> tuple[str, str]:

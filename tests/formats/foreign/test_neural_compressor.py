@@ -14,7 +14,8 @@ from formats.foreign.neural_compressor import (
     neural_compressor_layout,
     refuse_pickle,
 )
-from formats.scheme import WeightSpec
+from formats.scheme import Scheme, WeightSpec
+from formats.stored.weights import weight_tensors
 
 SPEC = WeightSpec(dtype="int4", granularity="group", group_size=32, symmetric=False)
 NAMES = ("a.qweight", "a.qzeros", "a.scales", "a.scale_bf16_to_fp8", "a.bias", "norm.weight")
@@ -57,15 +58,18 @@ def test_golden_words():
     assert values.tolist() == [[(n - 8) * 0.5] * 32 + [0.0] * 32 for n in range(8)]
 
 
-def test_act_order_gives_values_and_no_weight():
+def test_act_order_gives_values_and_a_weight_with_its_order():
     found = layout((*NAMES, "a.g_idx"), desc_act=True)
     assert "g_idx" in found.leaves
     assert found.unpack is not None
     assert found.values is not None
     turned = tensors() | {"g_idx": (torch.arange(64) % 2).int()}
     assert found.values(turned)[1].tolist() == [-3.5, 0.0] * 32
-    with pytest.raises(CheckpointError, match="g_idx is not sorted"):
-        found.unpack(turned)
+    weight = found.unpack(turned)
+    assert weight.order is not None
+    assert weight.order.tolist() == [[*range(0, 64, 2), *range(1, 64, 2)]]
+    with pytest.raises(CheckpointError, match="g_idx is not sorted"):  # in no layout but its own
+        weight_tensors(Scheme(weights=SPEC), weight, torch.float16)
 
 
 def test_whose_names_they_are():

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from formats.foreign.gptq import pack_gptq
+from formats.pack import pack_words, unpack_words
 from formats.scheme import WeightSpec
+from formats.stored.weights import StoredWeight
 from ptq.methods.common.rounding import round_weight
 
 NF4 = [-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0]
@@ -21,6 +23,22 @@ NF4 += [0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0]
 BNB = {"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}
 NF4_CONFIG = BNB | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 INT8_CONFIG = BNB | {"load_in_8bit": True, "load_in_4bit": False, "llm_int8_threshold": 6.0}
+GPTQ_CONFIG = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "desc_act": False,
+    "provider": "auto-round",
+}
+AUTO_ROUND_CONFIG = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "data_type": "int",
+}
 INC_CONFIG = {
     "quant_method": "gptq",
     "bits": 4,
@@ -90,3 +108,40 @@ def inc_layer(weight: Tensor) -> dict[str, Tensor]:
         "scale_bf16_to_fp8": torch.zeros(1, dtype=torch.bfloat16),
         "bias": torch.zeros(len(weight)),
     }
+
+
+def auto_round_layer(weight: Tensor, group_size: int = 32) -> dict[str, Tensor]:
+    """AutoRound, symmetric, as GPTQ's words: the largest magnitude of a group becomes -8."""
+    groups = weight.unflatten(1, (-1, group_size))  # [N, groups, size]
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scale = (extreme / -8).half()
+    q = (groups / scale.float()).round().clamp(-8, 7).to(torch.int8).flatten(1)
+    plain = pack_gptq(StoredWeight(q, scale.float().abs().squeeze(2)), group_size, 4)
+    del plain["g_idx"]
+    return plain | {"scales": scale.squeeze(2).T.contiguous()}
+
+
+def turn_inputs(folder: Path, out: Path, *, alike: bool = True) -> Path:
+    """A GPTQ folder with act-order: inputs of each layer in groups of no order.
+
+    Args:
+        folder: Without act-order, of one file.
+        out: Folder to make.
+        alike: Whether layers that share an input have the same groups, as GPTQ makes them.
+    """
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        module, inputs = name.removesuffix(".g_idx"), len(tensors[name])
+        block, leaf = module.rsplit(".", 2)[0], module.rpartition(".")[2]
+        shared = leaf in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        seed = sum(f"{block} {inputs if alike and shared else leaf}".encode())
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))
+        q = unpack_words(tensors[f"{module}.qweight"].T, 4, inputs)
+        turned = torch.empty_like(q)
+        turned[:, order] = q
+        tensors[f"{module}.qweight"] = pack_words(turned, 4).T.contiguous()
+        g_idx = tensors[name].clone()
+        tensors[name][order] = g_idx
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out

@@ -14,20 +14,14 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.foreign.gptq import dequantize_gptq
-from formats.scheme import PRESETS, Scheme, WeightSpec
 from formats.stored.safetensors_files import INDEX, open_weights
 from formats.stored.weights import StoredWeight
 from kernels.numerics import dequantize
 from ptq.commands import convert as command
-from ptq.convert.convert import convert
+from ptq.convert.convert import convert, describe
 from tests.conftest import write_quantized
+from tests.ptq.convert.conftest import SCHEMES
 
-SCHEMES = {
-    "w4_g32": WeightSpec(dtype="int4", granularity="group", group_size=32),
-    "w4_asym": WeightSpec(dtype="int4", granularity="group", group_size=32, symmetric=False),
-    "w4_channel": WeightSpec(dtype="int4"),
-    "w8_asym_g64": WeightSpec(dtype="int8", granularity="group", group_size=64, symmetric=False),
-}
 CASES = [
     *((preset, target) for preset in ("w4", *SCHEMES) for target in ("gptq", "gptq_v2")),
     ("w8", "gptq"),
@@ -35,38 +29,6 @@ CASES = [
     *((preset, "awq") for preset in ("w4", "w4_g32", "w4_asym", "w4_channel")),
     ("fp8_block", "fp8_block"),
 ]
-
-
-@pytest.fixture(scope="module")
-def quantized(tiny_llama, tmp_path_factory):
-    """Factory of quantized tiny Llamas, by preset or by a name of SCHEMES."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            out = tmp_path_factory.mktemp("source") / name
-            with pytest.MonkeyPatch.context() as patch:
-                if name in SCHEMES:
-                    patch.setitem(PRESETS, name, Scheme(weights=SCHEMES[name]))
-                made[name] = write_quantized(tiny_llama, out, name)
-        return made[name]
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def converted(quantized, tmp_path_factory):
-    """Factory of converted folders."""
-    made: dict[tuple[str, str], Path] = {}
-
-    def make(name: str, target: str) -> Path:
-        if (name, target) not in made:
-            out = tmp_path_factory.mktemp("converted") / target
-            convert(quantized(name), out, target)
-            made[name, target] = out
-        return made[name, target]
-
-    return make
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -228,7 +190,7 @@ def test_rounded_scales_and_a_lost_cache_are_told(quantized, tiny_llama, tmp_pat
     done = convert(source, tmp_path / "rounded", "gptq")
     assert 2**-13 < done.scale_rounding <= 2**-11
     assert f"scales rounded to fp16, by at most {done.scale_rounding:.2g}" in "\n".join(
-        command.describe(done, tmp_path, "gptq")
+        describe(done, tmp_path, "gptq")
     )
     source = write_quantized(tiny_llama, tmp_path / "w4c8", "w4c8")
     for target in ("gptq", "awq"):

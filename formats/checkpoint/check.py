@@ -1,0 +1,102 @@
+"""Whether a checkpoint's tensors are those of its schemes: none missing, extra, or damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from formats.errors import CheckpointError
+from formats.families.names import HEAD, is_projection
+from formats.scale_table import TOGETHER
+from formats.stored.safetensors_files import TensorFile, read_elements
+from formats.stored.weights import (
+    LEAVES,
+    check_scale_kind,
+    check_scale_values,
+    check_weight,
+    is_scale,
+    needed_leaves,
+)
+
+if TYPE_CHECKING:
+    from formats.checkpoint.read import Checkpoint
+
+OF_LAYERS = (*LEAVES[1:], "input_scale", "input_zero_point", "weight_g_idx")
+
+
+def check_quantized(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> None:
+    """Check that every quantized layer has the tensors of its scheme, and that there are no others.
+
+    Args:
+        checkpoint: In the layout of compressed-tensors, or float.
+        files: Where its tensors are read from.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra, of another type or shape, or no scale.
+    """
+    quantized = set(checkpoint.quantized_modules)
+    found = {
+        name
+        for name in files
+        if name.rpartition(".")[2] in OF_LAYERS or name.endswith(("_scale", "_zero_point"))
+    }
+    if checkpoint.scheme.weights is None:
+        if quantized:
+            raise CheckpointError(
+                f"{min(quantized)}: its weight is quantized, but config.json has no "
+                "quantization_config"
+            )
+        same_names(set(), found, "")
+        return
+    wanted = {module for module in _projections(checkpoint) if checkpoint.scheme_in_config(module)}
+    same_names(wanted, quantized, f"{checkpoint.scheme.weights.dtype} weights by config.json: ")
+    tensors = {f"{name}.{leaf}" for name in quantized for leaf in _leaves(checkpoint, name)}
+    found |= {f"{name}.weight" for name in quantized if f"{name}.weight" in files}
+    same_names(tensors, found, "")
+    _check_values(checkpoint, files)
+
+
+def _projections(checkpoint: Checkpoint) -> set[str]:
+    """Linear layers that may be quantized: those of the blocks, and the head where it is."""
+    weights = (name.rpartition(".") for name in checkpoint.names())
+    return {
+        module
+        for module, _, leaf in weights
+        if leaf in ("weight", "weight_packed") and is_projection(module)
+    } | ({HEAD} & set(checkpoint.quantized_modules))
+
+
+def _leaves(checkpoint: Checkpoint, module: str) -> set[str]:
+    """Last parts of the names of the tensors that a quantized layer needs."""
+    scheme = checkpoint.scheme_of(module)
+    return needed_leaves(scheme) | ({"input_scale"} if scheme.static_input else set())
+
+
+def _check_values(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> None:
+    def kind(name: str) -> tuple:
+        return checkpoint.dtype(name), checkpoint.shape(name)
+
+    scales = []
+    for module in checkpoint.quantized_modules:
+        scheme = checkpoint.scheme_of(module)
+        check_weight(scheme, module, checkpoint.weight_shape(module), kind)
+        scales.append(f"{module}.weight_scale")
+        if scheme.static_input:
+            scales.append(f"{module}.input_scale")
+            check_scale_kind(scales[-1], kind, ((1,), ()))
+    for i in range(0, len(scales), TOGETHER):
+        run = scales[i : i + TOGETHER]
+        if not is_scale(read_elements(files, run)):
+            for name in run:
+                check_scale_values(name, checkpoint.tensor(name))
+
+
+def same_names(wanted: set[str], found: set[str], where: str) -> None:
+    """Refuse a difference between two sets of tensor or module names."""
+    for names, verb in ((wanted - found, "missing"), (found - wanted, "not expected")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{where}{min(names)}{more}: {verb}. Every quantized layer needs exactly the "
+                "scales of its scheme; write the checkpoint again"
+            )

@@ -1,0 +1,122 @@
+"""What a checkpoint folder holds, whichever layout its `quantization_config` names.
+
+Every layout is seen as the tensors of compressed-tensors: its own files are taken as they are,
+layers of a foreign folder (`formats.foreign.folder`) are unpacked when they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint.compressed_tensors import (
+    CLASS,
+    METHOD,
+    Groups,
+    read_cache_scheme,
+    read_groups,
+)
+from formats.checkpoint.split import split_stored
+from formats.errors import CheckpointError
+from formats.families.family import merged_rows
+from formats.families.registry import find_family
+from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_grid
+from formats.scheme import KVCacheSpec, Scheme
+from formats.stored.folder import OwnPart, read_config
+from formats.stored.safetensors_files import TensorFile, open_weights
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Tensors of a folder by names of compressed-tensors, and how they are quantized.
+
+    Attributes:
+        config: config.json without its `quantization_config`.
+        files: Where each tensor is read from.
+        groups: Targets and scheme of each group of linear layers.
+        ignore: Linear layers that the quantization left alone.
+        cache: How the cache is quantized, where `kv_cache_scheme` says so.
+        foreign: The quantized layers of a foreign folder.
+        own: What belongs in `quant/`; None in a folder that was not written here.
+    """
+
+    config: dict[str, Any]
+    files: dict[str, TensorFile]
+    groups: Groups = ()
+    ignore: tuple[str, ...] = ()
+    cache: KVCacheSpec | None = None
+    foreign: Mapping[str, ForeignLayer] = field(default_factory=dict)
+    own: OwnPart | None = None
+
+
+def read_contents(path: Path, *, to_run: bool = True) -> Contents:
+    """Look into a folder; of weights nothing is read.
+
+    Args:
+        path: The folder.
+        to_run: Whether to refuse a layout that has to be converted before it is run.
+
+    Raises:
+        CheckpointError: it is damaged, or of a kind that is not read here.
+    """
+    config, quantization, own = read_config(path)
+    if is_foreign(quantization):
+        return _foreign_contents(ForeignFolder(path), to_run)
+    files = split_stored(open_weights(path), config)
+    if not quantization:
+        return Contents(config, files, own=own)
+    return Contents(
+        config,
+        files,
+        groups=read_groups(quantization),
+        ignore=tuple(quantization.get("ignore", ())),
+        cache=read_cache_scheme(quantization),
+        own=own,
+    )
+
+
+def is_foreign(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether a `quantization_config` names another layout than compressed-tensors."""
+    return (quantization or {}).get("quant_method") not in (None, METHOD)
+
+
+def _foreign_contents(folder: ForeignFolder, to_run: bool) -> Contents:
+    require_grid(folder)
+    if to_run:
+        refuse_to_run(folder)
+    files = split_stored(folder.plain_files, folder.config)
+    layers = _apart(folder)
+    tensors = {name: layer for layer in layers.values() for name in layer.tensors}
+    groups = (((CLASS,), folder.scheme.of_layers),)
+    return Contents(folder.config, files | tensors, groups, foreign=layers)
+
+
+def _cuts_by_row(scheme: Scheme) -> bool:
+    """Whether every output has scales of its own."""
+    return scheme.weights is not None and scheme.weights.block[0] == 1
+
+
+def _apart(folder: ForeignFolder) -> dict[str, ForeignLayer]:
+    """The layers of a folder, those that its family stores as one taken apart."""
+    family = find_family(folder.config)
+    merged = merged_rows(family, folder.config) if family and family.stored_merged else {}
+    found: dict[str, ForeignLayer] = {}
+    for module in folder.modules:
+        layer = folder.layer(module)
+        parent, _, whole = module.rpartition(".")
+        first, parts = 0, merged.get(whole, {})
+        if not parts:
+            found[module] = layer
+        elif sum(parts.values()) != layer.shape[0] or not _cuts_by_row(folder.scheme):
+            raise CheckpointError(
+                f"{module} has {layer.shape[0]} outputs in {folder.layout.name}, which cannot be "
+                f"cut into those of {', '.join(parts)}. Quantize the original model with one of "
+                "the shipped recipes"
+            )
+        for part, rows in parts.items():
+            name = f"{parent}.{part}"
+            found[name] = layer.rows(name, first, rows)
+            first += rows
+    return found

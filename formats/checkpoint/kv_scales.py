@@ -1,0 +1,125 @@
+"""The scales of a quantized cache: ours lie beside the served files, others' among them.
+
+    quant/kv_scales.safetensors   A.k_scale and A.v_scale of each attention module A, fp32, and the
+                                  specification in the file's metadata; what this project writes
+    the served files              the same names, with `kv_cache_scheme` in `quantization_config`:
+                                  [1] per tensor, [Hkv, 1, 1] per head (strategy attn_head)
+
+Source of the latter: compressed-tensors 0.17 to 0.20, `initialize_attn_qparams`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from formats.checkpoint.check import same_names
+from formats.errors import CheckpointError
+from formats.families.family import heads_of
+from formats.families.registry import attention_names
+from formats.links import find_file
+from formats.scheme import KVCacheSpec
+from formats.stored.folder import KV_SCALES
+from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
+from formats.stored.weights import check_scale
+
+ROLES = ("k_cache", "v_cache")
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """How a cache is quantized, and its static scales.
+
+    Attributes:
+        spec: How it is quantized; None where it is not.
+        files: Where each scale is read from, by `A.k_scale` and `A.v_scale`.
+        by_attention: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by
+            channel), of each attention module by its full name.
+    """
+
+    spec: KVCacheSpec | None = None
+    files: Mapping[str, TensorFile] = field(default_factory=dict)
+    by_attention: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+def read_cache(
+    path: Path,
+    config: Mapping[str, Any],
+    served: KVCacheSpec | None,
+    files: dict[str, TensorFile],
+) -> CacheScales:
+    """The scales of a folder's cache.
+
+    Args:
+        path: The folder.
+        config: config.json.
+        served: What `kv_cache_scheme` says, or None.
+        files: The served tensors; the cache's scales are taken out where `served` says so.
+
+    Raises:
+        CheckpointError: some are missing, extra, damaged or of another shape, or there are two
+            kinds.
+    """
+    beside = find_file(path, KV_SCALES)
+    if beside is not None and served is not None:
+        raise CheckpointError(
+            f"{path}: found {KV_SCALES} and a kv_cache_scheme in config.json, which both say how "
+            "the cache is quantized. Remove one of them"
+        )
+    if beside is not None:
+        file = SafetensorsFile(beside)
+        return _checked(_spec(file), dict.fromkeys(file.tensors, file), config, f"{KV_SCALES}: ")
+    if served is None:
+        return CacheScales()
+    taken = {f"{a}.{kind}_scale" for a in attention_names(config) for kind in "kv"}
+    own = {name: files.pop(name) for name in taken & files.keys()}
+    return _checked(served, own, config, "kv_cache_scheme of config.json: ")
+
+
+def _spec(file: SafetensorsFile) -> KVCacheSpec:
+    try:
+        return KVCacheSpec.model_validate_json(file.metadata.get("kv_cache", ""))
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise CheckpointError(
+            f"{KV_SCALES}: its metadata do not say how the cache is quantized ({reason})"
+        ) from error
+
+
+def _checked(
+    spec: KVCacheSpec, files: Mapping[str, TensorFile], config: Mapping[str, Any], where: str
+) -> CacheScales:
+    if spec.dynamic:
+        return CacheScales(spec, files)
+    attentions = attention_names(config)
+    wanted = {f"{attention}.{role[0]}_scale" for attention in attentions for role in ROLES}
+    same_names(wanted, set(files), where)
+    pairs = {}
+    for attention in attentions:
+        k, v = (_scale(spec, f"{attention}.{role[0]}_scale", role, files, config) for role in ROLES)
+        pairs[attention] = (k, v)
+    return CacheScales(spec, files, pairs)
+
+
+def _scale(
+    spec: KVCacheSpec,
+    name: str,
+    role: Any,
+    files: Mapping[str, TensorFile],
+    config: Mapping[str, Any],
+) -> Tensor:
+    """One scale in fp32, by head."""
+    heads, shape = heads_of(config), files[name].tensors[name][1]
+    wanted = spec.scale_shape(role, heads.kv, heads.size)
+    scale = read_elements(files, [name]).reshape(shape)
+    if shape in ((*wanted, 1, 1), ()) and scale.numel() == math.prod(wanted):  # served so
+        scale = scale.reshape(wanted)
+    check_scale(name, scale, (wanted,))
+    scale = scale.float()
+    return scale.expand(heads.kv) if scale.numel() == 1 else scale

@@ -1,0 +1,54 @@
+"""AutoRound's `quant_method: auto-round`: its own settings of GPTQ's or AWQ's words; read only.
+
+    packing_format  auto_round:auto_gptq   version 1 of `formats.foreign.gptq`, without g_idx
+                    auto_round:auto_awq    `formats.foreign.awq`
+    extra_config    settings of single layers; those of 16 bits and more were left alone
+
+Symmetric weights have scales of both signs: the largest magnitude of a group becomes -8, the one
+integer without a counterpart, whatever its own sign is. Layers of unsigned scales come out of that
+with zero points (`formats.foreign.layout.without_signs`).
+
+Source: Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent" (arXiv
+2309.05516); auto-round 0.16 `export/export_to_autoround/export.py` and `inference/backend.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import CheckpointError
+from formats.foreign.layout import require_key
+
+PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
+FLOAT_BITS = 16
+EXPORT = 'Export it again with format="auto_gptq" or "auto_awq"'
+
+
+def read_auto_round_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of GPTQ or AWQ that says the same.
+
+    Raises:
+        CheckpointError: another method or packing, quantized activations, or layers of several
+            settings.
+    """
+    require_key(config, "quant_method", ("auto-round",), EXPORT)
+    packing = require_key(config, "packing_format", PACKINGS, EXPORT)
+    require_key(config, "data_type", ("int", None), EXPORT)
+    inputs = config.get("act_bits")
+    if isinstance(inputs, int) and inputs < FLOAT_BITS:
+        raise CheckpointError(
+            f"config.json: quantization_config has act_bits {inputs}; allowed: {FLOAT_BITS}, "
+            f"absent. {EXPORT} and activations left alone"
+        )
+    for name, own in (config.get("extra_config") or {}).items():
+        if not isinstance(own, Mapping) or own.get("bits", 0) < FLOAT_BITS:
+            raise CheckpointError(
+                f"config.json: quantization_config has extra_config {name!r}: {own}: layers of "
+                f"several settings in one checkpoint are not read; allowed: {FLOAT_BITS} bits, of "
+                f"layers left alone. {EXPORT} and one setting"
+            )
+    shared = {"bits": config.get("bits"), "group_size": config.get("group_size")}
+    if packing == PACKINGS[1]:
+        return shared | {"quant_method": "awq", "zero_point": True, "version": "gemm"}
+    return shared | {"quant_method": "gptq", "sym": config.get("sym")}

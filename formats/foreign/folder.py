@@ -1,0 +1,284 @@
+"""A checkpoint folder in a foreign layout, and its layers as tensors of ours.
+
+Nothing is converted when a folder is opened. A layer's tensors are read and unpacked when its
+weight is asked for; scales and zero points are looked through before, as they tell whether the
+weights are symmetric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.errors import CheckpointError
+from formats.foreign.settings import integer_weights, read_layout
+from formats.scheme import Scheme
+from formats.stored.folder import read_config
+from formats.stored.safetensors_files import SafetensorsFile, open_weights
+from formats.stored.weights import (
+    Shape,
+    StoredWeight,
+    check_scale_values,
+    tensor_kinds,
+    weight_tensors,
+)
+
+
+@contextmanager
+def named(module: str) -> Iterator[None]:
+    """Put a layer's name before the errors about it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{module}: {error}") from error
+
+
+def owner(name: str, modules: Collection[str]) -> str | None:
+    """The one of some layers that a tensor belongs to: its name begins with the layer's."""
+    prefixes = accumulate(name.split("."), "{}.{}".format)
+    return next((prefix for prefix in prefixes if prefix in modules), None)
+
+
+class ForeignFolder:
+    """A checkpoint folder whose weights are quantized in another layout than compressed-tensors.
+
+    Args:
+        path: The folder.
+
+    Attributes:
+        path: The folder.
+        config: config.json without its `quantization_config`.
+        quantization: The `quantization_config`.
+        layout: How its layers lie there.
+        modules: Full names of its quantized layers, sorted.
+
+    Raises:
+        CheckpointError: settings are not read here, a layer's tensors are not complete, or there
+            are none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, quantization, _ = read_config(path)
+        self.quantization: dict[str, Any] = quantization or {}
+        self._files = open_weights(path)
+        self._settings, self.layout = read_layout(self.quantization, self._files)
+        self.modules = self._complete_layers()
+
+    @cached_property
+    def scheme(self) -> Scheme:
+        """What its layers are quantized to; symmetric where all of them are, which runs faster.
+
+        Raises:
+            CheckpointError: zero points are others than the settings say, or a scale is damaged.
+        """
+        if self.layout.zero_word is None:
+            return self._settings
+        weights = integer_weights(self._settings)
+        symmetric = {self._is_symmetric(module) for module in self.modules} == {True}  # sees all
+        weights = weights.model_copy(update={"symmetric": symmetric})
+        return self._settings.model_copy(update={"weights": weights})
+
+    def _is_symmetric(self, module: str) -> bool:
+        """Whether a layer's grid is, seen without the signs of its scales."""
+        name, zero = f"{module}.qzeros", self.layout.zero_word
+        plain = not bool((self.tensor(name) != zero).any())
+        if not plain and integer_weights(self._settings).symmetric:
+            assert zero is not None
+            raise CheckpointError(
+                f"{name} has other zero points than those of sym: true in {self.layout.name}, "
+                f"which is {zero & 0xFFFFFFFF:#x} in every word. checkpoint_format or sym of "
+                "quantization_config is wrong; get the checkpoint again"
+            )
+        scales = self.tensor(f"{module}.scales")
+        with named(module):
+            check_scale_values("scales", scales.abs())
+        return plain and not bool((scales < 0).any())
+
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, sorted."""
+        return tuple(sorted(self._files))
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor from its file."""
+        return self._files[name].tensor(name)
+
+    def kind(self, name: str) -> tuple[torch.dtype, Shape]:
+        """Element type and shape of a tensor, from its file's header."""
+        return self._files[name].tensors[name]
+
+    @property
+    def plain_files(self) -> dict[str, SafetensorsFile]:
+        """The files of the tensors that belong to no quantized layer, and of biases."""
+        own = {f"{module}.{leaf}" for module in self.modules for leaf in self.layout.leaves}
+        return {name: file for name, file in self._files.items() if name not in own}
+
+    def layer(self, module: str) -> ForeignLayer:
+        """A quantized layer, seen as tensors of ours.
+
+        Raises:
+            CheckpointError: the shapes of its tensors are no such layer's.
+        """
+        assert self.layout.shape is not None
+        name = f"{module}.{self.layout.leaves[0]}"
+        stored = self.kind(name)[1]
+        if len(stored) != 2:
+            raise CheckpointError(f"{name} has shape {list(stored)}; needed is a matrix")
+        scales = f"{module}.scales"
+        dtype = self.kind(scales)[0] if scales in self._files else torch.float32
+        path, shape = self._files[name].path, self.layout.shape(stored)
+        return ForeignLayer(self, module, path, shape, dtype)
+
+    def layer_tensors(self, module: str) -> dict[str, Tensor]:
+        """The tensors of a quantized layer by their leaf."""
+        return {leaf: self.tensor(f"{module}.{leaf}") for leaf in self.layout.leaves}
+
+    def values(self, module: str) -> Tensor:
+        """A quantized layer's weight in fp32 [N, K], of a layout that has `values`."""
+        assert self.layout.values is not None
+        tensors = self.layer_tensors(module)
+        with named(module):
+            return self.layout.values(tensors)
+
+    def _complete_layers(self) -> tuple[str, ...]:
+        layout, end = self.layout, f".{self.layout.marker}"
+        modules = tuple(name.removesuffix(end) for name in self.names() if name.endswith(end))
+        wanted = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
+        taken, own = set(modules), tuple(f".{leaf}" for leaf in layout.leaves if leaf != "weight")
+        owners = {name: owner(name, taken) for name in self._files}
+        found = {
+            name
+            for name, module in owners.items()
+            if name.endswith(own) or (module and name != f"{module}.bias")
+        }
+        if not modules or wanted != found:
+            name = min(wanted ^ found, default=f"any *{end}")
+            state = "not expected" if name in found else "missing"
+            raise CheckpointError(
+                f"{self.path}: {name} is {state}. A layer in the {layout.name} layout has exactly "
+                f"{', '.join(layout.leaves)}; get the checkpoint again"
+            )
+        return modules
+
+
+class ForeignLayer:
+    """A quantized layer of a foreign folder, or rows of one, as tensors of ours that no file has.
+
+    Args:
+        folder: Holds it.
+        module: Its name there.
+        path: The file of its integers.
+        shape: Outputs and inputs.
+        dtype: The type that holds its scales exactly: the one they came in.
+        name: Its full name here; default `module`.
+        first: The first of its rows in the folder's layer, of which it may be a part.
+
+    Attributes:
+        path: The file of its integers.
+        shape: Outputs and inputs.
+        dtype: Type of its scales.
+        tensors: Type and shape of each of its tensors, by names of compressed-tensors.
+    """
+
+    def __init__(
+        self,
+        folder: ForeignFolder,
+        module: str,
+        path: Path,
+        shape: Shape,
+        dtype: torch.dtype,
+        *,
+        name: str | None = None,
+        first: int = 0,
+    ) -> None:
+        self._folder, self._module, self._first = folder, module, first
+        self.path, self.shape, self.dtype = path, shape, dtype
+        self._name = name or module
+        kinds = tensor_kinds(folder.scheme, shape, dtype)
+        self.tensors = {f"{self._name}.{leaf}": kind for leaf, kind in kinds.items()}
+
+    def rows(self, name: str, first: int, count: int) -> ForeignLayer:
+        """A run of its rows, as a layer of its own."""
+        shape = (count, self.shape[1])
+        return ForeignLayer(
+            self._folder, self._module, self.path, shape, self.dtype, name=name, first=first
+        )
+
+    def weight(self, device: torch.device | str = "cpu") -> StoredWeight:
+        """Read and unpack it.
+
+        Args:
+            device: Where it goes, and where it is unpacked.
+
+        Raises:
+            CheckpointError: its tensors are damaged, or no integers in groups.
+        """
+        layout, spec = self._folder.layout, integer_weights(self._folder.scheme)
+        assert layout.unpack is not None
+        tensors = self._folder.layer_tensors(self._module)
+        with named(self._module):
+            found = layout.unpack({leaf: own.to(device) for leaf, own in tensors.items()})
+        zeros = found.zero_point
+        if zeros is None and not spec.symmetric:
+            zeros = torch.zeros(found.scale.shape, dtype=torch.int8, device=found.scale.device)
+        return self._cut(replace(found, zero_point=zeros))
+
+    def _cut(self, whole: StoredWeight) -> StoredWeight:
+        """Its own rows; scales of a layout that is cut are an output's each."""
+        if len(whole.q) == self.shape[0]:
+            return whole
+        own = slice(self._first, self._first + self.shape[0])
+        zeros = None if whole.zero_point is None else whole.zero_point[own]
+        return replace(whole, q=whole.q[own], scale=whole.scale[own], zero_point=zeros)
+
+    def held(self, name: str) -> Tensor:
+        """One of its tensors.
+
+        Raises:
+            CheckpointError: as `weight`, or its groups are not neighbouring inputs, which these
+                tensors do not say.
+        """
+        leaf = name.removeprefix(f"{self._name}.")
+        if leaf == "weight_shape":
+            return torch.tensor(self.shape)
+        weight = self.weight()
+        with named(self._name):
+            return weight_tensors(self._folder.scheme, weight, self.dtype)[leaf]
+
+
+def require_grid(folder: ForeignFolder) -> None:
+    """Refuse a folder whose values lie on no integer grid.
+
+    Raises:
+        CheckpointError: so they do; the message has the commands that help.
+    """
+    if folder.layout.unpack is None:
+        path = folder.path
+        raise CheckpointError(
+            f"{path}: values of {folder.layout.name} weights lie on no integer grid, so that no "
+            f"scheme here holds them exactly. Make a float model of it with `ptq convert {path} "
+            "FLOAT --to float`, then quantize that with a recipe: `ptq run RECIPE --set "
+            "model.path=FLOAT`"
+        )
+
+
+def refuse_to_run(folder: ForeignFolder) -> None:
+    """Refuse a folder that has to be converted before it is run.
+
+    Raises:
+        CheckpointError: it has; the message has the command.
+    """
+    target = folder.layout.instead
+    if target is not None:
+        raise CheckpointError(
+            f"{folder.path}: {folder.layout.name} is not run as it is. Convert it, integers bit "
+            f"for bit, with `ptq convert {folder.path} CONVERTED --to {target}`, and give CONVERTED"
+        )
