@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from formats.errors import RecipeError
+from formats.lock import output_locked
 from ptq.pipeline.driver import quantize as run_plan
 from ptq.plan.plan import plan_recipe
 from ptq.recipe.own_model import default_output, recipe_of, settings_for
@@ -52,7 +53,8 @@ def quantize(
 
     Raises:
         RecipeError: the recipe is invalid, does not fit the model, or its data cannot be used.
-        CheckpointError: the model is damaged, the output exists, or it cannot be written.
+        CheckpointError: the model is damaged, the output exists, another process works in it, or it
+            cannot be written.
     """
     if scheme is not None and recipe is None and model is not None:
         recipe, label = recipe_of(scheme), scheme
@@ -68,8 +70,9 @@ def quantize(
         if model is not None and output is None:
             output = default_output(model, label)
         loaded = read_recipe(recipe, [*settings, *output_override(output)])
-    plan = plan_recipe(loaded, force=force)
-    return run_plan(plan, force=force, progress=progress)
+    with output_locked(loaded.recipe.output.path):
+        plan = plan_recipe(loaded, force=force)
+        return run_plan(plan, force=force, progress=progress)
 
 
 def _of_python(recipe: Recipe, given: Sequence[object], output: str | Path | None) -> LoadedRecipe:

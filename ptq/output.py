@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from formats.lock import LOCK_FILE
+
 CHECKPOINT_FOLDER = "checkpoint"
 RESULT_FILE = "quantization.json"
 RECIPE_FILE = "recipe.yaml"
@@ -28,5 +30,5 @@ def is_taken(path: Path) -> bool:
     """
     if unfinished(path) or not path.exists():
         return False
-    own = {PEER_LOGS, PEERS_FILE, RESUME_FOLDER}
+    own = {PEER_LOGS, PEERS_FILE, RESUME_FOLDER, LOCK_FILE}
     return not path.is_dir() or any(entry.name not in own for entry in path.iterdir())

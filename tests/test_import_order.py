@@ -45,7 +45,7 @@ FLOORS = {
     "formats": """
         errors
         namespace command later links memory files pack scheme chat_template
-        documents
+        documents lock
         scale_table families hub
         stored
         foreign

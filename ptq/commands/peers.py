@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.later import later
+from formats.lock import output_locked
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.output import PEERS_FILE
 from ptq.recipe.peers import QUANTIZERS
@@ -38,6 +39,11 @@ else:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure peers and print their table; 0 where all of them ran."""
     loaded = _read(parser().parse_args(argv))
+    with output_locked(loaded.recipe.output.path):
+        return _measure(loaded)
+
+
+def _measure(loaded: LoadedRecipe) -> int:
     plan = planning.plan_recipe(loaded, force=True, solves=False)
     record = reporting.measure_only_peers(plan)
     path = plan.recipe.output.path / PEERS_FILE

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.later import later
+from formats.lock import output_locked
 from ptq.output import RECIPE_FILE
 from ptq.recipe.reading import output_override, read_recipe
 from ptq.text import format_table, typed_path
@@ -44,6 +46,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
     output = parser().parse_args(argv).output
+    with output_locked(output) if output.is_dir() else nullcontext():
+        return _report(output)
+
+
+def _report(output: Path) -> int:
     result = results.load_result(output)
     here = output_override(output)  # it may have been moved since
     plan = planning.plan_recipe(read_recipe(output / RECIPE_FILE, here), force=True, solves=False)

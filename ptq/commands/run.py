@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from formats.errors import RecipeError
 from formats.later import later
+from formats.lock import output_locked
 from formats.namespace import require_own_packages
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.commands.next_steps import forced_command, next_commands
@@ -39,7 +40,14 @@ else:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe; 0 where its thresholds hold, 1 where they do not."""
     arguments = parser().parse_args(argv)
-    loaded = _read(arguments)
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
+    with output_locked(loaded.recipe.output.path):
+        _refuse_taken(arguments, loaded)
+        return _run(arguments, loaded)
+
+
+def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
+    """Quantize, compare, and say where it all lies."""
     require_own_packages("inference")
     output = loaded.recipe.output.path
     plan = planning.plan_recipe(loaded, force=arguments.force)
@@ -85,13 +93,12 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _read(arguments: argparse.Namespace) -> LoadedRecipe:
-    """The recipe with its overrides.
+def _refuse_taken(arguments: argparse.Namespace, loaded: LoadedRecipe) -> None:
+    """Refuse an output that exists.
 
     Raises:
-        RecipeError: it is invalid, or its output exists and may not be replaced.
+        RecipeError: it may not be replaced.
     """
-    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
     output = loaded.recipe.output.path
     if is_taken(output) and not arguments.force:
         again = forced_command(arguments.recipe, arguments.set, arguments.output)
@@ -99,4 +106,3 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
             f"{typed_path(output)} exists already. Replace it with\n  {again}\n"
             "or give another folder with --output"
         )
-    return loaded

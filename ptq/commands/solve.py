@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from formats.errors import RecipeError
 from formats.later import later
+from formats.lock import output_locked, refuse_busy
 from ptq.commands.next_steps import next_commands
 from ptq.output import RECIPE_FILE
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
@@ -39,7 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Solve again; 0 where a checkpoint was written."""
     arguments = parser().parse_args(argv)
     loaded = _read(arguments)
+    with output_locked(loaded.recipe.output.path):
+        return _solve(arguments, loaded)
+
+
+def _solve(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     plan = planning.plan_recipe(loaded, force=arguments.force)
+    if arguments.run.resolve() != loaded.recipe.output.path.resolve():
+        refuse_busy(arguments.run)
     seen = artifact.Artifact.load(arguments.run)
     result = driver.solve(plan, seen, force=arguments.force)
     for note in solvable.solve_notes(seen, plan.recipe):

@@ -30,6 +30,7 @@ from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
+from formats.lock import target_locked
 from formats.scheme import Scheme
 from formats.stored.folder import SETTINGS_FILES, read_config
 from formats.stored.shards import ShardWriter
@@ -66,12 +67,27 @@ def convert(
         progress: Whether to show a bar.
 
     Raises:
-        CheckpointError: the target cannot express the checkpoint, or a file is damaged; nothing is
-            left behind.
+        CheckpointError: the target cannot express the checkpoint, a file is damaged, or another
+            process writes to `out`; nothing is left behind.
     """
     source, out = Path(source), Path(out)
     _check_paths(source, out)
     _check_options(target, tables, dtype)
+    with target_locked(out):
+        return _convert(source, out, target, tables, dtype, force, shard_bytes, progress)
+
+
+def _convert(
+    source: Path,
+    out: Path,
+    target: str,
+    tables: str | Path | None,
+    dtype: str | None,
+    force: bool,
+    shard_bytes: int,
+    progress: bool,
+) -> Conversion:
+    """`convert` by what the source holds."""
     refuse_pickle(source)
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)
