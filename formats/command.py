@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 from formats.errors import PTQError
 
@@ -15,6 +18,27 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; a whole number from 1 on is needed")
     return int(text)
+
+
+def device(text: str) -> str:
+    """A device on a command line, for `type=` of an argument; whether it is here, others tell."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed are cpu, cuda and cuda:N")
+    return text
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Arguments of a command; an option that it does not know gets a guess."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """`argparse.ArgumentParser.parse_args`."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = [text for action in self._actions for text in action.option_strings]
+            close = (get_close_matches(text.partition("=")[0], options, 1) for text in unknown)
+            guess = next((f"; did you mean {names[0]}?" for names in close if names), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
+        return found
 
 
 def run_command(

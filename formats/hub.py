@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,10 +73,18 @@ def model_folder(name: str | Path, revision: str | None = None) -> Path:
         )
     if not is_hub_id(name) or Path(name).is_file():
         raise CheckpointError(
-            f"{name}: no such folder; give the folder of a model, or organization/model of the "
-            "Hugging Face hub"
+            f"{name}: no such folder; {near_folder(name)}give the folder of a model, or "
+            "organization/model of the Hugging Face hub"
         )
     return _download(str(name), revision)
+
+
+def near_folder(path: str | Path) -> str:
+    """`did you mean ...? ` where a folder of a close name lies where a path should lead."""
+    above = Path(path).parent
+    names = [inner.name for inner in above.iterdir() if inner.is_dir()] if above.is_dir() else []
+    close = get_close_matches(Path(path).name, names, n=1)
+    return f"did you mean {str(above / close[0])!r}? " if close else ""
 
 
 @cache

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from formats.command import device
 from formats.later import later
 from inference.config import EngineConfig
 from inference.scheduling.request import SamplingParams
@@ -25,7 +26,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of a quantized or float model, or organization/model of the Hugging Face hub",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
-    parser.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
+    parser.add_argument(
+        "--device", type=device, default="cpu", help="cpu (the default), cuda or cuda:N"
+    )
     parser.add_argument(
         "--max-model-len",
         type=_length,

@@ -20,10 +20,10 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from formats.chat_template import has_chat_template
-from formats.command import run_command
+from formats.command import CommandParser, run_command
 from formats.errors import RequestError
-from formats.hub import model_folder
 from formats.later import later
+from formats.stored.other_kinds import locate_model
 from inference.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Talk until the input ends; 0, or 1 where a message out of a pipe got no answer."""
     arguments = parser().parse_args(argv)
     params = sampling_params(arguments)
-    folder = model_folder(arguments.checkpoint, arguments.revision)
+    folder = locate_model(arguments.checkpoint, arguments.revision)
     prompts = _prompts(folder, arguments)
     engine = open_engine(folder, arguments, batch_size=1)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -222,7 +222,7 @@ def _tell(text: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq chat`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq chat",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Talk with a model that has a chat template. Each line, from the terminal or a "

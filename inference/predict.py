@@ -31,9 +31,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.command import count, run_command
+from formats.command import CommandParser, count, run_command
 from formats.errors import EngineError, RequestError
-from formats.hub import model_folder
+from formats.stored.other_kinds import locate_model
 from inference.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     if arguments.output is not None:
         require_writable(arguments.output)
-    folder = model_folder(arguments.checkpoint, arguments.revision)
+    folder = locate_model(arguments.checkpoint, arguments.revision)
     engine = open_engine(folder, arguments, arguments.batch_size)
     prompts = PromptFormat.of(engine.tokenizer, raw=arguments.raw, system=arguments.system)
     print(f"note: {prompts.note}", file=sys.stderr)
@@ -117,7 +117,7 @@ def _read_stdin() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq predict`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq predict",
         description="Complete a prompt, or every row of a JSON lines file. Where the model has a "
         "chat template, a prompt goes through it as a user's message.",

@@ -50,6 +50,7 @@ COMMANDS = {
         "print a script that has bash, zsh or fish complete commands and names",
     ),
 }
+OPTIONS = ("-h", "--help", "-V", "--version")
 
 
 def usage() -> str:
@@ -73,14 +74,16 @@ def dispatch(argv: Sequence[str] | None) -> int:
         EngineError: another project's package stands in the way.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in OPTIONS[:2]:
         print(usage(), file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
-    if arguments[0] in ("-V", "--version"):
+    if arguments[0] in OPTIONS[2:]:
         print(f"ptq {version()}")
         return 0
     if arguments[0] not in COMMANDS:
-        raise RequestError(f"no command {arguments[0]!r}; {suggestion(arguments[0], COMMANDS)}")
+        raise RequestError(
+            f"no command {arguments[0]!r}; {suggestion(arguments[0], [*COMMANDS, *OPTIONS])}"
+        )
     require_own_packages("calibrate", "inference")
     module = importlib.import_module(COMMANDS[arguments[0]][0])
     return module.main(arguments[1:])

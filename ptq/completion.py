@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from formats.command import CommandParser
 from formats.later import later
 from ptq.cli import COMMANDS
 from ptq.recipe.shipped import shipped_paths
@@ -35,7 +36,7 @@ The next shell that you open has it. Make it again after an update of ptq.
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq completion`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq completion",
         description="Print a script that has a shell complete ptq's commands, options, paths and "
         "the names\nof the recipes that come with it.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from formats.errors import CheckpointError
+from formats.hub import near_folder
 from formats.lock import LOCK_FILE
 
 CHECKPOINT_FOLDER = "checkpoint"
@@ -20,6 +22,25 @@ PEER_LOGS, PEERS_FILE = "peers", "peers.json"  # what `ptq peers` writes
 def unfinished(output: Path) -> bool:
     """Whether a run of this output folder was stopped before its end."""
     return (output / RESUME_FOLDER / PROGRESS_FILE).is_file()
+
+
+def require_run(output: Path) -> None:
+    """Check that a run has ended in an output folder.
+
+    Raises:
+        CheckpointError: it has not, or there is no such folder.
+    """
+    if (output / RESULT_FILE).is_file():
+        return
+    if not output.is_dir():
+        found = f"no such folder; {near_folder(output)}give"
+    elif unfinished(output):
+        found = "its run has not ended; the same `ptq run` goes on where it was stopped, or give"
+    elif (output.parent / RESULT_FILE).is_file():
+        found = f"found no {RESULT_FILE}; did you mean {output.parent}? Give"
+    else:
+        found = f"found no {RESULT_FILE}; give"
+    raise CheckpointError(f"{output}: {found} the output folder of a finished `ptq run`")
 
 
 def is_taken(path: Path) -> bool:

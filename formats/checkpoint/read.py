@@ -31,12 +31,11 @@ from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import read_cache
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
-from formats.hub import model_folder
 from formats.links import find_file
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
-from formats.stored.other_kinds import refuse_other_kinds
+from formats.stored.other_kinds import locate_model
 from formats.stored.safetensors_files import TensorFile, read_elements, read_tensors
 from formats.stored.weights import StoredWeight, expect, join_weights, read_weights
 
@@ -107,9 +106,7 @@ class Checkpoint:
         Raises:
             CheckpointError: something is missing, extra, damaged or not run here; it is named.
         """
-        if Path(path).exists() and not Path(path).is_dir():
-            refuse_other_kinds(Path(path))
-        path = model_folder(path, revision)
+        path = locate_model(path, revision)
         listed, contents = check_manifest(path, verify), read_contents(path, to_run=to_run)
         if verify and contents.own is not None and not listed:
             raise CheckpointError(

@@ -5,9 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from formats.errors import CheckpointError
+from formats.hub import model_folder
 
 OTHERS = {".gguf": "GGUF", ".ggml": "GGML", ".onnx": "ONNX"}
 PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+
+
+def locate_model(name: str | Path, revision: str | None = None) -> Path:
+    """`formats.hub.model_folder`, but a file is told as what it is.
+
+    Raises:
+        CheckpointError: there is no such folder or model, or it cannot be had.
+    """
+    if Path(name).exists() and not Path(name).is_dir():
+        refuse_other_kinds(Path(name))
+    return model_folder(name, revision)
 
 
 def refuse_other_kinds(path: Path) -> None:

@@ -17,9 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from formats.command import count
+from formats.command import CommandParser, count, device
+from formats.stored.other_kinds import locate_model
 from inference.bench.peers.runtimes import RUNTIMES
-from inference.bench.shapes import SHAPES
+from inference.bench.shapes import SHAPES, read_scheme, read_shape
 
 MODES = {
     "--steps": (
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of the mode without a name."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Measure tokens per second, latencies and memory of whole requests, at fixed "
@@ -74,7 +75,9 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="compare with the same model and a cache of this type",
     )
-    made.add_argument("--device", default="cpu", help="cpu (the default), cuda or cuda:N")
+    made.add_argument(
+        "--device", type=device, default="cpu", help="cpu (the default), cuda or cuda:N"
+    )
     made.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="N")
     made.add_argument("--prompt", type=count, default=128, metavar="TOKENS")
     made.add_argument("--new", type=count, default=64, metavar="TOKENS", help="at least 2")
@@ -100,6 +103,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own.error("--shape and --scheme go together")
     if arguments.quantize_head and arguments.shape is None:
         own.error("--quantize-head is for --shape: a checkpoint has the head that it has")
+    for model in (arguments.checkpoint, arguments.against):
+        if model is not None:
+            locate_model(model)
+    if arguments.shape is not None:
+        read_shape(arguments.shape)
+        read_scheme(arguments.scheme)
     return arguments
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from formats.errors import RequestError
+from formats.errors import RequestError, suggestion
 from formats.families.registry import find_family, unsupported
 from formats.scheme import PRESETS, Scheme
 from formats.stored.folder import read_config
@@ -81,8 +81,8 @@ def read_shape(text: str) -> tuple[str, dict[str, Any]]:
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         raise RequestError(
-            f"shape: found {text!r}; allowed are {', '.join(SHAPES)}, or the path of a config.json "
-            "or of a folder that holds one",
+            f"shape: found {text!r}; {suggestion(text, SHAPES)}, or the path of a config.json or "
+            "of a folder that holds one",
             "shape",
         )
     config = read_config(folder).model
@@ -104,6 +104,6 @@ def read_scheme(text: str) -> Scheme:
         return Scheme()
     if text not in PRESETS:
         raise RequestError(
-            f"scheme: found {text!r}; allowed are float, {', '.join(PRESETS)}", "scheme"
+            f"scheme: found {text!r}; {suggestion(text, ['float', *PRESETS])}", "scheme"
         )
     return PRESETS[text]

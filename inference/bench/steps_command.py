@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from formats.command import count
+from formats.command import CommandParser, count
 from formats.errors import EngineError
 from formats.files import replace_file
 from inference.bench.shapes import SHAPES, read_scheme, read_shape
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq bench --steps`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq bench --steps",
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,

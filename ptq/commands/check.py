@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.later import later
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
@@ -31,7 +32,7 @@ else:
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq check`."""
     summary = (__doc__ or "").split("\n\n")[0]
-    made = argparse.ArgumentParser(prog="ptq check", description=summary)
+    made = CommandParser(prog="ptq check", description=summary)
     add_recipe_arguments(made)
     made.add_argument("--no-time", action="store_true", help="solve no block to tell the time")
     return made

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.files import replace_file
 from formats.later import later
+from ptq.output import PEERS_FILE, REPORT_FOLDER, require_run
 
 if TYPE_CHECKING:
     from ptq.report import comparison
@@ -26,7 +28,7 @@ else:
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq compare`."""
     summary = (__doc__ or "").split("\n\n")[0]
-    made = argparse.ArgumentParser(prog="ptq compare", description=summary)
+    made = CommandParser(prog="ptq compare", description=summary)
     made.add_argument(
         "outputs", nargs="+", type=Path, metavar="OUTPUT", help="output folder of a finished run"
     )
@@ -38,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, and write the files that are asked for."""
     arguments = parser().parse_args(argv)
+    for output in arguments.outputs:
+        if not any((output / name).exists() for name in (PEERS_FILE, REPORT_FOLDER)):
+            require_run(output)
     frame = comparison.table(comparison.load_reports(arguments.outputs))
     text = comparison.markdown(frame)
     print(text, end="")

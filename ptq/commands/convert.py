@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.later import later
+from formats.stored.other_kinds import locate_model
 from ptq.convert.targets import FLOAT_TYPES, TARGETS
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ else:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq convert`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq convert", description="Write a quantized checkpoint in another layout."
     )
     made.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
@@ -44,8 +46,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint; 0 on success."""
     arguments = parser().parse_args(argv)
+    source = locate_model(arguments.source)
     done = conversion.convert(
-        arguments.source,
+        source,
         arguments.out,
         arguments.to,
         tables=arguments.tables,

@@ -15,24 +15,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.command import count
+from formats.command import CommandParser, count
 from formats.errors import RequestError
+from formats.hub import near_folder
 from formats.later import later
+from ptq.recipe.shipped import find_recipe
+from ptq.report import differences
 
 if TYPE_CHECKING:
     from formats.checkpoint import read
-    from ptq.report import differences
 else:
-    differences = later("ptq.report.differences")
     read = later("formats.checkpoint.read")
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq diff`."""
     summary = (__doc__ or "").split("\n\n")[0]
-    made = argparse.ArgumentParser(prog="ptq diff", description=summary)
-    made.add_argument("a", type=Path)
-    made.add_argument("b", type=Path)
+    made = CommandParser(prog="ptq diff", description=summary)
+    made.add_argument("a", type=Path, help="recipe, or folder of a checkpoint")
+    made.add_argument("b", type=Path, help="another one")
     made.add_argument("--top", type=count, default=10, help="tensors listed of each kind")
     return made
 
@@ -40,16 +41,28 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what differs; 0 where nothing does, 1 where something does."""
     arguments = parser().parse_args(argv)
-    folders = [path.is_dir() for path in (arguments.a, arguments.b)]
-    if any(folders) != all(folders):
-        raise RequestError(
-            f"{arguments.a} and {arguments.b}: one is a folder and one is not. Give two recipes, "
-            "or the folders of two checkpoints"
-        )
-    if all(folders):
+    if _are_folders(arguments.a, arguments.b):
         a, b = (read.Checkpoint.open(path) for path in (arguments.a, arguments.b))
         lines = differences.diff_checkpoints(a, b, arguments.top)
     else:
         lines = differences.diff_recipes(arguments.a, arguments.b)
     print("\n".join(lines) if lines else "no difference")
     return 1 if lines else 0
+
+
+def _are_folders(a: Path, b: Path) -> bool:
+    """Whether two checkpoints are compared, and not two recipes.
+
+    Raises:
+        RequestError: neither.
+    """
+    folders = [path for path in (a, b) if path.is_dir()]
+    if len(folders) != 1:
+        return bool(folders)
+    other = b if a.is_dir() else a
+    if not find_recipe(other).exists():
+        raise RequestError(f"{other}: no such folder; {near_folder(other)}give two checkpoints")
+    raise RequestError(
+        f"{folders[0]} is a folder and {other} is not. Give two recipes, or the folders of two "
+        "checkpoints"
+    )

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.later import later
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.recipe.reading import read_recipe
@@ -24,7 +25,7 @@ else:
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq explain`."""
     summary = (__doc__ or "").split("\n\n")[0]
-    made = argparse.ArgumentParser(prog="ptq explain", description=summary)
+    made = CommandParser(prog="ptq explain", description=summary)
     add_recipe_arguments(made)
     made.add_argument("--module", metavar="PATTERN", help="only modules like this")
     return made

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.command import count
+from formats.command import CommandParser, count
 from formats.errors import RequestError
 from formats.files import replace_file
 from formats.later import later
+from formats.stored.other_kinds import locate_model
 
 if TYPE_CHECKING:
     from formats.checkpoint import read
@@ -29,7 +30,7 @@ else:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq inspect`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq inspect", description="Show a checkpoint's scales, outlier channels and sizes."
     )
     made.add_argument("checkpoint", type=Path, help="folder of a quantized or float model")
@@ -47,7 +48,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a checkpoint holds; 0 on success."""
     arguments = parser().parse_args(argv)
-    found = inspection.inspect(read.Checkpoint.open(arguments.checkpoint), arguments.module)
+    folder = locate_model(arguments.checkpoint)
+    found = inspection.inspect(read.Checkpoint.open(folder), arguments.module)
     if arguments.csv is not None and not found.scales:
         raise RequestError("--csv: the checkpoint has no scales, there is no table to write")
     print("\n".join(inspection.describe(found, arguments.top)))

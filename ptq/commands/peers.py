@@ -16,12 +16,14 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.later import later
 from formats.lock import output_locked
 from ptq.commands.arguments import add_recipe_arguments, overrides_of
 from ptq.output import PEERS_FILE
+from ptq.recipe.draft import Override
 from ptq.recipe.peers import QUANTIZERS
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
@@ -59,7 +61,7 @@ def _measure(loaded: LoadedRecipe) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq peers`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq peers",
         description=(__doc__ or "").split("\n\n")[0],
         epilog=f"Peers: {', '.join(QUANTIZERS)}. "
@@ -85,7 +87,9 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
     """
     overrides = overrides_of(arguments)
     if arguments.peer:
-        overrides.append(f"report.peers={json.dumps([_peer(text) for text in arguments.peer])}")
+        peers = json.dumps([_peer(text) for text in arguments.peer])
+        given = " ".join(f"--peer {text}" for text in arguments.peer)
+        overrides.append(Override(f"report.peers={peers}", given))
     loaded = read_recipe(arguments.recipe, overrides)
     if not loaded.recipe.report.peers:
         raise RecipeError(

@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from formats.command import CommandParser
 from ptq.commands import run
 from ptq.commands.arguments import add_settings
 from ptq.recipe.own_model import OTHER_NAMES, SCHEMES, default_output, recipe_of, settings_for
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq quantize`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq quantize",
         description="Quantize a model without a recipe of your own, and report what it cost.",
         epilog="What was run is written to OUTPUT/recipe.yaml, which `ptq run` repeats. "

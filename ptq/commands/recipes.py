@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from formats.command import CommandParser
 from formats.errors import RequestError, suggestion
 from ptq.recipe.shipped import ShippedRecipe, shipped_paths, shipped_recipes
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq recipes`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq recipes", description="List the recipes that come with ptq, or print one."
     )
     made.add_argument("recipe", nargs="?", metavar="NAME", help="print this recipe's file")

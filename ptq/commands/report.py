@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.later import later
 from formats.lock import output_locked
-from ptq.output import RECIPE_FILE
+from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import output_override, read_recipe
 from ptq.text import format_table, typed_path
 
@@ -34,7 +34,7 @@ else:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq report`."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq report",
         description="Measure a finished run again and write its report.",
         epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
@@ -46,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
     output = parser().parse_args(argv).output
-    with output_locked(output) if output.is_dir() else nullcontext():
+    require_run(output)
+    with output_locked(output):
         return _report(output)
 
 

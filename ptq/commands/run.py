@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.errors import RecipeError
 from formats.later import later
 from formats.lock import output_locked
@@ -83,7 +84,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq run`."""
     summary = (__doc__ or "").split("\n\n")[0]
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="ptq run",
         description=summary,
         epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
@@ -100,7 +101,7 @@ def _refuse_taken(arguments: argparse.Namespace, loaded: LoadedRecipe) -> None:
         RecipeError: it may not be replaced.
     """
     output = loaded.recipe.output.path
-    if is_taken(output) and not arguments.force:
+    if is_taken(output) and output.is_dir() and not arguments.force:
         again = forced_command(arguments.recipe, arguments.set, arguments.output)
         raise RecipeError(
             f"{typed_path(output)} exists already. Replace it with\n  {again}\n"

@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from formats.command import CommandParser
 from formats.errors import RecipeError
 from formats.later import later
 from formats.lock import output_locked, refuse_busy
 from ptq.commands.next_steps import next_commands
-from ptq.output import RECIPE_FILE
+from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
 from ptq.text import typed_path
 
@@ -62,7 +63,7 @@ def _solve(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq solve`."""
-    made = argparse.ArgumentParser(prog="ptq solve", description=(__doc__ or "").split("\n\n")[0])
+    made = CommandParser(prog="ptq solve", description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("run", type=Path, help="output folder of a finished run")
     made.add_argument(
         "--recipe",
@@ -80,7 +81,9 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
 
     Raises:
         RecipeError: it is invalid, or asks for other data than the run saw.
+        CheckpointError: there is no such run.
     """
+    require_run(arguments.run)
     overrides = [*arguments.set, *output_override(arguments.output)]
     own = arguments.run / RECIPE_FILE
     loaded = read_recipe(arguments.recipe or own, overrides)

@@ -216,7 +216,9 @@ def _no_gpu() -> str:
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:
     """An output folder that is taken, holds the model, or lies on a disk that is too small."""
     key, path = ("output", "path"), recipe.output.path
-    if is_taken(path) and (not force or not path.is_dir()):
+    if path.exists() and not path.is_dir():
+        yield key, f"{path} is a file; give a folder with --output"
+    elif is_taken(path) and not force:
         yield key, f"{path} exists already; give --force to replace it, or another --output"
     if recipe.model.folder.resolve().is_relative_to(path.resolve()):
         yield key, f"{path} holds the model itself; give another --output"

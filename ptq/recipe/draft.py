@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from calibrate.spec import TABLES, TEXT
 from formats.errors import suggestion
-from formats.hub import find_model, is_hub_id
+from formats.hub import find_model, is_hub_id, near_folder
 from formats.scheme import PRESETS
 from ptq.methods.registry import METHODS
 from ptq.recipe.problems import (
@@ -33,6 +35,18 @@ PATHS = (
     ("dataset", "name"),
     ("dataset", "evaluation_name"),
 )
+
+
+class Override(str):
+    """`key.key=value` for a recipe, and how a person gave it where that was not `--set`."""
+
+    given: str
+
+    def __new__(cls, text: str, given: str) -> Override:
+        """Both as text."""
+        made = super().__new__(cls, text)
+        made.given = given
+        return made
 
 
 @dataclass
@@ -67,8 +81,7 @@ class Draft:
             if scheme in PRESETS:
                 self.data["scheme"] = PRESETS[scheme].model_dump(mode="json")
             else:
-                message = f"unknown scheme {scheme!r}; {suggestion(scheme, PRESETS)}"
-                problems.append(self.at(("scheme",), message))
+                problems.append(self.at(("scheme",), _unknown_scheme(scheme, list(PRESETS))))
         problems += self._expand_layers()
         for i, item in enumerate(methods if isinstance(methods, list) else ()):
             methods[i] = item = {item: {}} if isinstance(item, str) else item
@@ -95,8 +108,7 @@ class Draft:
                     del scheme["kv_cache"]
             elif isinstance(scheme, str):
                 plain = [name for name, preset in PRESETS.items() if preset.kv_cache is None]
-                message = f"unknown scheme {scheme!r}; {suggestion(scheme, plain)}"
-                problems.append(self.at(key, message))
+                problems.append(self.at(key, _unknown_scheme(scheme, plain)))
             if isinstance(scheme, dict) and "kv_cache" in scheme:
                 problems.append(
                     self.at(
@@ -109,7 +121,7 @@ class Draft:
 
     def override(self, text: str) -> None:
         """Apply one `key.key=value`."""
-        origin = Origin(f"--set {text}")
+        origin = Origin(text.given if isinstance(text, Override) else f"--set {text}")
         name, equals, value = text.partition("=")
         document = parse(value)
         if not equals or not name or document.faults:
@@ -174,11 +186,16 @@ class Draft:
             message = f"found a revision, but {path} is a local folder, which has none"
             self.problems.append(self.at(("model", "revision"), message))
         if not Path(path).is_dir():
-            written = Where(self.origins)(("model", "path")).line
-            start = "in a recipe are relative to its own folder"
-            start = start if written else "that are typed are relative to the current directory"
-            message = f"no such folder: {path}. Paths {start}"
-            self.problems.append(self.at(("model", "path"), message))
+            self.problems.append(self.at(("model", "path"), self._no_model(Path(path))))
+
+    def _no_model(self, path: Path) -> str:
+        if path.is_file():
+            return f"{path} is a file; give the folder that it lies in"
+        written = Where(self.origins)(("model", "path")).line
+        start = "in a recipe are relative to its own folder"
+        start = start if written else "that are typed are relative to the current directory"
+        near = near_folder(path).strip()
+        return f"no such folder: {path}. Paths {start}{'; ' if near else ''}{near}"
 
     def laid_over(self, base: Draft) -> Draft:
         """What this one says over what `base` says; where values came from is kept."""
@@ -241,6 +258,15 @@ def _is_file(base: Path, name: str) -> bool:
         return False
     looks_local = Path(name).suffix in (*TEXT, *TABLES) or name.startswith((".", "/", "~"))
     return looks_local or (base / name).exists()
+
+
+def _unknown_scheme(name: str, presets: Sequence[str]) -> str:
+    """A message about a scheme's name; W8A8 and W4A16, as others write them, are understood."""
+    bits = dict(re.findall(r"([wac])(\d+)", name.lower().replace("kv", "c")))
+    ours = "".join(f"{kind}{bits[kind]}" for kind in "awc" if bits.get(kind, "16") != "16")
+    if ours in presets:
+        return f"unknown scheme {name!r}; did you mean {ours!r}? allowed: {', '.join(presets)}"
+    return f"unknown scheme {name!r}; {suggestion(name.lower(), presets)}"
 
 
 def _method_problem(item: Any) -> str | None:

@@ -41,6 +41,8 @@ def _rounding_fault(methods: Sequence[MethodSpec], names: str, scheme: Scheme) -
     solving = list(methods)
     while solving and solving[-1].stage == Stage.REFINE:
         solving.pop()
+    if [method.stage for method in methods].count(Stage.ROUND) == 1:
+        return None  # if it does not stand at the end, their order is wrong
     if not solving or solving[-1].stage != Stage.ROUND:
         rounding, refining = (
             " or ".join(name for name, spec in METHODS.items() if spec.stage == stage)

@@ -90,12 +90,20 @@ def describe(error: ValidationError, model: type[BaseModel], data: Any) -> list[
         # a mapping that fails as one branch of a choice fails inside it: that says more
         if not any(other[: len(key)] == key and len(other) > len(key) for other in needs):
             wanted = " or ".join(dict.fromkeys(parts))
+            if wanted == "a mapping" and (names := _allowed_keys(model, key)):
+                wanted = f"a mapping of {', '.join(names)}"
             close = _close_literal(error, key, data)
             messages.append((key, f"found {found[key]}; needed is {wanted}{close}"))
     return messages
 
 
 MISSING = object()
+BOUNDS = {  # of numbers, by pydantic's names
+    "greater_than": ("a number above", "gt"),
+    "greater_than_equal": ("a number of at least", "ge"),
+    "less_than": ("a number below", "lt"),
+    "less_than_equal": ("a number of at most", "le"),
+}
 
 
 def child(value: Any, part: str | int) -> Any:
@@ -132,6 +140,9 @@ def _need(detail: ErrorDetails) -> str:
         "float_type": "a number",
         "bool_type": "true or false",
     }
+    for kind, (word, bound) in BOUNDS.items():
+        if detail["type"] == kind:
+            return f"{word} {detail.get('ctx', {})[bound]:g}"
     text = named.get(detail["type"], detail["msg"])
     return text.removeprefix("Input should be ").removeprefix("a value ")
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from formats.errors import RecipeError, suggestion
-from ptq.recipe.draft import Draft
+from ptq.recipe.draft import Draft, Override
 from ptq.recipe.problems import Origin, Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.shipped import find_recipe, shipped_paths
 from ptq.recipe.strict_yaml import dump, parse
 
+FEW = 30  # files in a folder that a message lists
 RESOLVED = "# Every setting of a run, defaults included: `ptq run` on this file repeats it.\n"
 
 
@@ -74,7 +76,9 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
 
 def output_override(output: str | Path | None) -> list[str]:
     """The override that gives a recipe another output folder; none for None."""
-    return [] if output is None else [f"output.path={json.dumps(str(output))}"]
+    if output is None:
+        return []
+    return [Override(f"output.path={json.dumps(str(output))}", f"--output {output}")]
 
 
 def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:
@@ -102,8 +106,9 @@ def _read_draft(path: Path, above: tuple[Path, ...]) -> Draft:
     chain = (*above, path.resolve())
     if under.resolve() in chain:
         circle = " -> ".join(p.name for p in (*chain, under))
-        draft.problems.append(draft.at(("base",), f"the bases go in a circle: {circle}"))
-        return draft
+        raise recipe_error([draft.at(("base",), f"the bases go in a circle: {circle}")])
+    if not under.is_file():
+        raise recipe_error([draft.at(("base",), f"no such recipe: {base}{_near(under)}")])
     lower = _read_draft(under, chain)
     return draft.laid_over(lower) if isinstance(lower.data, dict) else draft
 
@@ -112,8 +117,9 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
         raise RecipeError(
-            f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8"
+            f"{path}:{line}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8"
         ) from error
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}){_near(path)}") from error
@@ -130,4 +136,7 @@ def _near(path: Path) -> str:
     if path.stem in shipped:
         return f"; a shipped recipe goes by its name: {path.stem}"
     beside = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-    return f"; {suggestion(path.name, beside)}" if beside else ""
+    if len(beside) > FEW:
+        close = get_close_matches(path.name, beside, n=1)
+        return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; {suggestion(path.name, beside)}" if beside else "; `ptq recipes` lists those shipped"

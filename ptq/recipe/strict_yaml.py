@@ -117,10 +117,20 @@ def dump(data: object) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
+HINTS = {  # what is behind messages of the parser
+    "'\\t'": "; indent with spaces, not with tabs",
+    "mapping values": "; a key needs a space after its colon: look at the line before, too",
+    "quoted scalar": "; the quote that opens here is not closed",
+}
+
+
 def _syntax_fault(error: yaml.YAMLError, text: str) -> Fault:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         message = " ".join(part for part in (error.context, error.problem) if part)
-        return Fault(error.problem_mark.line + 1, (), f"not valid YAML: {message}")
+        hint = next((hint for found, hint in HINTS.items() if found in message), "")
+        opened = error.context_mark if "quoted" in message else None
+        line = (opened or error.problem_mark).line + 1
+        return Fault(line, (), f"not valid YAML: {message}{hint}")
     position, reason = getattr(error, "position", 0), getattr(error, "reason", "cannot be read")
     return Fault(text.count("\n", 0, position) + 1, (), f"not valid YAML: {reason}")
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from formats.checkpoint.read import Checkpoint
+from formats.later import later
 from ptq.recipe.reading import load_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from formats.checkpoint.read import Checkpoint
+else:
+    torch = later("torch")
 
 
 def flatten(value: Any, key: str = "") -> dict[str, Any]:

@@ -133,7 +133,7 @@ def test_the_named_shape_is_the_one_that_peers_were_measured_on():
 @pytest.mark.parametrize(
     ("scheme", "head", "overrides", "message"),
     [
-        ("a9w9", False, {}, r"scheme: found 'a9w9'; allowed are float, w8, w4"),
+        ("a9w9", False, {}, r"scheme: found 'a9w9'; did you mean 'a8w8'\? allowed: float, w8, w4"),
         ("float", True, {}, r"quantize_head: found scheme float"),
         ("c8", True, {}, r"quantize_head: found scheme c8"),
         ("a8w8", True, {"tie_word_embeddings": True}, r"tie_word_embeddings True"),
@@ -150,11 +150,11 @@ def test_what_cannot_be_made_is_refused(tmp_path, scheme, head, overrides, messa
 def test_a_shape_that_is_none_is_refused(tmp_path):
     with pytest.raises(
         RequestError,
-        match=r"found 'lama'; allowed are llama-1.1b, llama-3-8b, qwen3-30b-a3b, or the",
+        match=r"found 'lama'; did you mean 'llama-3-8b'\? allowed: llama-1.1b, llama-3-8b, qwen3-30b-a3b, or the",
     ):
         read_shape("lama")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not a JSON object"):
+    with pytest.raises(CheckpointError, match="Invalid JSON"):
         read_shape(str(tmp_path / "config.json"))
 
 

@@ -181,7 +181,7 @@ def test_arguments_are_read_before_anything_heavy_is_imported():
 
 def test_help_names_the_modes_and_each_has_its_own(capsys):
     for arguments, words in (
-        ([], ("other modes", "--steps", "--kernels", "--tune", "--peer-format")),
+        ([], ("\n  --steps ", "\n  --kernels ", "\n  --tune ", "--peer-format")),
         (["--steps"], ("usage: ptq bench --steps", "--schemes")),
         (["--kernels"], ("usage: ptq bench --kernels", "--markdown")),
         (["--tune"], ("usage: ptq bench --tune", "--output")),

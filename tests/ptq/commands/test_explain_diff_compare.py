@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import RequestError
+from formats.errors import CheckpointError, RequestError
 from ptq.commands import compare, diff, explain
 from ptq.report.differences import diff_checkpoints
 
@@ -53,7 +53,7 @@ def test_diff_of_recipes(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "scheme.activations.granularity: absent -> 'per_token'" in lines
     assert not any("weights" in line for line in lines)
-    with pytest.raises(RequestError, match="one is a folder"):
+    with pytest.raises(RequestError, match=r"recipes is a folder and .*\.yaml is not"):
         diff.main([a, str(RECIPES)])
 
 
@@ -87,7 +87,9 @@ def test_diff_of_checkpoints(tiny_llama, make_quantized, tmp_path, capsys):
 
 
 def test_compare_refuses_what_is_no_report(tmp_path):
-    with pytest.raises(RequestError, match="not a readable report"):
+    with pytest.raises(
+        CheckpointError, match=r"found no quantization\.json; give the output folder"
+    ):
         compare.main([str(tmp_path)])
     (tmp_path / "x" / "report").mkdir(parents=True)
     (tmp_path / "x" / "report" / "report.json").write_text(json.dumps({"title": "x"}))

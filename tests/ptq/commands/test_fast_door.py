@@ -103,6 +103,15 @@ def test_wrong_recipes_are_refused_at_once(tmp_path):
         ("good.yaml", "--set", "observers.input.method=max"): "observers.input.method",
         ("good.yaml", "--set", "dataset.nme=x"): "did you mean 'name'?",
         ("good.yaml", "--set", "device=gpu"): "found the text 'gpu'",
+        ("good.yaml", "--set", "model.path=modle"): "directory; did you mean '",
+        ("good.yaml", "--set", "model.path=good.yaml"): "good.yaml is a file; give the folder",
+        (
+            "good.yaml",
+            "--output",
+            "o",
+            "--set",
+            "output=1",
+        ): "output: found 1; needed is a mapping of",
     }
     calls = [("ptq.cli", [name, *words]) for name in BY_RECIPE for words in reasons]
     for call, (code, said) in zip(calls, answers(*calls, folder=tmp_path), strict=True):
@@ -110,19 +119,42 @@ def test_wrong_recipes_are_refused_at_once(tmp_path):
         assert reasons[tuple(call[1][1:])] in said, (call, said)
 
 
-def test_folders_that_are_none_are_refused_at_once(tmp_path):
+def test_folders_and_devices_that_are_none_are_refused_at_once(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x").touch()
-    recipe = RECIPE.format(model=".", scheme="w8")
-    (tmp_path / "r.yaml").write_text(recipe)
-    calls = [
-        ("ptq.cli", ["run", "r.yaml"]),
-        ("ptq.cli", ["solve", "out", "--output", "b"]),
-        ("ptq.cli", ["diff", "r.yaml", "out"]),
-        ("inference.predict", ["out", "--input", "none.jsonl", "--output", "b"]),
-    ]
-    found = answers(*calls, folder=tmp_path)
-    assert [code for code, _ in found] == [2] * len(calls)
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "quantization.json").touch()
+    (tmp_path / "stopped" / ".resume").mkdir(parents=True)
+    (tmp_path / "stopped" / ".resume" / "progress.json").touch()
+    (tmp_path / "r.yaml").write_text(RECIPE.format(model=".", scheme="w8"))
+    no_run = "give the output folder of a finished `ptq run`"
+    reasons = {
+        "run r.yaml": "out exists already. Replace it with\n  ptq run r.yaml --force",
+        "solve nope --output b": f"nope: no such folder; {no_run}",
+        "solve out --output b": f"out: found no quantization.json; {no_run}",
+        "report rnu": "rnu: no such folder; did you mean 'run'? give the output folder",
+        "report run/checkpoint": "found no quantization.json; did you mean run? Give the output",
+        "report stopped": "stopped: its run has not ended; the same `ptq run` goes on where it was stopped",
+        "compare out nope": f"out: found no quantization.json; {no_run}",
+        "diff r.yaml out": "out is a folder and r.yaml is not",
+        "diff nope out": "nope: no such folder; give two checkpoints",
+        "diff nope nope.yaml": "nope: cannot be read",
+        "inspect otu": "otu: no such folder; did you mean 'out'? give the folder of a model",
+        "inspect r.yaml": "r.yaml: found a file; give the folder of the model it belongs to",
+        "predict otu --prompt x": "otu: no such folder; did you mean 'out'? give the folder",
+        "predict out --prompt x --device gpu": "found 'gpu'; allowed are cpu, cuda and cuda:N",
+        "predict out --input none.jsonl --output b": "none.jsonl: ",
+        "bench otu": "otu: no such folder; did you mean 'out'? give the folder of a model",
+        "bench --shape lama --scheme w4": "found 'lama'; did you mean 'llama-3-8b'?",
+        "convert otu b --to float": "otu: no such folder; did you mean 'out'? give the folder",
+        "run r.yaml --ouput x": "unrecognized arguments: --ouput x; did you mean --output?",
+        "peers r.yaml --peer auto": "--peer auto: report.peers.0.name: unknown peer 'auto'",
+        "--hlep": "no command '--hlep'; did you mean '--help'?",
+    }
+    calls = [("ptq.cli", line.split()) for line in reasons]
+    for line, (code, said) in zip(reasons, answers(*calls, folder=tmp_path), strict=True):
+        assert code == 2, line
+        assert reasons[line] in said, (line, said)
 
 
 @pytest.mark.parametrize("module", ["ptq.run", "inference.predict"])

@@ -216,5 +216,5 @@ def test_faults_of_bases_say_whose_they_are(tmp_path):
         load_recipe(tmp_path / "a.yaml")
     with pytest.raises(RecipeError, match="needed is the path of another recipe"):
         load_recipe(write(tmp_path, SMALL + "base: [x]\n"))
-    with pytest.raises(RecipeError, match=r"nowhere\.yaml: cannot be read"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml:1: base: no such recipe: nowhere\.yaml;"):
         load_recipe(write(tmp_path, "base: nowhere.yaml\n"))

@@ -58,7 +58,9 @@ def test_a_shipped_recipe_may_be_a_base(tmp_path):
     recipe, base = load_recipe("mine.yaml"), load_recipe("w4_gptq")
     assert recipe == base.model_copy(update={"output": recipe.output})
     Path("typo.yaml").write_text("base: w4_gptk\n")
-    with pytest.raises(RecipeError, match=r"w4_gptk: .*did you mean 'w4_gptq'"):
+    with pytest.raises(
+        RecipeError, match=r"typo.yaml:1: base: .*w4_gptk, .*did you mean 'w4_gptq'"
+    ):
         load_recipe("typo.yaml")
 
 
