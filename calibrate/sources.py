@@ -149,8 +149,9 @@ def chat_text(tokenizer: Any, variables: Mapping[str, Any]) -> Convert:
     """
     if not has_chat_template(tokenizer):
         raise RecipeError(
-            "dataset.messages_column cannot be used: the model's tokenizer has no chat template; "
-            "give text in dataset.column"
+            "dataset.messages_column cannot be used: the model's tokenizer has no chat template, "
+            "which makes text of chats. Give text in dataset.column; or, where the model was made "
+            "for chats, put its chat_template.jinja beside its tokenizer"
         )
     return lambda chat: render_chat(tokenizer, read_messages(chat), variables)
 
