@@ -66,7 +66,7 @@ def faults(error: ValidationError, most: int = 3) -> str:
 
 
 def _fault(fault: Any) -> str:
-    place, message = ".".join(map(str, fault["loc"])), fault["msg"]
+    place, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
     if not place:
         return message
     if fault["type"] == "missing":

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from formats.errors import CheckpointError
+
 QKNorm = Literal["none", "head", "projection"]
 
 
@@ -215,13 +217,30 @@ class Heads:
     size: int
 
 
+def needed(config: Mapping[str, Any], key: str) -> Any:
+    """A value of config.json that follows from nothing else.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if config.get(key) is None:
+        raise CheckpointError(
+            f"config.json: {key} is missing. Add it, or copy config.json of the original model"
+        )
+    return config[key]
+
+
 def heads_of(config: Mapping[str, Any]) -> Heads:
-    """The attention's sizes, from config.json: what a config leaves out follows from the rest."""
-    query = int(config["num_attention_heads"])
+    """The attention's sizes, from config.json: what a config leaves out follows from the rest.
+
+    Raises:
+        CheckpointError: it leaves out what nothing can follow from.
+    """
+    query = int(needed(config, "num_attention_heads"))
     return Heads(
         query=query,
         kv=int(config.get("num_key_value_heads") or query),
-        size=int(config.get("head_dim") or config["hidden_size"] // query),
+        size=int(config.get("head_dim") or needed(config, "hidden_size") // query),
     )
 
 
@@ -246,5 +265,7 @@ def merged_rows(family: Family, config: Mapping[str, Any]) -> dict[str, dict[str
         merged[names.merged] = dict(zip(names.qkv, sizes, strict=True))
     if family.feed_forward.stored_merged:
         names = family.feed_forward
-        merged[names.merged] = dict.fromkeys(names.gate_up, int(config["intermediate_size"]))
+        merged[names.merged] = dict.fromkeys(
+            names.gate_up, int(needed(config, "intermediate_size"))
+        )
     return merged

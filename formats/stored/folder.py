@@ -9,6 +9,7 @@ from pydantic import Field
 
 from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
+from formats.families.values import check_model_values
 from formats.files import sha256_file
 from formats.links import find_file
 from formats.scheme import KVCacheSpec, Strict
@@ -124,6 +125,7 @@ def read_config(path: Path) -> ConfigFile:
         guess = f"did you mean {inner[0]}?" if inner else "is this a model folder?"
         raise CheckpointError(f"{path}: found no config.json; {guess}")
     quantization = config.pop("quantization_config", None)
+    check_model_values(config, str(path / CONFIG), remedy)
     if "auto_map" in config:
         raise CheckpointError(
             f"{path / CONFIG}: the model needs code of its own (auto_map, trust_remote_code), "

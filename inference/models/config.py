@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.family import Family, heads_of
+from formats.families.family import Family, heads_of, needed
 from formats.families.registry import family_of
 from inference.models.rotary import Rotary, read_rotary
+
+NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)  # transformers has defaults for them, which are another model's
+
+
+def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
+    """A config.json as transformers reads it.
+
+    Raises:
+        CheckpointError: transformers refuses a value.
+    """
+    raw = dict(values)
+    try:
+        return AutoConfig.for_model(raw.pop("model_type"), **raw)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"config.json: transformers refuses it ({reason}). Correct it, or copy that of the "
+            "original model"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -59,10 +89,13 @@ class ModelConfig:
         """Read and check a checkpoint's configuration.
 
         Raises:
-            CheckpointError: the family, activation or rotary embedding is not supported.
+            CheckpointError: the family, activation or rotary embedding is not supported, or a
+                value is missing or none.
         """
-        family, raw = family_of(checkpoint.config), dict(checkpoint.config)
-        config = AutoConfig.for_model(raw.pop("model_type"), **raw)
+        family = family_of(checkpoint.config)
+        for key in NEEDED if family.mixture is None else (*NEEDED, "num_experts_per_tok"):
+            needed(checkpoint.config, key)
+        config = transformers_config(checkpoint.config)
         if config.hidden_act != "silu":
             raise CheckpointError(f"hidden_act {config.hidden_act!r} is not run here, only silu")
         heads = heads_of(config.to_dict())
@@ -84,7 +117,7 @@ class ModelConfig:
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) or None
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # all or none

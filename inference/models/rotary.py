@@ -14,7 +14,9 @@ model as it is loaded: the short ones where no request may be longer than that l
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,15 +74,37 @@ def read_rotary(family: Family, config: PretrainedConfig) -> Rotary:
         turning = rotary_channels(family, values)
         exponent = torch.arange(0, turning, 2).float() / turning
         return Rotary(1.0 / (parameters["rope_theta"] ** exponent))
-    initial = ROPE_INIT_FUNCTIONS[kind]
+    initial = partial(_frequencies, kind, config)
     if not family.partial_rotary and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(
             f"partial_rotary_factor {parameters['partial_rotary_factor']} is not run here: heads "
             f"of this family, of {heads_of(values).size} channels, turn as a whole"
         )
-    frequency, scaling = initial(config, torch.device("cpu"))
+    frequency, scaling = initial()
     if kind != "longrope":
         return Rotary(frequency.float(), scaling=float(scaling))
     limit = int(parameters["original_max_position_embeddings"])
-    long_frequency, _ = initial(config, torch.device("cpu"), seq_len=limit + 1)
+    long_frequency, _ = initial(seq_len=limit + 1)
     return Rotary(frequency.float(), long_frequency.float(), limit, float(scaling))
+
+
+def _frequencies(kind: str, config: PretrainedConfig, **length: int) -> tuple[Tensor, float]:
+    """Frequencies of a kind of scaling and its factor, as transformers computes them.
+
+    Raises:
+        CheckpointError: a value that they need is missing, or makes none of them.
+    """
+    try:
+        frequency, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **length)
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise _no_rotation(f"{type(error).__name__}: {error}") from error
+    if not bool(torch.isfinite(frequency).all()) or not math.isfinite(scaling):
+        raise _no_rotation("a frequency is not finite")
+    return frequency, float(scaling)
+
+
+def _no_rotation(reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: rope_parameters give no rotary embedding ({reason}). Correct them, or copy "
+        "config.json of the original model"
+    )

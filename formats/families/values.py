@@ -1,0 +1,120 @@
+"""The values of config.json that are read, with their types and ranges.
+
+Only families that are declared here are checked: others may mean something else by a key. What is
+absent follows from the rest or from transformers' defaults; what nothing can follow from is asked
+for where it is needed (`formats.families.family.needed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from formats.documents import check_values
+from formats.families.registry import find_family
+
+Size = Annotated[int, Field(gt=0, lt=2**31)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Token = Annotated[int, Field(gt=-(2**31), lt=2**31)]
+EndTokens = Token | list[Token] | None
+MOST_LAYERS = 10_000
+
+
+class _Values(BaseModel):
+    """Values that are read; others may stand beside them."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class RopeValues(_Values):
+    """`rope_parameters`, or `rope_scaling` as older files name it."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    factor: Positive | None = None
+    attention_factor: Positive | None = None
+    partial_rotary_factor: Share | None = None
+    original_max_position_embeddings: Size | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Finite | None = None
+    mscale_all_dim: Finite | None = None
+    truncate: bool | None = None
+    short_factor: list[Positive] | None = None
+    long_factor: list[Positive] | None = None
+
+
+class ModelValues(_Values):
+    """A decoder's shape and what its layers compute."""
+
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    num_hidden_layers: Annotated[Size, Field(le=MOST_LAYERS)] | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size | None = None
+    max_position_embeddings: Size | None = None
+    rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
+    hidden_act: str | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    rope_theta: Positive | None = None
+    rope_parameters: RopeValues | None = None
+    rope_scaling: RopeValues | None = None
+    partial_rotary_factor: Share | None = None
+    num_experts: Size | None = None
+    num_local_experts: Size | None = None
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    norm_topk_prob: bool | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: EndTokens = None
+
+    @model_validator(mode="after")
+    def _heads_share_evenly(self) -> Self:
+        heads, kv_heads, hidden = (
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.hidden_size,
+        )
+        if heads and kv_heads and heads % kv_heads:
+            raise ValueError(f"{heads} num_attention_heads do not share {kv_heads} KV heads evenly")
+        if heads and hidden and not self.head_dim and hidden % heads:
+            raise ValueError(f"hidden_size {hidden} does not divide into {heads} heads")
+        if (self.head_dim or 0) % 2:
+            raise ValueError(
+                f"head_dim is {self.head_dim}; rotary embedding turns pairs of channels"
+            )
+        experts = self.num_experts or self.num_local_experts
+        if experts and (self.num_experts_per_tok or 0) > experts:
+            raise ValueError(f"{self.num_experts_per_tok} num_experts_per_tok of {experts} experts")
+        return self
+
+
+class GenerationValues(_Values):
+    """generation_config.json, of which only the tokens that end a text are read."""
+
+    eos_token_id: EndTokens = None
+
+
+def check_model_values(config: Mapping[str, Any], origin: str, remedy: str) -> None:
+    """Check what config.json says of a model whose family is declared.
+
+    Raises:
+        CheckpointError: a value has another type or is out of its range; it is named.
+    """
+    if find_family(config) is not None:
+        check_values(config, ModelValues, origin, remedy)
