@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from formats.checkpoint.targets import is_ignored, layer_targets
+from formats.documents import check_values
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
 from formats.scheme import BLOCK, ActivationSpec, KVCacheSpec, LayerScheme, WeightSpec
@@ -117,6 +118,51 @@ def _input_args(spec: ActivationSpec) -> dict[str, Any]:
     return args
 
 
+def _check_pattern(entry: str) -> str:
+    try:
+        re.compile(entry.removeprefix("re:"))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"not a pattern ({error})") from error
+    return entry
+
+
+class _Values(BaseModel):
+    """Values of `quantization_config` that are read, by their types; others may stand beside."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+
+class ArgsValues(_Values):
+    """How one tensor of a layer is quantized."""
+
+    num_bits: int | None = None
+    type: str | None = None
+    symmetric: bool | None = None
+    strategy: str | None = None
+    dynamic: bool | str | None = None
+    group_size: int | None = None
+    block_structure: list[int] | None = None
+    actorder: str | bool | None = None
+    observer_kwargs: dict[str, Any] | None = None
+
+
+class GroupValues(_Values):
+    """Layers of one scheme."""
+
+    targets: list[Annotated[str, AfterValidator(_check_pattern)]]
+    format: str | None = None
+    weights: ArgsValues | None = None
+    input_activations: ArgsValues | None = None
+
+
+class QuantizationValues(_Values):
+    """The whole of it."""
+
+    format: str | None = None
+    config_groups: dict[str, GroupValues] | None = None
+    ignore: list[Annotated[str, AfterValidator(_check_pattern)]] | None = None
+
+
 Groups = tuple[tuple[tuple[str, ...], LayerScheme], ...]
 
 
@@ -129,6 +175,8 @@ def read_groups(config: Mapping[str, Any]) -> Groups:
     method = config.get("quant_method")
     if method != METHOD:
         raise _unsupported(f"quant_method {method!r}")
+    where = "config.json: quantization_config"
+    check_values(config, QuantizationValues, where, "Copy config.json of the checkpoint again")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not (groups or config.get("kv_cache_scheme")):
         raise _unsupported(f"{len(groups) if isinstance(groups, Mapping) else 'no'} config_groups")
@@ -211,13 +259,7 @@ def _dtype(args: Mapping[str, Any]) -> Any:
 
 def _is_target(target: Any) -> bool:
     """Whether it names linear layers: all of them, one by its full name, or some by a pattern."""
-    if not isinstance(target, str) or not (target == CLASS or "." in target):
-        return False
-    try:
-        re.compile(target.removeprefix("re:"))
-    except re.error:
-        return False
-    return True
+    return isinstance(target, str) and (target == CLASS or "." in target)
 
 
 def find_scheme(module: str, groups: Groups) -> LayerScheme | None:

@@ -26,6 +26,7 @@ from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import read_linear
+from inference.models.shapes import check_shapes
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Decoder(Generic[L, X]):
         layers: Its blocks.
         norm: [hidden], before the head.
         head: Gives the logits.
-        cos: fp32 [positions, R], of the first R channels of each head, which turn.
-        sin: fp32 [positions, R].
+        cos: fp32 [longest, R], of the first R channels of each head, which turn.
+        sin: fp32 [longest, R].
 
     Raises:
         CheckpointError: it is not a decoder of this kind, or tensors are missing.
@@ -87,6 +88,7 @@ class Decoder(Generic[L, X]):
         self, checkpoint: Checkpoint, factory: LayerFactory[L, X], longest: int | None = None
     ) -> None:
         self.config = config = ModelConfig.from_checkpoint(checkpoint)
+        check_shapes(checkpoint, config)
         factory.check(config)
         self._checkpoint, self._factory, self.dtype = checkpoint, factory, factory.dtype
         own = f"{HEAD}.weight" in checkpoint or HEAD in checkpoint.quantized_modules
@@ -97,8 +99,7 @@ class Decoder(Generic[L, X]):
         for block in block_names(checkpoint.config):
             self.layers.append(self._load_layer(block))
             release_freed_memory()  # else what packing a layer leaves behind may add up
-        positions = config.max_positions
-        cos, sin = config.rotary.table(positions, longest or positions)
+        cos, sin = config.rotary.table(longest or config.max_positions)
         self.cos, self.sin = cos.to(factory.device), sin.to(factory.device)
         # Last: nothing is held any more of what was held beside the packed layers.
         self.embedding = self._embedding(tied=tied)

@@ -43,17 +43,16 @@ class Rotary:
     original_positions: int | None = None
     scaling: float = 1.0
 
-    def table(self, positions: int, longest: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the positions, each fp32 [positions, R], the two halves equal.
+    def table(self, longest: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions, each fp32 [longest, R], the two halves equal.
 
         Args:
-            positions: How many.
             longest: Most tokens that a request may have.
         """
         limit, frequency = self.original_positions, self.frequency
         if self.long_frequency is not None and limit is not None and longest > limit:
             frequency = self.long_frequency
-        angle = torch.outer(torch.arange(positions).float(), frequency)
+        angle = torch.outer(torch.arange(longest).float(), frequency)
         angle = torch.cat((angle, angle), dim=-1)
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 

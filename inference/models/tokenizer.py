@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from formats.checkpoint.read import Checkpoint
+from formats.documents import read_document
 from formats.errors import CheckpointError
+from formats.families.values import GenerationValues
+
+GENERATION = "generation_config.json"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+SUFFIXES = (".model", ".tiktoken")
+REMEDY = "Copy it again from the original model"
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -18,20 +24,35 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    if not any(file.name in VOCABULARIES or file.suffix in SUFFIXES for file in folder.iterdir()):
         raise CheckpointError(
-            f"{folder}: its tokenizer cannot be loaded; put the model's tokenizer files, such as "
-            f"tokenizer.json, beside the weights ({' '.join(str(error).split())[:200]})"
-        ) from error
+            f"{folder}: found no tokenizer (none of {', '.join(VOCABULARIES)}). Copy the original "
+            "model's tokenizer files beside the weights: tokenizer.json and tokenizer_config.json"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of any kind: tokenizers raises nothing but Exception itself
+        raise _unusable(folder, f"{type(error).__name__}: {error}") from error
+    if not tokenizer("a b")["input_ids"]:
+        raise _unusable(folder, "it makes no tokens of a text")
+    return tokenizer
+
+
+def _unusable(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: its tokenizer cannot be loaded ({' '.join(reason.split())[:200]}). Copy the "
+        "original model's tokenizer files beside the weights: tokenizer.json and "
+        "tokenizer_config.json"
+    )
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
     """End tokens that config.json, generation_config.json and the tokenizer name."""
     named: list[Any] = [checkpoint.config.get("eos_token_id"), tokenizer.eos_token_id]
-    generation = checkpoint.path / "generation_config.json"
-    if generation.is_file():
-        named.append(json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id"))
+    generation = read_document(checkpoint.path, GENERATION, GenerationValues, REMEDY)
+    if generation is not None:
+        named.append(generation.eos_token_id)
     flat = [t for value in named for t in (value if isinstance(value, list) else [value])]
     return frozenset(token for token in flat if token is not None)
