@@ -116,6 +116,7 @@ class Engine:
         """
         require_device(device)  # first: the rest takes its time
         checkpoint = Checkpoint.open(path, quantized_kv=quantized_kv, revision=revision)
+        ModelConfig.from_checkpoint(checkpoint)  # before the tokenizer, which reads config.json too
         tokenizer = load_tokenizer(checkpoint.path)
         backend = choose_backend(device, checkpoint, dtype)
         sizes = config or EngineConfig()

@@ -71,7 +71,7 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
         config,
         files,
         groups=read_groups(quantization),
-        ignore=tuple(quantization.get("ignore", ())),
+        ignore=tuple(quantization.get("ignore") or ()),
         cache=read_cache_scheme(quantization),
         own=own,
     )

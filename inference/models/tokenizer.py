@@ -25,26 +25,24 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any(file.name in VOCABULARIES or file.suffix in SUFFIXES for file in folder.iterdir()):
-        raise CheckpointError(
-            f"{folder}: found no tokenizer (none of {', '.join(VOCABULARIES)}). Copy the original "
-            "model's tokenizer files beside the weights: tokenizer.json and tokenizer_config.json"
-        )
+        raise _unusable(folder, f"there is none: no {', '.join(VOCABULARIES)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+        tokens = tokenizer("a b")["input_ids"]
     except Exception as error:  # of any kind: tokenizers raises nothing but Exception itself
         raise _unusable(folder, f"{type(error).__name__}: {error}") from error
-    if not tokenizer("a b")["input_ids"]:
+    if not tokens:
         raise _unusable(folder, "it makes no tokens of a text")
     return tokenizer
 
 
 def _unusable(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: its tokenizer cannot be loaded ({' '.join(reason.split())[:200]}). Copy the "
-        "original model's tokenizer files beside the weights: tokenizer.json and "
-        "tokenizer_config.json"
+        f"{folder}: its tokenizer cannot be loaded; put the original model's tokenizer files, "
+        "tokenizer.json and tokenizer_config.json, beside the weights "
+        f"({' '.join(reason.split())[:200]})"
     )
 
 

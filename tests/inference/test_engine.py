@@ -249,6 +249,58 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(tiny
         engine(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "TokenizersBackend", "Qwen2Tokenizer"])
+def test_settings_without_a_vocabulary_are_no_tokenizer(tiny_llama, tmp_path, kind):
+    """transformers makes an empty one of them, to which every prompt is empty."""
+    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(CheckpointError, match="there is none: no tokenizer.json"):
+        engine(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "{", '{"model": 3}', '{"model": {"type": "BPE"}}'])
+def test_a_damaged_tokenizer_is_refused(tiny_llama, tmp_path, text):
+    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="tokenizer cannot be loaded"):
+        engine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_attention_heads", None, "num_attention_heads is missing"),
+        ("num_attention_heads", -4, "num_attention_heads is -4: Input should be greater than 0"),
+        ("num_attention_heads", 8, r"q_proj.weight has shape \[128, 128\]; by config.json it is"),
+        ("num_key_value_heads", "two", "num_key_value_heads is 'two'"),
+        ("head_dim", -128, "head_dim is -128"),
+        ("hidden_size", 64, "embed_tokens.weight has shape"),
+        ("vocab_size", 2**31 - 1, "embed_tokens.weight has shape"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
+        ("rope_parameters", {"rope_type": "llama3"}, "refuses it|no rotary embedding"),
+        ("layer_types", ["none", "such"], "transformers refuses it"),
+        ("initializer_range", "x", "transformers refuses it"),
+        ("eos_token_id", {"a": 1}, "eos_token_id"),
+    ],
+)
+def test_a_value_of_config_json_that_is_none(tiny_llama, tmp_path, key, value, words):
+    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    changed = {k: v for k, v in (config | {key: value}).items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=words):
+        engine(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"eos_token_id": {}}', '{"eos_token_id": ["a"]}'])
+def test_a_damaged_generation_config_is_refused(tiny_llama, tmp_path, text):
+    shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="generation_config.json"):
+        engine(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("values", "param"),
     [
