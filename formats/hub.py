@@ -146,8 +146,9 @@ def _refusal(name: str, revision: str | None, error: Exception) -> str:
     """Why a model cannot be had, and how to get it otherwise."""
     at = f" --revision {revision}" if revision else ""
     return (
-        f"{name}: no such folder here, and it cannot be had from the hub: {_why(error)}. Where it "
-        f"can be had, run\n  hf download {name}{at} --local-dir {name.split('/')[1]}\n"
+        f"{name}: no such folder here; {near_folder(name)}it cannot be had from the hub either: "
+        f"{_why(error)}. Where it can be had, run\n"
+        f"  hf download {name}{at} --local-dir {name.split('/')[1]}\n"
         "and give that folder"
     )
 

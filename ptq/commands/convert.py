@@ -32,7 +32,12 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="ptq convert", description="Write a quantized checkpoint in another layout."
     )
-    made.add_argument("source", type=Path, metavar="SRC", help="folder of a quantized model")
+    made.add_argument(
+        "source",
+        type=Path,
+        metavar="SRC",
+        help="folder, or its name on the hub",
+    )
     made.add_argument("out", type=Path, metavar="DST", help="folder to make")
     made.add_argument("--to", required=True, choices=TARGETS, help="layout to write")
     made.add_argument("--tables", type=Path, metavar="DIR", help="PaddleNLP's tables of scales")

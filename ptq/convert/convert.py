@@ -30,6 +30,7 @@ from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
+from formats.hub import model_folder
 from formats.lock import target_locked
 from formats.scheme import Scheme
 from formats.stored.folder import SETTINGS_FILES, read_config
@@ -57,7 +58,8 @@ def convert(
     """Write a checkpoint in another layout; memory held is one layer and one shard.
 
     Args:
-        source: Folder of a quantized checkpoint; with `tables`, of a float model.
+        source: Folder of a quantized checkpoint, or its name on the hub; with `tables`, of a float
+            model.
         out: Folder to make.
         target: One of `ptq.convert.targets.TARGETS`.
         tables: Folder of PaddleNLP's tables of scales, for `compressed_tensors`.
@@ -70,7 +72,7 @@ def convert(
         CheckpointError: the target cannot express the checkpoint, a file is damaged, or another
             process writes to `out`; nothing is left behind.
     """
-    source, out = Path(source), Path(out)
+    source, out = model_folder(source), Path(out)
     _check_paths(source, out)
     _check_options(target, tables, dtype)
     with target_locked(out):
@@ -115,8 +117,6 @@ def _convert(
 def _check_paths(source: Path, out: Path) -> None:
     if source.resolve().is_relative_to(out.resolve()):
         raise CheckpointError(f"{out} holds the source {source}; choose another output path")
-    if not source.is_dir():
-        raise CheckpointError(f"{source}: no such folder; give the folder of a quantized model")
 
 
 def _refuse_stored_merged(source: Path, config: Mapping[str, Any]) -> None:

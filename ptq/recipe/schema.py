@@ -90,6 +90,11 @@ class ModelSpec(Strict):
         """
         return model_folder(self.path, self.revision)
 
+    @property
+    def told(self) -> str:
+        """For a reader: the path, or the name on the hub with what is known of the revision."""
+        return str(self.path) if self.revision is None else f"{self.path} ({self.revision})"
+
     def pinned(self) -> ModelSpec:
         """The same model for good: an absolute path, or the commit that is on the hub now.
 

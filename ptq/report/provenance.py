@@ -17,7 +17,7 @@ class Provenance(Strict):
 
     Attributes:
         made: Date and time in UTC, such as `2025-03-01 14:05 UTC`.
-        model: Full path of the original.
+        model: Full path of the original, or its name and commit on the hub.
         checkpoint: Full path of the quantized checkpoint.
         device: Where both models ran: the name of the processor or of the GPU.
         threads: Threads of the processor that they were allowed.
@@ -41,7 +41,7 @@ def provenance_of(recipe: Recipe, checkpoint: Path) -> Provenance:
     machine = environment(recipe.report.device)
     return Provenance(
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        model=str(recipe.model.path),
+        model=recipe.model.told,
         checkpoint=str(checkpoint.absolute()),
         device=str(machine.get("gpu", machine["processor"])),
         threads=int(machine["threads"]),

@@ -151,3 +151,10 @@ def test_a_checkpoint_opens_by_its_name(online):
     checkpoint = Checkpoint.open("org/tiny", revision="v1")
     assert checkpoint.path.name == COMMITS["v1"]
     assert checkpoint.tensor("model.norm.weight").shape == (256,)
+
+
+def test_a_name_like_that_of_a_folder_is_told(online, tmp_path):
+    (tmp_path / "output" / "mine").mkdir(parents=True)
+    for name in ("output/mime", "./output/mime"):
+        with pytest.raises(CheckpointError, match=r"did you mean 'output/mine'\?"):
+            hub.model_folder(name)
