@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 from formats.errors import PTQError
 
@@ -28,17 +28,26 @@ def device(text: str) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Arguments of a command; an option that it does not know gets a guess."""
+    """Arguments of a command; whatever is wrong, an option that it does not know gets a guess."""
+
+    _given: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """`argparse.ArgumentParser.parse_args`."""
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            options = [text for action in self._actions for text in action.option_strings]
-            close = (get_close_matches(text.partition("=")[0], options, 1) for text in unknown)
-            guess = next((f"; did you mean {names[0]}?" for names in close if names), "")
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
-        return found
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_args(self._given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and what is wrong, and end the process with exit code 2."""
+        options = [text for action in self._actions for text in action.option_strings]
+        for text in self._given:
+            name = text.partition("=")[0]
+            if name.startswith("--") and not any(known.startswith(name) for known in options):
+                words = {known.strip("-"): known for known in options}
+                close = get_close_matches(name.strip("-"), words, 1)
+                guess = f"; did you mean {words[close[0]]}?" if close else ""
+                message = f"{message}; there is no {name}{guess}"
+        super().error(message)
 
 
 def run_command(

@@ -63,7 +63,7 @@ class SamplingParams(Strict):
             fault = error.errors()[0]
             param = str(fault["loc"][0]) if fault["loc"] else None
             raise RequestError(
-                f"{param}: {fault['msg']}; found {fault['input']!r}", param
+                f"{param}: {fault['msg'].removeprefix('Input ')}; found {fault['input']!r}", param
             ) from error
         if 0 < self.temperature < LEAST:
             raise RequestError(

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from calibrate.spec import TABLES, TEXT
-from formats.errors import suggestion
+from formats.errors import CheckpointError, suggestion
+from formats.families.registry import find_family, unsupported
 from formats.hub import find_model, is_hub_id, near_folder
 from formats.scheme import PRESETS
+from formats.stored.folder import read_config
 from ptq.methods.registry import METHODS
 from ptq.recipe.problems import (
     MISSING,
@@ -185,8 +187,9 @@ class Draft:
         if model.get("revision") is not None:
             message = f"found a revision, but {path} is a local folder, which has none"
             self.problems.append(self.at(("model", "revision"), message))
-        if not Path(path).is_dir():
-            self.problems.append(self.at(("model", "path"), self._no_model(Path(path))))
+        fault = _unsupported(Path(path)) if Path(path).is_dir() else self._no_model(Path(path))
+        if fault is not None:
+            self.problems.append(self.at(("model", "path"), fault))
 
     def _no_model(self, path: Path) -> str:
         if path.is_file():
@@ -258,6 +261,15 @@ def _is_file(base: Path, name: str) -> bool:
         return False
     looks_local = Path(name).suffix in (*TEXT, *TABLES) or name.startswith((".", "/", "~"))
     return looks_local or (base / name).exists()
+
+
+def _unsupported(model: Path) -> str | None:
+    """Why a folder's model is of no family that is run here; None where it is, or is not told."""
+    try:
+        config = read_config(model)[0]
+    except CheckpointError:
+        return None  # the plan opens it, and tells
+    return unsupported(config, str(model)) if find_family(config) is None else None
 
 
 def _unknown_scheme(name: str, presets: Sequence[str]) -> str:

@@ -91,7 +91,9 @@ def test_every_command_helps_and_refuses_arguments_at_once():
 
 
 def test_wrong_recipes_are_refused_at_once(tmp_path):
-    (tmp_path / "model").mkdir()
+    for name, family in (("model", "llama"), ("other", "llama4")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": family}))
     (tmp_path / "typo.yaml").write_text(RECIPE.format(model="model", scheme="a8w8c9"))
     (tmp_path / "folder.yaml").write_text(RECIPE.format(model="modle", scheme="a8w8"))
     (tmp_path / "good.yaml").write_text(RECIPE.format(model="model", scheme="w8"))
@@ -103,6 +105,7 @@ def test_wrong_recipes_are_refused_at_once(tmp_path):
         ("good.yaml", "--set", "observers.input.method=max"): "observers.input.method",
         ("good.yaml", "--set", "dataset.nme=x"): "did you mean 'name'?",
         ("good.yaml", "--set", "device=gpu"): "found the text 'gpu'",
+        ("good.yaml", "--set", "model.path=other"): "is not supported yet. transformers knows it",
         ("good.yaml", "--set", "model.path=modle"): "directory; did you mean '",
         ("good.yaml", "--set", "model.path=good.yaml"): "good.yaml is a file; give the folder",
         (
@@ -147,8 +150,9 @@ def test_folders_and_devices_that_are_none_are_refused_at_once(tmp_path):
         "bench otu": "otu: no such folder; did you mean 'out'? give the folder of a model",
         "bench --shape lama --scheme w4": "found 'lama'; did you mean 'llama-3-8b'?",
         "convert otu b --to float": "otu: no such folder; did you mean 'out'? give the folder",
-        "run r.yaml --ouput x": "unrecognized arguments: --ouput x; did you mean --output?",
+        "run r.yaml --ouput x": "unrecognized arguments: --ouput x; there is no --ouput; did you mean --output?",
         "peers r.yaml --peer auto": "--peer auto: report.peers.0.name: unknown peer 'auto'",
+        "predict out --promt x": "--input is required; there is no --promt; did you mean --prompt?",
         "--hlep": "no command '--hlep'; did you mean '--help'?",
     }
     calls = [("ptq.cli", line.split()) for line in reasons]
