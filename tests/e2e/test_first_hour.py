@@ -205,6 +205,17 @@ def test_the_model_can_be_talked_with(desk, first):
     assert (answer.out + answer.err).count("--max-tokens 2") == 2
 
 
+def test_one_line_without_a_recipe(desk):
+    """It finds the chats of a file by itself, and writes the recipe that repeats it."""
+    words = ["quantize", "own-model", "--scheme", "w8", "--data", "chats.jsonl", *SMALL[:-2]]
+    answer = desk.ptq(*words, "--output", "output/quick")
+    assert answer.code == 0, answer.err
+    again = desk.ptq("run", "output/quick/recipe.yaml", "--output", "output/repeated")
+    assert again.code == 0, again.err
+    made, repeated = (desk.digests(f"output/{name}/checkpoint") for name in ("quick", "repeated"))
+    assert made["model.safetensors"] == repeated["model.safetensors"]
+
+
 def test_another_checkpoint_of_what_was_seen(desk, first):
     """Solved without the model, then measured as the command says, and held against the first."""
     solved = desk.ptq(
