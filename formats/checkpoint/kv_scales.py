@@ -79,7 +79,20 @@ def read_cache(
         return CacheScales()
     taken = {f"{a}.{kind}_scale" for a in attention_names(config) for kind in "kv"}
     own = {name: files.pop(name) for name in taken & files.keys()}
+    _drop_zero_points(files, config)
     return _checked(served, own, config, "kv_cache_scheme of config.json: ")
+
+
+def _drop_zero_points(files: dict[str, TensorFile], config: Mapping[str, Any]) -> None:
+    """Leave out zero points of a symmetric cache, which some write and which say nothing."""
+    names = {f"{a}.{kind}_zero_point" for a in attention_names(config) for kind in "kv"}
+    for name in sorted(names & files.keys()):
+        if bool(read_elements(files, [name]).float().any()):
+            raise CheckpointError(
+                f"{name} is not 0, but the cache is symmetric by kv_cache_scheme of config.json. "
+                "Get the checkpoint again"
+            )
+        del files[name]
 
 
 def _spec(file: SafetensorsFile) -> KVCacheSpec:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
+from torch import Tensor
 
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
@@ -104,7 +106,15 @@ def _scales(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             rows.append(
                 {"module": module, "role": role, "tensor": name, "shape": list(scale.shape)} | ends
             )
+    for attention, pair in checkpoint.kv_scales.items():
+        rows += map(partial(_cache_row, attention), ("k", "v"), pair)
     return rows
+
+
+def _cache_row(attention: str, kind: str, scale: Tensor) -> dict[str, Any]:
+    ends = {"scale_min": scale.min().item(), "scale_max": scale.max().item()}
+    row = {"module": attention, "role": f"{kind}_cache", "tensor": f"{attention}.{kind}_scale"}
+    return row | {"shape": list(scale.shape)} | ends
 
 
 def _sizes(checkpoint: Checkpoint) -> tuple[SizeRow, ...]:
