@@ -33,13 +33,18 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
     Args:
         words: int32 [..., words].
-        bits: 4 or 8.
+        bits: 1 to 8; of 3, 5, 6 and 7 some values begin in one word and end in the next.
         count: Values of a row; what words hold beyond them is left out.
 
     Returns:
         int8 [..., count].
     """
     raw = words.contiguous().view(torch.uint8)  # little-endian: in the order of the values
+    if bits not in (4, 8):
+        places = torch.arange(8, dtype=torch.uint8, device=words.device)
+        stream = (raw.unsqueeze(-1) >> places & 1).flatten(-2)[..., : count * bits]
+        stored = (stream.unflatten(-1, (count, bits)) << places[:bits]).sum(-1, dtype=torch.uint8)
+        return stored.sub_(1 << (bits - 1)).view(torch.int8)
     stored = torch.empty((*words.shape[:-1], count), dtype=torch.uint8, device=words.device)
     if bits == 8:
         stored.copy_(raw[..., :count])

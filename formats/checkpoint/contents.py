@@ -22,7 +22,7 @@ from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
 from formats.families.registry import find_family
-from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_grid
+from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_scheme
 from formats.scheme import KVCacheSpec, Scheme
 from formats.stored.folder import OwnPart, read_config
 from formats.stored.safetensors_files import TensorFile, open_weights
@@ -83,7 +83,7 @@ def is_foreign(quantization: Mapping[str, Any] | None) -> bool:
 
 
 def _foreign_contents(folder: ForeignFolder, to_run: bool) -> Contents:
-    require_grid(folder)
+    require_scheme(folder)
     if to_run:
         refuse_to_run(folder)
     files = split_stored(folder.plain_files, folder.config)

@@ -94,6 +94,8 @@ def four_bit_layout(quant_type: str, nested: bool) -> Layout:
         (*leaves, *NESTED_LEAVES) if nested else leaves,
         marker=state,
         values=partial(dequantize_four_bit, quant_type=quant_type),
+        refusal=f"values of {quant_type} weights lie on no integer grid, so that no scheme here "
+        "holds them exactly",
     )
 
 

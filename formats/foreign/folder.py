@@ -254,17 +254,16 @@ class ForeignLayer:
             return weight_tensors(self._folder.scheme, weight, self.dtype)[leaf]
 
 
-def require_grid(folder: ForeignFolder) -> None:
-    """Refuse a folder whose values lie on no integer grid.
+def require_scheme(folder: ForeignFolder) -> None:
+    """Refuse a folder whose weights no scheme here holds.
 
     Raises:
-        CheckpointError: so they do; the message has the commands that help.
+        CheckpointError: none does; the message has the commands that help.
     """
     if folder.layout.unpack is None:
         path = folder.path
         raise CheckpointError(
-            f"{path}: values of {folder.layout.name} weights lie on no integer grid, so that no "
-            f"scheme here holds them exactly. Make a float model of it with `ptq convert {path} "
+            f"{path}: {folder.layout.refusal}. Make a float model of it with `ptq convert {path} "
             "FLOAT --to float`, then quantize that with a recipe: `ptq run RECIPE --set "
             "model.path=FLOAT`"
         )

@@ -16,24 +16,20 @@ its neighbour. Version 2 has no such case.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.families.names import MERGED
 from formats.foreign.layout import (
     Layout,
     check_divides,
-    group_spec,
     half_scales,
     packed_shape,
-    require_key,
     require_tensor,
     without_signs,
 )
@@ -42,14 +38,9 @@ from formats.scheme import Scheme, WeightSpec
 from formats.stored.weights import StoredWeight, check_scale
 
 Version = Literal[1, 2]
+T = TypeVar("T")
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 AGAIN = "Quantize the original model with one of the shipped recipes"
-HELD = (
-    "Supported of quant_method 'gptq' are 4 and 8 bits, per channel or in groups of 32, 64 or "
-    f"128. {AGAIN}"
-)
-# vLLM and SGLang merge these layers, and look the merged name up.
-MERGED_INTO = {part: merged for merged, parts in MERGED.items() for part in parts}
 
 
 def gptq_layout(spec: WeightSpec, version: Version, *, g_idx: bool = True) -> Layout:
@@ -61,24 +52,37 @@ def gptq_layout(spec: WeightSpec, version: Version, *, g_idx: bool = True) -> La
         g_idx: Whether layers have it.
     """
     size, bits = spec.group_size or -1, spec.bits
+    return replace(
+        gptq_values(bits, size, version, g_idx=g_idx),
+        pack=partial(pack_gptq, group_size=size, bits=bits, version=version),
+        unpack=_reading(_unpack, bits, size, version, g_idx),
+        zero_word=int(_pack_zeros(torch.zeros(32 // bits, 1), bits, version).item()),
+    )
 
-    def whole(read: Callable[..., Any], **settings: Any) -> Callable[[Mapping[str, Tensor]], Any]:
-        def of(tensors: Mapping[str, Tensor]) -> Any:
-            own = tensors if g_idx else _with_g_idx(tensors, bits, size)
-            return read(own, bits=bits, version=version, **settings)
 
-        return of
-
+def gptq_values(bits: int, group_size: int, version: Version, *, g_idx: bool) -> Layout:
+    """The layout of weights of any settings, of which only the values are read."""
     return Layout(
         name="gptq" if version == 1 else "gptq_v2",
         leaves=LEAVES if g_idx else LEAVES[:-1],
         marker="qweight",
         shape=lambda words: (words[1], words[0] * 32 // bits),
-        pack=partial(pack_gptq, group_size=size, bits=bits, version=version),
-        unpack=whole(_unpack, group_size=size),
-        zero_word=int(_pack_zeros(torch.zeros(32 // bits, 1), bits, version).item()),
-        values=whole(dequantize_gptq),
+        values=_reading(_values, bits, group_size, version, g_idx),
     )
+
+
+def _reading(
+    read: Callable[[Mapping[str, Tensor], int, Version, int], T],
+    bits: int,
+    group_size: int,
+    version: Version,
+    g_idx: bool,
+) -> Callable[[Mapping[str, Tensor]], T]:
+    def of(tensors: Mapping[str, Tensor]) -> T:
+        own = tensors if g_idx else _with_g_idx(tensors, bits, group_size)
+        return read(own, bits, version, group_size)
+
+    return of
 
 
 def _with_g_idx(tensors: Mapping[str, Tensor], bits: int, group_size: int) -> dict[str, Tensor]:
@@ -193,6 +197,10 @@ def dequantize_gptq(tensors: Mapping[str, Tensor], bits: int, version: Version) 
     return (q.float() - zeros.float()[:, g_idx]) * scale[:, g_idx]
 
 
+def _values(tensors: Mapping[str, Tensor], bits: int, version: Version, group_size: int) -> Tensor:
+    return dequantize_gptq(tensors, bits, version)  # g_idx tells all of the groups
+
+
 def _unpack(
     tensors: Mapping[str, Tensor], bits: int, version: Version, group_size: int
 ) -> StoredWeight:
@@ -205,12 +213,11 @@ def _fields(
     tensors: Mapping[str, Tensor], bits: int, version: Version
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Checked q [N, K], positive fp32 scale and int8 zeros [N, groups], g_idx int64 [K]."""
-    count = 32 // bits
     words, rows = packed_shape(tensors)
-    groups, columns = packed_shape(tensors, "scales")[0], words * count
+    groups, columns = packed_shape(tensors, "scales")[0], words * 32 // bits
     check_scale("scales", tensors["scales"].abs(), ((groups, rows),))
     qweight = require_tensor(tensors, "qweight", torch.int32, (words, rows))
-    qzeros = require_tensor(tensors, "qzeros", torch.int32, (groups, -(-rows // count)))
+    qzeros = require_tensor(tensors, "qzeros", torch.int32, (groups, -(-rows * bits // 32)))
     g_idx = require_tensor(tensors, "g_idx", torch.int32, (columns,)).long()
     if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups:
         raise CheckpointError(f"g_idx names groups outside of 0 to {groups - 1}; it is damaged")
@@ -220,69 +227,3 @@ def _fields(
     zeros = ((zeros + half) % (1 << bits) - half).to(torch.int8).T.contiguous()
     scale = tensors["scales"].float().T.contiguous()
     return *without_signs(q, scale, zeros, g_idx), g_idx
-
-
-def gptq_config(
-    spec: WeightSpec, *, version: Version, quantizer: str, unquantized: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The `quantization_config`.
-
-    Args:
-        spec: Of the weights.
-        version: 1 or 2.
-        quantizer: Name and version of who made it, such as `ptq:0.1.0`.
-        unquantized: Full names of the linear layers that were left alone.
-    """
-    dynamic = {f"-:^{_pattern(module)}$": {} for module in unquantized if module != "lm_head"}
-    return {
-        "quant_method": "gptq",
-        "bits": spec.bits,
-        "group_size": spec.group_size or -1,
-        "sym": spec.symmetric,
-        "desc_act": False,
-        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
-        "damp_percent": 0.01,  # unused when loading, but some readers want the key
-        "true_sequential": True,
-        "lm_head": False,
-        "static_groups": False,
-        "pack_dtype": "int32",
-        "meta": {"quantizer": [quantizer]},
-        **({"dynamic": dynamic} if dynamic else {}),
-    }
-
-
-def _pattern(module: str) -> str:
-    """A pattern for a layer's name and for that of the layer it is merged into."""
-    parent, _, leaf = module.rpartition(".")
-    name = f"({leaf}|{MERGED_INTO[leaf]})" if leaf in MERGED_INTO else re.escape(leaf)
-    return f"{re.escape(parent)}\\.{name}" if parent else name
-
-
-def read_gptq_config(config: Mapping[str, Any]) -> tuple[Scheme, Version]:
-    """The scheme and version of a `quantization_config`.
-
-    Keys that do not change the tensors, such as `damp_percent` and `desc_act` (`g_idx` tells), are
-    not looked at.
-
-    Raises:
-        CheckpointError: another method, or settings that are not read here.
-    """
-    require_key(config, "quant_method", ("gptq",), AGAIN)
-    bits = require_key(config, "bits", (4, 8), HELD)
-    size = require_key(config, "group_size", (-1, 32, 64, 128), HELD)
-    symmetric = require_key(config, "sym", (True, False), AGAIN)
-    require_key(config, "pack_dtype", ("int32", None), "Pack it again with pack_dtype int32")
-    require_key(config, "lm_head", (False, None), f"{AGAIN}, which leave lm_head alone")
-    require_key(config, "is_marlin_format", (False, None), "Get the checkpoint in the gptq format")
-    key = "format" if "checkpoint_format" not in config and "format" in config else None
-    layout = require_key(
-        config, key or "checkpoint_format", ("gptq", "gptq_v2", None), "Get the gptq format"
-    )
-    changed = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
-    if changed:
-        raise CheckpointError(
-            f"config.json: quantization_config has dynamic {changed[0]!r}: layers of several "
-            f"settings in one checkpoint are not read; allowed: only -: patterns. {AGAIN}"
-        )
-    scheme = Scheme(weights=group_spec(bits, size, symmetric))
-    return scheme, 2 if layout == "gptq_v2" else 1

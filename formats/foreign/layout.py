@@ -38,6 +38,7 @@ class Layout:
             where the layout's values lie on no integer grid.
         zero_word: Every word of `qzeros` where the weight is symmetric; None without zero points.
         values: The weight in fp32 [N, K], where tensors may hold more than `unpack` expresses.
+        refusal: What was found, where no scheme here holds the weights: `unpack` is None then.
         instead: What to convert a folder to that could be run as it is but is not, as `ptq convert
             --to` names it.
     """
@@ -50,6 +51,7 @@ class Layout:
     unpack: Callable[[Mapping[str, Tensor]], StoredWeight] | None = None
     zero_word: int | None = None
     values: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+    refusal: str = ""
     instead: str | None = None
 
 

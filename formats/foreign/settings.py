@@ -10,7 +10,8 @@ from formats.foreign.auto_round import read_auto_round_config
 from formats.foreign.awq import awq_layout, read_awq_config
 from formats.foreign.bitsandbytes import read_bitsandbytes_config
 from formats.foreign.fp8_block import fp8_block_layout, read_fp8_block_config
-from formats.foreign.gptq import gptq_layout, read_gptq_config
+from formats.foreign.gptq import gptq_layout
+from formats.foreign.gptq_config import float_layout, read_gptq_config
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import is_neural_compressor, neural_compressor_layout
 from formats.scheme import Scheme, WeightSpec
@@ -33,6 +34,10 @@ def read_layout(quantization: Mapping[str, Any], names: Collection[str]) -> tupl
         quantization = read_auto_round_config(quantization)
         method = quantization["quant_method"]
     if method == "gptq":
+        g_idx = any(name.endswith(".g_idx") for name in names)
+        values = float_layout(quantization, g_idx=g_idx)
+        if values is not None:
+            return Scheme(), values
         scheme, version = read_gptq_config(quantization)
         if is_neural_compressor(names):
             spec = integer_weights(scheme)

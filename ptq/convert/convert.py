@@ -26,7 +26,8 @@ from formats.foreign.fp8_block import (
     fp8_block_layout,
     refuse_fp8_block,
 )
-from formats.foreign.gptq import Version, gptq_config, gptq_layout, refuse_gptq
+from formats.foreign.gptq import Version, gptq_layout, refuse_gptq
+from formats.foreign.gptq_config import gptq_config
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables

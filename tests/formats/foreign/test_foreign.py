@@ -21,12 +21,11 @@ from formats.foreign.fp8_block import (
 )
 from formats.foreign.gptq import (
     dequantize_gptq,
-    gptq_config,
     pack_gptq,
-    read_gptq_config,
     refuse_gptq,
     unpack_gptq,
 )
+from formats.foreign.gptq_config import gptq_config, read_gptq_config
 from formats.foreign.paddle import FILES, paddle_tables, refuse_paddle
 from formats.scheme import PRESETS, KVCacheSpec, Scheme, WeightSpec
 from formats.stored.weights import StoredWeight
