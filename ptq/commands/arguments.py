@@ -11,11 +11,11 @@ from ptq.recipe.reading import output_override
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of all commands that take a recipe."""
     parser.add_argument("recipe", type=Path, help="YAML file, or a name of `ptq recipes`")
-    add_settings(parser)
+    add_settings(parser, output="overrides output.path")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """What overrides a recipe's settings."""
+def add_settings(parser: argparse.ArgumentParser, *, output: str) -> None:
+    """What overrides a recipe's settings; `output` tells what --output does."""
     parser.add_argument(
         "--set",
         action="append",
@@ -23,7 +23,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="override a setting, such as dataset.calibration.samples=128; may be repeated",
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="overrides output.path")
+    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:

@@ -67,6 +67,6 @@ def parser() -> argparse.ArgumentParser:
         ".txt file, a folder of them, or a name of `datasets` (default: Python's own source)",
     )
     made.add_argument("--revision", help="branch, tag or commit of a model on the hub")
-    add_settings(made)
+    add_settings(made, output="default output/MODEL-SCHEME")
     made.add_argument("--force", action="store_true", help="replace an existing output")
     return made

@@ -31,10 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(rows, indent=1))
     else:
         print("\n".join(_table(shipped_recipes())))
-        print(
-            "\n`ptq recipes NAME` prints one; `ptq run NAME` runs it on the model that comes with"
-        )
-        print("ptq, and with `--set model.path=FOLDER --output DIR` on yours.")
+        print("\n`ptq recipes NAME` prints one. `ptq run NAME` runs it on the model that comes")
+        print("with ptq, `ptq quantize MODEL --recipe NAME` on yours.")
     return 0
 
 

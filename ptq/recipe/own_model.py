@@ -29,7 +29,7 @@ SCHEMES = {
     "fp8_c8": "a8w8c8_fp8",
     "c8": "c8",
 }
-OTHER_NAMES = {"w4a16": "w4", "w8a16": "w8", "w8a8": "a8w8", "w4a8": "a8w4"}
+OTHER_NAMES = {"w4a16": "w4", "int4": "w4", "w8a16": "w8", "w8a8": "a8w8", "w4a8": "a8w4"}
 
 
 def recipe_of(scheme: str) -> str:
