@@ -10,6 +10,7 @@ number of rows, so that there a row may differ in its last bits from one size of
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -24,7 +25,7 @@ from formats.errors import EngineError, PTQError, RequestError
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
-from inference.models.decoder import Decoder
+from inference.models.decoder import Decoder, Layer
 from inference.models.kv_cache import CacheShape, clear_blocks
 from inference.models.tokenizer import end_tokens, load_tokenizer
 from inference.scheduling.active import ActiveRequest, ActiveRequests
@@ -32,6 +33,7 @@ from inference.scheduling.blocks import BlockManager, KVStats
 from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduling.scheduler import Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
+from kernels.attention_inputs import KVPool
 
 
 class Engine:
@@ -74,20 +76,38 @@ class Engine:
         with backend.loading(checkpoint.nbytes):
             self.model = Decoder(checkpoint, backend, length)
         self.config = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
-        self._length = length
         spec = checkpoint.scheme.kv_cache if quantized_kv else None
         self.quantized_kv = spec is not None
         self.pools = backend.cache(CacheShape.of_model(checkpoint, shape, self.config, spec))
-        self._blocks = BlockManager(blocks)
-        self._scheduler = Scheduler(self._blocks, config.max_batch_size, config.max_batched_tokens)
+        ends = end_tokens(checkpoint, tokenizer)
+        self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
+        self._start()
+
+    def _start(self) -> None:
+        """Be ready for the first request."""
+        sizes = self.config
+        assert sizes.max_model_len is not None
+        assert sizes.kv_blocks is not None
+        self._length, self._blocks = sizes.max_model_len, BlockManager(sizes.kv_blocks)
+        self._scheduler = Scheduler(self._blocks, sizes.max_batch_size, sizes.max_batched_tokens)
         self._requests = ActiveRequests(self._scheduler, partial(clear_blocks, self.pools))
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
-        ends = end_tokens(checkpoint, tokenizer)
-        self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
-        self.loop = backend.loop(
+        self.loop = self.backend.loop(
             self.model, self.pools, self._scheduler, self.config, self._requests
         )
+
+    def variant(self, layers: Sequence[Layer[Any, Any]], pools: Sequence[KVPool]) -> Engine:
+        """An idle engine that differs from this one in blocks or in its cache; nothing is copied.
+
+        Args:
+            layers: Blocks, of this engine or of another of its backend and of the same shape.
+            pools: The cache, layer by layer, likewise. Of engines that share it one runs at a time.
+        """
+        twin = copy.copy(self)
+        twin.model, twin.pools = self.model.with_layers(layers), list(pools)
+        twin._start()
+        return twin
 
     @classmethod
     def from_pretrained(

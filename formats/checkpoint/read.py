@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class Checkpoint:
         quantized_kv: bool = True,
         revision: str | None = None,
         to_run: bool = True,
-    ) -> Checkpoint:
+    ) -> Self:
         """Open a folder and check it.
 
         Args:

@@ -12,6 +12,8 @@ compiled kernels), `inference.cpu.decoder` (op by op) and `inference.gpu.decoder
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
@@ -103,6 +105,13 @@ class Decoder(Generic[L, X]):
         self.cos, self.sin = cos.to(factory.device), sin.to(factory.device)
         # Last: nothing is held any more of what was held beside the packed layers.
         self.embedding = self._embedding(tied=tied)
+
+    def with_layers(self, layers: Sequence[Layer[L, X]]) -> Decoder[L, X]:
+        """This decoder with other blocks, as many and of the same shape."""
+        assert len(layers) == len(self.layers)
+        other = copy.copy(self)
+        other.layers = list(layers)
+        return other
 
     @property
     def weight_bytes(self) -> int:

@@ -37,6 +37,7 @@ PATHS = (
     ("dataset", "name"),
     ("dataset", "evaluation_name"),
 )
+OPTIONAL = ("speed", "attribution")  # of the report: mappings, or false
 
 
 class Override(str):
@@ -72,7 +73,8 @@ class Draft:
         return Problem(Where(self.origins)(key), key, message)
 
     def expand(self) -> list[Problem]:
-        """Replace the short forms: names of a preset, methods, peers; `speed: false` or `true`.
+        """Replace the short forms: names of a preset, methods, peers; `true` or `false` for
+        what the report can leave out.
 
         Returns:
             Problems of values that stand for nothing, which are left as they are.
@@ -92,8 +94,9 @@ class Draft:
                 problems.append(self.at(("methods", i), message))
             elif None in item.values():
                 methods[i] = {name: {} for name in item}
-        if isinstance(report, dict) and isinstance(report.get("speed"), bool):
-            report["speed"] = {} if report["speed"] else None
+        for key in OPTIONAL if isinstance(report, dict) else ():
+            if isinstance(report.get(key), bool):
+                report[key] = {} if report[key] else None
         for i, item in enumerate(peers := self._peers()):
             peers[i] = {"name": item} if isinstance(item, str) else item
         return problems

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import RecipeError, suggestion
-from ptq.recipe.draft import Draft, Override
+from ptq.recipe.draft import OPTIONAL, Draft, Override
 from ptq.recipe.problems import Origin, Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.shipped import find_recipe, shipped_paths
@@ -28,7 +28,8 @@ def resolved_yaml(recipe: Recipe) -> str:
     """The recipe as YAML with every default spelled out; loading it gives an equal recipe."""
     data: dict[str, Any] = recipe.model_dump(mode="json")
     data["methods"] = [{options.pop("name"): options} for options in data["methods"]]
-    data["report"]["speed"] = data["report"]["speed"] or False
+    for key in OPTIONAL:
+        data["report"][key] = data["report"][key] or False
     if not recipe.layers:
         del data["layers"]
     if recipe.model.revision is None:

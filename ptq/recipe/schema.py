@@ -21,6 +21,8 @@
     report:
       thresholds: {perplexity_ratio: 1.01, kl: 0.01}
       speed: {batch: 4, prompt_tokens: 128, new_tokens: 64}    # or false
+      attribution: {sequences: 4}           # or false: where the loss comes from
+      completions: 3                        # of both models, side by side
       peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.recipe.peers
       device: cpu                           # or cuda: where the two models run for it
 
@@ -209,6 +211,17 @@ class SpeedSpec(Strict):
     """Tokens that each request generates."""
 
 
+class AttributionSpec(Strict):
+    """How the report finds out where the loss comes from: the original is run with one kind of
+    layer quantized at a time, and with one block at a time (in at most 12 groups of blocks).
+
+    YAML: ``attribution: {sequences: 4}``
+    """
+
+    sequences: Count = 4
+    """Evaluation sequences that each of these runs scores."""
+
+
 class ReportSpec(Strict):
     """What the report checks and measures.
 
@@ -219,6 +232,12 @@ class ReportSpec(Strict):
     """Beyond them the run is red, with exit code 1."""
     speed: SpeedSpec | None = SpeedSpec()
     """What is run to measure speed; `false` (or null) measures none and saves its time."""
+    attribution: AttributionSpec | None = AttributionSpec()
+    """How the loss is divided among kinds of layers and blocks; `false` (or null) leaves it out and
+    saves its time.
+    """
+    completions: Annotated[int, Field(ge=0)] = 3
+    """Prompts from the evaluation text that both models complete, to be read side by side."""
     peers: tuple[PeerChoice, ...] = ()
     """Other tools that quantize the same model, shown beside our run: a name each, or a mapping."""
     device: Literal["cpu", "cuda"] = "cpu"

@@ -9,6 +9,8 @@ from inference.bench.figures import Speed
 from ptq.peers.measure import PeerRow
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import ThresholdsSpec
+from ptq.report.measured.attribution import Attribution
+from ptq.report.measured.completions import Completion
 from ptq.report.outliers import OutlierRow
 from ptq.report.provenance import Provenance
 from ptq.result import CalibrationSummary, QuantizationRecord
@@ -92,6 +94,8 @@ class ReportData(Strict):
         seconds: Wall time of the comparison and of the measurement of speed.
         recipe: The resolved recipe as YAML, with full paths: `ptq run` on it repeats the run.
         peers: What other tools made of the same model.
+        completions: What both models make of the same prompts.
+        attribution: Where the loss comes from, or why that was not measured.
     """
 
     title: str
@@ -113,6 +117,8 @@ class ReportData(Strict):
     seconds: dict[str, float]
     recipe: str
     peers: tuple[PeerRow, ...] = ()
+    completions: tuple[Completion, ...] = ()
+    attribution: Attribution | str = "the recipe says `attribution: false`"
 
 
 LABELS = {

@@ -14,8 +14,10 @@ from ptq.report.page.section import Point, Section, Table, Top
 from ptq.report.parts.accuracy import divergence_section, perplexity_section
 from ptq.report.parts.activations import activations_section
 from ptq.report.parts.cache import cache_section
+from ptq.report.parts.completions import completions_section
 from ptq.report.parts.cost import size_and_speed_section
 from ptq.report.parts.layers import layers_section
+from ptq.report.parts.loss import loss_section
 from ptq.report.parts.peers import peers_section
 from ptq.report.parts.run import provenance_section, recipe_section, run_section, scales_section
 from ptq.report.summary import check_rows, summary_rows
@@ -54,6 +56,9 @@ def sections(data: ReportData) -> Iterator[Section]:
     """Everything below the verdict, in order."""
     yield perplexity_section(data)
     yield divergence_section(data)
+    yield loss_section(data)
+    if data.completions:
+        yield completions_section(data)
     if data.peers:
         yield peers_section(data)
     yield layers_section(data)

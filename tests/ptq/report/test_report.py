@@ -193,7 +193,7 @@ def test_the_page_is_whole_and_loads_nothing(made):
     assert page.stack == []
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     panels = sum(map(len, draw_plots(made.data).values()))
-    assert len(page.references) == page.tags.count("img") == panels == 16
+    assert len(page.references) == page.tags.count("img") == panels == 18
     assert all(ref.startswith("data:image/svg+xml;base64,") for ref in page.references)
     assert not re.search(r"https?:|@import|url\(", text)
     for reference in page.references:
@@ -316,10 +316,12 @@ def test_every_smoothed_group_is_drawn_at_its_block_and_in_its_color(made):
 def test_reports_without_speed_smoothing_or_cache_have_fewer_sections(made):
     record = made.data.quantization.model_copy(update={"smoothing": (), "modules": ()})
     empty = {"speed": None, "kv_scales": (), "outliers": (), "quantization": record}
+    empty |= {"attribution": "not asked for", "completions": ()}
     data = made.data.model_copy(update=empty)
     titles = [section.title for section in sections(data)]
     assert "Cache scales" not in titles
     assert "Activations and smoothing" not in titles
+    assert "Side by side" not in titles
     assert set(draw_plots(data)) == {"perplexity", "divergence", "sizes"}
     assert not any("tokens/s" in row[0] for row in summary_rows(data))
     Page(render_html(data, draw_plots(data)))
@@ -383,6 +385,7 @@ def test_other_tools_stand_beside_the_run(made):
     )
     record = made.data.quantization.model_copy(update={"smoothing": (), "modules": ()})
     empty = {"kv_scales": (), "outliers": (), "quantization": record}  # fewer plots to draw
+    empty |= {"attribution": "not asked for"}
     data = made.data.model_copy(update=empty | {"peers": rows})
     (section,) = [s for s in sections(data) if s.title == "Beside other tools"]
     assert [s for s in sections(made.data) if s.title == "Beside other tools"] == []

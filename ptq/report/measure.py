@@ -1,0 +1,236 @@
+"""Runs the original and the quantized model and gathers all that the report tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from calibrate.data import TokenSet, load_tokens
+from calibrate.statistics import Statistics
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError, EngineError
+from formats.families.registry import attention_names, family_of
+from inference.accuracy import compare
+from inference.bench.figures import environment
+from inference.bench.load import Load, run_once
+from inference.bench.turns import measure_in_turns
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.scheduling.blocks import blocks_for
+from ptq.output import STATISTICS_FILE
+from ptq.peers.measure import PeerRow, measure_peers
+from ptq.plan.plan import Plan
+from ptq.recipe.reading import resolved_yaml
+from ptq.recipe.schema import SpeedSpec
+from ptq.report.data import KVScales, ReportData, Sizes, SpeedPair, check_thresholds, failure
+from ptq.report.measured.attribution import Attribution, attribute, references
+from ptq.report.measured.completions import complete
+from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
+from ptq.report.outliers import activation_outliers
+from ptq.report.provenance import provenance_of
+from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
+
+MOVED = 0.1  # of the whole loss; an unrounded model that differs more is not the original
+NOT_THE_SAME = (
+    "without any rounding, the checkpoint's model is {0.unrounded:.2g} nats away from the "
+    "original, where all of the loss is {0.whole:.2g}, so that no part of it can be told"
+)
+
+
+def measure(
+    result: QuantizationResult,
+    plan: Plan,
+    evaluation: TokenSet | None = None,
+    *,
+    progress: bool = True,
+) -> ReportData:
+    """Run both models and gather the report's data.
+
+    Args:
+        result: The finished quantization.
+        plan: What it followed; its recipe says what is measured.
+        evaluation: The recipe's evaluation tokens; None reads them.
+        progress: Show progress bars.
+
+    Raises:
+        RecipeError: the evaluation text cannot be used.
+        CheckpointError: a checkpoint is damaged.
+        EngineError: a model gives NaN or infinity.
+    """
+    recipe, watch = plan.recipe, Stopwatch()
+    if evaluation is None:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.model.folder, local_files_only=True)
+        evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
+    measured = _run_both(result, plan, evaluation, watch, progress=progress)
+    checks = check_thresholds(recipe.report.thresholds, measured["accuracy"])
+    statistics = result.checkpoint.parent / STATISTICS_FILE
+    seconds = watch.seconds()
+    seconds.pop("total")
+    return ReportData(
+        provenance=provenance_of(recipe, result.checkpoint),
+        title=f"{recipe.model.path.name} in {measured['scheme']}",
+        passed=all(check.holds for check in checks),
+        checks=checks,
+        failures=tuple(failure(check) for check in checks if not check.holds),
+        model=plan.model,
+        evaluation=CalibrationSummary.of(evaluation),
+        quantization=QuantizationRecord(
+            **{name: getattr(result, name) for name in QuantizationRecord.model_fields}
+        ),
+        scale_table=result.scale_table,
+        outliers=tuple(activation_outliers(Statistics.load(statistics))),
+        environment=environment(recipe.report.device),
+        seconds=seconds,
+        recipe=resolved_yaml(recipe),
+        **measured,
+    )
+
+
+def _run_both(
+    result: QuantizationResult,
+    plan: Plan,
+    evaluation: TokenSet,
+    watch: Stopwatch,
+    *,
+    progress: bool,
+) -> dict[str, Any]:
+    """Those fields of the report's data that the two models give, by name."""
+    report, sequences = plan.recipe.report, evaluation.sequences()
+    config = engine_config(evaluation, report.speed)
+    with watch.phase("loading both models"):
+        path = plan.recipe.model.folder
+        original = Engine.from_pretrained(path, config=config, device=report.device)
+        quantized = Engine.from_pretrained(result.checkpoint, config=config, device=report.device)
+    with watch.phase("comparison"):
+        accuracy = compare(original, quantized, sequences, progress=progress)
+    with watch.phase("speed"):
+        speed = _measure_speed(original, quantized, report.speed)
+    with watch.phase("completions"):
+        completions = complete(original, quantized, spread(sequences, report.completions))
+    peers: tuple[PeerRow, ...] = ()
+    if report.peers:
+        with watch.phase("other tools"):
+            calibration = load_tokens(plan.recipe.dataset, original.tokenizer, "calibration")
+            peers = measure_peers(plan.recipe, original, calibration, evaluation, progress=progress)
+    mixed = ", mixed" if quantized.checkpoint.own_schemes else ""
+    measured: dict[str, Any] = {
+        "accuracy": accuracy,
+        "speed": speed,
+        "completions": completions,
+        "peers": peers,
+        "scheme": f"{quantized.checkpoint.scheme.wac}{mixed}",
+        "sizes": _sizes(original, quantized),
+        "kv_scales": _kv_scales(quantized.checkpoint),
+    }
+    if report.attribution is not None:
+        with watch.phase("attribution"):
+            chosen = spread(sequences, report.attribution.sequences)
+            expected = references(original, chosen)
+            same = is_the_original(plan)
+            unrounded = original if same else None
+            del original  # another takes its place in memory
+            measured["attribution"] = _attribution(
+                plan, unrounded, quantized, chosen, expected, progress=progress
+            )
+    return measured
+
+
+def _attribution(
+    plan: Plan,
+    unrounded: Engine | None,
+    quantized: Engine,
+    sequences: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    *,
+    progress: bool,
+) -> Attribution | str:
+    """Where the loss comes from, or why that cannot be told.
+
+    Args:
+        plan: What the run followed.
+        unrounded: The original, where it is in the checkpoint's own terms; else None.
+        quantized: What is judged.
+        sequences: Token ids, int64 [T] each.
+        expected: The original's log probabilities of them.
+        progress: Show a progress bar.
+    """
+    try:
+        if unrounded is None:
+            unrounded = Engine(
+                UnroundedCheckpoint.of_run(quantized.checkpoint.path, plan),
+                quantized.tokenizer,
+                quantized.config,
+                quantized.backend,
+                quantized_kv=False,
+            )
+        found = attribute(unrounded, quantized, sequences, expected, progress=progress)
+    except (CheckpointError, EngineError) as error:
+        return str(error)
+    return found if found.unrounded <= MOVED * found.whole else NOT_THE_SAME.format(found)
+
+
+def spread(sequences: Sequence[Tensor], most: int) -> list[Tensor]:
+    """At most so many of some sequences, from the whole of their order."""
+    count = min(most, len(sequences))
+    return [sequences[i * len(sequences) // count] for i in range(count)]
+
+
+def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
+    """Room for the longest sequence, and for the measurement of speed at once."""
+    longest, places, blocks = max(evaluation.ids.shape[1], 2), 1, 1
+    if speed is not None:
+        total = speed.prompt_tokens + speed.new_tokens
+        longest, places = max(longest, total), speed.batch
+        blocks = places * blocks_for(total)
+    return EngineConfig(
+        max_batch_size=places, max_model_len=longest, kv_blocks=max(blocks, blocks_for(longest))
+    )
+
+
+def _measure_speed(
+    original: Engine, quantized: Engine, speed: SpeedSpec | None
+) -> SpeedPair | None:
+    if speed is None:
+        return None
+    load = Load(**speed.model_dump())
+    runners = [partial(run_once, engine) for engine in (original, quantized)]
+    before, after = measure_in_turns(runners, load)
+    return SpeedPair(original=before, quantized=after)
+
+
+def _sizes(original: Engine, quantized: Engine) -> Sizes:
+    shape = quantized.model.config
+    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    config = original.checkpoint.config
+    key = f"{attention_names(config)[0]}.{family_of(config).attention.k}.weight"
+    own = original.checkpoint.dtype(key).itemsize
+    return Sizes(
+        original_weights=original.checkpoint.nbytes,
+        quantized_weights=quantized.checkpoint.nbytes,
+        original_kv=elements * own,
+        quantized_kv=_cache_bytes(quantized, elements, own),
+        original_kv_here=original.kv_bytes_per_token,
+        quantized_kv_here=quantized.kv_bytes_per_token,
+    )
+
+
+def _cache_bytes(quantized: Engine, elements: int, own: int) -> int:
+    """Bytes of one token's K and V, with scales of its own, as the scheme stores them."""
+    spec, shape = quantized.checkpoint.scheme.kv_cache, quantized.model.config
+    if not quantized.quantized_kv or spec is None:
+        return elements * own
+    scales = 2 * shape.layers * shape.kv_heads * 4 if spec.dynamic else 0
+    return elements * spec.bits // 8 + scales
+
+
+def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
+    return tuple(
+        KVScales(
+            module=name, k=tuple(k.reshape(len(v), -1).amax(dim=1).tolist()), v=tuple(v.tolist())
+        )
+        for name, (k, v) in checkpoint.kv_scales.items()
+    )

@@ -1,0 +1,180 @@
+"""Where the loss comes from: KL divergence with one part of the model quantized at a time.
+
+A part is a kind of linear layer in all blocks, the cache, or a block with all of these. It is taken
+from the quantized model as it stands, kernels, activation scales and all; everything else is that
+of the unrounded model (`ptq.report.measured.unrounded`), which is the original in the checkpoint's
+own terms: where smoothing or rotation has moved factors between layers, its weights have been moved
+likewise and have not been rounded. Engines for the parts are put together from the loaded blocks of
+the two; nothing is loaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from formats.checkpoint.read import Checkpoint
+from formats.families.names import role_of
+from formats.scheme import Strict
+from inference.engine import Engine
+from inference.models.decoder import Layer
+from inference.models.feed_forward import FeedForward, MixtureOfExperts
+
+MOST_GROUPS = 12  # of blocks, each of which is a run
+ROWS = 1 << 24  # logits that are compared at a time: 64 MB
+
+AnyLayer = Layer[Any, Any]
+
+
+class Part(Strict):
+    """A part of the model, and the mean KL divergence in nats with it alone quantized."""
+
+    name: str
+    kl: float
+
+
+class Attribution(Strict):
+    """Where the loss comes from.
+
+    Attributes:
+        sequences: Evaluation sequences that each part was measured on.
+        tokens: Predictions in them.
+        whole: Mean KL divergence with everything quantized, on these.
+        unrounded: With nothing quantized: what moving factors between layers costs by itself.
+        kinds: Kinds of linear layers, and the cache.
+        blocks: Blocks, or groups of neighbours where there are many.
+    """
+
+    sequences: int
+    tokens: int
+    whole: float
+    unrounded: float
+    kinds: tuple[Part, ...]
+    blocks: tuple[Part, ...]
+
+
+def references(original: Engine, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """The original's log probabilities for each sequence [T]: fp32 [T - 1, vocabulary]."""
+    return [original.score(ids)[:-1].log_softmax(-1) for ids in sequences]
+
+
+def attribute(
+    unrounded: Engine,
+    quantized: Engine,
+    sequences: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    *,
+    progress: bool = True,
+) -> Attribution:
+    """Measure every part.
+
+    Args:
+        unrounded: The original in the checkpoint's terms, with a float cache.
+        quantized: The quantized model.
+        sequences: Token ids, int64 [T] each.
+        expected: From `references`, of the same sequences.
+        progress: Show a progress bar.
+    """
+    floats, ours = unrounded.model.layers, quantized.model.layers
+    groups = _groups(len(ours))
+    kinds = list(_kinds(quantized))
+    runs = len(kinds) + len(groups) + 2
+    bar = tqdm(total=runs, desc="Attributing", unit="part", disable=not progress)
+
+    def loss(layers: Sequence[AnyLayer], cached: Callable[[int], bool]) -> float:
+        pools = [(quantized if cached(i) else unrounded).pools[i] for i in range(len(layers))]
+        engine = unrounded.variant(layers, pools)
+        total = sum(
+            _divergence(log_p, engine.score(ids)[:-1])
+            for ids, log_p in zip(sequences, expected, strict=True)
+        )
+        bar.update()
+        return total / tokens
+
+    tokens = sum(map(len, expected))
+    with bar:
+        return Attribution(
+            sequences=len(sequences),
+            tokens=tokens,
+            whole=loss(ours, lambda _: True),
+            unrounded=loss(floats, lambda _: False),
+            kinds=tuple(
+                Part(name=name, kl=loss([put(f, q) for f, q in zip(floats, ours, strict=True)], c))
+                for name, put, c in kinds
+            ),
+            blocks=tuple(
+                Part(
+                    name=_group_name(group),
+                    kl=loss(
+                        [ours[i] if i in group else floats[i] for i in range(len(ours))],
+                        lambda i, group=group: i in group,
+                    ),
+                )
+                for group in groups
+            ),
+        )
+
+
+def _divergence(log_p: Tensor, logits: Tensor) -> float:
+    """Sum of KL(p || q) over the rows of log probabilities and of logits [n, vocabulary]."""
+    rows = max(1, ROWS // log_p.shape[1])
+    parts = zip(log_p.split(rows), logits.split(rows), strict=True)
+    total = 0.0
+    for expected, found in parts:
+        log_q = found.log_softmax(-1)
+        kl = torch.nn.functional.kl_div(log_q, expected, reduction="none", log_target=True)
+        total += kl.sum(-1, dtype=torch.float64).clamp(min=0.0).sum().item()
+    return total
+
+
+def _groups(blocks: int) -> list[range]:
+    """Neighbouring blocks, in at most `MOST_GROUPS` groups of nearly equal size."""
+    size = -(-blocks // MOST_GROUPS)
+    return [range(i, min(i + size, blocks)) for i in range(0, blocks, size)]
+
+
+def _group_name(group: range) -> str:
+    return f"block {group[0]}" if len(group) == 1 else f"blocks {group[0]} to {group[-1]}"
+
+
+Put = Callable[[AnyLayer, AnyLayer], AnyLayer]
+
+
+def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, Callable[[int], bool]]]:
+    """Each kind of part: its name, how a float block gets it from a quantized one, its cache."""
+    roles = {role_of(name) for name in quantized_linears(quantized.checkpoint)}
+    takes: dict[tuple[str, ...], Put] = {
+        ("q", "k", "v"): lambda f, q: replace(f, qkv=q.qkv),
+        ("o",): lambda f, q: replace(f, o=q.o),
+        ("gate", "up"): lambda f, q: _with(f, "gate_up", q),
+        ("down",): lambda f, q: _with(f, "down", q),
+    }
+    for names, put in takes.items():
+        if roles & set(names):
+            yield ", ".join(names), put, lambda _: False
+    if quantized.quantized_kv:
+        yield "cache", lambda f, _: f, lambda _: True
+
+
+def quantized_linears(checkpoint: Checkpoint) -> list[str]:
+    """Full names of the layers that are quantized."""
+    return [name for name in checkpoint.quantized_modules if role_of(name) is not None]
+
+
+def _with(layer: AnyLayer, part: str, source: AnyLayer) -> AnyLayer:
+    """A block with a part of its feed-forward layer, of all experts, from another one."""
+
+    def merged(own: FeedForward[Any, Any], other: FeedForward[Any, Any]) -> FeedForward[Any, Any]:
+        changed: dict[str, Any] = {part: getattr(other, part)}
+        if isinstance(own, MixtureOfExperts) and own.shared is not None:
+            assert isinstance(other, MixtureOfExperts)
+            assert other.shared is not None
+            changed["shared"] = merged(own.shared, other.shared)
+        return replace(own, **changed)
+
+    return replace(layer, feed_forward=merged(layer.feed_forward, source.feed_forward))
