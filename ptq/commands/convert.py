@@ -4,9 +4,10 @@
     ptq convert SRC DST --to compressed_tensors [--tables DIR]
     ptq convert SRC DST --to float [--dtype TYPE]
 
-The first from a compressed-tensors folder; the second from GPTQ, AWQ, FP8 blocks, bitsandbytes'
-int8 or neural-compressor's huggingface format, or from a model with PaddleNLP's tables of scales
-beside it; the third from all of these, and from bitsandbytes' nf4 and fp4.
+The first from a compressed-tensors folder; the second from GPTQ, AWQ, AutoRound, FP8 blocks,
+bitsandbytes' int8 or neural-compressor's huggingface format, or from a model with PaddleNLP's
+tables of scales beside it; the third from all of these, from bitsandbytes' nf4 and fp4, and from
+GPTQ with act-order, of 2 and 3 bits, or in groups of any size.
 """
 
 from __future__ import annotations

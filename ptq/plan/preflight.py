@@ -51,7 +51,8 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
     if checkpoint.scheme.quantizes_anything:
         message = (
             f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
-            "model in FP16, BF16 or FP32"
+            "model in FP16, BF16 or FP32, or what "
+            f"`ptq convert {checkpoint.path} FLOAT --to float` makes of it"
         )
         problems.append(Problem(where(MODEL), MODEL, message))
     if problems:

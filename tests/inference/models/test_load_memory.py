@@ -13,6 +13,7 @@ import pytest
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import SHAPES
 from kernels.cpu import native
+from ptq.convert.convert import convert
 
 ROOT = Path(__file__).resolve().parents[3]
 HIDDEN, INNER = 1024, 4096
@@ -62,6 +63,8 @@ def loads(tmp_path_factory) -> dict[str, tuple[int, int]]:
     folder = tmp_path_factory.mktemp("loads")
     paths = {scheme: write(folder, scheme) for scheme in ("a8w4", "a8w8")}
     paths["words"] = write(folder, "a8w4", vocab_size=6000)  # 12 MB, and the head as much
+    paths["gptq"] = str(folder / "gptq")
+    convert(write(folder, "w4"), paths["gptq"], "gptq")
     script = LOADS.format(root=str(ROOT))
     small = write(folder, "a8w4", intermediate_size=256)
     done = subprocess.run(
@@ -81,6 +84,12 @@ def test_no_more_than_the_integers_of_one_layer_is_held_beside_the_packed_ones(l
     held, packed = loads[scheme]
     integers = 2 * INNER * HIDDEN  # of gate and up, side by side
     assert packed < held < packed + integers + SLACK, (held / 1e6, packed / 1e6)
+
+
+def test_a_foreign_layer_is_unpacked_when_it_is_read(loads):
+    held, packed = loads["gptq"]
+    integers = 2 * INNER * HIDDEN  # of gate and up: each by itself, then side by side
+    assert packed < held < packed + 1.5 * integers + SLACK, (held / 1e6, packed / 1e6)
 
 
 def test_what_packing_takes_is_gone_before_the_embedding_comes(loads):
