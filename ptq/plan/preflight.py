@@ -134,9 +134,8 @@ def describe_shortfalls(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterato
         wanted: SplitSpec = getattr(recipe.dataset, split)
         if len(tokens.ids) < wanted.samples:
             yield (
-                f"{split}: {tokens.source} holds {len(tokens.ids)} samples of "
-                f"{tokens.ids.shape[1]} tokens; asked for were {wanted.samples} of "
-                f"{wanted.sequence_length}"
+                f"{split}: {tokens.source} gives {len(tokens.ids)} x {tokens.ids.shape[1]} tokens; "
+                f"asked for were {wanted.samples} x {wanted.sequence_length}"
             )
 
 

@@ -1,6 +1,6 @@
 """The recipe: everything that a run needs, in one strict file.
 
-    model: {path: tiny-python}              # a folder, relative to the recipe's own
+    model: {path: tiny-python}              # a folder, or organization/model on the hub
     dataset:
       name: stdlib                          # or a local file, or a name that `datasets` knows
       calibration: {samples: 64, sequence_length: 512}

@@ -100,7 +100,7 @@ def test_one_small_file_of_rows_is_enough(desk, capsys):
     assert cli.main(["quantize", *words]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "calibration: " in out
-    assert "asked for were 64 of 512" in out
+    assert "asked for were 64 x 512" in out
     output = desk / "output" / "own model-w8"
     assert f"recipe:     {Path('output/own model-w8/recipe.yaml')}" in out
     recipe = load_recipe(output / "recipe.yaml")

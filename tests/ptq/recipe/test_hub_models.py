@@ -11,6 +11,10 @@ import yaml
 
 from formats.errors import CheckpointError, RecipeError
 from formats.hub import ROOT, _download
+from inference import predict
+from inference.engine import Engine
+from inference.scheduling.request import SamplingParams
+from ptq import cli
 from ptq.plan.plan import plan_recipe
 from ptq.recipe.reading import read_recipe, resolved_yaml
 from tests.hub import COMMITS, point_at, serve_hub
@@ -65,6 +69,17 @@ def test_a_model_that_is_nowhere_is_told_with_the_remedy(online):
     loaded = read_recipe("w4_rtn", ["model.path=org/nowhere"])
     with pytest.raises(CheckpointError, match="hf download org/nowhere --local-dir nowhere"):
         plan_recipe(loaded)
+
+
+def test_engine_predict_and_convert_take_names(online, tmp_path, capsys):
+    engine = Engine.from_pretrained("org/tiny", revision="v1")
+    assert engine.checkpoint.path.name == COMMITS["v1"]
+    words = ["org/tiny", "--revision", "v1", "--prompt", "def", "--max-tokens", "2", "--raw"]
+    assert predict.main(words) == 0
+    prompt = engine.generate(["def"], SamplingParams(max_tokens=2))[0]
+    assert capsys.readouterr().out == f"{prompt.text}\n"
+    assert cli.main(["convert", "org/tiny", "out", "--to", "gptq"]) == 2
+    assert "no quantized weights" in capsys.readouterr().err
 
 
 def test_the_hub_of_the_environment_is_asked(served, tmp_path):
