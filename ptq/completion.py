@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.command import CommandParser
+from formats.command import CommandParser, device
 from formats.later import later
 from ptq.cli import COMMANDS
 from ptq.recipe.shipped import shipped_paths
@@ -63,6 +63,8 @@ def _all_commands() -> argparse.ArgumentParser:
     for name, (module, text) in COMMANDS.items():
         own: argparse.ArgumentParser = importlib.import_module(module).parser()
         for action in own._actions:
+            if action.type is device:
+                action.choices = ("cpu", "cuda")
             how = _completed_by(action, recipes)
             if how is not None:
                 vars(action)["complete"] = how
@@ -72,11 +74,12 @@ def _all_commands() -> argparse.ArgumentParser:
 
 def _completed_by(action: argparse.Action, recipes: dict[str, Any]) -> dict[str, Any] | None:
     """Recipes, folders or files, as an argument's name, help and type tell; else nothing."""
-    if action.dest == "recipe":
+    text = action.help or ""
+    if action.dest == "recipe" or text.startswith("recipe"):
         return recipes
-    if action.metavar == "DIR" or "folder" in (action.help or ""):
+    if action.metavar == "DIR" or ("folder" in text and "file" not in text):
         return shtab.DIRECTORY
-    return shtab.FILE if action.type is Path else None
+    return shtab.FILE if action.type is Path or "folder" in text else None
 
 
 def _recipes(names: Sequence[str]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq diff`."""
     summary = (__doc__ or "").split("\n\n")[0]
     made = CommandParser(prog="ptq diff", description=summary)
-    made.add_argument("a", type=Path, help="recipe, or folder of a checkpoint")
-    made.add_argument("b", type=Path, help="another one")
+    made.add_argument("a", type=Path, help="recipe or folder of a checkpoint")
+    made.add_argument("b", type=Path, help="recipe or folder to compare it with")
     made.add_argument("--top", type=count, default=10, help="tensors listed of each kind")
     return made
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +11,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from calibrate.spec import TABLES, TEXT
-from formats.errors import CheckpointError, suggestion
+from formats.errors import CheckpointError
 from formats.families.registry import find_family, unsupported
 from formats.hub import find_model, is_hub_id, near_folder
-from formats.scheme import PRESETS
 from formats.stored.folder import read_config
-from ptq.methods.registry import METHODS
 from ptq.recipe.problems import (
     MISSING,
     Origin,
@@ -28,6 +24,7 @@ from ptq.recipe.problems import (
     describe,
     recipe_error,
 )
+from ptq.recipe.short_forms import expand, peers_of, tagged
 from ptq.recipe.strict_yaml import Key, parse
 
 M = TypeVar("M", bound=BaseModel)
@@ -37,7 +34,6 @@ PATHS = (
     ("dataset", "name"),
     ("dataset", "evaluation_name"),
 )
-OPTIONAL = ("speed", "attribution")  # of the report: mappings, or false
 
 
 class Override(str):
@@ -73,56 +69,8 @@ class Draft:
         return Problem(Where(self.origins)(key), key, message)
 
     def expand(self) -> list[Problem]:
-        """Replace the short forms: names of a preset, methods, peers; `true` or `false` for
-        what the report can leave out.
-
-        Returns:
-            Problems of values that stand for nothing, which are left as they are.
-        """
-        problems: list[Problem] = []
-        scheme, methods, report = (self.data.get(k) for k in ("scheme", "methods", "report"))
-        if isinstance(scheme, str):
-            if scheme in PRESETS:
-                self.data["scheme"] = PRESETS[scheme].model_dump(mode="json")
-            else:
-                problems.append(self.at(("scheme",), _unknown_scheme(scheme, list(PRESETS))))
-        problems += self._expand_layers()
-        for i, item in enumerate(methods if isinstance(methods, list) else ()):
-            methods[i] = item = {item: {}} if isinstance(item, str) else item
-            message = _method_problem(item)
-            if message:
-                problems.append(self.at(("methods", i), message))
-            elif None in item.values():
-                methods[i] = {name: {} for name in item}
-        for key in OPTIONAL if isinstance(report, dict) else ():
-            if isinstance(report.get(key), bool):
-                report[key] = {} if report[key] else None
-        for i, item in enumerate(peers := self._peers()):
-            peers[i] = {"name": item} if isinstance(item, str) else item
-        return problems
-
-    def _expand_layers(self) -> list[Problem]:
-        """Presets of single layers, without the cache, of which they have none of their own."""
-        problems: list[Problem] = []
-        layers = self.data.get("layers")
-        for i, entry in enumerate(layers if isinstance(layers, list) else ()):
-            scheme, key = child(entry, "scheme"), ("layers", i, "scheme")
-            if isinstance(scheme, str) and scheme in PRESETS:
-                entry["scheme"] = scheme = PRESETS[scheme].model_dump(mode="json")
-                if scheme["kv_cache"] is None:
-                    del scheme["kv_cache"]
-            elif isinstance(scheme, str):
-                plain = [name for name, preset in PRESETS.items() if preset.kv_cache is None]
-                problems.append(self.at(key, _unknown_scheme(scheme, plain)))
-            if isinstance(scheme, dict) and "kv_cache" in scheme:
-                problems.append(
-                    self.at(
-                        (*key, "kv_cache"),
-                        "found a cache in the scheme of single layers; it has one scheme in the "
-                        "whole model: give it under scheme, and leave it out here",
-                    )
-                )
-        return problems
+        """Replace the short forms; problems of those that stand for nothing."""
+        return [self.at(key, message) for key, message in expand(self.data)]
 
     def override(self, text: str) -> None:
         """Apply one `key.key=value`."""
@@ -170,16 +118,11 @@ class Draft:
             if found is None and key[0] == "model" and is_hub_id(value):
                 continue  # a name on the hub
             section[key[1]] = os.path.normpath(found or base / Path(value).expanduser())
-        for i, item in enumerate(self._peers()):
+        for i, item in enumerate(peers_of(self.data)):
             key = ("report", "peers", i, "python")
             if isinstance(item, dict) and isinstance(item.get("python"), str):
                 base = folder if Where(self.origins)(key).line else Path.cwd()
                 item["python"] = os.path.normpath(base / Path(item["python"]).expanduser())
-
-    def _peers(self) -> list[Any]:
-        report = self.data.get("report")
-        peers = report.get("peers") if isinstance(report, dict) else None
-        return peers if isinstance(peers, list) else []
 
     def check_model(self) -> None:
         """Note a problem where the model's folder is none, or has a revision."""
@@ -228,7 +171,7 @@ class Draft:
         result, problems = None, [*self.problems, *self.unusable]
         told = {p.key for p in self.unusable}
         told |= {p.key for p in self.problems if p.key and self._value(p.key) is None}
-        data = self.data | {"methods": _tagged(self.data.setdefault("methods", []))}
+        data = self.data | {"methods": tagged(self.data.setdefault("methods", []))}
         try:
             result = model.model_validate_json(json.dumps(data))
         except ValidationError as error:
@@ -273,39 +216,3 @@ def _unsupported(model: Path) -> str | None:
     except CheckpointError:
         return None  # the plan opens it, and tells
     return unsupported(config, str(model)) if find_family(config) is None else None
-
-
-def _unknown_scheme(name: str, presets: Sequence[str]) -> str:
-    """A message about a scheme's name; W8A8 and W4A16, as others write them, are understood."""
-    bits = dict(re.findall(r"([wac])(\d+)", name.lower().replace("kv", "c")))
-    ours = "".join(f"{kind}{bits[kind]}" for kind in "awc" if bits.get(kind, "16") != "16")
-    if ours in presets:
-        return f"unknown scheme {name!r}; did you mean {ours!r}? allowed: {', '.join(presets)}"
-    return f"unknown scheme {name!r}; {suggestion(name.lower(), presets)}"
-
-
-def _method_problem(item: Any) -> str | None:
-    """What is wrong with an item of `methods`, its options aside."""
-    allowed = ", ".join(METHODS)
-    if not isinstance(item, dict) or len(item) != 1:
-        return f"needed is the name of one method, or `name: options`; allowed: {allowed}"
-    name, options = next(iter(item.items()))
-    if name not in METHODS:
-        return f"unknown method {name!r}; {suggestion(name, METHODS)}"
-    if not isinstance(options, dict | None):
-        return f"found {options!r}; needed are options of {name} as a mapping"
-    if options and "name" in options:
-        return f"unknown key 'name' in the options of {name}"
-    return None
-
-
-def _tagged(methods: Any) -> Any:
-    """Methods with their name among their options, where the model wants it."""
-    if not isinstance(methods, list):
-        return methods
-    return [item if _method_problem(item) else _tagged_method(item) for item in methods]
-
-
-def _tagged_method(item: dict[str, Any]) -> dict[str, Any]:
-    ((name, options),) = item.items()
-    return {"name": name, **(options or {})}

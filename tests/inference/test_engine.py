@@ -407,3 +407,8 @@ def test_logits_that_are_not_finite_end_the_request_only(tiny_llama, monkeypatch
     assert outputs[long].finish_reason == "error"
     assert "NaN" in (outputs[long].error or "")
     runner.check_integrity()
+
+
+def test_a_device_that_is_not_here_is_refused_before_the_model_is_looked_at(tmp_path):
+    with pytest.raises(EngineError, match=r"^device: found 'cuda:99', but torch sees \d+ GPUs"):
+        Engine.from_pretrained(tmp_path / "nowhere", device="cuda:99")

@@ -50,6 +50,9 @@ def test_bash_completes_commands_options_paths_and_recipes(tmp_path, capsys):
         "ptq convert a b --to gptq": {"gptq", "gptq_v2"},
         "ptq inspect ''": {"folder"},
         "ptq inspect folder --json mi": {"mine.yaml", "mine.txt"},
+        "ptq quantize model --data mi": {"mine.yaml", "mine.txt"},
+        "ptq diff w4_": w4,
+        "ptq predict folder --device cu": {"cuda"},
         "ptq bench --st": {"--steps"},
         "ptq completion ''": {"bash", "zsh", "fish"},
     }
