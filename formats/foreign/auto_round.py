@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.foreign.layout import require_key
+from formats.foreign.layout import require_key, require_table
 
 PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 FLOAT_BITS = 16
@@ -41,8 +41,9 @@ def read_auto_round_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: quantization_config has act_bits {inputs}; allowed: {FLOAT_BITS}, "
             f"absent. {EXPORT} and activations left alone"
         )
-    for name, own in (config.get("extra_config") or {}).items():
-        if not isinstance(own, Mapping) or own.get("bits", 0) < FLOAT_BITS:
+    for name, own in require_table(config, "extra_config", EXPORT).items():
+        bits = own.get("bits") if isinstance(own, Mapping) else None
+        if not isinstance(bits, int) or bits < FLOAT_BITS:
             raise CheckpointError(
                 f"config.json: quantization_config has extra_config {name!r}: {own}: layers of "
                 f"several settings in one checkpoint are not read; allowed: {FLOAT_BITS} bits, of "

@@ -243,13 +243,15 @@ class ForeignLayer:
         """One of its tensors.
 
         Raises:
-            CheckpointError: as `weight`, or its groups are not neighbouring inputs, which these
-                tensors do not say.
+            CheckpointError: as `weight`, or its integers are asked for, and its groups are not
+                neighbouring inputs, which these tensors do not say.
         """
         leaf = name.removeprefix(f"{self._name}.")
         if leaf == "weight_shape":
             return torch.tensor(self.shape)
         weight = self.weight()
+        if leaf != "weight_packed":
+            weight = replace(weight, order=None)
         with named(self._name):
             return weight_tensors(self._folder.scheme, weight, self.dtype)[leaf]
 

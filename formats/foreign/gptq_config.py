@@ -14,7 +14,7 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.families.names import MERGED
 from formats.foreign.gptq import AGAIN, Version, gptq_values
-from formats.foreign.layout import Layout, group_spec, require_key
+from formats.foreign.layout import Layout, group_spec, require_key, require_table
 from formats.scheme import Scheme, WeightSpec
 
 RUN_BITS, RUN_SIZES = (4, 8), (-1, 32, 64, 128)
@@ -83,7 +83,8 @@ def read_gptq_config(config: Mapping[str, Any]) -> tuple[Scheme, Version]:
     layout = require_key(
         config, key or "checkpoint_format", ("gptq", "gptq_v2", None), "Get the gptq format"
     )
-    changed = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
+    dynamic = require_table(config, "dynamic", AGAIN)
+    changed = [name for name in dynamic if not name.startswith("-:")]
     if changed:
         raise CheckpointError(
             f"config.json: quantization_config has dynamic {changed[0]!r}: layers of several "

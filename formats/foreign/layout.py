@@ -72,6 +72,20 @@ def require_key(config: Mapping[str, Any], key: str, allowed: Iterable[Any], adv
     return found
 
 
+def require_table(config: Mapping[str, Any], key: str, advice: str) -> Mapping[str, Any]:
+    """The object under a key of `quantization_config`; absent counts as empty.
+
+    Raises:
+        CheckpointError: it is no object.
+    """
+    found = config.get(key)
+    if found is not None and not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"config.json: quantization_config has {key} {found!r}; needed is an object. {advice}"
+        )
+    return found or {}
+
+
 def require_tensor(
     tensors: Mapping[str, Tensor], leaf: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:

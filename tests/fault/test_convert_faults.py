@@ -12,8 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.foreign.awq import awq_config
+from formats.foreign.fp8_block import fp8_block_config
+from formats.scheme import WeightSpec
 from ptq.convert.convert import convert
 from tests.ptq.convert.foreign_folders import (
+    AUTO_ROUND_CONFIG,
+    GPTQ_CONFIG,
     INC_CONFIG,
     INT8_CONFIG,
     NF4_CONFIG,
@@ -138,3 +143,40 @@ def test_e5m2_is_named(tiny_llama, make_quantized, tmp_path):
     with pytest.raises(CheckpointError, match="fmt 'e5m2'; allowed: 'e4m3', absent. e5m2 is not"):
         convert(tmp_path / "config", tmp_path / "out", "float")
     assert not (tmp_path / "out").exists()
+
+
+ODD = (None, True, -3, 1.5, "x", [], [5], {}, {"x": 5}, 1 << 70, float("nan"))
+SETTINGS = {
+    "gptq": GPTQ_CONFIG | {"dynamic": {}, "checkpoint_format": "gptq"},
+    "auto-round": AUTO_ROUND_CONFIG | {"extra_config": {}, "act_bits": 16},
+    "awq": awq_config(WeightSpec(dtype="int4", granularity="group", group_size=32)),
+    "fp8": fp8_block_config(),
+    "int8": INT8_CONFIG,
+    "nf4": NF4_CONFIG,
+    "cache": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_odd_settings_are_one_clear_error(kind, tiny_llama, tmp_path):
+    """Each setting in turn with a value of another type or range: refused, or not heeded."""
+    source = shutil.copytree(tiny_llama, tmp_path / "source")
+    config = json.loads((source / "config.json").read_bytes())
+    settings = SETTINGS[kind]
+    changed = [settings | {key: odd} for key in settings for odd in ODD]
+    if kind == "cache":
+        scheme = settings["kv_cache_scheme"]
+        inner = [scheme | {key: odd} for key in (*scheme, "dynamic", "symmetric") for odd in ODD]
+        changed += [settings | {"kv_cache_scheme": one} for one in inner]
+    for quantization in changed:
+        (source / "config.json").write_text(
+            json.dumps(config | {"quantization_config": quantization})
+        )
+        with pytest.raises(CheckpointError) as caught:  # of float weights nothing is quantized
+            Checkpoint.open(source)
+        assert len(str(caught.value)) < 700

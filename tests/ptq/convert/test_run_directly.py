@@ -130,6 +130,7 @@ def test_act_order_runs(name, converted, tmp_path):
     wanted = logits(tmp_path / "float")
     assert distance(logits(source), wanted) < 1e-5
     assert distance(logits(converted(name, "gptq")), wanted) > 0.1  # another model
+    assert main(["inspect", str(source)]) == 0
     with pytest.raises(CheckpointError, match=f"g_idx is not sorted .* {source} FLOAT --to float"):
         convert(source, tmp_path / "out", "compressed_tensors")
 
