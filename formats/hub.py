@@ -8,6 +8,7 @@ safetensors, JSON files, the tokenizer's files and licences are taken; code is n
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from difflib import get_close_matches
@@ -99,23 +100,37 @@ def _download(name: str, revision: str | None) -> Path:
         options = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED, "local_files_only": local}
         return Path(hub.snapshot_download(name, revision=revision, **options))
 
-    if re.fullmatch("[0-9a-f]{40}", revision or ""):
+    def kept() -> Path | None:
         try:
-            return snapshot(local=True)
+            folder = snapshot(local=True)
         except hub_errors.LocalEntryNotFoundError:
-            pass
+            return None
+        return folder if _is_whole(folder) else None
+
+    if re.fullmatch("[0-9a-f]{40}", revision or "") and (folder := kept()) is not None:
+        return folder
     try:
         _check(name, hub.HfApi().model_info(name, revision=revision, timeout=PATIENCE))
         return snapshot(local=False)
     except (_http_error(), OSError, ValueError) as error:
         reason = error
-    try:
-        kept = snapshot(local=True)
-    except hub_errors.LocalEntryNotFoundError:
+    if (folder := kept()) is None:
         raise CheckpointError(_refusal(name, revision, reason)) from reason
     if not isinstance(reason, hub_errors.OfflineModeIsEnabled):
-        log.warning("%s: %s; going on with the copy in the cache, %s", name, _why(reason), kept)
-    return kept
+        log.warning("%s: %s; going on with the copy in the cache, %s", name, _why(reason), folder)
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a snapshot has its weights: others load a tokenizer or a configuration alone."""
+    weights = {file.name for file in folder.glob("*.safetensors")}
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        return weights >= set(index["weight_map"].values())
+    except FileNotFoundError:
+        return bool(weights) and (folder / "config.json").is_file()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return True  # damaged, which its reader tells
 
 
 def _http_error() -> type[Exception]:

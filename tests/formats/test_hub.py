@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -145,6 +146,21 @@ def test_without_a_network_the_cache_serves_and_else_the_error_is_quick(
     assert time.monotonic() - start < 5
     monkeypatch.undo()
     huggingface_hub.close_session()
+
+
+@pytest.mark.parametrize("fault", ["interrupted", "other"])
+def test_a_snapshot_without_its_weights_is_completed_or_told(online, fault, monkeypatch, tmp_path):
+    folder = hub.model_folder("org/tiny")
+    (folder / "model.safetensors").unlink()
+    if fault == "other":  # what a library leaves that wanted the tokenizer alone
+        shutil.rmtree(folder.parents[1] / "trees", ignore_errors=True)
+    forget()
+    with monkeypatch.context() as cut:
+        cut.setattr(constants, "ENDPOINT", unreachable())
+        for revision in (None, COMMITS["main"]):
+            with pytest.raises(CheckpointError, match="hf download org/tiny"):
+                hub.model_folder("org/tiny", revision)
+    assert (hub.model_folder("org/tiny", COMMITS["main"]) / "model.safetensors").is_file()
 
 
 def test_a_checkpoint_opens_by_its_name(online):
