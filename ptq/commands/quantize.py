@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from formats.command import CommandParser
+from formats.hub import is_hub_id
+from formats.stored.other_kinds import locate_model
 from ptq.commands import run
 from ptq.commands.arguments import add_settings
 from ptq.recipe.own_model import OTHER_NAMES, SCHEMES, default_output, recipe_of, settings_for
@@ -24,6 +26,8 @@ from ptq.recipe.own_model import OTHER_NAMES, SCHEMES, default_output, recipe_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Quantize a model and report what it cost; 0 where the recipe's thresholds hold."""
     arguments = parser().parse_args(argv)
+    if not is_hub_id(arguments.model):
+        locate_model(arguments.model)
     settings = settings_for(
         arguments.model, data=arguments.data, revision=arguments.revision, given=arguments.set
     )

@@ -149,6 +149,8 @@ def test_folders_and_devices_that_are_none_are_refused_at_once(tmp_path):
         "predict out --input none.jsonl --output b": "none.jsonl: ",
         "bench otu": "otu: no such folder; did you mean 'out'? give the folder of a model",
         "bench --shape lama --scheme w4": "found 'lama'; did you mean 'llama-3-8b'?",
+        "quantize otu --scheme w4": "error: otu: no such folder; did you mean 'out'? give the",
+        "quantize out --scheme w5": "argument --scheme: invalid choice: 'w5'",
         "convert otu b --to float": "otu: no such folder; did you mean 'out'? give the folder",
         "run r.yaml --ouput x": "unrecognized arguments: --ouput x; there is no --ouput; did you mean --output?",
         "peers r.yaml --peer auto": "--peer auto: report.peers.0.name: unknown peer 'auto'",
