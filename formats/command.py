@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -50,21 +53,52 @@ class CommandParser(argparse.ArgumentParser):
         super().error(message)
 
 
+class Terminated(BaseException):
+    """SIGTERM: ends a command as Ctrl-C does, also where Ctrl-C stops only what it is doing."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, with all that it has to tidy up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _tell(line: str, error: BaseException) -> None:
+    """Print an error with its notes."""
+    print("\n".join([line, *getattr(error, "__notes__", ())]), file=sys.stderr)
+
+
 def run_command(
     main: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None
 ) -> int:
     """Run a command's `main` and return its exit code.
 
     Errors that are the user's to act on are printed as `error: ...` without a trace, with exit code
-    2; an interrupt gives 130. Whatever else goes wrong is a defect and keeps its trace.
+    2; an interrupt gives 130, and SIGTERM, which cleans up as an interrupt does, 143. The notes of
+    an error follow it. Whatever else goes wrong is a defect and keeps its trace.
     """
     try:
-        return main(argv)
+        with _terminable():
+            return main(argv)
     except PTQError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(f"error: {error}", error)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except Terminated as error:
+        _tell("terminated", error)
+        return 143
+    except KeyboardInterrupt as error:
+        _tell("interrupted", error)
         return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -22,6 +22,10 @@ class CheckpointError(PTQError):
     """A checkpoint is damaged, incomplete or of a kind this project does not read."""
 
 
+class DiskFullError(CheckpointError):
+    """Something could not be written for want of room."""
+
+
 class RequestError(PTQError):
     """One generation request is invalid; the engine goes on.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, DiskFullError
 
 
 def fsync_path(path: Path) -> None:
@@ -66,7 +66,7 @@ def writing(path: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise _refusal(path, str(error), "os error 28" in str(error)) from error
     except OSError as error:
-        raise _refusal(path, str(error), error.errno == errno.ENOSPC) from error
+        raise _refusal(path, str(error), error.errno in (errno.ENOSPC, errno.EDQUOT)) from error
 
 
 def _refusal(path: Path, reason: str, full: bool) -> CheckpointError:
@@ -74,9 +74,9 @@ def _refusal(path: Path, reason: str, full: bool) -> CheckpointError:
         return CheckpointError(f"{path}: cannot be written ({reason}). Choose another output path")
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(parent).free
-    return CheckpointError(
-        f"{path}: the disk is full ({free / 1e6:.0f} MB free under {parent}). Free some space or "
-        "choose another output path; nothing was kept of this attempt"
+    return DiskFullError(
+        f"{path}: the disk is full ({free / 1e6:.0f} MB free under {parent}, or less by a quota). "
+        "Free some space or choose another output path"
     )
 
 

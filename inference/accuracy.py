@@ -22,9 +22,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from formats.errors import EngineError, RequestError
+from formats.progress import bar
 from formats.scheme import Strict
 
 RESAMPLES = 4000
@@ -146,9 +146,9 @@ def compare(
         raise RequestError(
             f"sequences: {found}; a comparison needs at least one, of 2 tokens or more", "sequences"
         )
-    bar = tqdm(sequences, desc="Comparing", unit="seq", disable=not progress)
     scores = []
-    for i, ids in enumerate(bar):
+    shown = bar(sequences, title="Comparing", unit="sequence", shown=progress)
+    for i, ids in enumerate(shown):
         both = original.score(ids), quantized.score(ids)
         _check_logits(*both, where=f"sequence {i} ({len(ids)} tokens)")
         scores.append(compare_logits(*both, ids))

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = locate_model(arguments.checkpoint, arguments.revision)
     engine = open_engine(folder, arguments, arguments.batch_size)
     prompts = PromptFormat.of(engine.tokenizer, raw=arguments.raw, system=arguments.system)
-    print(f"note: {prompts.note}", file=sys.stderr)
+    if not arguments.quiet:
+        print(f"note: {prompts.note}", file=sys.stderr)
     if prompt is None:
         return _complete_rows(engine, rows, prompts, params, arguments)
     complete(engine, prompts.tokens(prompt), params, stream=arguments.stream)
@@ -81,7 +82,7 @@ def _complete_rows(
     params: SamplingParams,
     arguments: argparse.Namespace,
 ) -> int:
-    answers = answer_rows(engine, rows, prompts, params)
+    answers = answer_rows(engine, rows, prompts, params, progress=not arguments.quiet)
     write_rows(arguments.output, rows, answers)
     failed = failures(arguments.input, rows, answers)
     for line in failed:
@@ -139,6 +140,7 @@ def parser() -> argparse.ArgumentParser:
     add_sampling_arguments(made, max_tokens=128)
     made.add_argument("--stream", action="store_true", help="print text as it comes")
     made.add_argument("--batch-size", type=count, default=16, metavar="N", help="rows at once")
+    made.add_argument("--quiet", action="store_true", help="show no progress, only the result")
     return made
 
 

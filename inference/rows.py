@@ -25,16 +25,12 @@ from typing import TYPE_CHECKING, Any
 from formats.chat_template import read_messages
 from formats.errors import RequestError
 from formats.files import replace_file, writing
-from formats.later import later
+from formats.progress import bar
 from inference.prompts import PromptFormat
 from inference.scheduling.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    import tqdm
-
     from inference.engine import Engine
-else:
-    tqdm = later("tqdm")
 
 PROMPTS = ("src", "messages")
 RESULTS = ("output", "exact_match", "logprob", "tgt_tokens", "error")  # those of an earlier run go
@@ -202,7 +198,12 @@ class _Batch:
 
 
 def answer_rows(
-    engine: Engine, rows: Sequence[Row], prompts: PromptFormat, params: SamplingParams
+    engine: Engine,
+    rows: Sequence[Row],
+    prompts: PromptFormat,
+    params: SamplingParams,
+    *,
+    progress: bool = True,
 ) -> list[Answer]:
     """Complete all rows and score their targets; the engine batches them as it has room.
 
@@ -211,6 +212,7 @@ def answer_rows(
         rows: The rows; those with an error are left out.
         prompts: How prompts are written for the engine's model.
         params: How completions are decoded.
+        progress: Show a progress bar.
 
     Returns:
         What became of each row, in their order.
@@ -220,10 +222,10 @@ def answer_rows(
     """
     batch = _Batch(engine, prompts, params)
     answers = [batch.add(row) for row in rows]
-    with tqdm.tqdm(total=len(batch), desc="Predicting", unit="row") as bar:
+    with bar(total=len(batch), title="Predicting", unit="row", shown=progress) as shown:
         while engine.has_unfinished:
             finished = [output for output in engine.step() if output.finished]
-            bar.update(sum(map(batch.take, finished)))
+            shown.update(sum(map(batch.take, finished)))
     return answers
 
 

@@ -45,7 +45,7 @@ FLOORS = {
     "formats": """
         errors
         namespace command later links memory files pack scheme chat_template
-        documents lock
+        documents lock progress
         scale_table families hub
         stored
         foreign

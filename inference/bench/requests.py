@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import HEAD
 from formats.files import replace_file
+from formats.progress import bar
 from inference.backend import require_device
 from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import Ratio, Speed, compare_turns, describe, summarize, to_json
@@ -41,7 +40,7 @@ def measure_requests(arguments: argparse.Namespace) -> int:
     ratios: list[Ratio] = []
     with ExitStack() as stack:
         models = _start_models(stack, arguments)
-        for batch in tqdm(sorted(set(arguments.batch)), desc="Measuring", unit="batch"):
+        for batch in bar(sorted(set(arguments.batch)), title="Measuring", unit="batch"):
             load = Load(batch=batch, prompt_tokens=arguments.prompt, new_tokens=arguments.new)
             runners = [model.run for model in models]
             runs = run_in_turns(runners, load, arguments.warmup, arguments.repeats)

@@ -26,6 +26,11 @@ def add_settings(parser: argparse.ArgumentParser, *, output: str) -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Whether progress is shown."""
+    parser.add_argument("--quiet", action="store_true", help="show no progress, only the result")
+
+
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
     """What the arguments of `add_recipe_arguments` override in the recipe."""
     return [*arguments.set, *output_override(arguments.output)]

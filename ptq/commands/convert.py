@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from formats.command import CommandParser
 from formats.later import later
 from formats.stored.other_kinds import locate_model
+from ptq.commands.arguments import add_quiet
 from ptq.convert.targets import FLOAT_TYPES, TARGETS
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", choices=FLOAT_TYPES, help="type of float weights, else config.json's"
     )
     made.add_argument("--force", action="store_true", help="replace DST if it exists")
+    add_quiet(made)
     return made
 
 
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables=arguments.tables,
         dtype=arguments.dtype,
         force=arguments.force,
-        progress=True,
+        progress=not arguments.quiet,
     )
     print("\n".join(conversion.describe(done, arguments.out, arguments.to)))
     return 0

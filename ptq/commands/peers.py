@@ -21,7 +21,7 @@ from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.later import later
 from formats.lock import output_locked
-from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
 from ptq.output import PEERS_FILE
 from ptq.recipe.draft import Override
 from ptq.recipe.peers import QUANTIZERS
@@ -40,14 +40,15 @@ else:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure peers and print their table; 0 where all of them ran."""
-    loaded = _read(parser().parse_args(argv))
+    arguments = parser().parse_args(argv)
+    loaded = _read(arguments)
     with output_locked(loaded.recipe.output.path):
-        return _measure(loaded)
+        return _measure(loaded, not arguments.quiet)
 
 
-def _measure(loaded: LoadedRecipe) -> int:
+def _measure(loaded: LoadedRecipe, progress: bool) -> int:
     plan = planning.plan_recipe(loaded, force=True, solves=False)
-    record = reporting.measure_only_peers(plan)
+    record = reporting.measure_only_peers(plan, progress=progress)
     path = plan.recipe.output.path / PEERS_FILE
     replace_file(path, (record.model_dump_json(indent=1) + "\n").encode())
     print(format_table([rows.HEADS, *rows.peer_rows(record.peers)]))
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
         help="measure this one instead of those of the recipe, under its own interpreter if one is "
         "given; may be repeated",
     )
+    add_quiet(made)
     return made
 
 

@@ -19,7 +19,7 @@ from formats.command import CommandParser
 from formats.hub import is_hub_id
 from formats.stored.other_kinds import locate_model
 from ptq.commands import run
-from ptq.commands.arguments import add_settings
+from ptq.commands.arguments import add_quiet, add_settings
 from ptq.recipe.own_model import OTHER_NAMES, SCHEMES, default_output, recipe_of, settings_for
 
 
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.model, arguments.scheme or arguments.recipe
     )
     words += ["--output", str(output), *(["--force"] if arguments.force else [])]
+    words += ["--quiet"] if arguments.quiet else []
     if arguments.data is None:
         print("No --data: calibrated and measured on Python source, the standard library's.")
         print("Give --data FILE for text like that which the model will meet.")
@@ -73,4 +74,5 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     add_settings(made, output="default output/MODEL-SCHEME")
     made.add_argument("--force", action="store_true", help="replace an existing output")
+    add_quiet(made)
     return made

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from formats.command import CommandParser
 from formats.later import later
 from formats.lock import output_locked
+from ptq.commands.arguments import add_quiet
 from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import output_override, read_recipe
 from ptq.text import format_table, typed_path
@@ -40,22 +41,24 @@ def parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
     )
     made.add_argument("output", type=Path, help="output folder of a finished `ptq run`")
+    add_quiet(made)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
-    output = parser().parse_args(argv).output
+    arguments = parser().parse_args(argv)
+    output: Path = arguments.output
     require_run(output)
     with output_locked(output):
-        return _report(output)
+        return _report(output, not arguments.quiet)
 
 
-def _report(output: Path) -> int:
+def _report(output: Path, progress: bool) -> int:
     result = results.load_result(output)
     here = output_override(output)  # it may have been moved since
     plan = planning.plan_recipe(read_recipe(output / RECIPE_FILE, here), force=True, solves=False)
-    report = reporting.make_report(result, plan)
+    report = reporting.make_report(result, plan, progress=progress)
     print()
     print(format_table(report.summary_rows))
     print()

@@ -17,9 +17,9 @@ from formats.errors import RecipeError
 from formats.later import later
 from formats.lock import output_locked
 from formats.namespace import require_own_packages
-from ptq.commands.arguments import add_recipe_arguments, overrides_of
+from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
 from ptq.commands.next_steps import forced_command, next_commands
-from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken, unfinished
+from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
 
@@ -57,13 +57,13 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
         data = preflight.read_data(plan.recipe)
     for line in preflight.describe_shortfalls(plan.recipe, data):
         print(line)
-    if unfinished(output):
-        print(f"{typed_path(output)}: an earlier run was stopped; going on where it was")
-    result = driver.quantize_tokens(
-        plan, data["calibration"], force=arguments.force, keep=True, watch=watch
-    )
-    shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
-    report = reporting.make_report(result, plan, data["evaluation"])
+    force, progress = arguments.force, not arguments.quiet
+    with resume.telling_what_is_kept(output):
+        result = driver.quantize_tokens(
+            plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
+        )
+        shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
+        report = reporting.make_report(result, plan, data["evaluation"], progress=progress)
     resume.discard(output)
     print()
     print(format_table(report.summary_rows))
@@ -91,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_recipe_arguments(made)
     made.add_argument("--force", action="store_true", help="replace an existing output")
+    add_quiet(made)
     return made
 
 

@@ -22,6 +22,7 @@ from formats.command import CommandParser
 from formats.errors import RecipeError
 from formats.later import later
 from formats.lock import output_locked, refuse_busy
+from ptq.commands.arguments import add_quiet
 from ptq.commands.next_steps import next_commands
 from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
@@ -50,7 +51,7 @@ def _solve(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     if arguments.run.resolve() != loaded.recipe.output.path.resolve():
         refuse_busy(arguments.run)
     seen = artifact.Artifact.load(arguments.run)
-    result = driver.solve(plan, seen, force=arguments.force)
+    result = driver.solve(plan, seen, force=arguments.force, progress=not arguments.quiet)
     for note in solvable.solve_notes(seen, plan.recipe):
         print(note)
     print(f"checkpoint: {typed_path(result.checkpoint)}")
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     made.add_argument("--output", type=Path, required=True, metavar="DIR")
     made.add_argument("--force", action="store_true", help="replace an existing output")
+    add_quiet(made)
     return made
 
 

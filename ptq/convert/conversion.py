@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.foreign.folder import owner
 from formats.foreign.layout import used_groups
+from formats.progress import bar
 from formats.scheme import Strict
 from formats.stored.weights import StoredWeight
 
@@ -66,7 +66,7 @@ def parts(
 ) -> Iterator[tuple[str, str | None]]:
     """Tensors to copy, with None, and each quantized layer once, with its name."""
     quantized, seen = set(modules), set()
-    for name in tqdm(source.names(), desc=title, unit="tensor", disable=not progress):
+    for name in bar(source.names(), title=title, unit="tensor", shown=progress):
         module = owner(name, quantized)
         if module is None or name == f"{module}.bias":
             yield name, None

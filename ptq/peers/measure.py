@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from calibrate.data import TokenSet
 from formats.errors import EngineError
+from formats.progress import bar
 from formats.scheme import Strict
 from inference.accuracy import Accuracy, Scorer, compare
 from inference.bench.peers.process import PeerProcess
@@ -99,9 +99,9 @@ def measure_peers(
     logs = recipe.output.path / PEER_LOGS
     logs.mkdir(parents=True, exist_ok=True)
     rows = []
-    bar = tqdm(recipe.report.peers, desc="Other tools", unit="tool", disable=not progress)
-    for choice in bar:
-        bar.set_postfix_str(choice.name)
+    tools = bar(recipe.report.peers, title="Other tools", unit="tool", shown=progress)
+    for choice in tools:
+        tools.set_postfix_str(choice.name)
         with tempfile.TemporaryDirectory(prefix="ptq-peer-") as folder:
             job = _job(Path(folder).resolve(), recipe, choice, calibration, evaluation)
             process = peer_process(choice, job, logs / f"{choice.name}.log", recipe.device == "cpu")

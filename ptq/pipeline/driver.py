@@ -17,7 +17,6 @@ from contextlib import closing
 from functools import partial
 
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from calibrate.data import TokenSet, load_tokens
@@ -26,6 +25,7 @@ from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
+from formats.progress import bar, on_terminal, say
 from formats.scale_table import ScaleEntry, ScaleTable
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import (
@@ -45,7 +45,7 @@ from ptq.pipeline.artifact import (
 from ptq.pipeline.device import fast_products
 from ptq.pipeline.emit import emit_rest
 from ptq.pipeline.found import Found
-from ptq.pipeline.key import run_key
+from ptq.pipeline.key import key_of, run_facts
 from ptq.pipeline.live import LiveTable
 from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
@@ -60,6 +60,7 @@ from ptq.result import (
     QuantizationResult,
     Stopwatch,
 )
+from ptq.text import typed_path
 
 
 def quantize(
@@ -158,8 +159,9 @@ class _Driver:
         self.keeps_hessians = artifact is None and plan.prediction.moments_bytes > 0
         self.solver = BlockSolver(plan, watch, artifact, keep if self.keeps_hessians else None)
         self.model, self.device = self.solver.model, self.solver.device
-        key = run_key(plan, self.model, calibration.fingerprint, self.device)
-        self.store = ResumableRun(plan.recipe.output.path, key)
+        facts = run_facts(plan, self.model, calibration.fingerprint, self.device)
+        output, blocks = plan.recipe.output.path, len(plan.blocks)
+        self.store = ResumableRun(output, key_of(facts), blocks, facts)
         self.resumed = self.store.done
         self.statistics = Statistics()
         self.found: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -168,7 +170,7 @@ class _Driver:
         self.smoothing: list[SmoothingRow] = []
         self.modules: list[ModuleRow] = []
         self.costs: list[BlockRow] = []
-        self.table = LiveTable(shown=False, names=())
+        self.table = LiveTable(shown=False, blocks=(), layers=())
 
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
@@ -178,10 +180,16 @@ class _Driver:
                 emit_rest(writer, self.model, stream.blocks)
             if self.artifact is None:
                 self.solver.start(sequences)
-            self.table = LiveTable(shown=progress, names=self.plan.quantized)
-            bar = tqdm(stream.blocks, desc="Quantizing", unit="block", disable=not progress)
-            for index, name in enumerate(bar):
-                bar.set_postfix_str(name)
+            greeting = self.store.greeting()
+            if greeting and progress:
+                say(f"{typed_path(self.recipe.output.path)}: {greeting}")
+            self.table = LiveTable(
+                shown=progress, blocks=self.plan.blocks, layers=self.plan.quantized
+            )
+            shown = progress and on_terminal()  # elsewhere the table's lines tell enough
+            for index, name in enumerate(
+                bar(stream.blocks, title="Quantizing", unit="block", shown=shown)
+            ):
                 if index < self.resumed:
                     self._emit(writer, name, self.store.block(index))
                     continue

@@ -1,4 +1,4 @@
-"""What decides on the bytes of a checkpoint, in one number: where it is equal, a run goes on.
+"""What decides on the bytes of a checkpoint: where all of it is equal, a run goes on.
 
 These are what the recipe and the model made of each other (the plan), the tokens, the model's
 files, torch's version, the device, and the code that calibrates, solves and writes. What checks a
@@ -8,8 +8,10 @@ recipe, shows progress or makes a report decides nothing.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,13 +30,26 @@ DECIDING = (  # folders and files of our code
     "ptq/plan/schedule.py",
     "ptq/plan/shapes.py",
 )
+RECIPE = "recipe"  # among the facts
 SHOWING = ("ptq/pipeline/live.py", "ptq/pipeline/timing.py")  # beside those that decide
 
 
 def run_key(
     plan: Plan, model: FloatModel, fingerprint: str, device: torch.device | None = None
 ) -> str:
-    """SHA-256 of all that decides; see the module's docstring.
+    """SHA-256 of `run_facts`; arguments as there."""
+    return key_of(run_facts(plan, model, fingerprint, device))
+
+
+def key_of(facts: Mapping[str, str]) -> str:
+    """One number for what decides."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def run_facts(
+    plan: Plan, model: FloatModel, fingerprint: str, device: torch.device | None = None
+) -> dict[str, str]:
+    """All that decides, by what a person calls it; see the module's docstring.
 
     Args:
         plan: Of the run; its output and its report decide nothing.
@@ -44,13 +59,47 @@ def run_key(
     """
     where = device or torch.device("cpu")
     threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{threads} threads"
-    digest = hashlib.sha256(plan.recipe.model_dump_json(exclude={"output", "report"}).encode())
-    digest.update(plan.model_dump_json(include={"modules", "smoothing"}).encode())
-    digest.update(f"{fingerprint} torch {torch.__version__} {name}\n".encode())
-    digest.update(model_key(model).encode())
-    digest.update(code_key().encode())
-    return digest.hexdigest()
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {threads} threads"
+    modules = plan.model_dump_json(include={"modules", "smoothing"})
+    return {
+        RECIPE: plan.recipe.model_dump_json(exclude={"output", "report"}),
+        "the device": name,
+        "torch": torch.__version__,
+        "the model's files": model_key(model),
+        "the calibration data": fingerprint,
+        "the code of ptq": code_key(),
+        "the plan": hashlib.sha256(modules.encode()).hexdigest(),
+    }
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two runs' facts: a recipe's settings by their keys, the values told."""
+    lines = []
+    old, new = (dict(_settings(json.loads(facts.get(RECIPE, "{}")))) for facts in (before, now))
+    for key in dict.fromkeys((*old, *new)):
+        if old.get(key) != new.get(key):
+            lines.append(f"{key}: {old.get(key, 'none')}, now {new.get(key, 'none')}")
+    for name in now:
+        if name != RECIPE and before.get(name) != now[name]:
+            told = name in ("the device", "torch")
+            lines.append(f"{name}: {before.get(name)}, now {now[name]}" if told else name)
+    return lines[:-1] if len(lines) > 1 and lines[-1] == "the plan" else lines
+
+
+def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """A recipe's settings by their keys, such as `methods.0.smoothquant.alpha`."""
+    if isinstance(value, dict):
+        name = f".{value['name']}" if key.startswith("methods.") else ""
+        for part, inner in value.items():
+            if not (name and part == "name"):
+                yield from _settings(inner, f"{key}{name}.{part}" if key else part)
+        if name and len(value) == 1:  # a method without options
+            yield f"{key}{name}", "given"
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for i, inner in enumerate(value):
+            yield from _settings(inner, f"{key}.{i}")
+    else:
+        yield key, json.dumps(value).strip('"')
 
 
 def code_key(root: Path = ROOT) -> str:

@@ -25,26 +25,29 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from calibrate.statistics import Statistics
-from formats.errors import CheckpointError
+from formats.command import Terminated
+from formats.errors import CheckpointError, DiskFullError
 from formats.files import fsync_path, replace_file, writing
 from formats.scale_table import ScaleEntry
 from formats.scheme import Strict
 from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import PROGRESS_FILE, RESUME_FOLDER
+from ptq.pipeline.key import differences
 from ptq.result import BlockRow, ModuleRow
 
+MOST_TOLD = 6  # settings in which two runs differ
 SHARE = 0.1  # most of a run's time that goes into writing states
 
 
@@ -78,10 +81,27 @@ class SolvedBlock:
 
 
 class Progress(Strict):
-    """How far a run has come, and which run it is."""
+    """How far a run has come, and which run it is.
+
+    Attributes:
+        key: Of the run.
+        blocks: Those that are stored with the states after them.
+        total: Blocks of the model.
+        facts: What the key stands for; see `ptq.pipeline.key.run_facts`.
+    """
 
     key: str
     blocks: int
+    total: int = 0
+    facts: dict[str, str] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, output: Path) -> Progress | None:
+        """What a run has left in an output folder; None where that is nothing to go on with."""
+        try:
+            return cls.model_validate_json((output / RESUME_FOLDER / PROGRESS_FILE).read_bytes())
+        except (OSError, ValidationError):
+            return None
 
 
 class ResumableRun:
@@ -90,28 +110,51 @@ class ResumableRun:
     Args:
         output: The run's output folder.
         key: From `ptq.pipeline.key.run_key`; what another key has left is removed.
+        total: Blocks of the model.
+        facts: What the key stands for.
 
     Attributes:
         done: Blocks that are stored with the states after them.
+        left: What an earlier run had left.
     """
 
-    def __init__(self, output: Path, key: str) -> None:
+    def __init__(
+        self, output: Path, key: str, total: int = 0, facts: Mapping[str, str] | None = None
+    ) -> None:
         self._folder, self._key = output / RESUME_FOLDER, key
+        self._total, self._facts = total, dict(facts or {})
         self._pool = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
         self.done = self._solved = 0
         self._due = 0.0
-        try:
-            found = Progress.model_validate_json((self._folder / PROGRESS_FILE).read_bytes())
-        except (OSError, ValidationError):
-            found = None
-        if found is not None and found.key == key:
-            self.done = self._solved = found.blocks
+        self.left = Progress.read(output)
+        if self.left is not None and self.left.key == key:
+            self.done = self._solved = self.left.blocks
             return
         _clear(self._folder)
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         self._progress(0)
+
+    def greeting(self) -> str | None:
+        """What is told of an earlier run: that it goes on, or starts over, and why."""
+        left = self.left
+        if left is None or (left.key == self._key and not left.blocks):
+            return None
+        if left.key == self._key and left.blocks < left.total:
+            at = f"going on at block {left.blocks + 1} of {left.total}"
+            return f"an earlier run was stopped; {at}"
+        if left.key == self._key:
+            return (
+                f"an earlier run was stopped after all of its {left.total} blocks; going on there"
+            )
+        differ = differences(left.facts, self._facts)
+        more = [f"and {len(differ) - MOST_TOLD} more"] if len(differ) > MOST_TOLD else []
+        lines = "".join(f"\n  {line}" for line in [*differ[:MOST_TOLD], *more])
+        return (
+            f"an earlier run was stopped after {left.blocks} of {left.total} blocks, but other "
+            f"than this one; starting over. What differs:{lines}"
+        )
 
     def save(
         self, solved: SolvedBlock, states: Sequence[Tensor], quantized: Sequence[Tensor] | None
@@ -210,7 +253,7 @@ class ResumableRun:
         return [arrays[f"float/{i}"] for i in range(count)], quantized or None
 
     def _progress(self, blocks: int) -> None:
-        progress = Progress(key=self._key, blocks=blocks)
+        progress = Progress(key=self._key, blocks=blocks, total=self._total, facts=self._facts)
         replace_file(self._folder / PROGRESS_FILE, progress.model_dump_json().encode())
         self.done = blocks
 
@@ -237,6 +280,21 @@ class ResumableRun:
     @staticmethod
     def _states(index: int) -> str:
         return f"states-{index:05d}.safetensors"
+
+
+@contextlib.contextmanager
+def telling_what_is_kept(output: Path) -> Iterator[None]:
+    """Say of a run that was interrupted, or met a full disk, what the next one goes on with."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated, DiskFullError) as error:
+        left = Progress.read(output)
+        if left is None or left.blocks == 0:
+            error.add_note("No block is kept yet: the same command starts from the beginning.")
+        else:
+            kept = f"{left.blocks} of {left.total} blocks are kept"
+            error.add_note(f"{kept}: the same command goes on from there.")
+        raise
 
 
 def discard(output: Path) -> None:

@@ -22,6 +22,7 @@ def busy(tmp_path, monkeypatch, tiny_llama):
     resume = tmp_path / "out" / ".resume"
     resume.mkdir(parents=True)
     (resume / "progress.json").write_text("of the run at work")
+    (tmp_path / "out" / "quantization.json").touch()  # of a run before, which is replaced
     with output_locked(tmp_path / "out"):
         yield tmp_path
     assert (resume / "progress.json").read_text() == "of the run at work"
@@ -50,6 +51,7 @@ def test_solving_is_refused_in_it_and_from_it(busy, tiny_llama, capsys):
     (busy / "run").mkdir()
     recipe = busy / "run" / "recipe.yaml"
     recipe.write_text((busy / "r.yaml").read_text())
+    (busy / "run" / "quantization.json").touch()
     assert run_command(solve.main, ["run", "--output", "out"]) == 2
     assert "out: another process works there" in capsys.readouterr().err
     recipe.rename(busy / "out" / "recipe.yaml")

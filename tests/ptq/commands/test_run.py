@@ -60,7 +60,7 @@ def calls(monkeypatch) -> list[str]:
     """Replaces quantization and report by ones that only say that they were called."""
     made: list[str] = []
 
-    def quantize_tokens(plan, tokens, *, force, keep, watch):
+    def quantize_tokens(plan, tokens, *, force, progress, keep, watch):
         assert keep
         assert tokens.split == "calibration"
         assert "data" in watch.seconds()
@@ -69,7 +69,7 @@ def calls(monkeypatch) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         return Result(folder)
 
-    def make_report(result, plan, evaluation):
+    def make_report(result, plan, evaluation, *, progress):
         assert evaluation.split == "evaluation"
         made.append("report")
         folder = plan.recipe.output.path / "report"

@@ -389,18 +389,22 @@ def test_peak_memory_does_not_grow_with_depth(make_model, tmp_path):
 
 
 def test_a_table_grows_while_it_runs(tiny_llama, tmp_path, capsys):
-    """A row for each layer with its figures, the cost of the block in the last; and in the record."""
+    """A row for each block: its worst layer, and its cost; the record has all layers."""
     plan = make_plan(tiny_llama, tmp_path / "out", "w4", methods=(RTNSpec(),))
     result = quantize_tokens(plan, random_tokens(), progress=True)
     lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines if "_proj" in line}
-    assert list(rows) == [row.module for row in result.modules]
-    clipped = {entry.module: entry.clip_fraction for entry in result.scale_table.entries}
-    for row in result.modules:
-        sqnr, baseline, share, *cost = rows[row.module]
-        assert sqnr == f"{row.output_sqnr_db:.1f}"
-        assert baseline == f"{row.baseline_output_sqnr_db:.1f}"
-        assert float(share[:-1]) == pytest.approx(100 * clipped[row.module], abs=1e-3)
-        assert bool(cost) == row.module.endswith("down_proj")
+    assert list(rows) == list(plan.blocks)
+    assert len(lines) == 1 + len(plan.blocks)  # under a head, and nothing else without a terminal
+    for block, (name, sqnr, baseline, share, *cost) in rows.items():
+        modules = [row for row in result.modules if row.module.startswith(f"{block}.")]
+        worst = min(modules, key=lambda row: row.output_sqnr_db)
+        assert f"{block}.{name}" == worst.module
+        assert sqnr == f"{worst.output_sqnr_db:.1f}"
+        assert baseline == f"{worst.baseline_output_sqnr_db:.1f}"
+        entries = [e for e in result.scale_table.entries if e.module.startswith(f"{block}.")]
+        clipped = max(entry.clip_fraction for entry in entries)
+        assert float(share[:-1]) == pytest.approx(100 * clipped, abs=1e-3)
+        assert len(cost) == 3  # seconds, a size and its unit
     assert [row.block for row in result.blocks] == list(plan.blocks)
     assert all(row.seconds > 0 and row.memory_bytes > 0 for row in result.blocks)
