@@ -69,6 +69,8 @@ def _fault(fault: Any) -> str:
     place, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
     if not place:
         return message
+    if fault["type"] == "model_type":
+        message = "Input should be an object"
     if fault["type"] == "missing":
         return f"{place} is missing"
     return f"{place} is {repr(fault['input'])[:60]}: {message}"

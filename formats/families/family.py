@@ -230,18 +230,33 @@ def needed(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
+def size_in(config: Mapping[str, Any], key: str) -> int:
+    """A size or count of config.json, of whatever family.
+
+    Raises:
+        CheckpointError: it is not there, or no positive integer.
+    """
+    value = needed(config, key)
+    if not isinstance(value, int) or not 0 < value < 2**31:
+        raise CheckpointError(f"config.json: {key} is {value!r}; needed is a positive integer")
+    return value
+
+
 def heads_of(config: Mapping[str, Any]) -> Heads:
     """The attention's sizes, from config.json: what a config leaves out follows from the rest.
 
     Raises:
-        CheckpointError: it leaves out what nothing can follow from.
+        CheckpointError: a size is none, or it leaves out what nothing can follow from.
     """
-    query = int(needed(config, "num_attention_heads"))
-    return Heads(
-        query=query,
-        kv=int(config.get("num_key_value_heads") or query),
-        size=int(config.get("head_dim") or needed(config, "hidden_size") // query),
+    query = size_in(config, "num_attention_heads")
+    kv = (
+        query
+        if config.get("num_key_value_heads") is None
+        else size_in(config, "num_key_value_heads")
     )
+    if config.get("head_dim") is None:
+        return Heads(query, kv, size_in(config, "hidden_size") // query)
+    return Heads(query, kv, size_in(config, "head_dim"))
 
 
 def rotary_channels(family: Family, config: Mapping[str, Any]) -> int:
@@ -265,7 +280,5 @@ def merged_rows(family: Family, config: Mapping[str, Any]) -> dict[str, dict[str
         merged[names.merged] = dict(zip(names.qkv, sizes, strict=True))
     if family.feed_forward.stored_merged:
         names = family.feed_forward
-        merged[names.merged] = dict.fromkeys(
-            names.gate_up, int(needed(config, "intermediate_size"))
-        )
+        merged[names.merged] = dict.fromkeys(names.gate_up, size_in(config, "intermediate_size"))
     return merged

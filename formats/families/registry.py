@@ -11,7 +11,7 @@ from typing import Any
 
 from formats.errors import CheckpointError, suggestion
 from formats.families import declared
-from formats.families.family import Attention, Family
+from formats.families.family import Attention, Family, size_in
 
 
 def _collect() -> tuple[Family, ...]:
@@ -22,6 +22,7 @@ def _collect() -> tuple[Family, ...]:
 
 FAMILIES = _collect()
 BY_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
+MOST_LAYERS = 10_000
 MODEL_TYPES = tuple(BY_TYPE)
 
 
@@ -68,8 +69,17 @@ def _known_to_transformers(model_type: str) -> bool:
 
 
 def block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Full names of a model's decoder blocks, in their order."""
-    return tuple(f"model.layers.{i}" for i in range(int(config.get("num_hidden_layers") or 0)))
+    """Full names of a model's decoder blocks, in their order.
+
+    Raises:
+        CheckpointError: config.json gives no number of blocks, or more than any model has.
+    """
+    count = size_in(config, "num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json: found {count} num_hidden_layers, at most {MOST_LAYERS}"
+        )
+    return tuple(f"model.layers.{i}" for i in range(count))
 
 
 def attention_names(config: Mapping[str, Any]) -> tuple[str, ...]:

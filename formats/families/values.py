@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from formats.documents import check_values
-from formats.families.registry import find_family
+from formats.families.registry import MOST_LAYERS, find_family
 
 Size = Annotated[int, Field(gt=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -21,7 +21,6 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Token = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 EndTokens = Token | list[Token] | None
-MOST_LAYERS = 10_000
 
 
 class _Values(BaseModel):

@@ -272,7 +272,11 @@ def test_a_damaged_tokenizer_is_refused(tiny_llama, tmp_path, text):
     [
         ("num_attention_heads", None, "num_attention_heads is missing"),
         ("num_attention_heads", -4, "num_attention_heads is -4: Input should be greater than 0"),
-        ("num_attention_heads", 8, r"o_proj.weight has shape \[128, 128\]; by config.json it is \[128, 256\]"),
+        (
+            "num_attention_heads",
+            8,
+            r"o_proj.weight has shape \[128, 128\]; by config.json it is \[128, 256\]",
+        ),
         ("num_key_value_heads", "two", "num_key_value_heads is 'two'"),
         ("head_dim", -128, "head_dim is -128"),
         ("hidden_size", 64, "embed_tokens.weight has shape"),
