@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
 from formats.families.names import EMBEDDING, FINAL_NORM, HEAD
 from formats.families.registry import block_names
 from formats.memory import release_freed_memory
@@ -124,13 +125,22 @@ class Decoder(Generic[L, X]):
 
     def _vector(self, norm: str) -> Tensor:
         """Weight of a norm."""
-        return self._checkpoint.tensor(f"{norm}.weight").to(self._factory.device, self.dtype)
+        return self._finite(f"{norm}.weight").to(self._factory.device, self.dtype)
+
+    def _finite(self, name: str) -> Tensor:
+        """A tensor whose NaN would be every token's."""
+        tensor = self._checkpoint.tensor(name)
+        if tensor.numel() and not all(bool(torch.isfinite(end)) for end in tensor.aminmax()):
+            raise CheckpointError(
+                f"{name} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
+            )
+        return tensor
 
     def _embedding(self, *, tied: bool) -> Tensor:
         shared = self.head.matrix if tied else None
         if shared is not None:
             return shared
-        own = self._checkpoint.tensor(f"{EMBEDDING}.weight").to(self._factory.device)
+        own = self._finite(f"{EMBEDDING}.weight").to(self._factory.device)
         return own if own.dtype in (torch.float32, torch.bfloat16) else own.to(self.dtype)
 
     def _load_layer(self, block: str) -> Layer[L, X]:

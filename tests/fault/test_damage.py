@@ -114,9 +114,10 @@ def run_case(base: Path, expected: tuple[int, ...], folder: Path, random: Random
     except (CheckpointError, RequestError) as error:
         return type(error).__name__
     except EngineError as error:
-        if error.__cause__ is not None and not isinstance(error.__cause__, PTQError):
-            return f"FAULT {error} <- {_place(error.__cause__)}: {label}"
-        return "EngineError"
+        cause = error.__cause__
+        if cause is None or isinstance(cause, PTQError) or "hold NaN or infinity" in str(cause):
+            return "EngineError"
+        return f"FAULT {error} <- {_place(cause)}: {label}"
     except Exception as error:
         return f"FAULT {type(error).__name__}: {str(error)[:200]} <- {_place(error)}: {label}"
     if found is None:
