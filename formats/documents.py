@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,8 +70,7 @@ def _fault(fault: Any) -> str:
     place, message = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
     if not place:
         return message
-    if fault["type"] == "model_type":
-        message = "Input should be an object"
+    message = re.sub(r" or instance of \w+", "", message)  # of a class that no file can hold
     if fault["type"] == "missing":
         return f"{place} is missing"
     return f"{place} is {repr(fault['input'])[:60]}: {message}"
