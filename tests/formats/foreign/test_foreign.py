@@ -63,6 +63,17 @@ def values(weight: StoredWeight, size: int) -> Tensor:
     return dequantize(weight.q, weight.scale, weight.zero_point, (1, size))
 
 
+def pack_gptq_8(weight: StoredWeight) -> dict[str, Tensor]:
+    return pack_gptq(weight, 32, 8, version=2)
+
+
+SIGNED = (
+    (lambda weight: pack_gptq(weight, 32, 4), lambda tensors: unpack_gptq(tensors, 4, 1, 32)[0]),
+    (pack_gptq_8, lambda tensors: unpack_gptq(tensors, 8, 2, 32)[0]),
+    (lambda weight: pack_awq(weight, 32), lambda tensors: unpack_awq(tensors, 32)),
+)
+
+
 def golden_weight() -> StoredWeight:
     """8 outputs of 8 inputs: output n holds -8 + n everywhere, but output 0 counts from -8."""
     q = torch.arange(-8, 0).repeat(8, 1).T.contiguous().to(torch.int8)
@@ -187,6 +198,25 @@ def test_fp8_block_round_trip(shape):
     assert torch.equal(found.scale, weight.scale)
     narrow = tensors | {"weight_scale_inv": weight.scale.bfloat16()}
     assert torch.equal(unpack_fp8_block(narrow).scale, weight.scale.bfloat16().float())
+
+
+@pytest.mark.parametrize(("pack", "unpack"), SIGNED)
+def test_scales_of_both_signs_become_positive_and_values_stay(pack, unpack):
+    """All integers, the lowest included, whose negative has no place among them."""
+    bits = 8 if pack is pack_gptq_8 else 4
+    weight = random_weight(40, 128, bits, 32, symmetric=False)
+    tensors = pack(weight)
+    signs = torch.randint(0, 2, weight.scale.shape, generator=GENERATOR) * 2 - 1
+    assert weight.zero_point is not None
+    spread = (weight.scale * signs).repeat_interleave(32, dim=1)
+    exact = (weight.q.float() - weight.zero_point.repeat_interleave(32, dim=1)) * spread
+    tensors["scales"] = (tensors["scales"] * signs.T).half()
+    found = unpack(tensors)
+    assert (found.scale > 0).all()
+    assert torch.equal(values(found, 32), exact)
+    require_equal(unpack(pack(found)), found)
+    with pytest.raises(CheckpointError, match="scales holds 0.0"):
+        unpack(tensors | {"scales": tensors["scales"] * 0})
 
 
 def test_act_order_is_returned_with_its_order():
