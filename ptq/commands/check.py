@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check a recipe and print its plan; 0 where it would run."""
     arguments = parser().parse_args(argv)
-    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments)).pinned()
     plan = planning.plan_recipe(loaded, force=True)
     data = preflight.read_data(plan.recipe)
     print("\n".join(describe.describe_plan(plan, data)))

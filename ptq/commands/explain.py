@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what happens to each module."""
     arguments = parser().parse_args(argv)
-    loaded = read_recipe(arguments.recipe, overrides_of(arguments))
+    loaded = read_recipe(arguments.recipe, overrides_of(arguments)).pinned()
     plan = planning.plan_recipe(loaded, force=True, solves=False)
     print("\n".join(explain.explain(plan, arguments.module)))
     return 0

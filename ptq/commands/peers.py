@@ -98,7 +98,7 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
             f"{arguments.recipe}: found no peers in report.peers; name some there, or give "
             f"--peer NAME. Allowed: {', '.join(QUANTIZERS)}"
         )
-    return loaded
+    return loaded.pinned()
 
 
 def _peer(text: str) -> dict[str, str]:

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = read_recipe(arguments.recipe, overrides_of(arguments))
     with output_locked(loaded.recipe.output.path):
         _refuse_taken(arguments, loaded)
-        return _run(arguments, loaded)
+        return _run(arguments, loaded.pinned())
 
 
 def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:

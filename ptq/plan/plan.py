@@ -109,9 +109,8 @@ def plan_recipe(loaded: LoadedRecipe, *, force: bool = False, solves: bool = Tru
     Raises:
         CheckpointError: the model's files are damaged.
     """
-    model = loaded.recipe.model.pinned()
-    recipe = loaded.recipe.model_copy(update={"model": model})
-    checkpoint = Checkpoint.open(model.folder)
+    recipe = loaded.pinned().recipe
+    checkpoint = Checkpoint.open(recipe.model.folder)
     return build_plan(recipe, checkpoint, loaded.where, force=force, solves=solves)
 
 

@@ -45,6 +45,15 @@ class LoadedRecipe:
     recipe: Recipe
     where: Where
 
+    def pinned(self) -> LoadedRecipe:
+        """The same with the model for good, downloaded if it is on the hub: before heavy imports.
+
+        Raises:
+            CheckpointError: there is no such model, or it cannot be had.
+        """
+        model = self.recipe.model.pinned()
+        return LoadedRecipe(self.recipe.model_copy(update={"model": model}), self.where)
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe; `read_recipe` without the origins."""

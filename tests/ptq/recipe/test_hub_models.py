@@ -65,10 +65,15 @@ def test_a_folder_beside_the_recipe_wins_and_has_no_revision(online, tmp_path):
         read_recipe("w4_rtn", ["model.path=org/tiny", "model.revision=v1"])
 
 
-def test_a_model_that_is_nowhere_is_told_with_the_remedy(online):
+def test_a_model_that_is_nowhere_is_told_with_the_remedy(online, capsys, monkeypatch):
     loaded = read_recipe("w4_rtn", ["model.path=org/nowhere"])
     with pytest.raises(CheckpointError, match="hf download org/nowhere --local-dir nowhere"):
         plan_recipe(loaded)
+    monkeypatch.setitem(sys.modules, "ptq.plan.plan", None)  # told before it would be imported
+    for command in ("run", "check", "explain"):
+        words = [command, "w4_rtn", "--set", "model.path=org/nowhere"]
+        assert cli.main(words) == 2
+        assert "hf download org/nowhere --local-dir nowhere" in capsys.readouterr().err
 
 
 def test_engine_predict_and_convert_take_names(online, tmp_path, capsys):
