@@ -64,5 +64,6 @@ def _report(output: Path, progress: bool) -> int:
     print()
     for text in report.failures:
         print(f"FAILED: {text}")
+    print(f"verdict: {report.line}")
     print(f"report: {typed_path(report.folder / 'report.html')}")
     return 0 if report.passed else 1

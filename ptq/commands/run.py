@@ -70,6 +70,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     print()
     for failure in report.failures:
         print(f"FAILED: {failure}")
+    print(f"verdict:    {report.line}")
     print(f"checkpoint: {typed_path(result.checkpoint)}")
     print(f"report:     {typed_path(report.folder / 'report.html')}")
     print(f"recipe:     {typed_path(output / RECIPE_FILE)} (every setting; `ptq run` repeats it)")

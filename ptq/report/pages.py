@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib import rc_context
 
+from ptq.report.advice import Advice, advise, shares_of, weakest
 from ptq.report.data import ReportData
+from ptq.report.measured.attribution import Attribution
 from ptq.report.page.figure import STYLE, figure_of, svg_text
 from ptq.report.page.html import html_page
 from ptq.report.page.markdown import markdown_page
@@ -38,8 +40,6 @@ def top_of(data: ReportData) -> Top:
     """Verdict, answers and figures on top of the page."""
     verdict = verdict_of(data)
     head, *rows = summary_rows(data)
-    points = [Point("Thresholds", ". ".join(verdict.margins) + ".")] if verdict.margins else []
-    points += [Point("Careful", f"{doubt}.") for doubt in verdict.doubts]
     tables = (*([check_rows(data)] if data.checks else ()), Table(head, rows))
     return Top(
         title=data.title,
@@ -47,9 +47,57 @@ def top_of(data: ReportData) -> Top:
         outcome=verdict.outcome,
         light=verdict.light,
         headline=verdict.headline,
-        points=tuple(points),
+        points=(
+            *(Point("Threshold", f"{margin}.") for margin in verdict.margins),
+            *(Point("Careful", f"{doubt}.") for doubt in verdict.doubts),
+            *_where(data),
+            *(
+                Point(label, _advice_text(advice), advice.command)
+                for label, advice in answers(data)
+            ),
+        ),
         tables=tables,
     )
+
+
+def in_a_line(data: ReportData) -> str:
+    """Verdict and advice for a terminal, such as `Green: every threshold holds. ...`."""
+    parts = [verdict_of(data).headline]
+    shares = shares_of(data)
+    if len(shares) > 1:
+        kind, share = next(iter(shares.items()))
+        parts.append(f"{kind}: {share:.0%} of the loss.")
+    parts += [f"{label}: {a.recipe}." for label, a in answers(data) if a.recipe]
+    return " ".join(parts)
+
+
+def answers(data: ReportData) -> list[tuple[str, Advice]]:
+    """What to try next, by what it serves; of a run that is red or amber, what to change first."""
+    if verdict_of(data).light in ("red", "amber"):
+        return [("Change first", advise(data, save=False))]
+    return [
+        ("To lose less", advise(data, save=False)),
+        ("To save more", advise(data, save=True)),
+    ]
+
+
+def _advice_text(advice: Advice) -> str:
+    return f"{advice.recipe}: {advice.reason}." if advice.recipe else f"{advice.reason}."
+
+
+def _where(data: ReportData) -> Iterator[Point]:
+    """Where the loss comes from, and the weakest layers."""
+    shares, found = shares_of(data), data.attribution
+    if shares and isinstance(found, Attribution):
+        kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items())
+        total = sum(part.kl for part in found.blocks)
+        worst = max(found.blocks, key=lambda part: part.kl)
+        share = f", {worst.kl / total:.0%} of what blocks lose one by one" if total else ""
+        yield Point("Loss comes from", f"{kinds}. Most in {worst.name}{share}.")
+    rows = weakest(data)
+    if rows:
+        layers = ", ".join(f"{name} ({ratio:.1f} dB)" for name, ratio in rows)
+        yield Point("Weakest layers", f"{layers}: signal over quantization noise.")
 
 
 def sections(data: ReportData) -> Iterator[Section]:

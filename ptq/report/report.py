@@ -22,7 +22,7 @@ from ptq.report.data import (
     ReportData,
 )
 from ptq.report.measure import engine_config, measure
-from ptq.report.pages import draw_plots, render_html, render_markdown
+from ptq.report.pages import draw_plots, in_a_line, render_html, render_markdown
 from ptq.report.summary import summary_rows
 from ptq.result import CalibrationSummary, QuantizationResult
 
@@ -35,6 +35,7 @@ class Report:
         passed: Whether every threshold of the recipe holds.
         failures: A sentence for each that does not.
         summary_rows: Head and rows of the table that a run ends with.
+        line: Verdict and advice in a line.
         folder: Where report.html, report.md and report.json lie.
         data: Everything that was measured.
     """
@@ -42,6 +43,7 @@ class Report:
     passed: bool
     failures: tuple[str, ...]
     summary_rows: tuple[tuple[str, ...], ...]
+    line: str
     folder: Path
     data: ReportData
 
@@ -69,7 +71,8 @@ def make_report(
     data = measure(result, plan, evaluation, progress=progress)
     folder = plan.recipe.output.path / REPORT_FOLDER
     write_report(data, folder)
-    return Report(data.passed, data.failures, tuple(summary_rows(data)), folder, data)
+    rows = tuple(summary_rows(data))
+    return Report(data.passed, data.failures, rows, in_a_line(data), folder, data)
 
 
 def measure_only_peers(plan: Plan, *, progress: bool = True) -> PeersRecord:

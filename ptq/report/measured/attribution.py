@@ -156,7 +156,7 @@ def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, Callable[[int], bool]]
     }
     for names, put in takes.items():
         if roles & set(names):
-            yield ", ".join(names), put, lambda _: False
+            yield "/".join(names), put, lambda _: False
     if quantized.quantized_kv:
         yield "cache", lambda f, _: f, lambda _: True
 

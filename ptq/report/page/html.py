@@ -26,9 +26,9 @@ p { margin: 0 0 .75rem; max-width: 48rem; color: #334155; overflow-wrap: anywher
 .green .verdict { border-left-color: #15803d; } .green strong { color: #15803d; }
 .amber .verdict { border-left-color: #b45309; } .amber strong { color: #b45309; }
 .red .verdict { border-left-color: #b91c1c; } .red strong { color: #b91c1c; }
-dl { margin: 0 0 1rem; display: grid; grid-template-columns: 9rem 1fr; gap: .4rem 1rem; }
+dl { margin: 0 0 1rem; display: grid; grid-template-columns: 9.5rem 1fr; gap: .4rem 1rem; }
 dt { color: #475569; font-weight: 600; } dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
-dd pre { margin-top: .3rem; }
+dd pre { margin-top: .3rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .holds { color: #15803d; font-weight: 600; } .missed { color: #b91c1c; font-weight: 600; }
 .wide { overflow-x: auto; margin: 0 0 .75rem; }
 .tables { display: flex; flex-wrap: wrap; gap: 0 3rem; align-items: start; }
@@ -39,7 +39,7 @@ th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #e2
   white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; font-weight: 400; }
 thead th { color: #475569; font-weight: 600; border-bottom-color: #94a3b8; }
-.panels { display: flex; flex-wrap: wrap; gap: .75rem; margin: 0 0 .75rem; }
+.panels { display: flex; flex-wrap: wrap; align-items: start; gap: .75rem; margin: 0 0 .75rem; }
 img { display: block; flex: 1 1 calc(.95 * var(--width)); min-width: 0; height: auto;
   max-width: min(100%, calc(1.25 * var(--width))); }
 summary { cursor: pointer; color: #1d4ed8; margin: 0 0 .5rem; }

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution, Part
@@ -51,28 +52,22 @@ def _table(head: str, parts: Sequence[Part], found: Attribution) -> Table:
 
 
 def _draw(found: Attribution) -> list[Axes]:
-    """A dot for each part, beside a line for everything quantized."""
+    """A dot for each part, from zero on, beside a line for everything quantized."""
     panels = []
     for title, parts in (("One kind of layer", found.kinds), ("One block", found.blocks)):
         axes = new_panel(1.1 + 0.28 * len(parts), 2)
         for y, part in enumerate(reversed(parts)):
             draw_dot(axes, y, part.kl, None, QUANTIZED)
+            place = {"xytext": (8, 0), "textcoords": "offset points"}
+            axes.annotate(f"{part.kl:.2g}", (part.kl, y), va="center", fontsize=9, **place)
         axes.set_yticks(range(len(parts)), [part.name for part in reversed(parts)])
         axes.axvline(found.whole, color=ORIGINAL, linewidth=1)
-        axes.annotate(
-            "all ",
-            (found.whole, 1),
-            (0, -2),
-            ("data", "axes fraction"),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            color=ORIGINAL,
-            fontsize=9,
+        axes.text(
+            found.whole, -0.85, "all at once ", ha="right", va="bottom", color=ORIGINAL, fontsize=9
         )
-        if min(part.kl for part in parts) > 0:
-            axes.set_xscale("log")
-        axes.margins(x=0.08, y=0.8 / len(parts))
+        axes.set_xlim(0, 1.15 * max(found.whole, *(part.kl for part in parts)) or 1.0)
+        axes.set_ylim(-0.9, len(parts) - 0.4)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_title(f"{title} quantized: KL (nats)")
         panels.append(axes)
     return panels

@@ -23,7 +23,6 @@ from ptq.commands import compare as runs
 from ptq.commands import report as command
 from ptq.methods.common.events import Event
 from ptq.peers.measure import PeerRow
-from ptq.pipeline.driver import quantize
 from ptq.plan.plan import build_plan
 from ptq.recipe.peers import QUANTIZERS, Quantizer
 from ptq.recipe.reading import load_recipe
@@ -35,41 +34,11 @@ from ptq.report.pages import draw_plots, render_html, render_markdown, sections
 from ptq.report.parts import accuracy as accuracy_part
 from ptq.report.parts.activations import READERS
 from ptq.report.parts.by_block import grid_of
-from ptq.report.report import Report, make_report, write_report
+from ptq.report.report import make_report, write_report
 from ptq.report.summary import summary_rows
 from ptq.report.verdict import verdict_of
 from ptq.result import load_result
-
-RECIPE = """\
-model: {{path: {model}}}
-dataset:
-  name: text.py
-  calibration: {{samples: 4, sequence_length: 48}}
-  evaluation: {{samples: 4, sequence_length: 48}}
-scheme: a8w8c8
-methods: [{{smoothquant: {{alphas: [0.5, 0.9], search_samples: 2}}}}, rtn]
-output: {{path: {output}}}
-report:
-  speed: {{batch: 2, prompt_tokens: 16, new_tokens: 4}}
-  thresholds: {{perplexity_ratio: 1.5, kl: 5.0, top1_agreement: 0.01}}
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_llama) -> Path:
-    """A folder with a recipe of the tiny model and its text."""
-    folder = tmp_path_factory.mktemp("a-private-place")
-    (folder / "r.yaml").write_text(RECIPE.format(model=tiny_llama, output=folder / "out"))
-    text = "".join(f"def f{i}(x, y):\n    return x * {i} + y\n\n" for i in range(200))
-    (folder / "text.py").write_text(text)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def made(folder) -> Report:
-    """The report of a finished run."""
-    plan = build_plan(recipe := load_recipe(folder / "r.yaml"), Checkpoint.open(recipe.model.path))
-    return make_report(quantize(plan, progress=False), plan, progress=False)
+from tests.ptq.report.judging import thresholds
 
 
 class Page(HTMLParser):
@@ -94,13 +63,6 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
-
-
-def thresholds(data: ReportData, **limits: float) -> ReportData:
-    checks = check_thresholds(ThresholdsSpec(**limits), data.accuracy)
-    failures = tuple(failure(check) for check in checks if not check.holds)
-    passed = not failures
-    return data.model_copy(update={"checks": checks, "failures": failures, "passed": passed})
 
 
 def test_the_figures_are_those_of_the_two_engines(made, folder):
@@ -207,13 +169,15 @@ def test_names_are_text_and_never_markup(made):
     evil = "<script>alert('&')</script>|`x`"
     event = Event(module=evil, kind="clipping", message=evil)
     record = made.data.quantization.model_copy(update={"events": (event,)})
-    data = made.data.model_copy(update={"title": evil, "quantization": record, "recipe": evil})
+    recipe = f"{made.data.recipe}# {evil}\n"
+    data = made.data.model_copy(update={"title": evil, "quantization": record, "recipe": recipe})
     page = Page(text := render_html(data, draw_plots(data)))
     assert "<script" not in text
-    assert page.words.count(evil) == 3  # in the head, as headline, and as recipe
+    assert page.words.count(evil) == 2  # in the head and as headline
+    assert page.words.count(recipe) == 1
     assert any(word == f"{evil}: {evil} (clipping)" for word in page.words)
     shown = render_markdown(data)
-    assert "<script" not in shown.replace(f"```yaml\n{evil}\n```", "")
+    assert "<script" not in shown.replace(f"```yaml\n{recipe}```", "")
 
 
 def test_markdown_tables_have_equal_rows(made):
