@@ -21,6 +21,7 @@ from formats.stored.other_kinds import locate_model
 from ptq.commands import run
 from ptq.commands.arguments import add_quiet, add_settings
 from ptq.recipe.own_model import OTHER_NAMES, SCHEMES, default_output, recipe_of, settings_for
+from ptq.recipe.reading import load_recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = settings_for(
         arguments.model, data=arguments.data, revision=arguments.revision, given=arguments.set
     )
-    words = [arguments.recipe or recipe_of(arguments.scheme)]
+    recipe = arguments.recipe or recipe_of(arguments.scheme)
+    data = load_recipe(recipe, settings).dataset.name
+    words = [recipe]
     for setting in settings:
         words += ["--set", setting]
     output = arguments.output or default_output(
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     words += ["--output", str(output), *(["--force"] if arguments.force else [])]
     words += ["--quiet"] if arguments.quiet else []
-    if arguments.data is None:
+    if data == "stdlib":
         print("No --data: calibrated and measured on Python source, the standard library's.")
         print("Give --data FILE for text like that which the model will meet.")
     print(f"This is: {shlex.join(['ptq', 'run', *words])}")

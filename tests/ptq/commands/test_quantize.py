@@ -69,6 +69,10 @@ def test_without_data_it_says_what_it_measures_on(given, desk, capsys):
     assert "model.revision=v1" in given[0]
     assert str(Path("output/model-w8")) in given[0]
     assert not any(word.startswith("dataset.") for word in given[0])
+    (desk / "mine.yaml").write_text("base: c8\ndataset: {name: rows.jsonl, column: prompt}\n")
+    assert quantize.main(["own model", "--recipe", "mine.yaml"]) == 0
+    assert "Python source" not in capsys.readouterr().out
+    assert str(Path("output/own model-mine")) in given[1]
 
 
 def test_a_column_that_is_said_is_not_guessed(given, desk):
