@@ -63,7 +63,7 @@ def _write(out: Path, made: RandomCheckpoint) -> None:
     entries: list[ScaleEntry] = []
     options = {"layers": made.layers, "ignore": (), "shard_bytes": SHARD_BYTES}
     with CheckpointWriter(out, config=made.config, scheme=made.scheme, **options) as writer:
-        for name in made.names:
+        for name in made.names():
             module = name.removesuffix(".weight")
             if module in made.layers:
                 entries += _add_linear(writer, made, module)

@@ -56,10 +56,9 @@ class RandomCheckpoint(Checkpoint):
             return self.layers[module].static_input
         return name in self._shapes and (leaf != "weight" or module not in self.layers)
 
-    @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> tuple[str, ...]:
         """All tensors of the model, as they are before layers are quantized."""
-        return self._shapes
+        return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
