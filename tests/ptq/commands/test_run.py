@@ -44,6 +44,7 @@ class Report:
         ("size", "14.7 MB", "8.5 MB"),
         ("perplexity", "9.1", "10.25"),
     )
+    line: str = "Green: every threshold holds."
 
 
 @pytest.fixture
@@ -93,6 +94,7 @@ def test_a_run_ends_with_table_paths_and_commands(here, calls, capsys):
         "size         14.7 MB     8.5 MB",
         "perplexity       9.1      10.25",
     ]
+    assert "verdict:    Green: every threshold holds." in lines
     assert "checkpoint: out dir/checkpoint" in lines
     assert "report:     out dir/report/report.html" in lines
     commands = [shlex.split(line) for line in lines if line.startswith("  ptq ")]
