@@ -266,8 +266,7 @@ def require_scheme(folder: ForeignFolder) -> None:
         path = folder.path
         raise CheckpointError(
             f"{path}: {folder.layout.refusal}. Make a float model of it with `ptq convert {path} "
-            "FLOAT --to float`, then quantize that with a recipe: `ptq run RECIPE --set "
-            "model.path=FLOAT`"
+            "FLOAT --to float`, which runs, or is quantized with `ptq quantize FLOAT --scheme w4`"
         )
 
 

@@ -118,5 +118,6 @@ def float_layout(config: Mapping[str, Any], *, g_idx: bool) -> Layout | None:
     assert isinstance(size, int)
     return replace(
         gptq_values(bits, size, version, g_idx=g_idx),
-        refusal=f"{key} {found}; allowed: {', '.join(map(str, allowed))}, which kernels here take",
+        refusal=f"quantization_config has {key} {found}; allowed: "
+        f"{', '.join(map(str, allowed))}, which kernels here take",
     )

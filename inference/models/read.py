@@ -235,6 +235,6 @@ def _order(
             raise CheckpointError(
                 f"{', '.join(layer)} share one input, but group it in different orders (g_idx, "
                 "act-order), and cannot run as one. Make a float model of it with `ptq convert "
-                f"{checkpoint.path} FLOAT --to float`, then quantize that with a recipe"
+                f"{checkpoint.path} FLOAT --to float`, then `ptq quantize FLOAT --scheme w4`"
             )
     return own[:, 0].reshape(*many, -1)

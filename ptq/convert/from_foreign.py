@@ -72,7 +72,7 @@ def _act_order(source: Checkpoint, module: str) -> CheckpointError:
         f"{module}: g_idx is not sorted (act-order): its groups are no neighbouring inputs, which "
         "only GPTQ's own layout expresses. Here it runs as it is; elsewhere it must be quantized "
         f"again: make a float model of it with `ptq convert {source.path} FLOAT --to float`, then "
-        "run a recipe on that"
+        "`ptq quantize FLOAT --scheme w4`"
     )
 
 
