@@ -39,7 +39,8 @@ KINDS = ("random", "stored")
 
 def shape_of(folder: Path, experts: int, hidden: int, inner: int, blocks: int = 1) -> str:
     """The folder of a mixture's config.json."""
-    sizes = {"num_experts": experts, "hidden_size": hidden, "moe_intermediate_size": inner}
+    sizes = {"num_experts": experts, "num_experts_per_tok": min(8, experts)}
+    sizes |= {"hidden_size": hidden, "moe_intermediate_size": inner}
     sizes |= {"num_hidden_layers": blocks, "vocab_size": 64, "max_position_embeddings": 128}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
     folder.mkdir(exist_ok=True)
