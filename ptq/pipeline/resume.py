@@ -254,8 +254,11 @@ class ResumableRun:
 
     def _progress(self, blocks: int) -> None:
         progress = Progress(key=self._key, blocks=blocks, total=self._total, facts=self._facts)
-        replace_file(self._folder / PROGRESS_FILE, progress.model_dump_json().encode())
-        self.done = blocks
+        try:
+            replace_file(self._folder / PROGRESS_FILE, progress.model_dump_json().encode())
+        finally:  # an interrupt may come once the file is in its place
+            stored = Progress.read(self._folder.parent)
+            self.done = stored.blocks if stored else 0
 
     def _write(
         self, name: str, arrays: dict[str, Tensor], metadata: dict[str, str] | None = None

@@ -250,10 +250,11 @@ def test_ctrl_c_loses_nothing(desk, first):
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130, told
+    assert re.search(r"[12] of 3 blocks are kept: the same command goes on from there", told), told
     assert not (folder / "checkpoint").exists()
     again = desk.ptq(*words)
     assert again.code == 0, again.err
-    assert "going on" in again.out + again.err
+    assert "going on at block" in again.out + again.err
     whole, resumed = desk.digests("output/mine/checkpoint"), desk.digests(f"{folder}/checkpoint")
     assert resumed["model.safetensors"] == whole["model.safetensors"]
     assert resumed["quant/kv_scales.safetensors"] == whole["quant/kv_scales.safetensors"]

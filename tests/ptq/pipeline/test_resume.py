@@ -133,6 +133,25 @@ def test_the_order_of_tensors_is_kept(tmp_path):
     assert all(torch.equal(found[name], tensors[name]) for name in names)
 
 
+@pytest.mark.parametrize("placed", [True, False])
+def test_an_interrupt_while_a_block_is_counted_loses_nothing(tmp_path, monkeypatch, placed):
+    """Whether it came before or after the count was in its place, `done` is what the disk holds."""
+    run = ResumableRun(tmp_path, "key")
+    real = resume.replace_file
+
+    def interrupted(path: Path, data: bytes) -> None:
+        counts = path.name == resume.PROGRESS_FILE
+        if placed or not counts:
+            real(path, data)
+        if counts:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(resume, "replace_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(resume.SolvedBlock(), [torch.ones(2, 4)], None)
+    assert run.done == ResumableRun(tmp_path, "key").done == placed
+
+
 def test_code_that_decides_nothing_may_change(tmp_path):
     for part in (*DECIDING, "ptq/report", "ptq/commands", "inference"):
         source, target = ROOT / part, tmp_path / part
