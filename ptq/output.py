@@ -6,7 +6,7 @@ from pathlib import Path
 
 from formats.errors import CheckpointError
 from formats.hub import near_folder
-from formats.lock import LOCK_FILE
+from formats.lock import LOCK_FILE, refuse_busy
 
 CHECKPOINT_FOLDER = "checkpoint"
 RESULT_FILE = "quantization.json"
@@ -28,10 +28,11 @@ def require_run(output: Path) -> None:
     """Check that a run has ended in an output folder.
 
     Raises:
-        CheckpointError: it has not, or there is no such folder.
+        CheckpointError: it has not, another process works there, or there is no such folder.
     """
     if (output / RESULT_FILE).is_file():
         return
+    refuse_busy(output)
     if not output.is_dir():
         found = f"no such folder; {near_folder(output)}give"
     elif unfinished(output):
