@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from difflib import get_close_matches
 from functools import cache
@@ -86,6 +87,11 @@ def near_folder(path: str | Path) -> str:
     names = [inner.name for inner in above.iterdir() if inner.is_dir()] if above.is_dir() else []
     close = get_close_matches(Path(path).name, names, n=1)
     return f"did you mean {str(above / close[0])!r}? " if close else ""
+
+
+def hide_progress() -> None:
+    """Let downloads of this process show no bars; before the first of them."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
 @cache

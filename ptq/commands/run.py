@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from formats.command import CommandParser
 from formats.errors import RecipeError
+from formats.hub import hide_progress
 from formats.later import later
 from formats.lock import output_locked
 from formats.namespace import require_own_packages
@@ -41,6 +42,8 @@ else:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe; 0 where its thresholds hold, 1 where they do not."""
     arguments = parser().parse_args(argv)
+    if arguments.quiet:
+        hide_progress()
     loaded = read_recipe(arguments.recipe, overrides_of(arguments))
     with output_locked(loaded.recipe.output.path):
         _refuse_taken(arguments, loaded)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -174,3 +177,16 @@ def test_a_name_like_that_of_a_folder_is_told(online, tmp_path):
     for name in ("output/mime", "./output/mime"):
         with pytest.raises(CheckpointError, match=r"did you mean 'output/mine'\?"):
             hub.model_folder(name)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_downloads_show_bars_unless_they_are_hidden(served, tmp_path, hidden):
+    code = "from formats.hub import hide_progress, model_folder\n"
+    code += ("hide_progress()\n" if hidden else "") + "print(model_folder('org/tiny').name)"
+    own = {"HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(hub.ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == COMMITS["main"]
+    assert ("Fetching" in done.stderr) is not hidden
