@@ -160,8 +160,9 @@ def check_own_cache(
         raise CheckpointError(
             f"{folder}: config.json says that a cache of {wanted.dtype} {wanted.granularity} "
             f"belongs to this checkpoint, but {KV_SCALES} is missing. Copy the checkpoint again "
-            "with its folder quant/; to run it with a cache of floats, open it with "
-            f"quantized_kv=False, or remove {OWN_KEY!r} from config.json"
+            "with its folder quant/; to run it with a cache of floats, give "
+            "Engine.from_pretrained(..., quantized_kv=False), or remove the key "
+            f"{OWN_KEY!r} from config.json"
         )
     raise CheckpointError(
         f"{folder}: config.json says of the cache: {wanted and wanted.model_dump()}, {KV_SCALES}: "

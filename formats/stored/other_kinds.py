@@ -26,10 +26,8 @@ def refuse_other_kinds(path: Path) -> None:
     """Say what a path holds that is no folder of a model in safetensors, if that can be told.
 
     Raises:
-        CheckpointError: it is another runtime's format, pickled weights, a file, or not there.
+        CheckpointError: it is another runtime's format, pickled weights, or a file.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such folder; give the folder of a model")
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     for file in files:
         kind = OTHERS.get(file.suffix.lower())

@@ -72,7 +72,7 @@ def read_rotary(family: Family, config: PretrainedConfig) -> Rotary:
     if kind == "default":
         turning = rotary_channels(family, values)
         exponent = torch.arange(0, turning, 2).float() / turning
-        return Rotary(1.0 / (parameters["rope_theta"] ** exponent))
+        return Rotary(1.0 / (float(parameters["rope_theta"]) ** exponent))
     initial = partial(_frequencies, kind, config)
     if not family.partial_rotary and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(

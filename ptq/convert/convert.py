@@ -31,10 +31,10 @@ from formats.foreign.gptq_config import gptq_config
 from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import refuse_pickle
 from formats.foreign.paddle import paddle_tables
-from formats.hub import model_folder
 from formats.lock import target_locked
 from formats.scheme import Scheme
 from formats.stored.folder import SETTINGS_FILES, read_config
+from formats.stored.other_kinds import locate_model
 from formats.stored.shards import ShardWriter
 from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
 from ptq.convert.from_foreign import import_folder
@@ -73,7 +73,7 @@ def convert(
         CheckpointError: the target cannot express the checkpoint, a file is damaged, or another
             process writes to `out`; nothing is left behind.
     """
-    source, out = model_folder(source), Path(out)
+    source, out = locate_model(source), Path(out)
     _check_paths(source, out)
     _check_options(target, tables, dtype)
     with target_locked(out):

@@ -45,8 +45,9 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from calibrate.spec import DatasetSpec, ObserverSpec
 from formats.checkpoint.targets import is_ignored
-from formats.hub import find_model, model_folder
+from formats.hub import find_model
 from formats.scheme import LayerScheme, Scheme, Strict
+from formats.stored.other_kinds import locate_model
 from ptq.methods.registry import AnyMethod
 from ptq.recipe.method_list import method_fault
 from ptq.recipe.peers import PeerChoice
@@ -90,7 +91,7 @@ class ModelSpec(Strict):
         Raises:
             CheckpointError: there is none, or it cannot be had.
         """
-        return model_folder(self.path, self.revision)
+        return locate_model(self.path, self.revision)
 
     @property
     def told(self) -> str:

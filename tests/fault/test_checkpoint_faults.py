@@ -117,7 +117,7 @@ def test_a_lost_quant_folder_is_missed(make_quantized, tiny_llama, tmp_path, pre
     shutil.rmtree(copy / "quant")
     if "c8" in preset:
         found = ("int8 per_head belongs to", "kv_scales.safetensors is missing", "Copy")
-        refused(copy, *found, "quantized_kv=False", "remove 'ptq' from config.json")
+        refused(copy, *found, "quantized_kv=False", "remove the key 'ptq' from config.json")
         with pytest.raises(CheckpointError, match="belongs to this checkpoint"):
             Engine.from_pretrained(copy)
     assert Checkpoint.open(copy, quantized_kv=False).scheme.kv_cache is None
