@@ -55,7 +55,11 @@ def test_torch_has_no_upper_bound():
 
 
 def test_the_commands_of_the_readme_name_the_file():
-    lines = [x for x in (ROOT / "README.md").read_text().splitlines() if x.startswith("    pip ")]
+    lines = [
+        x
+        for x in (ROOT / "README.md").read_text().splitlines()
+        if x.startswith("    pip install -e ")
+    ]
     assert len(lines) == 2
     assert all(f"-c {FILE.relative_to(ROOT)} " in line for line in lines)
 
