@@ -20,9 +20,10 @@ from formats.later import later
 from ptq.output import PEERS_FILE, REPORT_FOLDER, require_run
 
 if TYPE_CHECKING:
-    from ptq.report import comparison
+    from ptq.report import comparison, scatter
 else:
     comparison = later("ptq.report.comparison")
+    scatter = later("ptq.report.scatter")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,5 +50,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.markdown is not None:
         replace_file(arguments.markdown, text.encode())
     if arguments.plot is not None:
-        replace_file(arguments.plot, comparison.draw(frame).encode())
+        replace_file(arguments.plot, scatter.draw(frame).encode())
     return 0

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from pydantic import ValidationError
 
 from formats.errors import RequestError
 from ptq.output import PEERS_FILE
 from ptq.peers.measure import PeerRow, PeersRecord
 from ptq.report.data import ReportData
-from ptq.report.page.figure import NO_METADATA, QUANTIZED, STYLE, WIDTH
 from ptq.report.parts.peers import method_names
 
 R = TypeVar("R", ReportData, PeersRecord)
@@ -143,30 +139,3 @@ def markdown(frame: pd.DataFrame) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def draw(frame: pd.DataFrame) -> str:
-    """KL divergence of each run as a bar, with the sizes that it comes with: SVG."""
-    with rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 1.2 + 0.32 * len(frame)), layout="constrained")
-        axes = figure.subplots()
-        bars = axes.barh(list(frame["run"]), list(frame["kl"]), color=QUANTIZED, height=0.6)
-        texts = [
-            f"{row['kl']:.4f}   "
-            + (
-                row["scheme"]
-                if pd.isna(row["weights"])
-                else f"weights x {row['weights']:.2f}, cache x {row['cache']:.2f}"
-            )
-            for row in frame.to_dict("records")
-        ]
-        axes.bar_label(bars, labels=texts, padding=4, fontsize=8, color="#334155")
-        axes.set_xscale("log")
-        axes.set_xlim(min(frame["kl"]) / 2, max(frame["kl"]) * 12)  # room for the texts
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel("KL divergence to the original (nats)")
-        axes.set_title("What each run costs, and what it saves")
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata=NO_METADATA)
-    return buffer.getvalue()

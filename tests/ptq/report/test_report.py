@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import re
@@ -11,12 +12,14 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
 from calibrate.data import load_tokens
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
+from formats.namespace import ROOT
 from inference.accuracy import compare
 from inference.engine import Engine
 from ptq.commands import compare as runs
@@ -27,6 +30,8 @@ from ptq.plan.plan import build_plan
 from ptq.recipe.peers import QUANTIZERS, Quantizer
 from ptq.recipe.reading import load_recipe
 from ptq.recipe.schema import Recipe, ThresholdsSpec
+from ptq.recipe.shipped import shipped_paths
+from ptq.report import scatter
 from ptq.report.data import ReportData, check_thresholds, failure
 from ptq.report.outliers import OutlierRow, distinct_inputs
 from ptq.report.page.section import Table
@@ -488,3 +493,48 @@ def test_what_has_a_logarithmic_axis_is_drawn_as_dots(made):
                 if "log" in (axes.get_xscale(), axes.get_yscale()):
                     assert axes.lines, plot.name
                     assert not axes.patches, plot.name
+
+
+def test_runs_that_none_beats_are_on_the_line():
+    points = [(0.5, 0.03), (0.6, 0.01), (0.6, 0.02), (1.0, 0.01), (0.4, 0.1), (0.7, 0.05)]
+    assert scatter.pareto(points) == [(0.4, 0.1), (0.5, 0.03), (0.6, 0.01)]
+
+
+def test_labels_are_moved_apart_and_no_farther():
+    step = scatter.APART
+    assert scatter._moved_apart([0.1, 0.5]) == [0.1, 0.5]
+    low, middle, high = scatter._moved_apart([0.3, 0.3, 0.3])
+    assert (low, middle, high) == pytest.approx((0.3 - step, 0.3, 0.3 + step))
+    crowd = [0.2 + 0.001 * i for i in range(20)]
+    moved = scatter._moved_apart(crowd)
+    assert all(b - a > 0.999 * step for a, b in itertools.pairwise(moved))
+    assert sum(moved) == pytest.approx(sum(crowd))
+
+
+def test_other_tools_stand_at_the_size_of_runs_of_as_many_bits():
+    rows = [
+        {
+            "run": "ours",
+            "scheme": "a8w4c8",
+            "methods": "gptq",
+            "weights": 0.4,
+            "cache": 0.5,
+            "kl": 0.03,
+        },
+        {"run": "theirs", "scheme": "p 1", "methods": "int4, GPTQ", "kl": 0.05},
+        {"run": "wide", "scheme": "p 1", "methods": "int8", "kl": 0.05},  # no run of ours has 8
+    ]
+    points = list(scatter._points(pd.DataFrame(rows)))
+    assert [(p.name, p.size, p.tool) for p in points] == [
+        ("ours", 0.4, False),
+        ("theirs", 0.4, True),
+    ]
+    assert scatter.draw(pd.DataFrame(rows)).count("<!-- theirs -->") == 1
+
+
+def test_the_plot_of_results_shows_every_recipe():
+    folder = ROOT / "recipes"
+    drawn = (folder / "results.svg").read_text(encoding="utf-8")
+    for name in shipped_paths():
+        if "/" not in name:
+            assert drawn.count(f"<!-- {name} -->") == 1, name
