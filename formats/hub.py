@@ -84,7 +84,8 @@ def model_folder(name: str | Path, revision: str | None = None) -> Path:
 def near_folder(path: str | Path) -> str:
     """`did you mean ...? ` where a folder of a close name lies where a path should lead."""
     above = Path(path).parent
-    names = [inner.name for inner in above.iterdir() if inner.is_dir()] if above.is_dir() else []
+    inside = above.iterdir() if above.is_dir() else ()
+    names = [p.name for p in inside if p.is_dir() and not p.name.startswith(".")]
     close = get_close_matches(Path(path).name, names, n=1)
     return f"did you mean {str(above / close[0])!r}? " if close else ""
 

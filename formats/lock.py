@@ -121,8 +121,8 @@ def _take(file: IO[str], what: Path, kind: int) -> None:
     except OSError as error:
         if error.errno in BUSY:
             raise CheckpointError(
-                f"{what}: another process works there{_holder(file)}. Wait until it ends, or give "
-                "another output folder"
+                f"{what}: another process works there. Wait until it ends, or give another output "
+                f"folder{_holder(file)}"
             ) from None
         Path(file.name).unlink(missing_ok=True)  # nobody holds it
         raise CheckpointError(
@@ -146,8 +146,8 @@ def _holder(file: IO[str]) -> str:
         file.seek(0)
         about = json.load(file)
         return (
-            f": process {about['pid']} on {about['host']}, since {about['since']}, which is\n"
-            f"  {about['command']}\n"
-        ).rstrip()
+            f". It is process {about['pid']} on {about['host']}, since {about['since']}:\n"
+            f"  {about['command']}"
+        )
     except (OSError, ValueError, KeyError, TypeError):  # it is just being written
         return ""

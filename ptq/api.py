@@ -8,6 +8,7 @@ from pathlib import Path
 from formats.errors import RecipeError
 from formats.lock import output_locked
 from ptq.pipeline.driver import quantize as run_plan
+from ptq.pipeline.resume import telling_what_is_kept
 from ptq.plan.plan import plan_recipe
 from ptq.recipe.own_model import default_output, recipe_of, settings_for
 from ptq.recipe.problems import Where
@@ -70,7 +71,8 @@ def quantize(
         if model is not None and output is None:
             output = default_output(model, label)
         loaded = read_recipe(recipe, [*settings, *output_override(output)])
-    with output_locked(loaded.recipe.output.path):
+    folder = loaded.recipe.output.path
+    with output_locked(folder), telling_what_is_kept(folder):
         plan = plan_recipe(loaded, force=force)
         return run_plan(plan, force=force, progress=progress)
 

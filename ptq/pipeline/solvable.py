@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator
 
 from formats.checkpoint.read import Checkpoint
@@ -91,7 +93,13 @@ def _without_samples(spec: MethodSpec, artifact: Artifact, recipe: Recipe) -> st
     rows = (row for row in artifact.record.smoothing if row.method == spec.name)
     way = spec.without_samples([row.alpha for row in rows if row.alpha is not None])
     if way is None:
-        return "leave it out of the methods, or run the recipe"
+        others = [
+            {other.name: other.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)}
+            for other in recipe.methods
+            if other != spec
+        ]
+        typed = shlex.quote(f"methods={json.dumps(others)}")
+        return f"leave it out with --set {typed}, or run the recipe"
     advice, option = way
     index = [method.name for method in recipe.methods].index(spec.name)
     return f"{advice}, such as --set methods.{index}.{spec.name}.{option}"

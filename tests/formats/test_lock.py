@@ -48,7 +48,7 @@ def test_a_second_process_is_told_of_the_first_and_a_killed_one_blocks_nobody(tm
         with pytest.raises(CheckpointError) as caught, lock(folder):
             raise AssertionError("two at once")
         told = str(caught.value)
-        assert f"another process works there: process {process.pid} on " in told
+        assert f"It is process {process.pid} on " in told
         assert sys.executable in told
         assert "since 20" in told
     finally:
@@ -76,7 +76,7 @@ def test_a_folder_that_is_to_be_replaced_may_be_at_work(tmp_path):
         for refused in (target_locked(tmp_path / "out"), output_locked(tmp_path / "out")):
             with pytest.raises(CheckpointError, match="another process works there"), refused:
                 raise AssertionError("two at once")
-        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        with pytest.raises(CheckpointError, match=f"It is process {os.getpid()} on"):
             refuse_busy(tmp_path / "out")
     refuse_busy(tmp_path / "out")
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import role_of
+from formats.progress import bar
 from formats.scheme import Strict
 from inference.engine import Engine
 from inference.models.decoder import Layer
@@ -84,7 +84,7 @@ def attribute(
     groups = _groups(len(ours))
     kinds = list(_kinds(quantized))
     runs = len(kinds) + len(groups) + 2
-    bar = tqdm(total=runs, desc="Attributing", unit="part", disable=not progress)
+    shown = bar(total=runs, title="Attributing", unit="part", shown=progress)
 
     def loss(layers: Sequence[AnyLayer], cached: Callable[[int], bool]) -> float:
         pools = [(quantized if cached(i) else unrounded).pools[i] for i in range(len(layers))]
@@ -93,11 +93,11 @@ def attribute(
             _divergence(log_p, engine.score(ids)[:-1])
             for ids, log_p in zip(sequences, expected, strict=True)
         )
-        bar.update()
+        shown.update()
         return total / tokens
 
     tokens = sum(map(len, expected))
-    with bar:
+    with shown:
         return Attribution(
             sequences=len(sequences),
             tokens=tokens,

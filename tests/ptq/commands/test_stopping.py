@@ -14,7 +14,8 @@ import pytest
 
 from formats.command import run_command
 from formats.lock import LOCK_FILE
-from ptq.commands import run
+from inference import predict
+from ptq.commands import convert, peers, quantize, report, run, solve
 from ptq.output import RESUME_FOLDER
 from ptq.pipeline import resume
 from ptq.pipeline.key import differences
@@ -136,6 +137,13 @@ def test_quiet_leaves_the_result(here, capsys):
     found = capsys.readouterr()
     assert found.err == ""
     assert "checkpoint: out/checkpoint" in found.out
+
+
+@pytest.mark.parametrize(
+    "command", [run, solve, quantize, report, convert, peers, predict], ids=lambda c: c.__name__
+)
+def test_every_command_with_progress_can_be_quiet(command):
+    assert "--quiet" in command.parser().format_help()
 
 
 def test_what_differs_is_told_by_its_name():
