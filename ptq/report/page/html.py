@@ -46,7 +46,9 @@ summary { cursor: pointer; color: #1d4ed8; margin: 0 0 .5rem; }
 pre { overflow-x: auto; background: #f8fafc; padding: .75rem; font-size: .8rem; margin: 0; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: .75rem; margin: 0 0 1rem; }
 .pair div { min-width: 0; } .pair pre { white-space: pre-wrap; overflow-wrap: anywhere; }
-.pair p, h3 { margin: 0 0 .25rem; font-size: .875rem; font-weight: 600; color: #475569; }
+.pair p { margin: 0 0 .25rem; font-size: .875rem; font-weight: 600; color: #475569; }
+h3 { margin: 0 0 .25rem; font: 400 .8rem ui-monospace, monospace; color: #475569;
+  overflow-wrap: anywhere; }
 mark { background: #fde68a; }
 li { overflow-wrap: anywhere; }
 @media (max-width: 40rem) { section { padding: .75rem; } table { font-size: .78rem; }

@@ -22,6 +22,7 @@ from formats.errors import CheckpointError, RequestError
 from formats.namespace import ROOT
 from inference.accuracy import compare
 from inference.engine import Engine
+from inference.scheduling.request import SamplingParams
 from ptq.commands import compare as runs
 from ptq.commands import report as command
 from ptq.methods.common.events import Event
@@ -33,6 +34,7 @@ from ptq.recipe.schema import Recipe, ThresholdsSpec
 from ptq.recipe.shipped import shipped_paths
 from ptq.report import scatter
 from ptq.report.data import ReportData, check_thresholds, failure
+from ptq.report.measure import spread
 from ptq.report.outliers import OutlierRow, distinct_inputs
 from ptq.report.page.section import Table
 from ptq.report.pages import draw_plots, render_html, render_markdown, sections
@@ -538,3 +540,29 @@ def test_the_plot_of_results_shows_every_recipe():
     for name in shipped_paths():
         if "/" not in name:
             assert drawn.count(f"<!-- {name} -->") == 1, name
+
+
+def test_completions_of_both_models_stand_side_by_side(made, folder):
+    rows = made.data.completions
+    assert len(rows) == 3
+    recipe = load_recipe(folder / "r.yaml")
+    original = Engine.from_pretrained(recipe.model.path)
+    tokens = load_tokens(recipe.dataset, original.tokenizer, "evaluation")
+    assert [row.prompt for row in rows] == [
+        original.tokenizer.decode(ids[:24]) for ids in spread(tokens.sequences(), 3)
+    ]
+    for row in rows:
+        params = SamplingParams(max_tokens=24)
+        (output,) = original.generate([original.tokenizer(row.prompt)["input_ids"]], params)
+        assert output.text == row.original
+        same, first, second = row.common, row.original, row.quantized
+        assert first[:same] == second[:same]
+        assert first[same : same + 1] != second[same : same + 1] or first == second
+    other = made.data.completions[0].model_copy(
+        update={"original": "a <b> c", "quantized": "a <d> c", "common": 3}
+    )
+    data = made.data.model_copy(update={"completions": (other,)})
+    page = render_html(data, {})
+    assert "<pre>a &lt;<mark>b&gt; c</mark></pre>" in page
+    assert "<pre>a &lt;<mark>d&gt; c</mark></pre>" in page
+    assert "    a <d> c\n" in render_markdown(data)
