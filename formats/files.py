@@ -75,8 +75,8 @@ def _refusal(path: Path, reason: str, full: bool) -> CheckpointError:
     parent = next(folder for folder in path.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(parent).free
     return DiskFullError(
-        f"{path}: the disk is full ({free / 1e6:.0f} MB free under {parent}, or less by a quota). "
-        "Free some space or choose another output path"
+        f"{path}: the disk is full ({free / 1e6:.0f} MB free under {parent}). "
+        "Free some space, or raise your quota, or choose another output path"
     )
 
 

@@ -44,6 +44,12 @@ def require_run(output: Path) -> None:
     raise CheckpointError(f"{output}: {found} the output folder of a finished `ptq run`")
 
 
+def kept_bytes(output: Path) -> int:
+    """Size of what a stopped run has left to go on with."""
+    files = (output / RESUME_FOLDER).rglob("*")
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
 def is_taken(path: Path) -> bool:
     """Whether an output path holds anything but a run to go on with, or what `ptq peers` wrote.
 

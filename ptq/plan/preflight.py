@@ -29,7 +29,7 @@ from formats.scheme import KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
-from ptq.output import is_taken
+from ptq.output import is_taken, kept_bytes
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
@@ -224,6 +224,7 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
         yield key, f"{path} holds the model itself; give another --output"
     parent = next(folder for folder in (path, *path.parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free
+    needed -= kept_bytes(path)  # by a run that was stopped: this one goes on with it, or removes it
     if free < needed:
         yield key, f"needs about {needed / 1e6:.0f} MB; {parent} has {free / 1e6:.0f} MB free"
 

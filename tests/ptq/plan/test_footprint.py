@@ -269,3 +269,15 @@ def test_measured_memory_is_near_the_predicted(make_model, tmp_path):
     assert done.returncode == 0, done.stderr
     predicted, measured = map(int, done.stdout.split())
     assert 0.7 < predicted / measured < 1.3, (predicted, measured)
+
+
+def test_what_a_stopped_run_has_kept_counts_as_room(tiny_llama, tmp_path, monkeypatch):
+    needed = predict(tmp_path, tiny_llama, "a8w8").disk_bytes
+    free = SimpleNamespace(free=needed - 1000)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: free)
+    with pytest.raises(RecipeError, match="MB free"):
+        predict(tmp_path, tiny_llama, "a8w8")
+    kept = tmp_path / "out" / ".resume"
+    kept.mkdir(parents=True)
+    (kept / "block-00000.safetensors").write_bytes(bytes(1000))
+    predict(tmp_path, tiny_llama, "a8w8")
