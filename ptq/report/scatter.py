@@ -1,7 +1,8 @@
 """What runs cost and save as one plot: KL divergence against the size of the weights.
 
 Runs stand where they were measured; a line runs along those that no other one beats in both. Other
-tools are points without a measured size: they stand at that of our runs of as many bits.
+tools are points without a measured size: they stand at that of our runs of as many bits, or, where
+there is none, in a column of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ptq.report.page.figure import ORIGINAL, QUANTIZED, STYLE, figure_of, new_pa
 HEIGHT = 6.5  # inches
 APART = 0.029  # of the axis' height, between labels
 COLUMN = 0.03  # of the original's size: points that are nearer share a column of labels
+UNKNOWN = 1.4  # where tools stand whose size nothing tells
 CACHE = "#0f766e"
 
 
@@ -44,7 +46,9 @@ def draw(frame: pd.DataFrame) -> str:
         axes.set_xlim(min(sizes) - 0.24, max(sizes) + 0.14)
         axes.set_ylim(min(losses) / 1.6, max(losses) * 1.6)
         line = pareto([(p.size, p.kl) for p in points if not p.tool])
-        axes.step(*zip(*line, strict=True), where="post", color=QUANTIZED, alpha=0.35, linewidth=2)
+        along, down = [size for size, _ in line], [loss for _, loss in line]
+        axes.step(along, down, where="post", color=QUANTIZED, alpha=0.35, linewidth=2)
+        _set_ticks(axes, sizes)
         for p in points:
             face = "white" if p.tool else p.color
             axes.plot(p.size, p.kl, "o", color=p.color, markerfacecolor=face, markersize=6)
@@ -57,8 +61,20 @@ def draw(frame: pd.DataFrame) -> str:
         return svg_text(figure_of(axes))
 
 
+def _set_ticks(axes: Axes, sizes: Sequence[float]) -> None:
+    """Ticks of the sizes that are known, and one for those that are not."""
+    known = [size for size in sizes if size != UNKNOWN]
+    ticks = {x / 5: f"{x / 5:.1f}" for x in range(10)}
+    if known:
+        low, high = min(known) - 0.2, max(known) + 0.1
+        ticks = {x: text for x, text in ticks.items() if low < x < high}
+    if not known or len(known) < len(sizes):
+        ticks = (ticks if known else {}) | {UNKNOWN: "not known"}
+    axes.set_xticks(list(ticks), list(ticks.values()))
+
+
 def _points(frame: pd.DataFrame) -> Iterator[Point]:
-    """Runs, and tools whose bits some run has."""
+    """Runs, and tools at the size of the smallest run of as many bits."""
     by_bits: dict[str, float] = {}
     for row in frame.to_dict("records"):
         if not pd.isna(row["weights"]):
@@ -67,9 +83,11 @@ def _points(frame: pd.DataFrame) -> Iterator[Point]:
             for bits in re.findall(r"w(\d)", row["scheme"]):
                 by_bits[bits] = min(by_bits.get(bits, math.inf), float(row["weights"]))
     for row in frame.to_dict("records"):
-        bits = re.search(r"(?:int|NF)(\d)", row["methods"])
-        if pd.isna(row["weights"]) and bits is not None and bits[1] in by_bits:
-            yield Point(row["run"], by_bits[bits[1]], float(row["kl"]), ORIGINAL, tool=True)
+        if pd.isna(row["weights"]):
+            bits = re.search(r"(?:int|NF)(\d)", row["methods"])
+            size = by_bits.get(bits[1], UNKNOWN) if bits is not None else UNKNOWN
+            name = f"{row['run']} ({row['scheme']})" if row["scheme"] else row["run"]
+            yield Point(name, size, float(row["kl"]), ORIGINAL, tool=True)
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

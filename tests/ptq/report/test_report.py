@@ -529,9 +529,10 @@ def test_other_tools_stand_at_the_size_of_runs_of_as_many_bits():
     points = list(scatter._points(pd.DataFrame(rows)))
     assert [(p.name, p.size, p.tool) for p in points] == [
         ("ours", 0.4, False),
-        ("theirs", 0.4, True),
+        ("theirs (p 1)", 0.4, True),
+        ("wide (p 1)", scatter.UNKNOWN, True),
     ]
-    assert scatter.draw(pd.DataFrame(rows)).count("<!-- theirs -->") == 1
+    assert scatter.draw(pd.DataFrame(rows)).count("<!-- theirs (p 1) -->") == 1
 
 
 def test_the_plot_of_results_shows_every_recipe():
