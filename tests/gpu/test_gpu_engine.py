@@ -38,6 +38,8 @@ def test_recipes_end_to_end(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = ROOT / "recipes" / f"{name}.yaml"
     settings = [*SMALLER, f"output.path={tmp_path / 'run'}", "report.device=cuda"]
+    if name not in ("a8w8c8", "w4_rotated"):  # which parts are measured for is alike for all
+        settings.append("report.attribution=false")
     arguments = [part for setting in settings for part in ("--set", setting)]
     assert main([str(recipe), *arguments]) in (0, 1)  # 1: thresholds are for all of the data
     loaded = load_recipe(recipe)
