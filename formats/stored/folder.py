@@ -125,7 +125,7 @@ def read_config(path: Path) -> ConfigFile:
         guess = f"did you mean {inner[0]}?" if inner else "is this a model folder?"
         raise CheckpointError(f"{path}: found no config.json; {guess}")
     quantization = config.pop("quantization_config", None)
-    check_model_values(config, str(path / CONFIG), remedy)
+    check_model_values(config, f"{path / CONFIG} is not a valid configuration", remedy)
     if "auto_map" in config:
         raise CheckpointError(
             f"{path / CONFIG}: the model needs code of its own (auto_map, trust_remote_code), "

@@ -70,9 +70,11 @@ def read_rotary(family: Family, config: PretrainedConfig) -> Rotary:
             f"rope_type {kind!r} is not run here; supported are {', '.join(family.rope_types)}"
         )
     if kind == "default":
-        turning = rotary_channels(family, values)
+        theta, turning = parameters.get("rope_theta"), rotary_channels(family, values)
+        if theta is None:
+            raise _no_rotation("rope_theta is missing")
         exponent = torch.arange(0, turning, 2).float() / turning
-        return Rotary(1.0 / (float(parameters["rope_theta"]) ** exponent))
+        return Rotary(1.0 / (float(theta) ** exponent))
     initial = partial(_frequencies, kind, config)
     if not family.partial_rotary and parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from calibrate.layers import meta_model
 from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
 from formats.families.family import Family
 from formats.families.groups import SmoothingGroup, SmoothingKind, smoothing_groups
 from formats.families.names import by_block
@@ -107,10 +108,16 @@ def plan_recipe(loaded: LoadedRecipe, *, force: bool = False, solves: bool = Tru
     """Open the model that a recipe names and plan the run; arguments and errors of `build_plan`.
 
     Raises:
-        CheckpointError: the model's files are damaged.
+        CheckpointError: the model cannot be had.
+        RecipeError: also where its files are damaged, or are no model's.
     """
     recipe = loaded.pinned().recipe
-    checkpoint = Checkpoint.open(recipe.model.folder)
+    folder = recipe.model.folder
+    try:
+        checkpoint = Checkpoint.open(folder)
+    except CheckpointError as error:
+        at = preflight.MODEL
+        raise recipe_error([Problem(loaded.where(at), at, str(error))]) from error
     return build_plan(recipe, checkpoint, loaded.where, force=force, solves=solves)
 
 

@@ -283,6 +283,7 @@ def test_a_damaged_tokenizer_is_refused(tiny_llama, tmp_path, text):
         ("vocab_size", 2**31 - 1, "embed_tokens.weight has shape"),
         ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
         ("rope_parameters", {"rope_type": "llama3"}, "refuses it|no rotary embedding"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": None}, "rope_theta is missing"),
         ("layer_types", ["none", "such"], "transformers refuses it"),
         ("initializer_range", "x", "transformers refuses it"),
         ("eos_token_id", {"a": 1}, "eos_token_id"),

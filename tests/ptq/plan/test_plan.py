@@ -10,7 +10,7 @@ import pytest
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import PTQError, RecipeError
-from ptq.plan.plan import Plan, SmoothingGroup, build_plan
+from ptq.plan.plan import Plan, SmoothingGroup, build_plan, plan_recipe
 from ptq.recipe.reading import load_recipe, read_recipe
 from ptq.recipe.schema import Recipe
 
@@ -34,8 +34,7 @@ def recipe_file(folder: Path, model: Path, extra: str = "") -> Path:
 
 def plan(folder: Path, model: Path, extra: str = "", *overrides: str, force: bool = False) -> Plan:
     loaded = read_recipe(recipe_file(folder, model, extra), overrides)
-    checkpoint = Checkpoint.open(loaded.recipe.model.path)
-    return build_plan(loaded.recipe, checkpoint, loaded.where, force=force)
+    return plan_recipe(loaded, force=force)
 
 
 def problems(folder: Path, model: Path, extra: str = "", *overrides: str) -> list[str]:
