@@ -1,13 +1,14 @@
 """`ptq solve`: another checkpoint from the statistics of a finished run, without running the model.
 
     ptq solve output/a8w8c8 --set methods.0.smoothquant.alpha=0.95 --output output/again
-    ptq solve output/a8w8c8 --recipe recipes/a8w8c8_unsmoothed.yaml --output output/unsmoothed
+    ptq solve output/mine --recipe w8_rtn --output output/w8
 
-The run's own recipe is taken, or another one for the same model and data, with overrides. Other
-observers, granularities and schemes, another fixed alpha and, where the run kept Hessians, GPTQ and
-searched scales follow from the statistics. Of a method that searches by the output of the block
-(strengths of smoothing, clipping), what the run found is taken, if it has the options of the run; a
-search with other options needs samples and is refused.
+The run's own recipe is taken, or another one for the same model and data, with overrides. A shipped
+recipe is taken for the model and the data of the run, whatever it names itself. Other observers,
+granularities and schemes, another fixed alpha and, where the run kept Hessians, GPTQ and searched
+scales follow from the statistics. Of a method that searches by the output of the block (strengths
+of smoothing, clipping), what the run found is taken, if it has the options of the run; a search
+with other options needs samples and is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from ptq.commands.arguments import add_quiet
 from ptq.commands.next_steps import next_commands
 from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
+from ptq.recipe.schema import Recipe
+from ptq.recipe.shipped import is_shipped
 from ptq.text import typed_path
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--recipe",
         type=Path,
-        help="another recipe for the same model and data (default: the run's)",
+        help="a shipped recipe's name, or a file for the same model and data (default: the run's)",
     )
     made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     made.add_argument("--output", type=Path, required=True, metavar="DIR")
@@ -86,10 +89,16 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
         CheckpointError: there is no such run.
     """
     require_run(arguments.run)
-    overrides = [*arguments.set, *output_override(arguments.output)]
     own = arguments.run / RECIPE_FILE
+    run = read_recipe(own).recipe
+    shipped = arguments.recipe is not None and is_shipped(arguments.recipe)
+    overrides = [
+        *(_same_model_and_data(run) if shipped else []),
+        *arguments.set,
+        *output_override(arguments.output),
+    ]
     loaded = read_recipe(arguments.recipe or own, overrides)
-    asked, seen = loaded.recipe.dataset, read_recipe(own).recipe.dataset
+    asked, seen = loaded.recipe.dataset, run.dataset
     differ = [
         name
         for name in type(seen).model_fields
@@ -101,3 +110,8 @@ def _read(arguments: argparse.Namespace) -> LoadedRecipe:
             "statistics are to be used; leave the data as they were, or run the recipe"
         )
     return loaded
+
+
+def _same_model_and_data(run: Recipe) -> list[str]:
+    """The overrides that have another recipe work on the model and the data of a run."""
+    return [f"{key}={getattr(run, key).model_dump_json()}" for key in ("model", "dataset")]

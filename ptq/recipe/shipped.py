@@ -42,6 +42,11 @@ def find_recipe(name: str | Path, folder: Path = Path()) -> Path:
     return path if path.is_file() else shipped_paths().get(Path(name).as_posix(), path)
 
 
+def is_shipped(name: str | Path) -> bool:
+    """Whether the name, or the path, of a recipe is that of a shipped one."""
+    return find_recipe(name).resolve() in shipped_paths().values()
+
+
 def shipped_recipes() -> list[ShippedRecipe]:
     """All shipped recipes, as their files tell of themselves."""
     return [

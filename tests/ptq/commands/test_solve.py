@@ -300,3 +300,22 @@ def test_the_command(seen, tmp_path, capsys):
     assert (output / "checkpoint" / "config.json").is_file()
     with pytest.raises(RecipeError, match="calibration differ"):
         main([*arguments, "--force", "--set", "dataset.calibration.samples=9"])
+
+
+def test_a_shipped_recipe_is_taken_for_the_model_and_data_of_the_run(seen, tmp_path):
+    run = load_recipe(seen.folder / "recipe.yaml")
+    shipped = load_recipe("w8_rtn")
+    assert (shipped.model, shipped.dataset) != (run.model, run.dataset)
+    folder = tmp_path / "w8"
+    arguments = [str(seen.folder), "--output", str(folder), "--recipe"]
+    for name in ("w8_rtn", str(ROOT / "recipes" / "w8_rtn.yaml")):
+        assert main([*arguments, name, "--force"]) == 0
+        solved = load_recipe(folder / "recipe.yaml")
+        assert (solved.model, solved.dataset) == (run.model, run.dataset)
+        assert Checkpoint.open(folder / "checkpoint").scheme.wac == "w8"
+    with pytest.raises(RecipeError, match="calibration differ"):
+        main([*arguments, "w8_rtn", "--set", "dataset.calibration.samples=9"])
+    own = tmp_path / "own.yaml"  # a recipe of one's own means the data that it names
+    own.write_text("base: w8_rtn\n")
+    with pytest.raises(RecipeError, match="calibration differ"):
+        main([*arguments, str(own)])
