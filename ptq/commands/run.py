@@ -61,12 +61,13 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     for line in preflight.describe_shortfalls(plan.recipe, data):
         print(line)
     force, progress = arguments.force, not arguments.quiet
+    make_report = reporting.make_report  # imported now: what it lacks shows before hours of work
     with resume.telling_what_is_kept(output):
         result = driver.quantize_tokens(
             plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
         )
         shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
-        report = reporting.make_report(result, plan, data["evaluation"], progress=progress)
+        report = make_report(result, plan, data["evaluation"], progress=progress)
     resume.discard(output)
     print()
     print(format_table(report.summary_rows))
