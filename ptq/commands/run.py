@@ -79,7 +79,8 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     print(f"report:     {typed_path(report.folder / 'report.html')}")
     print(f"recipe:     {typed_path(output / RECIPE_FILE)} (every setting; `ptq run` repeats it)")
     print("\nNext:")
-    for command in next_commands(result.checkpoint):
+    first = [report.change_first] if report.change_first else []
+    for command in (*first, *next_commands(result.checkpoint)):
         print(f"  {command}")
     if shutil.which("ptq") is None:
         print("(`ptq` is not on the path here; `python -m ptq` stands for it)")

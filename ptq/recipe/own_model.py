@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.errors import RecipeError, suggestion
 from formats.later import later
-from ptq.recipe.strict_yaml import parse
+from ptq.recipe.strict_yaml import override_value
 
 if TYPE_CHECKING:
     from calibrate import sources
@@ -73,7 +72,7 @@ def settings_for(
     if data is not None and not asked and (path := Path(data).expanduser()).exists():
         columns = sources.guess_columns(path)
         settings |= {f"dataset.{key}": column for key, column in columns.items()}
-    written = [f"{key}={_yaml(value)}" for key, value in settings.items()]
+    written = [f"{key}={override_value(value)}" for key, value in settings.items()]
     # half of a small file may hold less than the recipe asks for
     return [*written, *(["dataset.fewer=true"] if data is not None else []), *given]
 
@@ -81,8 +80,3 @@ def settings_for(
 def default_output(model: str | Path, label: str) -> Path:
     """Where a run goes if nothing is said: `output/MODEL-LABEL`, by the last part of its name."""
     return Path("output") / f"{Path(model).name or Path(model).resolve().name}-{Path(label).stem}"
-
-
-def _yaml(text: str) -> str:
-    """Text as a value in YAML: as it stands where that reads as the same text."""
-    return text if parse(text).data == text else json.dumps(text)

@@ -9,6 +9,7 @@ aliases and merge keys (`<<`) work; tags do not, so nothing of a file is ever ex
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,16 @@ def parse(text: str) -> Document:
 def dump(data: object) -> str:
     """Write data so that `parse` reads the same values back."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def override_value(value: object) -> str:
+    """A value as `--set key=value` takes it: text as it stands where that reads as the same text.
+
+    A column named `null` or `2024` needs quotes there, a path does not.
+    """
+    if isinstance(value, str) and parse(value).data == value:
+        return value
+    return json.dumps(value)
 
 
 HINTS = {  # what is behind messages of the parser

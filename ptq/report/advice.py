@@ -17,7 +17,7 @@ from typing import Any
 
 from calibrate.spec import DatasetSpec
 from formats.namespace import ROOT
-from ptq.recipe.strict_yaml import parse
+from ptq.recipe.strict_yaml import override_value, parse
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution
 from ptq.report.outliers import by_ratio, distinct_inputs
@@ -294,6 +294,5 @@ def _settings(key: str, values: dict[str, Any], defaults: dict[str, Any]) -> Seq
     words = []
     for name, value in values.items():
         if value != defaults.get(name):
-            text = value if isinstance(value, str) else json.dumps(value)
-            words += ["--set", f"{key}.{name}={text}"]
+            words += ["--set", f"{key}.{name}={override_value(value)}"]
     return words

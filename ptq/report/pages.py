@@ -25,6 +25,8 @@ from ptq.report.parts.run import provenance_section, recipe_section, run_section
 from ptq.report.summary import check_rows, summary_rows
 from ptq.report.verdict import verdict_of
 
+CHANGE_FIRST = "Change first"
+
 
 def render_html(data: ReportData, plots: Mapping[str, Sequence[str]]) -> str:
     """The page as HTML; `plots` are SVG texts by name, from `draw_plots`."""
@@ -74,11 +76,17 @@ def in_a_line(data: ReportData) -> str:
 def answers(data: ReportData) -> list[tuple[str, Advice]]:
     """What to try next, by what it serves; of a run that is red or amber, what to change first."""
     if verdict_of(data).light in ("red", "amber"):
-        return [("Change first", advise(data, save=False))]
+        return [(CHANGE_FIRST, advise(data, save=False))]
     return [
         ("To lose less", advise(data, save=False)),
         ("To save more", advise(data, save=True)),
     ]
+
+
+def change_first(data: ReportData) -> str:
+    """The command of what to change first, if a run is red or amber; "" where there is none."""
+    (label, advice), *_ = answers(data)
+    return advice.command if label == CHANGE_FIRST else ""
 
 
 def _advice_text(advice: Advice) -> str:

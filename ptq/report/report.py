@@ -18,11 +18,9 @@ from inference.engine import Engine
 from ptq.output import REPORT_FOLDER
 from ptq.peers.measure import PeersRecord, measure_peers
 from ptq.plan.plan import Plan
-from ptq.report.data import (
-    ReportData,
-)
+from ptq.report.data import ReportData
 from ptq.report.measure import engine_config, measure
-from ptq.report.pages import draw_plots, in_a_line, render_html, render_markdown
+from ptq.report.pages import change_first, draw_plots, in_a_line, render_html, render_markdown
 from ptq.report.summary import summary_rows
 from ptq.result import CalibrationSummary, QuantizationResult
 
@@ -36,6 +34,7 @@ class Report:
         failures: A sentence for each that does not.
         summary_rows: Head and rows of the table that a run ends with.
         line: Verdict and advice in a line.
+        change_first: The command that the advice stands for where the verdict is not green, or "".
         folder: Where report.html, report.md and report.json lie.
         data: Everything that was measured.
     """
@@ -44,6 +43,7 @@ class Report:
     failures: tuple[str, ...]
     summary_rows: tuple[tuple[str, ...], ...]
     line: str
+    change_first: str
     folder: Path
     data: ReportData
 
@@ -72,7 +72,8 @@ def make_report(
     folder = plan.recipe.output.path / REPORT_FOLDER
     write_report(data, folder)
     rows = tuple(summary_rows(data))
-    return Report(data.passed, data.failures, rows, in_a_line(data), folder, data)
+    line, command = in_a_line(data), change_first(data)
+    return Report(data.passed, data.failures, rows, line, command, folder, data)
 
 
 def measure_only_peers(plan: Plan, *, progress: bool = True) -> PeersRecord:

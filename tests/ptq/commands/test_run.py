@@ -46,6 +46,10 @@ class Report:
     )
     line: str = "Green: every threshold holds."
 
+    @property
+    def change_first(self) -> str:
+        return "" if self.passed else "ptq run other --output other"
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, tiny_llama) -> Path:
@@ -105,7 +109,9 @@ def test_a_run_ends_with_table_paths_and_commands(here, calls, capsys):
 
 def test_missed_thresholds_give_exit_code_1(here, calls, capsys):
     assert run.main(["r.yaml", "--set", "report.thresholds.kl=0.1"]) == 1
-    assert "FAILED: kl 0.5 is above 0.1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "FAILED: kl 0.5 is above 0.1" in out
+    assert "Next:\n  ptq run other --output other\n  ptq predict " in out
 
 
 def test_errors_give_exit_code_2_and_no_trace(here, calls, capsys):

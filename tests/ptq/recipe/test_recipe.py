@@ -13,7 +13,7 @@ from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.recipe.reading import load_recipe, resolved_yaml
 from ptq.recipe.schema import Recipe
-from ptq.recipe.strict_yaml import dump, parse
+from ptq.recipe.strict_yaml import dump, override_value, parse
 
 RECIPES = sorted((Path(__file__).resolve().parents[3] / "recipes").glob("*.yaml"))
 SMALL = "model: {path: .}\nscheme: a8w8c8\nmethods: [rtn]\noutput: {path: out}\n"
@@ -61,6 +61,7 @@ def test_scalars_follow_the_core_schema(text, value):
 )
 def test_dumped_text_stays_text(text):
     assert parse(dump({"a": [text]})).data == {"a": [text]}
+    assert parse(override_value(text)).data == text
 
 
 def test_anchors_and_merge_keys():

@@ -15,7 +15,7 @@ from ptq.report import advice
 from ptq.report.advice import LOSE_LESS, SAVE_MORE, advise, facts_of, shares_of, weakest
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution, Part
-from ptq.report.pages import answers, in_a_line, top_of
+from ptq.report.pages import answers, change_first, in_a_line, top_of
 from ptq.report.verdict import verdict_of
 from tests.ptq.report.judging import thresholds
 
@@ -106,6 +106,9 @@ def test_the_command_runs_the_recipe_on_the_same_model_and_data(made, folder: Pa
     own = load_recipe(folder / "r.yaml")
     again = load_recipe(shipped_paths()[found.recipe], settings)
     assert (again.model, again.dataset) == (own.model, own.dataset)
+    recipe = own.model_copy(update={"dataset": own.dataset.model_copy(update={"column": "2024"})})
+    odd = made.data.model_copy(update={"recipe": resolved_yaml(recipe)})
+    assert """--set 'dataset.column="2024"'""" in advise(odd, save=False).command
 
 
 def test_facts_are_those_of_the_run(made):
@@ -132,6 +135,8 @@ def test_the_top_answers_what_now(made):
         assert f"{first}: {advise(data, save=False).recipe}." in line
         assert f"{next(iter(shares_of(data)))}: " in line
         assert "\n" not in line
+        command = advise(data, save=False).command
+        assert change_first(data) == (command if light == "red" else "")
 
 
 def test_layers_whose_output_was_not_measured_are_ranked_by_their_weights(made):
