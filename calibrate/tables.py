@@ -99,6 +99,11 @@ def likely_columns(row: Mapping[str, Any], source: str) -> dict[str, str]:
     Raises:
         RecipeError: none of them is there.
     """
+    if not row:
+        raise RecipeError(
+            f"dataset {source!r}: cannot tell which column to read: it holds no rows. Give a file "
+            "with text in it"
+        )
     texts = [name for name, value in row.items() if isinstance(value, str)]
     chats = [name for name in CHATS if isinstance(row.get(name), list)]
     if chats and "text" not in texts:
@@ -108,7 +113,7 @@ def likely_columns(row: Mapping[str, Any], source: str) -> dict[str, str]:
         return {"column": (named or texts)[0]}
     raise RecipeError(
         f"dataset {source!r}: cannot tell which column to read. Found: "
-        f"{', '.join(row) or 'none'}. Name the column of text `text`, or that of chats `messages`; "
+        f"{', '.join(row)}. Name the column of text `text`, or that of chats `messages`; "
         "or set dataset.column or dataset.messages_column in a recipe"
     )
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 PROMPTS = ("src", "messages")
 RESULTS = ("output", "exact_match", "logprob", "tgt_tokens", "error")  # those of an earlier run go
+ROW = '{"src": "..."}'  # for messages
 TOLD = 5  # failed rows that are named on the terminal
 
 
@@ -83,10 +84,13 @@ def read_rows(path: Path) -> list[Row]:
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: not a readable UTF-8 file ({error})", "input") from error
+        raise RequestError(
+            f"{path}: not a readable UTF-8 file ({error}); needed are JSON lines, {ROW} each",
+            "input",
+        ) from error
     rows = [_read_row(i, line) for i, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise RequestError(f'{path}: found no rows; one is {{"src": "..."}}', "input")
+        raise RequestError(f"{path}: found no rows; one is {ROW}", "input")
     if all(row.error for row in rows):
         first = rows[0]
         raise RequestError(f"{path}:{first.line}: {first.error}; so it is with all rows", "input")

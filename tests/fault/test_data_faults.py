@@ -95,8 +95,9 @@ def test_the_setting_that_reads_the_rows_is_told(tokenizer, tmp_path, row, remed
 @pytest.mark.parametrize("row", ["", '{"a": 1}', '{"question": "x", "answer": "y"}'])
 def test_rows_whose_column_cannot_be_guessed(tmp_path, row):
     (tmp_path / "d.jsonl").write_text(row)
-    with pytest.raises(RecipeError, match="cannot tell which column to read"):
+    with pytest.raises(RecipeError, match="cannot tell which column to read") as caught:
         guess_columns(tmp_path / "d.jsonl")
+    assert ("it holds no rows" in str(caught.value)) == (not row)
 
 
 def test_a_speaker_that_is_not_known(tokenizer, tmp_path):

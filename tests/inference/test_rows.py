@@ -115,12 +115,13 @@ def test_many_failed_rows_are_told_in_a_few_lines(model, tmp_path, capsys):
     assert lines[-1] == "and 4 rows more; their `error` says why"
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe", b"PAR1\xb0"])
 def test_files_without_rows_are_refused(tmp_path, content):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with pytest.raises(RequestError, match=r"found no rows|not a readable UTF-8"):
+    with pytest.raises(RequestError, match=r"found no rows|not a readable UTF-8") as caught:
         predict.main(["no-model", "--input", str(path), "--output", str(tmp_path / "out")])
+    assert '{"src": "..."}' in str(caught.value)
 
 
 def test_a_model_that_gives_nan_costs_the_row(engine, tmp_path, capsys):
