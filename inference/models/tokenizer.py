@@ -30,11 +30,12 @@ def load_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        tokens = tokenizer("a b")["input_ids"]
+        tokenizer("a b")  # damaged settings may show no sooner
+        words = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     except Exception as error:  # of any kind: tokenizers raises nothing but Exception itself
         raise _unusable(folder, f"{type(error).__name__}: {error}") from error
-    if not tokens:
-        raise _unusable(folder, "it makes no tokens of a text")
+    if not words:  # what transformers makes of settings without a vocabulary
+        raise _unusable(folder, "its vocabulary is empty")
     return tokenizer
 
 
