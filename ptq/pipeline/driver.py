@@ -183,8 +183,9 @@ class _Driver:
             greeting = self.store.greeting()
             if greeting and progress:
                 say(f"{typed_path(self.recipe.output.path)}: {greeting}")
+            measures = self.artifact is None  # without samples there is nothing to tell
             self.table = LiveTable(
-                shown=progress, blocks=self.plan.blocks, layers=self.plan.quantized
+                shown=progress and measures, blocks=self.plan.blocks, layers=self.plan.quantized
             )
             shown = progress and on_terminal()  # elsewhere the table's lines tell enough
             for index, name in enumerate(
