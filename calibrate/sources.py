@@ -99,7 +99,8 @@ def _files(path: Path) -> list[Path]:
     if not files or files[0].suffix not in (*TEXT, *TABLES):
         raise RecipeError(
             f"dataset {str(path)!r}: found no file of a known kind. Known: "
-            f"{', '.join((*TEXT, *TABLES))}"
+            f"{', '.join((*TEXT, *TABLES))}. Of another table make JSON lines, "
+            '{"text": "..."} each'
         )
     return files
 

@@ -12,6 +12,7 @@ Split = Literal["calibration", "evaluation"]
 # local files by their suffix: those of text, and those of tables
 TEXT = (".txt", ".md", ".py")
 TABLES = (".jsonl", ".parquet", ".arrow")
+NOT_READ = (".json", ".csv", ".tsv", ".gz", ".zst", ".zip")  # no name on the hub ends so, either
 
 
 class SplitSpec(Strict):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from calibrate.spec import TABLES, TEXT
+from calibrate.spec import NOT_READ, TABLES, TEXT
 from formats.errors import CheckpointError
 from formats.families.registry import find_family, unsupported
 from formats.hub import find_model, is_hub_id, near_folder
@@ -205,7 +205,8 @@ def _is_file(base: Path, name: str) -> bool:
     """Whether a dataset's name means something on this machine's disk."""
     if name == "stdlib":
         return False
-    looks_local = Path(name).suffix in (*TEXT, *TABLES) or name.startswith((".", "/", "~"))
+    suffixes = (*TEXT, *TABLES, *NOT_READ)
+    looks_local = Path(name).suffix in suffixes or name.startswith((".", "/", "~"))
     return looks_local or (base / name).exists()
 
 

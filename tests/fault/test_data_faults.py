@@ -100,6 +100,12 @@ def test_rows_whose_column_cannot_be_guessed(tmp_path, row):
     assert ("it holds no rows" in str(caught.value)) == (not row)
 
 
+def test_a_table_of_a_kind_that_is_not_read_is_told_what_to_make_of_it(tmp_path):
+    (tmp_path / "d.csv").write_text("text\nx\n")
+    with pytest.raises(RecipeError, match=r"d\.csv.*Known: .*\.jsonl.* make JSON lines"):
+        guess_columns(tmp_path / "d.csv")
+
+
 def test_a_speaker_that_is_not_known(tokenizer, tmp_path):
     row = {"conversations": [{"from": "narrator", "value": "once"}]}
     (tmp_path / "c.jsonl").write_text(json.dumps(row))
