@@ -16,6 +16,11 @@ SUFFIXES = (".model", ".tiktoken")
 REMEDY = "Copy it again from the original model"
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder holds a vocabulary, damaged or not."""
+    return any(file.name in VOCABULARIES or file.suffix in SUFFIXES for file in folder.iterdir())
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model's folder.
 
@@ -24,7 +29,7 @@ def load_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if not any(file.name in VOCABULARIES or file.suffix in SUFFIXES for file in folder.iterdir()):
+    if not has_tokenizer(folder):
         raise _unusable(folder, f"there is none: no {', '.join(VOCABULARIES)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(

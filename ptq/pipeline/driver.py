@@ -17,7 +17,6 @@ from contextlib import closing
 from functools import partial
 
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
@@ -27,6 +26,7 @@ from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.progress import bar, on_terminal, say
 from formats.scale_table import ScaleEntry, ScaleTable
+from inference.models.tokenizer import load_tokenizer
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import (
     CHECKPOINT_FOLDER,
@@ -84,7 +84,7 @@ def quantize(
     """
     watch = Stopwatch()
     with watch.phase("data"):
-        tokenizer = AutoTokenizer.from_pretrained(plan.recipe.model.folder, local_files_only=True)
+        tokenizer = load_tokenizer(plan.recipe.model.folder)
         tokens = load_tokens(plan.recipe.dataset, tokenizer, "calibration")
     return quantize_tokens(plan, tokens, force=force, progress=progress, keep=keep, watch=watch)
 

@@ -6,7 +6,6 @@ transformers' own modelling code on the meta device.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -16,17 +15,18 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.spec import SplitSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
-from formats.errors import suggestion
+from formats.errors import CheckpointError, suggestion
 from formats.families.family import heads_of
 from formats.families.registry import find_family, unsupported
 from formats.scheme import KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
+from inference.models.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
 from ptq.output import is_taken, kept_bytes
@@ -34,7 +34,6 @@ from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MODEL: Key = ("model", "path")
 
 
@@ -88,16 +87,14 @@ def check_tensors(
 def check_tokenizer(checkpoint: Checkpoint, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
     """A tokenizer that is missing, damaged or larger than the model's vocabulary."""
     folder, vocabulary = checkpoint.path, config.vocab_size
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        files = ", ".join(TOKENIZER_FILES)
+    if not has_tokenizer(folder):
+        files = ", ".join(VOCABULARIES)
         yield MODEL, f"{folder} has no tokenizer; needed is one of {files} beside the weights"
         return
     try:
-        if (folder / "tokenizer.json").is_file():
-            json.loads((folder / "tokenizer.json").read_bytes())
-        size = len(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        yield MODEL, f"the tokenizer of {folder} cannot be loaded: {' '.join(str(error).split())}"
+        size = len(load_tokenizer(folder))
+    except CheckpointError as error:
+        yield MODEL, str(error)
         return
     if size > vocabulary:
         yield (
@@ -121,7 +118,7 @@ def read_data(recipe: Recipe) -> dict[str, TokenSet]:
     Raises:
         RecipeError: a source is missing, empty, unreadable or too short.
     """
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.folder, local_files_only=True)
+    tokenizer = load_tokenizer(recipe.model.folder)
     return {
         "calibration": load_tokens(recipe.dataset, tokenizer, "calibration"),
         "evaluation": load_tokens(recipe.dataset, tokenizer, "evaluation"),

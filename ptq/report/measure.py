@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
@@ -20,6 +19,7 @@ from inference.bench.load import Load, run_once
 from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.models.tokenizer import load_tokenizer
 from inference.scheduling.blocks import blocks_for
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
@@ -63,7 +63,7 @@ def measure(
     """
     recipe, watch = plan.recipe, Stopwatch()
     if evaluation is None:
-        tokenizer = AutoTokenizer.from_pretrained(recipe.model.folder, local_files_only=True)
+        tokenizer = load_tokenizer(recipe.model.folder)
         evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
     measured = _run_both(result, plan, evaluation, watch, progress=progress)
     checks = check_thresholds(recipe.report.thresholds, measured["accuracy"])

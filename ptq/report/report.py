@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from calibrate.data import TokenSet, load_tokens
 from formats.files import building_directory, write_bytes
 from inference.bench.figures import environment
 from inference.engine import Engine
+from inference.models.tokenizer import load_tokenizer
 from ptq.output import REPORT_FOLDER
 from ptq.peers.measure import PeersRecord, measure_peers
 from ptq.plan.plan import Plan
@@ -84,7 +83,7 @@ def measure_only_peers(plan: Plan, *, progress: bool = True) -> PeersRecord:
         CheckpointError: the model is damaged.
     """
     recipe = plan.recipe
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model.folder, local_files_only=True)
+    tokenizer = load_tokenizer(recipe.model.folder)
     calibration = load_tokens(recipe.dataset, tokenizer, "calibration")
     evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
     original = Engine.from_pretrained(recipe.model.folder, config=engine_config(evaluation, None))

@@ -205,7 +205,15 @@ def test_a_configuration_that_is_not_valid(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(None, "has no tokenizer"), ("{", "cannot be loaded")],
+    [
+        (None, "has no tokenizer"),
+        ("{", "cannot be loaded"),
+        (
+            '{"version": "1.0", "added_tokens": [], "model": '
+            '{"type": "BPE", "vocab": {"a": "x"}, "merges": []}}',
+            "cannot be loaded",
+        ),
+    ],
 )
 def test_a_tokenizer_that_is_missing_or_damaged(content, expected, tiny_llama, tmp_path):
     model = copy(tiny_llama, tmp_path)
@@ -236,6 +244,12 @@ def test_sequences_longer_than_the_model_and_missing_data(tiny_llama, tmp_path):
         "--set dataset.name=/nowhere/text.jsonl: dataset.name: no such file: /nowhere/text.jsonl",
         "--set dataset.evaluation.sequence_length=513: dataset.evaluation.sequence_length: found 513; the model has 512 positions",
     ]
+
+
+@pytest.mark.parametrize("name", ["typo.jsonl", "table.csv", "rows.json"])
+def test_a_file_of_data_that_is_not_there_is_no_name_on_the_hub(name, tiny_llama, tmp_path):
+    (found,) = problems(tmp_path, tiny_llama, "", f"dataset.name={name}")
+    assert found.endswith(f"no such file: {Path.cwd() / name}")
 
 
 def test_an_output_that_is_taken(tiny_llama, tmp_path):
