@@ -28,6 +28,7 @@ import torch
 from ptq.cli import main
 from tests.conftest import write_model
 from tests.e2e.installed import ROOT, environment, run
+from tests.interrupts import take_interrupts
 
 RECIPE = """
 base: a8w8c8
@@ -241,6 +242,7 @@ def test_ctrl_c_loses_nothing(desk, first):
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
+        preexec_fn=take_interrupts,
     )
     progress = folder / ".resume/progress.json"
     while process.poll() is None:

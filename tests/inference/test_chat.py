@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.prompts import PromptFormat
 from inference.scheduling.request import RequestOutput, SamplingParams
+from tests.interrupts import take_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (
@@ -156,6 +159,12 @@ def test_a_model_without_a_template_is_told_before_it_is_loaded(tiny_llama, monk
     assert f"`ptq predict {tiny_llama} --prompt TEXT`" in error
 
 
+def _own_terminal() -> None:
+    """Make standard input the terminal that this child is controlled from."""
+    take_interrupts()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """A chat in a terminal of its own."""
 
@@ -170,7 +179,7 @@ class Terminal:
             stderr=theirs,
             start_new_session=True,
             env=os.environ | {"TERM": "dumb", "PYTHONPATH": str(ROOT)},
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+            preexec_fn=_own_terminal,
         )
         os.close(theirs)
 
@@ -179,7 +188,7 @@ class Terminal:
 
         Keys `again` are typed every second until it does.
         """
-        shown, end = "", time.monotonic() + 60
+        shown, end = "", time.monotonic() + 120
         while text not in shown:
             if select.select([self._ours], [], [], 1)[0]:
                 shown += os.read(self._ours, 1).decode(errors="replace")

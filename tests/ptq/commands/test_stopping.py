@@ -19,6 +19,7 @@ from ptq.commands import convert, peers, quantize, report, run, solve
 from ptq.output import RESUME_FOLDER
 from ptq.pipeline import resume
 from ptq.pipeline.key import differences
+from tests.interrupts import take_interrupts
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\
@@ -69,6 +70,7 @@ def stop(folder: Path, *signals: signal.Signals) -> tuple[list[int], str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=take_interrupts,
     )
     assert process.stdout is not None
     codes = []

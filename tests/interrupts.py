@@ -1,0 +1,13 @@
+"""Child processes that Ctrl-C reaches, whatever started the tests."""
+
+from __future__ import annotations
+
+import signal
+
+
+def take_interrupts() -> None:
+    """For `preexec_fn`: SIGINT ends the child again.
+
+    A shell has what it runs in the background ignore it, and children inherit that.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
