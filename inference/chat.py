@@ -34,12 +34,12 @@ from inference.prompts import PromptFormat
 from inference.scheduling.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from formats import tokenizer as tokenizers
     from formats.checkpoint import read as checkpoints
     from inference.engine import Engine
-    from inference.models import tokenizer as tokenizers
 else:
     checkpoints = later("formats.checkpoint.read")
-    tokenizers = later("inference.models.tokenizer")
+    tokenizers = later("formats.tokenizer")
 
 HELP = """\
 /reset          forget the conversation

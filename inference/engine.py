@@ -22,12 +22,12 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
+from formats.tokenizer import end_tokens, load_tokenizer
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder, Layer
 from inference.models.kv_cache import CacheShape, clear_blocks
-from inference.models.tokenizer import end_tokens, load_tokenizer
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, KVStats
 from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens

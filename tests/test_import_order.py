@@ -49,7 +49,8 @@ FLOORS = {
         scale_table families hub
         stored
         foreign
-        checkpoint""",
+        checkpoint
+        tokenizer""",
     "inference": """
         scheduling
         config

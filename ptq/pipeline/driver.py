@@ -26,7 +26,7 @@ from formats.files import replace_file
 from formats.memory import peak_rss_bytes
 from formats.progress import bar, on_terminal, say
 from formats.scale_table import ScaleEntry, ScaleTable
-from inference.models.tokenizer import load_tokenizer
+from formats.tokenizer import load_tokenizer
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import (
     CHECKPOINT_FOLDER,

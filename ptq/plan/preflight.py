@@ -26,7 +26,7 @@ from formats.families.family import heads_of
 from formats.families.registry import find_family, unsupported
 from formats.scheme import KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
-from inference.models.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
+from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel
 from ptq.output import is_taken, kept_bytes

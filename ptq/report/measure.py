@@ -13,13 +13,13 @@ from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
 from formats.families.registry import attention_names, family_of
+from formats.tokenizer import load_tokenizer
 from inference.accuracy import compare
 from inference.bench.figures import environment
 from inference.bench.load import Load, run_once
 from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.models.tokenizer import load_tokenizer
 from inference.scheduling.blocks import blocks_for
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers

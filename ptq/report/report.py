@@ -11,9 +11,9 @@ from pathlib import Path
 
 from calibrate.data import TokenSet, load_tokens
 from formats.files import building_directory, write_bytes
+from formats.tokenizer import load_tokenizer
 from inference.bench.figures import environment
 from inference.engine import Engine
-from inference.models.tokenizer import load_tokenizer
 from ptq.output import REPORT_FOLDER
 from ptq.peers.measure import PeersRecord, measure_peers
 from ptq.plan.plan import Plan
