@@ -102,7 +102,11 @@ def _method_problem(item: Any) -> str | None:
     """What is wrong with an item of `methods`, its options aside."""
     allowed = ", ".join(METHODS)
     if not isinstance(item, dict) or len(item) != 1:
-        return f"needed is the name of one method, or `name: options`; allowed: {allowed}"
+        keys = list(item) if isinstance(item, dict) else []
+        found = f"found {' and '.join(map(repr, keys))}; " if keys else ""
+        needed = "needed is the name of one method, or `name: options`"
+        stray = next((str(key) for key in keys if key not in METHODS), None)
+        return f"{found}{needed}; {suggestion(stray, METHODS) if stray else f'allowed: {allowed}'}"
     name, options = next(iter(item.items()))
     if name not in METHODS:
         return f"unknown method {name!r}; {suggestion(name, METHODS)}"

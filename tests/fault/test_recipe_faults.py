@@ -162,3 +162,8 @@ def test_aliases_that_multiply_each_other_stop(tmp_path):
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     found = faults(tmp_path, GOOD + "\n".join(lines))
     assert sum("more than 10000 values" in line for line in found) == 1
+
+
+def test_an_override_that_misspells_a_method_is_told_what_it_made():
+    with pytest.raises(RecipeError, match=r"'smoothquant' and 'smothquant'; .*did you mean 'smo"):
+        load_recipe("a8w8c8", ["methods.0.smothquant.alpha=1"])
