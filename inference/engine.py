@@ -33,6 +33,7 @@ from inference.scheduling.blocks import BlockManager, KVStats
 from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduling.scheduler import Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
+from inference.scheduling.step_result import StepResult
 from kernels.attention_inputs import KVPool
 
 
@@ -238,6 +239,26 @@ class Engine:
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error
         return outputs
+
+    def advance(self) -> StepResult:
+        """`step`, told as one object: which requests gained which token, and which ended.
+
+        Raises:
+            EngineError: as `step`.
+        """
+        outputs = self.step()
+        gained = [o for o in outputs if o.token_ids and o.finish_reason not in ("abort", "error")]
+        return StepResult(
+            names=[o.request_id for o in gained],
+            tokens=[o.token_ids[-1] for o in gained],
+            logprobs={o.request_id: o.logprobs[-1] for o in gained if o.logprobs is not None},
+            prompt_logprobs={
+                o.request_id: o.prompt_logprobs
+                for o in gained
+                if o.prompt_logprobs is not None and len(o.token_ids) == 1
+            },
+            finished=[o for o in outputs if o.finished],
+        )
 
     def warm_up(self) -> None:
         """On a GPU, compile and capture the usual steps now instead of when each is needed.

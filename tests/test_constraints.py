@@ -28,14 +28,18 @@ def pinned() -> dict[str, SpecifierSet]:
     return {canonicalize_name(r.name): r.specifier for r in found}
 
 
-def wanted(extra: bool = True) -> list[Requirement]:
-    """What pyproject.toml asks for: to run, and with the extra `test` to test."""
+def wanted(*extras: str) -> list[Requirement]:
+    """What pyproject.toml asks for: to run, and with extras, which may name others."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    more = project["optional-dependencies"]["test"] if extra else []
-    return [Requirement(text) for text in (*project["dependencies"], *more)]
+    optional = project["optional-dependencies"]
+    texts = [*project["dependencies"], *(text for extra in extras for text in optional[extra])]
+    found = [Requirement(text) for text in texts]
+    others = [name for r in found if r.name == "ptq" for name in sorted(r.extras)]
+    own = [r for r in found if r.name != "ptq"]
+    return own + [Requirement(text) for name in others for text in optional[name]]
 
 
-@pytest.mark.parametrize("requirement", wanted(), ids=lambda r: r.name)
+@pytest.mark.parametrize("requirement", wanted("test"), ids=lambda r: r.name)
 def test_every_direct_dependency_is_pinned_inside_its_range(requirement):
     (pin,) = pinned()[canonicalize_name(requirement.name)]
     assert pin.operator == "=="
@@ -45,7 +49,7 @@ def test_every_direct_dependency_is_pinned_inside_its_range(requirement):
 
 def test_only_what_is_asked_for_is_pinned():
     """A pin that outlives its dependency would hold what others need."""
-    names = {canonicalize_name(r.name) for r in wanted()}
+    names = {canonicalize_name(r.name) for r in wanted("test")}
     assert set(pinned()) - names <= {"psutil"}  # pytest-xdist's extra
 
 
@@ -81,5 +85,5 @@ def imported() -> Iterator[str]:
 def test_every_package_that_is_imported_is_asked_for():
     tops = {name.partition(".")[0] for name in imported()}
     foreign = tops - OURS - BROUGHT - set(sys.stdlib_module_names) - {"peer_child"}
-    asked = {canonicalize_name(r.name) for r in wanted(extra=False)}
+    asked = {canonicalize_name(r.name) for r in wanted("serve", "structured")}
     assert {canonicalize_name(NAMES.get(name, name)) for name in foreign} <= asked

@@ -59,7 +59,8 @@ FLOORS = {
         backend
         accuracy engine prompts
         arguments rows
-        predict chat bench""",
+        predict chat bench beam_search
+        server""",
     "ptq": """
         text version output
         methods
