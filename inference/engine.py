@@ -184,8 +184,8 @@ class Engine:
             Its name.
 
         Raises:
-            RequestError: the prompt is empty or too long, the model does not know a token of it or
-                of `stop_token_ids`, or the name is used.
+            RequestError: the prompt is empty or too long, the model does not know a token of it, of
+                `stop_token_ids` or of `logit_bias`, or the name is used.
         """
         params = params or SamplingParams()
         name = request_id or next(n for n in self._names if n not in self._requests)
@@ -195,6 +195,11 @@ class Engine:
         tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
         self._check_prompt(tokens)
         check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
+        biased = [token for token, _ in params.logit_bias]
+        check_tokens(biased, self.model.config.vocab_size, "logit_bias")
+        for param in ("logit_bias", "min_p", "constraint"):
+            if getattr(params, param):
+                raise RequestError(f"{param}: not run by this engine yet; leave it out", param)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
         self._requests.add(request)

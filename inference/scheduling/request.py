@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from formats.errors import RequestError
 from formats.scheme import Strict
+from inference.scheduling.constraint import Constraint
 
 Item = TypeVar("Item")
 FinishReason = Literal["stop", "length", "abort", "error"]
 LEAST, MOST = 1e-10, 1e10  # of what logits are divided by: their quotients stay finite
+MOST_TOLD = 200  # characters of a value that is refused
+MOST_BIASES = 300  # tokens of a request's logit_bias
+
+
+def _as_pairs(value: object) -> object:
+    """The pairs of a mapping, in the order of their keys where they have one."""
+    if not isinstance(value, Mapping):
+        return value
+    known = all(isinstance(token, int) for token in value)
+    return tuple(sorted(value.items()) if known else value.items())
+
+
+Bias = tuple[int, Annotated[float, Field(ge=-100, le=100)]]
 
 
 class SamplingParams(Strict):
@@ -24,6 +38,10 @@ class SamplingParams(Strict):
         temperature: 0 is greedy: the most likely token, the lowest id of equals.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Then keep the fewest whose probabilities reach p (Holtzman et al. 2020).
+        min_p: Of those keep the ones whose probability, after temperature, is at least so many
+            times the largest (Nguyen et al. 2024, arXiv 2407.01082); 0 keeps all.
+        logit_bias: Added to the logits of tokens, after penalties: {token: -100 to 100} of at most
+            300 tokens, kept as pairs.
         repetition_penalty: Divides positive and multiplies negative logits of all tokens of the
             prompt and the output (Keskar et al. 2019, section 4.1).
         presence_penalty: Subtracted from the logits of tokens that the output holds.
@@ -36,6 +54,9 @@ class SamplingParams(Strict):
         logprobs: Give the log probabilities of the so many most likely tokens, and of the chosen
             one, of the model's own distribution: before penalties and temperature.
         prompt_logprobs: The same for the prompt's tokens.
+        constraint: What the text must be. An end token comes where it is complete and no sooner,
+            and when nothing else may come the request ends: also where `ignore_eos` or
+            `min_tokens` ask for more. `stop` and `stop_token_ids` may end it sooner.
 
     Raises:
         RequestError: a value is not allowed; `param` names it.
@@ -45,6 +66,10 @@ class SamplingParams(Strict):
     temperature: float = Field(default=0.0, ge=0, le=MOST)
     top_k: int = Field(default=0, ge=0, lt=2**31)
     top_p: float = Field(default=1.0, ge=LEAST, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    logit_bias: Annotated[tuple[Bias, ...], BeforeValidator(_as_pairs)] = Field(
+        default=(), max_length=MOST_BIASES
+    )
     repetition_penalty: float = Field(default=1.0, ge=LEAST, le=MOST)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -55,6 +80,7 @@ class SamplingParams(Strict):
     min_tokens: int = Field(default=0, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=100)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=100)
+    constraint: Constraint | None = None
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -62,9 +88,10 @@ class SamplingParams(Strict):
         except ValidationError as error:
             fault = error.errors()[0]
             param = str(fault["loc"][0]) if fault["loc"] else None
-            raise RequestError(
-                f"{param}: {fault['msg'].removeprefix('Input ')}; found {fault['input']!r}", param
-            ) from error
+            found, told = repr(fault["input"]), fault["msg"].removeprefix("Input ")
+            if len(found) > MOST_TOLD:
+                found = f"{found[:MOST_TOLD]}..."
+            raise RequestError(f"{param}: {told}; found {found}", param) from error
         if 0 < self.temperature < LEAST:
             raise RequestError(
                 f"temperature: found {self.temperature}; give 0, for greedy, or from {LEAST} on",
@@ -77,6 +104,8 @@ class SamplingParams(Strict):
                 f"min_tokens: {self.min_tokens} is more than max_tokens {self.max_tokens}",
                 "min_tokens",
             )
+        if len(dict(self.logit_bias)) < len(self.logit_bias):
+            raise RequestError("logit_bias: a token is there twice; give each once", "logit_bias")
 
 
 class ListView(Sequence[Item]):
