@@ -30,7 +30,25 @@ def _as_pairs(value: object) -> object:
 Bias = tuple[int, Annotated[float, Field(ge=-100, le=100)]]
 
 
-class SamplingParams(Strict):
+class RequestParams(Strict):
+    """What a request may choose; a value that is not allowed is a RequestError that names it."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            faults = error.errors()
+            first, at = faults[0], faults[0]["loc"][:1]
+            param = str(at[0]) if at else None
+            same = [f["msg"].removeprefix("Input ") for f in faults if f["loc"][:1] == at]
+            told = " or ".join(dict.fromkeys(same))  # several where several types are allowed
+            found = repr(first["input"])
+            if len(found) > MOST_TOLD:
+                found = f"{found[:MOST_TOLD]}..."
+            raise RequestError(f"{param}: {told}; found {found}", param) from error
+
+
+class SamplingParams(RequestParams):
     """How one request is decoded.
 
     Attributes:
@@ -82,16 +100,8 @@ class SamplingParams(Strict):
     prompt_logprobs: int | None = Field(default=None, ge=0, le=100)
     constraint: Constraint | None = None
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            fault = error.errors()[0]
-            param = str(fault["loc"][0]) if fault["loc"] else None
-            found, told = repr(fault["input"]), fault["msg"].removeprefix("Input ")
-            if len(found) > MOST_TOLD:
-                found = f"{found[:MOST_TOLD]}..."
-            raise RequestError(f"{param}: {told}; found {found}", param) from error
+    def model_post_init(self, context: object, /) -> None:
+        """Check what no single value's limits tell."""
         if 0 < self.temperature < LEAST:
             raise RequestError(
                 f"temperature: found {self.temperature}; give 0, for greedy, or from {LEAST} on",

@@ -21,6 +21,8 @@ class StepResult:
         prompt_logprobs: Of requests that want them, once all of a prompt's are known: an entry for
             each of its tokens, None for the first.
         finished: Requests that ended, in their final state.
+        candidates: Of requests that are held (`Engine.hold`) and wait for their next token: {token:
+            log probability} of the likeliest, most likely first.
     """
 
     names: Sequence[str] = ()
@@ -28,3 +30,4 @@ class StepResult:
     logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[Logprobs | None]] = field(default_factory=dict)
     finished: Sequence[RequestOutput] = ()
+    candidates: Mapping[str, Logprobs] = field(default_factory=dict)
