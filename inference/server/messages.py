@@ -1,0 +1,213 @@
+"""What the two processes of a server tell each other.
+
+The HTTP process sends `Submit`, `SubmitBeam`, `Abort` and `Stop`; the engine process answers with
+`Ready` once, with a `Step` after each step of the engine, and with the others where there is cause.
+All are pickled, over a socket that only the two hold. A name is one request's for as long as the
+server lives: the HTTP process makes it, and none comes twice.
+
+Draining is no message: the HTTP process refuses what comes, and stops the engine when it is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inference.scheduling.request import FinishReason, SamplingParams
+
+Logprobs = dict[int, float]  # token: its log probability; holds the chosen token
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Queue a request.
+
+    Attributes:
+        name: The request's.
+        prompt: Token ids.
+        params: How it is decoded; without stop texts, which the HTTP process looks for.
+    """
+
+    name: str
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class SubmitBeam:
+    """Queue a beam search; arguments as of `Submit`."""
+
+    name: str
+    prompt: Sequence[int]
+    params: Any
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End requests before the next step; those that have ended are passed over."""
+
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the process; what runs is lost."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What engine answers.
+
+    Attributes:
+        max_model_len: Most tokens of a request, prompt and output.
+        max_positions: Most that the model would allow it.
+        vocab_size: Token ids are below it.
+        max_batch_size: Most requests that run at once.
+        max_batched_tokens: Most tokens of a step.
+        kv_blocks: Blocks of the cache.
+        block_size: Tokens of a block.
+        device: Where it runs, such as `cpu` or `cuda:0`.
+        quantization: Name of the checkpoint's scheme, such as `a8w8c8`; `float` without one.
+        kv_cache: Type of K and V in the cache, such as `int8` or `float32`.
+        pid: Of the engine's process.
+    """
+
+    max_model_len: int
+    max_positions: int
+    vocab_size: int
+    max_batch_size: int
+    max_batched_tokens: int = 2048
+    kv_blocks: int = 0
+    block_size: int = 64
+    device: str = "cpu"
+    quantization: str = "float"
+    kv_cache: str = "float32"
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The engine is loaded and warm."""
+
+    info: EngineInfo
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine after a step. Counts are of now, or, where it says so, since it started.
+
+    Attributes:
+        waiting: Requests that wait for a place or for blocks.
+        running: Requests that run.
+        blocks_total: Blocks of the cache; free, used and cached ones together.
+        blocks_free: Blocks that hold nothing.
+        blocks_used: Blocks of requests that run.
+        blocks_cached: Blocks of nobody, kept for prompts that begin alike.
+        prefix_queried_tokens: Tokens of prompts that were looked up in the cache, since the start.
+        prefix_hit_tokens: Those of them that it held, since the start.
+        preemptions: Times that a request gave its blocks up, since the start.
+        corrupted: Requests that ended because their logits held NaN or infinity, since the start.
+        failed_steps: Steps that failed, since the start.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    corrupted: int = 0
+    failed_steps: int = 0
+
+
+@dataclass
+class Step:
+    """What a step of the engine gave, or what several gave that the HTTP process was too slow for.
+
+    Attributes:
+        names: Requests that gained a token; of several steps, a name stands once for each token.
+        tokens: The token that each gained, in the order of `names`.
+        logprobs: (name, log probabilities) for each token of a request that wants them, in order.
+        prompt_logprobs: (name, an entry for each token of its prompt, None for the first).
+        finished: (name, reason, why where the reason is `error`) of requests that ended. What they
+            gained is told in this message or before.
+        stats: The engine after the last of the steps.
+    """
+
+    names: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[str, Logprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[str, list[Logprobs | None]]] = field(default_factory=list)
+    finished: list[tuple[str, FinishReason, str | None]] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+
+    def merge(self, later: Step) -> None:
+        """Add what a later step gave."""
+        self.names += later.names
+        self.tokens += later.tokens
+        self.logprobs += later.logprobs
+        self.prompt_logprobs += later.prompt_logprobs
+        self.finished += later.finished
+        self.stats = later.stats
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The engine does not take a request.
+
+    Attributes:
+        name: The request's.
+        message: Why.
+        param: The field that is wrong, if it is one.
+    """
+
+    name: str
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Requests that a failed step took along; the engine goes on.
+
+    Attributes:
+        names: The requests'.
+        message: What went wrong.
+    """
+
+    names: list[str]
+    message: str
+
+
+@dataclass(frozen=True)
+class BeamDone:
+    """A beam search has ended.
+
+    Attributes:
+        name: The request's.
+        hypotheses: The best first.
+    """
+
+    name: str
+    hypotheses: list[Any]
+
+
+@dataclass(frozen=True)
+class Dead:
+    """The engine cannot go on; the process ends.
+
+    Attributes:
+        message: Why.
+        users: Whether it is the user's to act on, such as a damaged checkpoint.
+    """
+
+    message: str
+    users: bool = False
+
+
+ToEngine = Submit | SubmitBeam | Abort | Stop
+FromEngine = Ready | Step | Refused | Failed | BeamDone | Dead

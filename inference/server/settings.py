@@ -1,0 +1,71 @@
+"""What the HTTP process of a server is told by its command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a client may ask for at most; beyond it a request is refused, by name.
+
+    Attributes:
+        body_bytes: Of a request's body.
+        header_bytes: Of a request's line and headers.
+        choices: `n` and `best_of`.
+        prompts: Prompts of one request.
+        stops: Stop texts of one request.
+        stop_characters: Of one stop text.
+        top_logprobs: Log probabilities of a token.
+        logit_bias: Tokens in `logit_bias`.
+        schema_bytes: Of a JSON schema, a regular expression or a grammar.
+        beam_width: Beams of a search.
+        read_seconds: In which a request's body must have come.
+        write_seconds: In which a client must have read something of what waits for it; one that
+            does not is dropped.
+    """
+
+    body_bytes: int = 32 * 2**20
+    header_bytes: int = 64 * 2**10
+    choices: int = 16
+    prompts: int = 256
+    stops: int = 16
+    stop_characters: int = 256
+    top_logprobs: int = 20
+    logit_bias: int = 1024
+    schema_bytes: int = 2**16
+    beam_width: int = 16
+    read_seconds: float = 60.0
+    write_seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What the HTTP process is told.
+
+    Attributes:
+        model: The name that clients call the model by; the first of `--served-model-name`.
+        aliases: Other names that mean it.
+        load_tokenizer: Gives a transformers tokenizer, a new one with every call, since one of them
+            must not be used by two threads at once. Raises CheckpointError.
+        created: When the server was started, seconds since 1970.
+        chat_template: Jinja text in the place of the tokenizer's own, or None.
+        api_key: What clients have to show, or None where all may come.
+        cors_origins: Web pages from elsewhere that may call, such as `https://example.org`, or `*`.
+        log_requests: Log a line a request: route, status, tokens, seconds.
+        log_texts: Log prompts and answers, too.
+        limits: What a client may ask for at most.
+    """
+
+    model: str
+    load_tokenizer: Callable[[], Any]
+    aliases: tuple[str, ...] = ()
+    created: int = 0
+    chat_template: str | None = None
+    api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    log_requests: bool = False
+    log_texts: bool = False
+    limits: Limits = Limits()

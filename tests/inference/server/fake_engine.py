@@ -1,0 +1,157 @@
+"""An engine without a model, in the place of the engine process: a real `EngineClient` before it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from inference.scheduling.request import SamplingParams
+from inference.server.engine_client import EngineClient, QueueLimits
+from inference.server.messages import (
+    Abort,
+    Dead,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Ready,
+    Refused,
+    Step,
+    Stop,
+    Submit,
+    SubmitBeam,
+    ToEngine,
+)
+
+INFO = EngineInfo(max_model_len=512, max_positions=512, vocab_size=384, max_batch_size=4)
+Answer = Callable[[Sequence[int], SamplingParams], Sequence[int]]
+
+
+def counting(prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
+    """Tokens without an end that depend on the prompt and the seed alone: all letters."""
+    start = sum(prompt) + (params.seed or 0)
+    return [65 + (start + i) % 26 for i in range(params.max_tokens)]
+
+
+@dataclass
+class _Running:
+    params: SamplingParams
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    made: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """A step a `delay`, a token a request and step, `info.max_batch_size` requests at once.
+
+    Attributes:
+        answer: The tokens of a request; shorter than its `max_tokens`, they end with reason `stop`
+            and must hold the end token.
+        delay: Seconds of a step.
+        refuse: (message, param) where every request is refused.
+        hold: Give no tokens while it is set.
+        warm: Be ready at once; otherwise call `start`.
+        sent: Every message that the client sent.
+        client: What is tested.
+    """
+
+    answer: Answer = counting
+    delay: float = 0.0
+    refuse: tuple[str, str | None] | None = None
+    hold: bool = False
+    info: EngineInfo = INFO
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    warm: bool = True
+    sent: list[ToEngine] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.client = EngineClient(self._receive, self.limits)
+        self._requests: dict[str, _Running] = {}
+        self._task: asyncio.Task[None] | None = None
+        if self.warm:
+            self.start()
+
+    @property
+    def aborted(self) -> list[str]:
+        """Names that the client aborted."""
+        return [
+            name for message in self.sent if isinstance(message, Abort) for name in message.names
+        ]
+
+    @property
+    def running(self) -> list[str]:
+        """Names of requests that wait or run."""
+        return list(self._requests)
+
+    def start(self) -> None:
+        """Be ready."""
+        self.client.take(Ready(self.info))
+
+    def fail(self, message: str = "a step failed") -> None:
+        """Fail a step with all that waits or runs."""
+        names = list(self._requests)
+        self._requests.clear()
+        self.client.take(Failed(names, message))
+
+    def die(self, message: str = "the engine process died with exit code -9") -> None:
+        """Be gone."""
+        self._requests.clear()
+        self.client.lose(Dead(message))
+
+    def _receive(self, message: ToEngine) -> None:
+        self.sent.append(message)
+        if isinstance(message, Submit):
+            if self.refuse is not None:
+                refused = Refused(message.name, *self.refuse)
+                asyncio.get_running_loop().call_soon(self.client.take, refused)
+                return
+            answer = self.answer(message.prompt, message.params)
+            self._requests[message.name] = _Running(message.params, message.prompt, answer)
+            if self._task is None or self._task.done():
+                self._task = asyncio.get_running_loop().create_task(self._run())
+        elif isinstance(message, Abort):
+            for name in message.names:
+                self._requests.pop(name, None)
+        elif isinstance(message, SubmitBeam):
+            raise NotImplementedError
+        else:
+            assert isinstance(message, Stop)
+            self.die("stopped")
+
+    async def _run(self) -> None:
+        while self._requests:
+            await asyncio.sleep(self.delay or (0.001 if self.hold else 0))
+            if not self.hold:
+                self.client.take(self._step())
+
+    def _step(self) -> Step:
+        names = list(self._requests)[: self.info.max_batch_size]
+        step = Step(stats=self._stats(len(names)))
+        for name in names:
+            request = self._requests[name]
+            params, token = request.params, request.answer[request.made]
+            step.names.append(name)
+            step.tokens.append(token)
+            if params.logprobs is not None:
+                step.logprobs.append((name, self._logprobs(token, params.logprobs)))
+            if params.prompt_logprobs is not None and request.made == 0:
+                number = params.prompt_logprobs
+                found = [self._logprobs(t, number) for t in request.prompt[1:]]
+                step.prompt_logprobs.append((name, [None, *found]))
+            request.made += 1
+            if request.made in (params.max_tokens, len(request.answer)):
+                cut = request.made == params.max_tokens
+                step.finished.append((name, "length" if cut else "stop", None))
+                del self._requests[name]
+        return step
+
+    def _logprobs(self, token: int, number: int) -> dict[int, float]:
+        """The token's, -0.5, and less likely ones of the tokens after it."""
+        vocabulary = self.info.vocab_size
+        return {(token + i) % vocabulary: -0.5 - i for i in range(max(1, number))}
+
+    def _stats(self, running: int) -> EngineStats:
+        blocks = self.info.kv_blocks
+        waiting = len(self._requests) - running
+        return EngineStats(waiting, running, blocks, blocks - running, running)
