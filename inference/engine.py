@@ -197,9 +197,8 @@ class Engine:
         check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         biased = [token for token, _ in params.logit_bias]
         check_tokens(biased, self.model.config.vocab_size, "logit_bias")
-        for param in ("logit_bias", "min_p", "constraint"):
-            if getattr(params, param):
-                raise RequestError(f"{param}: not run by this engine yet; leave it out", param)
+        if params.constraint is not None:
+            raise RequestError("constraint: not run by this engine yet; leave it out", "constraint")
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
         self._requests.add(request)

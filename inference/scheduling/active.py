@@ -77,19 +77,19 @@ class ActiveRequest:
 
     def note_prompt(self, part: Slice, logits: Tensor) -> None:
         """Take the log probabilities of prompt tokens from the logits of a slice's tokens."""
-        prompt, found = self.prompt, self._prompt_logprobs
+        found = self._prompt_logprobs
         assert found is not None
-        for row, position in zip(logits, range(part.start + 1, len(prompt)), strict=False):
-            if position == len(found):  # not yet known from before a preemption
-                number = self._params.prompt_logprobs or 0
-                found.append(top_logprobs(row, prompt[position], number))
+        tokens = self.prompt[len(found) : part.start + len(logits) + 1]
+        known = len(found) - part.start - 1  # rows, from before a preemption
+        rows = logits[known : known + len(tokens)]
+        found += top_logprobs(rows, tokens, self._params.prompt_logprobs or 0)
 
     @property
     def chosen_on_device(self) -> bool:
         """Whether temperature, top_k and top_p are all that its next token depends on."""
         params, made = self._params, len(self.tokens)
         plain = params.repetition_penalty == 1.0 and not (
-            params.presence_penalty or params.frequency_penalty
+            params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_p
         )
         silent = self._logprobs is None and not self.wants_prompt_logits
         return plain and silent and (made >= params.min_tokens or not self._ends)
@@ -112,7 +112,7 @@ class ActiveRequest:
         forbidden = sorted(self._ends) if len(self.tokens) < params.min_tokens else ()
         token = sample(logits, self.prompt, self.tokens, params, forbidden, self._generator)
         if self._logprobs is not None:
-            self._logprobs.append(top_logprobs(logits, token, params.logprobs or 0))
+            self._logprobs += top_logprobs(logits[None], [token], params.logprobs or 0)
         return self.accept(token)
 
     def accept(self, token: int) -> FinishReason | None:

@@ -1,15 +1,26 @@
-"""From logits to the next token."""
+"""From logits to the next token.
+
+    x = (penalized logits + bias, of the tokens that may come) / temperature
+    keep the top_k largest;  of those the fewest whose probabilities, relative to what top_k kept,
+    sum to at least top_p;  of those the ones at least min_p times as likely as the largest;  draw
+
+min_p comes last, as in transformers; what it keeps of a set does not depend on how probabilities
+are normalized, so that without top_p its place does not matter.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inference.scheduling.request import SamplingParams
 
 FIRST_CANDIDATES = 64  # tokens that top_p looks at first; more where they are not enough
+ROWS_AT_ONCE = 256  # rows whose log probabilities are in memory together
 
 
 def penalize(
@@ -38,7 +49,35 @@ def penalize(
     return logits
 
 
-def keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+def permit(
+    logits: Tensor, params: SamplingParams, forbidden: Sequence[int], mask: np.ndarray | None
+) -> Tensor:
+    """Add the request's bias, and set the logits of tokens that may not come to minus infinity.
+
+    Args:
+        logits: fp32 [vocabulary].
+        params: The request's.
+        forbidden: Tokens that may not come.
+        mask: As in `sample`.
+
+    Returns:
+        New logits, or the same where there is nothing to do.
+    """
+    if not (params.logit_bias or forbidden or mask is not None):
+        return logits
+    logits = logits.clone()
+    if params.logit_bias:
+        tokens, values = zip(*params.logit_bias, strict=True)
+        logits[list(tokens)] += torch.tensor(values)
+    if forbidden:
+        logits[list(forbidden)] = -torch.inf
+    if mask is not None:
+        bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+        logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
+    return logits
+
+
+def keep_likely(logits: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
     """Set the logits of all but the likely tokens to minus infinity.
 
     Only as many tokens are sorted as may be kept; the vocabulary as a whole never is.
@@ -47,7 +86,20 @@ def keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         logits: fp32 [vocabulary], after temperature.
         top_k: Most tokens to keep, 0 for all; the lower ids of equals.
         top_p: Of those, keep the fewest whose probabilities sum to at least this.
+        min_p: Of those, keep the ones that are at least so many times as likely as the largest.
     """
+    if min_p > 0:
+        logits = _keep_likely(logits, top_k, top_p)
+        return logits.masked_fill(logits < logits.max() + log_min_p(min_p), -torch.inf)
+    return _keep_likely(logits, top_k, top_p)
+
+
+def log_min_p(min_p: float) -> float:
+    """How far, in logits, the least that `min_p` keeps lies from the largest; at most 0."""
+    return math.log(min_p) if min_p > 0 else -math.inf
+
+
+def _keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_k == 0 and top_p == 1.0:
         return logits
     count = min(top_k or FIRST_CANDIDATES, len(logits))
@@ -80,6 +132,7 @@ def sample(
     params: SamplingParams,
     forbidden: Sequence[int],
     generator: torch.Generator | None,
+    mask: np.ndarray | None = None,
 ) -> int:
     """Choose the next token of one request.
 
@@ -90,19 +143,37 @@ def sample(
         params: The request's.
         forbidden: Tokens that may not come now: end tokens before `min_tokens`.
         generator: The request's own; None where it is greedy.
+        mask: int32 [ceil(vocabulary / 32)]: bit i % 32 of word i // 32 is set where token i may
+            come; None where all may.
     """
-    logits = penalize(logits, prompt, output, params)
-    if forbidden:
-        logits[list(forbidden)] = -torch.inf
+    logits = permit(penalize(logits, prompt, output, params), params, forbidden, mask)
     if params.temperature == 0:
         return int(logits.argmax())
-    logits = keep_likely(logits / params.temperature, params.top_k, params.top_p)
+    logits = logits / params.temperature
+    logits = keep_likely(logits, params.top_k, params.top_p, params.min_p)
     return int(torch.multinomial(torch.softmax(logits, dim=0), 1, generator=generator))
 
 
-def top_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
-    """Log probabilities of the `count` most likely tokens and of `token`, most likely first."""
-    logprobs = torch.log_softmax(logits, dim=0)
-    values, index = logprobs.topk(min(count, len(logprobs)))
-    found = dict(zip(index.tolist(), values.tolist(), strict=True))
-    return found | {token: logprobs[token].item()}
+def top_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, float]]:
+    """Log probabilities of the `count` most likely tokens of each row and of its own token.
+
+    A row's are the same bits in any company.
+
+    Args:
+        logits: Finite fp32 [rows, vocabulary], on any device.
+        tokens: One for each row.
+        count: Tokens beside it.
+
+    Returns:
+        For each row {token: log probability}, finite, most likely first, its own token last unless
+        it is among them.
+    """
+    found: list[dict[int, float]] = []
+    for start in range(0, len(tokens), ROWS_AT_ONCE):
+        own = torch.tensor(tokens[start : start + ROWS_AT_ONCE], device=logits.device)[:, None]
+        logprobs = torch.log_softmax(logits[start : start + len(own)], dim=1)
+        index = torch.cat([logprobs.topk(min(count, logprobs.shape[1])).indices, own], dim=1)
+        values = logprobs.gather(1, index).clamp(min=torch.finfo(torch.float32).min)
+        rows = zip(index.tolist(), values.tolist(), strict=True)
+        found += [dict(zip(*row, strict=True)) for row in rows]
+    return found

@@ -219,6 +219,22 @@ def test_logprobs_are_those_of_the_model(tiny_llama):
             assert value == pytest.approx(table[position, token].item(), abs=1e-5)
 
 
+def test_bias_and_min_p_are_a_requests_own(tiny_llama):
+    """Log probabilities stay the model's; others in the batch keep their tokens."""
+    runner = engine(tiny_llama)
+    plain = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0)
+    biased = plain.model_copy(update={"logit_bias": ((7, 100.0),)})
+    sharp = SamplingParams(max_tokens=4, ignore_eos=True, temperature=5.0, min_p=1.0, seed=1)
+    before = runner.generate([PROMPTS[0]], plain)[0].token_ids
+    outputs = runner.generate([PROMPTS[0]] * 3, [plain, biased, sharp])
+    assert [o.token_ids for o in outputs] == [before, [7, 7, 7, 7], before]
+    table = torch.log_softmax(runner.score([*outputs[1].prompt_token_ids, 7]), dim=-1)
+    assert outputs[1].logprobs[0][7] == pytest.approx(table[-2, 7].item(), abs=1e-5)
+    with pytest.raises(RequestError, match="not in the vocabulary of 384") as caught:
+        runner.add_request("a", SamplingParams(logit_bias={384: 1}))
+    assert caught.value.param == "logit_bias"
+
+
 def test_a_seed_gives_the_same_tokens_in_any_company(tiny_llama):
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, top_p=0.9, seed=7)
     runner = engine(tiny_llama)

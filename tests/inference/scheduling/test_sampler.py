@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,14 @@ from inference.scheduling.active import ActiveRequest
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.detokenizer import Detokenizer
 from inference.scheduling.request import SamplingParams
-from inference.scheduling.sampler import keep_likely, penalize, sample, top_logprobs
+from inference.scheduling.sampler import (
+    ROWS_AT_ONCE,
+    keep_likely,
+    penalize,
+    permit,
+    sample,
+    top_logprobs,
+)
 from inference.scheduling.scheduler import Scheduler, Sequence
 
 LOGITS = torch.tensor([1.0, -2.0, 3.0, 0.5, 3.0, -0.1])
@@ -52,9 +60,48 @@ def test_samples_follow_the_distribution():
 
 
 def test_top_logprobs_hold_the_chosen_token():
-    got = top_logprobs(LOGITS, 1, 2)
+    (got,) = top_logprobs(LOGITS[None], [1], 2)
     assert list(got) == [2, 4, 1]
     assert got[1] == pytest.approx(torch.log_softmax(LOGITS, 0)[1].item())
+
+
+@pytest.mark.parametrize("vocabulary", [6, 384, 4103])
+def test_log_probabilities_of_many_rows_are_those_of_each_alone(vocabulary):
+    """Bit for bit, in order, equals among them too; and what JSON cannot hold is not there."""
+    logits = torch.randn(ROWS_AT_ONCE + 5, vocabulary, generator=torch.Generator().manual_seed(1))
+    logits[:, 2], logits[3, 1] = logits[:, 4], -3.4e38
+    logits[3, 0] = 3.4e38
+    tokens = [row % vocabulary for row in range(len(logits))]
+    together = top_logprobs(logits, tokens, 5)
+    for row, token in enumerate(tokens):
+        (alone,) = top_logprobs(logits[row : row + 1], [token], 5)
+        assert list(alone.items()) == list(together[row].items())
+        assert {*logits[row].topk(5).indices.tolist(), token} == set(alone)
+        assert alone[token] == max(
+            torch.log_softmax(logits[row], 0)[token].item(), torch.finfo(torch.float32).min
+        )
+    assert top_logprobs(logits[:0], [], 5) == []
+
+
+def test_bias_forbidden_tokens_and_mask():
+    params = SamplingParams(logit_bias={1: 50, 2: -2.5})
+    mask = np.array([0b101011], dtype=np.int32)
+    got = permit(LOGITS, params, [5], mask)
+    assert got.tolist() == [1.0, 46.0, -torch.inf, LOGITS[3], -torch.inf, -torch.inf]
+    assert permit(LOGITS, SamplingParams(), (), None) is LOGITS
+    assert sample(LOGITS, [], [], params, (), None) == 1
+    assert sample(LOGITS, [], [], params, (1,), None) == 4
+    assert sample(LOGITS, [], [], params, (), None, np.array([0b1100], dtype=np.int32)) == 2
+
+
+@pytest.mark.parametrize("min_p", [1e-3, 0.1, 0.9, 1.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.9)])
+def test_min_p_keeps_of_what_the_others_keep_the_nearly_likeliest(min_p, top_k, top_p):
+    before = keep_likely(LOGITS, top_k, top_p) > -torch.inf
+    got = keep_likely(LOGITS, top_k, top_p, min_p)
+    p = torch.softmax(LOGITS, 0)
+    assert torch.equal(got > -torch.inf, before & (p >= min_p * p.max() * (1 - 1e-6)))
+    assert torch.equal(got[got > -torch.inf], LOGITS[got > -torch.inf])
 
 
 class Bytes:
