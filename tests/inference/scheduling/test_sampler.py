@@ -88,7 +88,7 @@ def test_bias_forbidden_tokens_and_mask():
     params = SamplingParams(logit_bias={1: 50, 2: -2.5})
     mask = np.array([0b101011], dtype=np.int32)
     got = permit(LOGITS, params, [5], mask)
-    assert got.tolist() == [1.0, 46.0, -torch.inf, LOGITS[3], -torch.inf, -torch.inf]
+    assert got.tolist() == [1.0, 48.0, -torch.inf, 0.5, -torch.inf, -torch.inf]
     assert permit(LOGITS, SamplingParams(), (), None) is LOGITS
     assert sample(LOGITS, [], [], params, (), None) == 1
     assert sample(LOGITS, [], [], params, (1,), None) == 4
