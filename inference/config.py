@@ -26,6 +26,8 @@ class EngineConfig(Strict):
         kv_blocks: Blocks of 64 tokens in the cache; default: enough for all places, up to 512.
         kv_dtype: Type of K and V in a cache that is not quantized; default: fp32 on a CPU, the
             model's type on a GPU.
+        prefix_cache: Keep K and V of what requests have computed as long as there is room, so that
+            others that begin with the same tokens need not compute them.
         eager: On a GPU, launch kernels one by one and wait for every step: no CUDA graphs, and no
             step before the tokens of the last are known. Slower, with equal tokens.
     """
@@ -35,6 +37,7 @@ class EngineConfig(Strict):
     max_model_len: int | None = Field(default=None, ge=2)
     kv_blocks: int | None = Field(default=None, ge=1)
     kv_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    prefix_cache: bool = True
     eager: bool = False
 
     def sizes(self, positions: int) -> tuple[int, int]:

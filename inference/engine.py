@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -27,7 +28,7 @@ from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder, Layer
-from inference.models.kv_cache import CacheShape, clear_blocks
+from inference.models.kv_cache import CacheShape, change_blocks
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, KVStats
 from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
@@ -82,16 +83,21 @@ class Engine:
         self.pools = backend.cache(CacheShape.of_model(checkpoint, shape, self.config, spec))
         ends = end_tokens(checkpoint, tokenizer)
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
+        self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
         self._start()
 
     def _start(self) -> None:
         """Be ready for the first request."""
         sizes = self.config
         assert sizes.max_model_len is not None
-        assert sizes.kv_blocks is not None
-        self._length, self._blocks = sizes.max_model_len, BlockManager(sizes.kv_blocks)
-        self._scheduler = Scheduler(self._blocks, sizes.max_batch_size, sizes.max_batched_tokens)
-        self._requests = ActiveRequests(self._scheduler, partial(clear_blocks, self.pools))
+        self._length = sizes.max_model_len
+        self._scheduler = Scheduler(
+            self._blocks,
+            sizes.max_batch_size,
+            sizes.max_batched_tokens,
+            root=self._blocks.new_root(),  # what a variant computes is another's
+        )
+        self._requests = ActiveRequests(self._scheduler, partial(change_blocks, self.pools))
         self._backlog: list[RequestOutput] = []
         self._names = (f"request-{i}" for i in count())
         self.loop = self.backend.loop(
@@ -103,7 +109,8 @@ class Engine:
 
         Args:
             layers: Blocks, of this engine or of another of its backend and of the same shape.
-            pools: The cache, layer by layer, likewise. Of engines that share it one runs at a time.
+            pools: The cache, layer by layer, likewise. Of engines that share it one runs at a time;
+                they share the bookkeeping of its blocks, and find only what they computed.
         """
         twin = copy.copy(self)
         twin.model, twin.pools = self.model.with_layers(layers), list(pools)
@@ -154,17 +161,23 @@ class Engine:
         return sum(pool.nbytes_per_token for pool in self.pools)
 
     def stats(self) -> KVStats:
-        """Blocks of the cache."""
-        return self._blocks.stats()
+        """Blocks of the cache, and what was found in it."""
+        own = self._scheduler
+        return replace(
+            self._blocks.stats(),
+            queried_tokens=own.queried_tokens,
+            hit_tokens=own.hit_tokens,
+            preemptions=own.preemptions,
+        )
 
     def check_integrity(self) -> None:
-        """Check that every block is free or has one owner, and that owners live.
+        """Check that every block is free, cached or held, and that those who hold them live.
 
         Raises:
             EngineError: the cache's bookkeeping is broken.
         """
         self._blocks.check()
-        if not self._requests and self._blocks.free != self._blocks.total:
+        if not self._requests and self._blocks.available != self._blocks.total:
             raise EngineError(f"no request is left, but {self.stats()} says that blocks are held")
 
     def add_request(
@@ -330,16 +343,17 @@ class Engine:
         sequence = TokenSequence(" score", tokens)  # no request has this name
         if not self._blocks.grow(sequence.name, len(tokens)):
             raise EngineError("running requests hold the cache; finish them before scoring")
+        finite = False
         try:
             size = self.config.max_batched_tokens
             starts = range(0, len(tokens), size)
             parts = [Slice(sequence, i, min(size, len(tokens) - i)) for i in starts]
+            self._requests.prepare_cache()
             logits = torch.cat([self.loop.score(part) for part in parts])
-            if not bool(torch.isfinite(logits[-1]).all()):
-                clear_blocks(self.pools, self._blocks.table(sequence.name))
+            finite = bool(torch.isfinite(logits[-1]).all())
             return logits
         finally:
-            self._blocks.release(sequence.name)
+            self._blocks.release(sequence.name, seen=len(tokens) if finite else 0)
 
     def _drive(self, names: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these requests are done; what others gain waits for the next `step`."""

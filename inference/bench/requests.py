@@ -126,4 +126,5 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_batch_size=max(arguments.batch),
         max_model_len=longest,
         kv_blocks=max(arguments.batch) * blocks_for(longest),
+        prefix_cache=False,  # each run of a load is to compute its prompts
     )

@@ -36,6 +36,7 @@ def make_engine(shape: str, scheme: str, batches: Sequence[int], context: int) -
         max_model_len=longest,
         kv_blocks=blocks,
         max_batched_tokens=PROMPTS * PROMPT,
+        prefix_cache=False,  # equal prompts are measured again and again
     )
     tokenizer = random_tokenizer(int(checkpoint.config["vocab_size"]))
     engine = Engine(checkpoint, tokenizer, config, choose_backend("cuda", checkpoint))

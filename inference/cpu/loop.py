@@ -32,6 +32,7 @@ class HostLoop:
         if not slices:
             return []
         names = [part.sequence.name for part in slices]
+        self._requests.prepare_cache()
         whole = {name for name in names if self._requests[name].wants_prompt_logits}
         logits = self._run(slices, whole)
         self._scheduler.advance(slices)

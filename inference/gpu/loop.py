@@ -106,9 +106,10 @@ class DeviceLoop:
             return False
         missing = sum(scheduler.blocks.missing(s.name, len(s.tokens)) for s in running)
         on_device = all(self._requests[s.name].chosen_on_device for s in running)
-        return missing <= scheduler.blocks.free and on_device
+        return missing <= scheduler.blocks.available and on_device
 
     def _launch(self, slices: list[Slice]) -> tuple[Launched, dict[str, ActiveRequest]]:
+        self._requests.prepare_cache()
         self._assign_indices()
         requests, work = {}, []
         for part in slices:

@@ -13,6 +13,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.models.config import ModelConfig
+from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import TYPES
 
@@ -110,6 +111,28 @@ class CacheShape:
 
     def _stored(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.spec is None else TYPES[self.spec.dtype].storage
+
+
+def change_blocks(pools: Sequence[KVPool], changes: BlockChanges) -> None:
+    """Do what the next step needs done to the cache; on a GPU behind the steps on their way."""
+    copy_blocks(pools, changes.copies)
+    clear_blocks(pools, changes.clears)
+
+
+def copy_blocks(pools: Sequence[KVPool], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy K and V of blocks, and the scales of their tokens, from first to second of each pair.
+
+    All are read before one is written.
+    """
+    if not pairs:
+        return
+    sources, targets = torch.tensor(pairs, device=pools[0].k.device).T
+    for pool in pools:
+        own = (pool.k_scale, pool.v_scale) if pool.dynamic else ()
+        for tensor in (pool.k, pool.v, *own):
+            if tensor is not None:
+                numbers = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
+                numbers[targets] = numbers[sources]
 
 
 def clear_blocks(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.detokenizer import Detokenizer
 from inference.scheduling.request import (
     FinishReason,
@@ -50,6 +51,7 @@ class ActiveRequest:
         limit: int,
     ) -> None:
         self.sequence, self.prompt = TokenSequence(name, list(prompt)), list(prompt)
+        self.sequence.takes_hits = params.prompt_logprobs is None
         self.tokens: list[int] = []
         self._times: list[float] = []
         self._arrival = time.perf_counter()
@@ -83,6 +85,7 @@ class ActiveRequest:
         known = len(found) - part.start - 1  # rows, from before a preemption
         rows = logits[known : known + len(tokens)]
         found += top_logprobs(rows, tokens, self._params.prompt_logprobs or 0)
+        self.sequence.takes_hits = not self.wants_prompt_logits
 
     @property
     def chosen_on_device(self) -> bool:
@@ -174,11 +177,11 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     Args:
         scheduler: Has their sequences.
-        clear_blocks: Clears blocks of the cache of what may be NaN or infinite.
+        change_blocks: Copies and clears blocks of the cache.
     """
 
-    def __init__(self, scheduler: Scheduler, clear_blocks: Callable[[Sequence[int]], None]) -> None:
-        self._scheduler, self._clear_blocks = scheduler, clear_blocks
+    def __init__(self, scheduler: Scheduler, change_blocks: Callable[[BlockChanges], None]) -> None:
+        self._scheduler, self._change_blocks = scheduler, change_blocks
         self._by_name: dict[str, ActiveRequest] = {}
 
     def __getitem__(self, name: str) -> ActiveRequest:
@@ -194,6 +197,12 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         """Queue a request."""
         self._by_name[request.sequence.name] = request
         self._scheduler.add(request.sequence)
+
+    def prepare_cache(self) -> None:
+        """Copy and clear the blocks of the cache that the next step needs so; before it runs."""
+        changes = self._scheduler.blocks.take_changes()
+        if changes is not None:
+            self._change_blocks(changes)
 
     def take_logits(self, part: Slice, logits: Tensor) -> list[RequestOutput]:
         """Give a request the logits of its slice: for those of its prompt, and its next token."""
@@ -216,16 +225,15 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self, request: ActiveRequest, reason: FinishReason, error: str | None = None
     ) -> RequestOutput:
         """End a request and take its blocks back; `error` says why where the reason is that."""
-        if reason == "error" or not request.tokens:  # nobody has looked at what it made
-            self._clear_blocks(self._scheduler.blocks.table(request.sequence.name))
-        self._scheduler.remove(request.sequence)
+        self._scheduler.remove(request.sequence, failed=reason == "error")
         del self._by_name[request.sequence.name]
         return request.close(reason, error)
 
     def drop(self) -> None:
-        """Forget all of them, and take their blocks back."""
+        """Forget all of them, and whatever is cached, after a step that failed."""
         for request in self._by_name.values():
-            self._scheduler.remove(request.sequence)
+            self._scheduler.remove(request.sequence, failed=True)
+        self._scheduler.blocks.forget()
         self._by_name.clear()
 
     def _after(self, request: ActiveRequest, reason: FinishReason | None) -> RequestOutput:

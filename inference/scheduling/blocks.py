@@ -1,22 +1,77 @@
-"""Which block of the paged cache belongs to whom; pure bookkeeping."""
+"""Which block of the paged cache belongs to whom; pure bookkeeping.
+
+A block is free, or used by the requests that hold it, or cached: nobody holds it, but what is in it
+can be found again by its tokens (`inference.scheduling.prefix_tree`). Only whole blocks are found,
+and only after the step that writes them was launched. Cached blocks are handed out again once none
+is free, the one that nobody has held for the longest time first. Who holds a block holds those
+before it, and gives back the last one first; so the end of a text goes before its beginning.
+
+Blocks are shared in two ways: `take_prefix` gives a request whole blocks that another one has
+computed, `fork` gives it all blocks of another. What two hold nobody writes to: of a block that is
+partly filled, the first one to write gets a copy.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from formats.errors import EngineError
+from inference.scheduling.prefix_tree import Node, PrefixTree, whole_blocks
 from kernels.attention_inputs import KV_BLOCK
 
 
 @dataclass(frozen=True)
 class KVStats:
-    """Blocks of the cache; `free + used + cached == total`, always."""
+    """Blocks of the cache; `free + used + cached == total`, always.
+
+    Attributes:
+        total: All blocks.
+        free: Those that hold nothing.
+        used: Those that requests hold, each counted once.
+        cached: Those that nobody holds, but whose tokens can be found.
+        queried_tokens: Tokens of requests that were looked up when they began, all in all.
+        hit_tokens: Those of them that needed no computing.
+        preemptions: Times that a request gave its blocks up for another.
+    """
 
     total: int
     free: int
     used: int
     cached: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+
+
+class BlockChanges(NamedTuple):
+    """What is to be done to the cache before the next step.
+
+    Attributes:
+        copies: (source, destination); all sources are read before a destination is written.
+        clears: Blocks that may hold NaN, and that another request may get.
+    """
+
+    copies: list[tuple[int, int]]
+    clears: list[int]
+
+
+@dataclass
+class Holding:
+    """What an owner holds.
+
+    Attributes:
+        table: Its blocks in the order of its tokens.
+        chain: Nodes of its first blocks: those that it found, then those that it computes itself
+            and that nobody had computed before.
+        filled: How many of them are computed.
+    """
+
+    table: list[int] = field(default_factory=list)
+    chain: list[Node] = field(default_factory=list)
+    filled: int = 0
 
 
 class BlockManager:
@@ -24,55 +79,251 @@ class BlockManager:
 
     Args:
         total: Number of blocks.
+        prefix_cache: Whether to find computed blocks again.
     """
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    def __init__(self, total: int, *, prefix_cache: bool = False) -> None:
+        self.total, self._prefix_cache = total, prefix_cache
         self._free = deque(range(total))
-        self._tables: dict[str, list[int]] = {}
+        self._owners = [0] * total  # how many hold each block
+        self._held: dict[str, Holding] = {}
+        self._tree = PrefixTree()
+        self._cached: OrderedDict[int, None] = OrderedDict()  # longest without an owner first
+        self._partly_filled: set[int] = set()  # last blocks that were shared by `fork`
+        self._changes: list[tuple[int | None, int]] = []  # (source, None for zeros; destination)
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that hold nothing."""
         return len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be handed out: the free and the cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def new_root(self) -> int:
+        """For another model or scheme: the root of what it computes; see `take_prefix`."""
+        return self._tree.new_root()
 
     def table(self, owner: str) -> list[int]:
         """Blocks of an owner in the order of its tokens."""
-        return self._tables.get(owner, [])
+        held = self._held.get(owner)
+        return held.table if held else []
 
     def missing(self, owner: str, tokens: int) -> int:
-        """Blocks that an owner lacks to hold so many tokens."""
-        return max(0, blocks_for(tokens) - len(self.table(owner)))
+        """Blocks that an owner lacks to hold so many tokens and to write the last of them."""
+        table = self.table(owner)
+        return max(0, blocks_for(tokens) - len(table)) + self._needs_copy(table)
 
     def grow(self, owner: str, tokens: int) -> bool:
-        """Give an owner blocks for so many tokens, or, if there are too few, change nothing."""
-        count = self.missing(owner, tokens)
-        if count > len(self._free):
+        """Give an owner blocks to write up to so many tokens, or, if there are too few, nothing.
+
+        What it shares and would write to is replaced by a block of its own, and the copy is noted
+        for `take_changes`.
+        """
+        if self.missing(owner, tokens) > self.available:
             return False
-        table = self._tables.setdefault(owner, [])
-        table.extend(self._free.popleft() for _ in range(count))
+        table = self._held.setdefault(owner, Holding()).table
+        if self._needs_copy(table):
+            source, table[-1] = table[-1], self._take()
+            self._owners[source] -= 1
+            self._changes.append((source, table[-1]))
+        table.extend(self._take() for _ in range(blocks_for(tokens) - len(table)))
         return True
 
-    def release(self, owner: str) -> None:
-        """Take all blocks of an owner back."""
-        self._free.extend(self._tables.pop(owner, []))
+    def take_prefix(self, owner: str, tokens: Sequence[int], root: int = 0) -> int:
+        """Give a new owner the blocks in which the beginning of its tokens is computed already.
+
+        Args:
+            owner: Holds nothing yet.
+            tokens: All its tokens; the last one is left to be computed.
+            root: Of what the same model has computed with the same scheme.
+
+        Returns:
+            How many of its tokens they hold.
+        """
+        if not self._prefix_cache:
+            return 0
+        held = self._held[owner] = Holding()
+        parent, most = root, (len(tokens) - 1) // KV_BLOCK
+        for content in whole_blocks(tokens):
+            if len(held.table) == most:
+                break
+            node = self._tree.find(parent, content)
+            if node is None or node.block is None:
+                break
+            self._hold(node.block)
+            held.table.append(node.block)
+            held.chain.append(node)
+            parent = node.number
+        held.filled = len(held.chain)
+        return held.filled * KV_BLOCK
+
+    def promise(self, owner: str, tokens: Sequence[int], root: int = 0) -> int:
+        """Note which blocks an owner is about to compute; `note_computed` lets others find them.
+
+        Returns:
+            How many of its first tokens they will be able to find, at most.
+        """
+        if not self._prefix_cache:
+            return 0
+        chain = self._held[owner].chain
+        parent = chain[-1].number if chain else root
+        for content in whole_blocks(tokens, len(chain)):
+            if self._tree.find(parent, content) is not None:
+                break  # another one has it, or will have it
+            chain.append(self._tree.add(parent, content))
+            parent = chain[-1].number
+        return len(chain) * KV_BLOCK
+
+    def note_computed(self, owner: str, tokens: int) -> None:
+        """Let others find what was promised of so many first tokens; their step is launched."""
+        held = self._held[owner]
+        for i in range(held.filled, min(tokens // KV_BLOCK, len(held.chain))):
+            self._tree.fill(held.chain[i], held.table[i])
+            held.filled = i + 1
+
+    def fork(self, owner: str, new: str, tokens: int) -> None:
+        """Let a new owner share the blocks of so many tokens that another one has computed."""
+        held = self._held[owner]
+        table = held.table[: blocks_for(tokens)]
+        for block in table:
+            self._hold(block)
+        count = min(held.filled, tokens // KV_BLOCK)
+        self._held[new] = Holding(table, held.chain[:count], count)
+        if tokens % KV_BLOCK:
+            self._partly_filled.add(table[-1])
+        elif table:
+            self._partly_filled.discard(table[-1])
+
+    def release(self, owner: str, tokens: Sequence[int] = (), seen: int = 0, root: int = 0) -> None:
+        """Take all blocks of an owner back; whole ones that it computed are cached.
+
+        Args:
+            owner: May hold nothing.
+            tokens: Those that it has computed; nothing is cached of others.
+            seen: How many of them finite logits have come of. What nobody has looked at may hold
+                NaN, and is cleared before another request gets it.
+            root: As in `take_prefix`.
+        """
+        held = self._held.pop(owner, Holding())
+        if self._prefix_cache:
+            self._keep(held, tokens, root)
+        for node in held.chain[: seen // KV_BLOCK]:
+            node.seen = True
+        self._give_back(held, clear=not seen)
+
+    def discard(self, owner: str) -> None:
+        """Take all blocks of an owner back whose logits were not finite.
+
+        What it computed is not cached, nor is what it shared, unless others got on well with it.
+        """
+        held = self._held.pop(owner, Holding())
+        for node in held.chain:
+            if not node.seen:
+                self._tree.remove(node)
+        self._give_back(held, clear=True)
+
+    def forget(self) -> None:
+        """Cache nothing any more of what was computed so far."""
+        self._tree.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+        for held in self._held.values():
+            held.chain, held.filled = [], 0
+
+    def take_changes(self) -> BlockChanges | None:
+        """What is to be done to the cache before the next step; told once. None: nothing."""
+        if not self._changes:
+            return None
+        origin: dict[int, int | None] = {}  # of what each block is to hold
+        for source, block in self._changes:
+            origin[block] = None if source is None else origin.get(source, source)
+        self._changes.clear()
+        copies = [(source, block) for block, source in origin.items() if source is not None]
+        return BlockChanges(copies, [block for block, source in origin.items() if source is None])
 
     def stats(self) -> KVStats:
         """Counts of all blocks."""
-        return KVStats(self.total, self.free, sum(map(len, self._tables.values())))
+        return KVStats(self.total, self.free, self.total - self.available, len(self._cached))
 
     def check(self) -> None:
-        """Check that every block is free or has one owner.
+        """Check that every block is free, held or cached, and that owners are counted right.
 
         Raises:
-            EngineError: a block was lost or is held twice.
+            EngineError: a block was lost, or is two of these, or a count is wrong.
         """
-        held = [block for table in self._tables.values() for block in table]
-        if sorted([*self._free, *held]) != list(range(self.total)):
+        owners = [0] * self.total
+        for held in self._held.values():
+            for block in held.table:
+                owners[block] += 1
+        used = [block for block, count in enumerate(owners) if count]
+        whole = sorted([*self._free, *self._cached, *used]) == list(range(self.total))
+        known = self._tree.agrees() and all(block in self._tree for block in self._cached)
+        if not whole or not known or owners != self._owners:
             raise EngineError(
-                f"the cache's blocks do not add up: {len(self._free)} free, {len(held)} held, "
-                f"{self.total} in all"
+                f"the cache's blocks do not add up: {len(self._free)} free, {len(used)} held, "
+                f"{len(self._cached)} cached, {self.total} in all; owners counted "
+                f"{sum(self._owners)}, found {sum(owners)}"
             )
+
+    def _needs_copy(self, table: list[int]) -> bool:
+        """Whether the next token goes into a block that others hold, too."""
+        last = table[-1] if table and self._partly_filled else -1
+        return last in self._partly_filled and self._owners[last] > 1
+
+    def _take(self) -> int:
+        """A block for a new owner."""
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            if not self._tree.pop(block).seen:
+                self._changes.append((None, block))
+        self._owners[block] = 1
+        return block
+
+    def _hold(self, block: int) -> None:
+        if not self._owners[block]:
+            del self._cached[block]
+        self._owners[block] += 1
+
+    def _keep(self, held: Holding, tokens: Sequence[int], root: int) -> None:
+        """Let others find the whole blocks of an owner that leaves; promises are withdrawn.
+
+        Where another one has computed the same meanwhile, its block takes the place of the owner's.
+        """
+        chain, computed = held.chain, len(tokens) // KV_BLOCK
+        for node in chain[max(held.filled, computed) :]:
+            self._tree.remove(node)
+        del chain[max(held.filled, computed) :]
+        for i, content in enumerate(whole_blocks(tokens, held.filled), held.filled):
+            if i == len(chain):
+                parent = chain[-1].number if chain else root
+                node = self._tree.find(parent, content)
+                if node is not None and node.block is None:
+                    return  # another one will say so when it has computed it
+                chain.append(node or self._tree.add(parent, content))
+                if node is not None and node.block is not None:
+                    self._hold(node.block)
+                    held.table.append(held.table[i])  # its own is given back, too
+                    held.table[i] = node.block
+                    continue
+            self._tree.fill(chain[i], held.table[i])
+
+    def _give_back(self, held: Holding, *, clear: bool) -> None:
+        for block in reversed(held.table):
+            self._owners[block] -= 1
+            if self._owners[block]:
+                continue
+            if block in self._tree:
+                self._cached[block] = None
+                continue
+            self._free.append(block)
+            self._partly_filled.discard(block)
+            if clear:
+                self._changes.append((None, block))
 
 
 def blocks_for(tokens: int) -> int:

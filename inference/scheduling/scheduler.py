@@ -4,6 +4,10 @@ First come, first served. A step takes running sequences in the order of their a
 each, or a chunk of what is not computed yet; then admits waiting ones as long as tokens, places and
 blocks last. When a running sequence finds no block, the one that arrived last gives its blocks up
 and waits at the head of the queue, to be computed again.
+
+A sequence begins behind what the cache holds of its tokens already. What it computes can be found
+by others: its prompt from the step on that computes it, what it generated when it leaves, for
+whichever reason, unless its logits were not finite.
 """
 
 from __future__ import annotations
@@ -25,12 +29,34 @@ class Sequence:
         tokens: Prompt and output; the last may be `PENDING`.
         computed: Tokens whose K and V are in the cache.
         preemptions: Times that it gave its blocks up.
+        takes_hits: Whether it may begin behind what is cached; not while the logits of its prompt
+            are wanted.
+        cacheable: Whether what its blocks hold are its tokens' K and V.
+        promised: How many of its first tokens others can find as soon as they are computed.
+        prompt: How many tokens its prompt has.
     """
 
     name: str
     tokens: list[int]
     computed: int = 0
     preemptions: int = 0
+    takes_hits: bool = True
+    cacheable: bool = True
+    promised: int = 0
+    prompt: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt = len(self.tokens)
+
+    @property
+    def known(self) -> int:
+        """Tokens that are not pending."""
+        return len(self.tokens) - (self.tokens[-1] == PENDING)
+
+    @property
+    def seen(self) -> int:
+        """Tokens whose K and V have given logits that were looked at: all before the newest."""
+        return self.known - 1 if self.known > self.prompt else 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +81,12 @@ class Scheduler:
         blocks: The cache's bookkeeping.
         max_batch_size: Most running sequences.
         max_batched_tokens: Most tokens of a step.
+        root: Under which the cache finds what this model computes; see `BlockManager`.
+
+    Attributes:
+        queried_tokens: Tokens of sequences when they began, all in all.
+        hit_tokens: Those of them that the cache held.
+        preemptions: Times that a sequence gave its blocks up.
     """
 
     blocks: BlockManager
@@ -62,6 +94,10 @@ class Scheduler:
     max_batched_tokens: int
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)
+    root: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -79,15 +115,21 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.computed = len(sequence.tokens) - 1
+        sequence.cacheable = False
         return True
 
-    def remove(self, sequence: Sequence) -> None:
-        """Drop a sequence, wherever it is, and take its blocks back."""
+    def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Drop a sequence, wherever it is, and take its blocks back.
+
+        Args:
+            sequence: Waiting or running.
+            failed: Its logits were not finite: nothing that it computed may be found again.
+        """
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        self.blocks.release(sequence.name)
+        self._release(sequence, failed=failed)
 
     def schedule(self) -> list[Slice]:
         """Choose the next step's work; blocks for it are taken."""
@@ -110,17 +152,21 @@ class Scheduler:
         return slices
 
     def advance(self, slices: list[Slice]) -> None:
-        """Note that a step's work is done."""
+        """Note that a step's work is done, or on its way to the device before any other's."""
         for part in slices:
-            part.sequence.computed = part.start + part.count
+            sequence = part.sequence
+            sequence.computed = part.start + part.count
+            if part.start < sequence.promised:
+                self.blocks.note_computed(sequence.name, sequence.computed)
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Get blocks for a running sequence, at the cost of those that arrived last."""
         while not self.blocks.grow(sequence.name, tokens):
             last = self.running.pop()
-            self.blocks.release(last.name)
+            self._release(last)
             last.computed = 0
             last.preemptions += 1
+            self.preemptions += 1
             self.waiting.appendleft(last)
             if last is sequence:
                 return False
@@ -129,13 +175,33 @@ class Scheduler:
     def _admit(self, slices: list[Slice], budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
-            wanted = self.blocks.missing(sequence.name, len(sequence.tokens) + 1)
-            if self.running and wanted > self.blocks.free:
-                return  # it would soon push others out
-            count = min(len(sequence.tokens), budget)
-            if not self.blocks.grow(sequence.name, count):
+            count = self._start(sequence, budget)
+            if not count:
                 return
             self.waiting.popleft()
             self.running.append(sequence)
-            slices.append(Slice(sequence, 0, count))
+            slices.append(Slice(sequence, sequence.computed, count))
             budget -= count
+
+    def _start(self, sequence: Sequence, budget: int) -> int:
+        """Get blocks for the first tokens of a waiting sequence; how many, 0 if there are none."""
+        name, tokens = sequence.name, sequence.tokens
+        hit = self.blocks.take_prefix(name, tokens, self.root) if sequence.takes_hits else 0
+        wanted, count = self.blocks.missing(name, len(tokens) + 1), min(len(tokens) - hit, budget)
+        pushes = self.running and wanted > self.blocks.available  # it would soon push others out
+        if pushes or not self.blocks.grow(name, hit + count):
+            self.blocks.release(name)
+            return 0
+        sequence.computed = hit
+        sequence.promised = self.blocks.promise(name, tokens, self.root)
+        self.queried_tokens += len(tokens)
+        self.hit_tokens += hit
+        return count
+
+    def _release(self, sequence: Sequence, *, failed: bool = False) -> None:
+        """Take the blocks of a sequence back; others can find what it computed."""
+        if failed or not sequence.cacheable:
+            self.blocks.discard(sequence.name)
+            return
+        tokens = sequence.tokens[: min(sequence.computed, sequence.known)]
+        self.blocks.release(sequence.name, tokens, sequence.seen, self.root)

@@ -187,7 +187,10 @@ def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig
         longest, places = max(longest, total), speed.batch
         blocks = places * blocks_for(total)
     return EngineConfig(
-        max_batch_size=places, max_model_len=longest, kv_blocks=max(blocks, blocks_for(longest))
+        max_batch_size=places,
+        max_model_len=longest,
+        kv_blocks=max(blocks, blocks_for(longest)),
+        prefix_cache=False,  # each run of a load is to compute its prompts
     )
 
 
