@@ -70,6 +70,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     answer: bool = False,
 ) -> str:
     """The text of a chat by the tokenizer's template.
@@ -78,6 +79,7 @@ def render_chat(
         tokenizer: A transformers tokenizer that has a template.
         messages: The chat, as `read_messages` gives it.
         variables: Variables of the template, such as `enable_thinking`.
+        tools: What the assistant may call, as OpenAI spells it; a template may pass them over.
         answer: Let the text end where the assistant's answer begins.
 
     Raises:
@@ -87,7 +89,11 @@ def render_chat(
 
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=answer, **(variables or {})
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=answer,
+            **(variables or {}),
         )
     except (
         TemplateError,
