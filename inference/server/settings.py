@@ -52,6 +52,8 @@ class ServerSettings:
             must not be used by two threads at once. Raises CheckpointError.
         created: When the server was started, seconds since 1970.
         chat_template: Jinja text in the place of the tokenizer's own, or None.
+        tool_format: Name of the format in which the model writes calls of tools; None finds it out
+            from the chat template.
         api_key: What clients have to show, or None where all may come.
         cors_origins: Web pages from elsewhere that may call, such as `https://example.org`, or `*`.
         log_requests: Log a line a request: route, status, tokens, seconds.
@@ -64,6 +66,7 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     created: int = 0
     chat_template: str | None = None
+    tool_format: str | None = None
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
     log_requests: bool = False
