@@ -1,0 +1,116 @@
+"""The HTTP application: routes before the engine's client, behind the key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inference.server.engine_client import EngineClient
+from inference.server.generation.served_model import ServedModel
+from inference.server.http import openapi
+from inference.server.http.errors import ApiError
+from inference.server.http.middleware import KeyCheck, RequestLog
+from inference.server.http.responses import Refusal
+from inference.server.routes import about, chat, completions, generate, tokens
+from inference.server.schema.chat import ChatBody
+from inference.server.schema.completions import CompletionBody
+from inference.server.schema.generate import GenerateBody
+from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
+from inference.server.settings import ServerSettings
+
+Handler = Callable[[Request, ServedModel], Awaitable[Response]]
+JSON, EVENTS = "application/json", "text/event-stream"
+ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] = [
+    ("GET", "/health", about.health, None, (JSON,)),
+    ("GET", "/version", about.version, None, (JSON,)),
+    ("GET", "/v1/models", about.models, None, (JSON,)),
+    ("GET", "/v1/models/{model:path}", about.model, None, (JSON,)),
+    ("POST", "/v1/completions", completions.complete, CompletionBody, (JSON, EVENTS)),
+    ("POST", "/v1/chat/completions", chat.chat, ChatBody, (JSON, EVENTS)),
+    ("POST", "/tokenize", tokens.tokenize, TokenizeBody, (JSON,)),
+    ("POST", "/detokenize", tokens.detokenize, DetokenizeBody, (JSON,)),
+    ("GET", "/tokenizer_info", tokens.tokenizer_info, None, (JSON,)),
+    ("POST", "/generate", generate.generate, GenerateBody, (JSON, EVENTS)),
+    ("POST", "/generate/stream", generate.generate_stream, GenerateBody, (EVENTS,)),
+]
+
+
+def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
+    """The application.
+
+    Args:
+        client: The engine.
+        settings: What the command line said.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be loaded.
+    """
+    served = ServedModel(client, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        served.close()
+
+    app = FastAPI(
+        title="ptq serve",
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.served = served
+    for method, path, handler, model, kinds in ROUTES:
+        app.add_api_route(
+            path,
+            _endpoint(handler, served),
+            methods=[method],
+            name=handler.__name__,
+            openapi_extra=openapi.operation(model, kinds),
+        )
+    app.openapi = lambda: _describe(app)
+    app.add_exception_handler(HTTPException, _http_error)
+    if settings.api_key is not None:
+        app.add_middleware(KeyCheck, key=settings.api_key)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestLog, log_requests=settings.log_requests)  # the outermost
+    return app
+
+
+def _endpoint(handler: Handler, served: ServedModel) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(request, served)
+
+    endpoint.__doc__ = handler.__doc__
+    return endpoint
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version="1", routes=app.routes)
+        models = [model for *_, model, _ in ROUTES if model is not None]
+        app.openapi_schema = openapi.complete(document, models)
+    return app.openapi_schema
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Of the router: no such route (404), or none for the method (405)."""
+    assert isinstance(error, HTTPException)
+    told = f"{request.method} {request.url.path}: {error.detail}"
+    return Refusal(ApiError(error.status_code, told, headers=error.headers))

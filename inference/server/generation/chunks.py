@@ -1,0 +1,69 @@
+"""The bytes of a stream's chunks: what is the same in all of a call's is made once."""
+
+from __future__ import annotations
+
+from json.encoder import encode_basestring as _c_encode
+from typing import Any
+
+from inference.server.http.responses import dumps
+from inference.server.schema.generation import GenerationBody
+
+
+def quote(text: str) -> str:
+    """A text as JSON."""
+    return _c_encode(text)
+
+
+class Usage:
+    """Tokens of a call so far.
+
+    Attributes:
+        prompt: Of the prompts.
+        completion: Of the answers.
+    """
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt, self.completion = prompt, 0
+
+    def __str__(self) -> str:
+        return f"{self.prompt}+{self.completion}"
+
+    @property
+    def content(self) -> dict[str, int]:
+        """As OpenAI's `usage`."""
+        total = self.prompt + self.completion
+        fields = {"prompt_tokens": self.prompt, "completion_tokens": self.completion}
+        return fields | {"total_tokens": total}
+
+
+class Chunks:
+    """Makes the chunks of one call.
+
+    Args:
+        head: Fields that all of them have: `id`, `object`, `created`, `model`.
+        body: What was asked; its `stream_options` say what is told of usage.
+        usage: Counts, kept by the caller.
+    """
+
+    def __init__(self, head: dict[str, Any], body: GenerationBody, usage: Usage) -> None:
+        options = body.stream_options
+        self._usage = usage
+        self._told = bool(options and options.include_usage)
+        self._always = self._told and bool(options and options.continuous_usage_stats)
+        self._head = f'data: {dumps(head)[:-1]},"choices":['
+        self._tail = '],"usage":null}\n\n' if self._told else "]}\n\n"
+
+    def frame(self, choice: str, more: str = "") -> bytes:
+        """A chunk with one choice, which is JSON, and further fields, such as `,"key":1`."""
+        tail = self._tail
+        if self._always:
+            tail = f'],"usage":{dumps(self._usage.content)}}}\n\n'
+        if more:
+            tail = f"]{more}{tail[1:]}"
+        return f"{self._head}{choice}{tail}".encode()
+
+    def last(self) -> bytes:
+        """The chunk without choices that tells the usage, if it is wanted."""
+        if not self._told:
+            return b""
+        return f'{self._head}],"usage":{dumps(self._usage.content)}}}\n\n'.encode()

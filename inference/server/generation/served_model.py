@@ -1,0 +1,175 @@
+"""What the routes work with: the engine's client, the settings, the tokenizer and its template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from formats.chat_template import has_chat_template, render_chat
+from formats.errors import RequestError
+from inference.prompts import PromptFormat
+from inference.scheduling.request import check_tokens
+from inference.server.engine_client import EngineClient
+from inference.server.generation.token_text import TokenTexts
+from inference.server.http.errors import ApiError
+from inference.server.settings import ServerSettings
+
+Value = TypeVar("Value")
+OF_THE_SERVER = frozenset(  # what apply_chat_template takes beside the template's variables
+    "conversation messages tools documents chat_template add_generation_prompt tokenize padding "
+    "continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs "
+    "return_assistant_tokens_mask add_special_tokens".split()
+)
+
+
+class ServedModel:
+    """What the routes work with.
+
+    Texts are tokenized in a thread with a tokenizer of its own, so that a long one holds no stream
+    up; the event loop's decodes.
+
+    Args:
+        client: The engine.
+        settings: What the command line said.
+
+    Attributes:
+        client: The engine.
+        settings: What the command line said.
+        tokenizer: Of the event loop; decodes.
+        texts: Of single tokens.
+        has_template: Whether chats can be rendered.
+    """
+
+    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+        self.client, self.settings = client, settings
+        self.tokenizer = settings.load_tokenizer()
+        self.texts = TokenTexts(self.tokenizer)
+        self._encoder = settings.load_tokenizer()
+        if settings.chat_template is not None:
+            self._encoder.chat_template = settings.chat_template
+        self.has_template = has_chat_template(self._encoder)
+        self._format = PromptFormat.of(self._encoder, raw=True)
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+
+    async def in_thread(self, work: Callable[[], Value]) -> Value:
+        """What `work` gives, done in the tokenizer's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def check_model(self, name: str | None) -> None:
+        """Check the name of a model.
+
+        Raises:
+            ApiError: 404: it is not the one that is served.
+        """
+        if name not in (None, self.settings.model, *self.settings.aliases):
+            told = f"model: there is no {name!r}; this server has {self.settings.model!r}"
+            raise ApiError(404, told, "model", "model_not_found")
+
+    def encode(self, prompt: str | Sequence[int], special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt; for the tokenizer's thread.
+
+        Raises:
+            RequestError: it is empty.
+        """
+        if not prompt:
+            raise RequestError("prompt: it is empty; give at least one token", "prompt")
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if special_tokens:
+            return self._format.tokens(prompt)
+        return self._format.continuation_tokens(prompt)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a prompt's token ids, without special tokens; for the tokenizer's thread.
+
+        Raises:
+            RequestError: the model does not know one.
+        """
+        check_tokens(tokens, self.client.info.vocab_size, "prompt")
+        return self._encoder.decode(list(tokens), skip_special_tokens=True)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        answer: bool = True,
+        go_on: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat by the model's template; for the tokenizer's thread.
+
+        Args:
+            messages: The chat, as templates take it.
+            variables: Of the template.
+            answer: End where the assistant's answer begins.
+            go_on: End within the last message instead.
+            tools: Functions that the template tells of.
+
+        Raises:
+            RequestError: there is no template, or it refuses the chat.
+        """
+        if not self.has_template:
+            raise RequestError(
+                "messages: this model has no chat template. Start the server with "
+                "--chat-template FILE, or complete text: POST /v1/completions",
+                "messages",
+            )
+        if wrong := OF_THE_SERVER & (variables or {}).keys():
+            told = f"chat_template_kwargs: {min(wrong)} is no variable of a template"
+            raise RequestError(told, "chat_template_kwargs")
+        if answer and go_on:
+            raise RequestError(
+                "continue_final_message: the answer either begins or goes on; with it, set "
+                "add_generation_prompt to false",
+                "continue_final_message",
+            )
+        if "developer" not in str(self._encoder.chat_template):
+            messages = [_without_developer(message) for message in messages]
+        options = dict(variables or {})
+        if go_on:
+            options["continue_final_message"] = True
+        if tools:
+            options["tools"] = list(tools)
+        try:
+            text = render_chat(self._encoder, messages, options, answer=answer)
+        except ValueError as error:
+            raise RequestError(f"messages: {error}", "messages") from error
+        return self._format.continuation_tokens(text)
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What clients without the tokenizer ask of it, by the names of tokenizer_config.json."""
+        known = self.tokenizer.special_tokens_map
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(self.tokenizer).__name__,
+            "model_max_length": self.client.info.max_model_len,
+            "vocab_size": self.client.info.vocab_size,
+            "chat_template": self._encoder.chat_template if self.has_template else None,
+        } | {name: None if known.get(name) is None else str(known[name]) for name in names}
+
+    def check_length(self, tokens: int, param: str) -> int:
+        """How many tokens the context leaves behind a prompt of so many.
+
+        Raises:
+            ApiError: 400: none.
+        """
+        most = self.client.info.max_model_len
+        if tokens >= most:
+            told = (
+                f"{param}: it has {tokens} tokens, and this model's maximum context length is "
+                f"{most} tokens, of which one is for the answer; shorten it"
+            )
+            raise ApiError(400, told, param, "context_length_exceeded")
+        return most - tokens
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`developer` is the newer name of `system`; a template that does not know it may drop it."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message

@@ -1,0 +1,1 @@
+"""What routes share: reading bodies, errors, middleware, streams of events, the description."""

@@ -1,0 +1,65 @@
+"""What is served and how it is: `/v1/models`, `/health`, `/version`, `/metrics`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inference.server.generation.served_model import ServedModel
+from inference.server.http.errors import ApiError
+from inference.server.http.responses import Json
+
+REASONS = {
+    "starting": "the model is being loaded; try again soon",
+    "draining": "the server is stopping; it takes no more requests",
+}
+
+
+def _model(served: ServedModel, name: str) -> dict[str, Any]:
+    info = served.client.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.settings.created,
+        "owned_by": "ptq",
+        "root": served.settings.model,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+        "quantization": info.quantization,
+        "kv_cache": info.kv_cache,
+        "has_chat_template": served.has_template,
+    }
+
+
+async def models(request: Request, served: ServedModel) -> Response:
+    """Answer `GET /v1/models`."""
+    names = (served.settings.model, *served.settings.aliases)
+    return Json({"object": "list", "data": [_model(served, name) for name in names]})
+
+
+async def model(request: Request, served: ServedModel) -> Response:
+    """Answer `GET /v1/models/{id}`."""
+    name = request.path_params["model"]
+    served.check_model(name)
+    return Json(_model(served, name))
+
+
+async def health(request: Request, served: ServedModel) -> Response:
+    """Answer `GET /health`: 200 when requests are answered, otherwise 503 and why not."""
+    client = served.client
+    if client.state == "ready":
+        return Json({"status": "ready"})
+    reason = REASONS.get(client.state) or f"the engine is dead: {client.reason}"
+    raise ApiError(503, reason, code=client.state, headers={"Retry-After": "5"})
+
+
+async def version(request: Request, served: ServedModel) -> Response:
+    """Answer `GET /version`."""
+    try:
+        told = importlib.metadata.version("ptq")
+    except importlib.metadata.PackageNotFoundError:
+        told = "a checkout that is not installed"
+    return Json({"version": told})

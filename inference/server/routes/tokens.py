@@ -1,0 +1,55 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: the tokenizer for those who have none."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inference.scheduling.request import check_tokens
+from inference.server.generation.served_model import ServedModel
+from inference.server.http.body import read_body
+from inference.server.http.responses import Json, unless_gone
+from inference.server.schema.chat import template_message
+from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
+
+
+async def tokenize(request: Request, served: ServedModel) -> Response:
+    """Answer `POST /tokenize`."""
+    body = await read_body(request, TokenizeBody, served.settings.limits)
+    served.check_model(body.model)
+
+    def work() -> list[int]:
+        if body.messages is None:
+            prompt = body.prompt or ""
+            return served.encode(prompt, body.add_special_tokens is not False) if prompt else []
+        return served.render(
+            [template_message(message) for message in body.messages],
+            body.chat_template_kwargs,
+            answer=body.add_generation_prompt,
+            go_on=body.continue_final_message,
+        )
+
+    tokens = await unless_gone(request, served.in_thread(work))
+    told = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": served.client.info.max_model_len,
+        "token_strs": None,
+    }
+    if body.return_token_strs:
+        told["token_strs"] = [served.texts.text(token) for token in tokens]
+    return Json(told)
+
+
+async def detokenize(request: Request, served: ServedModel) -> Response:
+    """Answer `POST /detokenize`."""
+    body = await read_body(request, DetokenizeBody, served.settings.limits)
+    served.check_model(body.model)
+    check_tokens(body.tokens, served.client.info.vocab_size, "tokens")
+    work = served.in_thread(lambda: served.decode(body.tokens))
+    return Json({"prompt": await unless_gone(request, work)})
+
+
+async def tokenizer_info(request: Request, served: ServedModel) -> Response:
+    """Answer `GET /tokenizer_info`: what lm-eval's remote tokenizer reads, as vLLM tells it."""
+    return Json(served.tokenizer_info())

@@ -1,0 +1,177 @@
+"""The body of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from inference.server.schema.common import (
+    LIMITS,
+    Body,
+    JsonObject,
+    kind_of_text,
+    refused,
+)
+from inference.server.schema.generation import GenerationBody
+
+
+class TextPart(Body):
+    """A text as a part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _only_text(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"a part of type {kind!r} is not supported: this model reads text only")
+    return part
+
+
+Part = Annotated[TextPart, BeforeValidator(_only_text)]
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Annotated[list[Part], Field(min_length=1)], Tag("texts")],
+    Discriminator(kind_of_text),
+]
+
+
+class FunctionCall(Body):
+    """The function that the assistant called; its arguments are a JSON text."""
+
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call that the assistant made."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """What is said by whom; of text only."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = Field(default=None, max_length=256)
+
+
+class AssistantMessage(Body):
+    """What the assistant said, or which tools it called; other fields are those that it may bear
+    when it comes back as it was given."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = Field(default=None, max_length=256)
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
+    reasoning_content: str | None = None
+    refusal: Annotated[None, refused("no answer of this server is one")] = None
+    audio: Annotated[None, refused("this model reads text only")] = None
+    function_call: Annotated[None, refused("use tool_calls")] = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ToolMessage(Body):
+    """What a tool answered."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str | None = Field(default=None, max_length=256)
+    name: str | None = Field(default=None, max_length=256)
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def _speaker(value: Any) -> str | None:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return role if role in ("assistant", "tool") else "other"
+
+
+AnyMessage = Annotated[
+    Annotated[Message, Tag("other")]
+    | Annotated[AssistantMessage, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")],
+    Discriminator(_speaker),
+]
+
+
+class TemplateBody(Body):
+    """How a chat is written.
+
+    Attributes:
+        add_generation_prompt: End with the beginning of the assistant's answer.
+        continue_final_message: End within the last message, which the answer goes on with.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: JsonObject | None = None
+
+
+class ChatBody(GenerationBody, TemplateBody):
+    """The body of `/v1/chat/completions`: as OpenAI's, and more.
+
+    Attributes:
+        messages: What was said.
+        max_completion_tokens: Most tokens of an answer; default what the context leaves.
+        max_tokens: Its older name.
+        logprobs: Tell the log probability of each token.
+        top_logprobs: And those of the so many likeliest ones.
+    """
+
+    messages: list[AnyMessage] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    verbosity: Literal["medium"] | None = None
+    safety_identifier: str | None = Field(default=None, max_length=512)
+    prompt_cache_key: str | None = Field(default=None, max_length=512)
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    audio: Annotated[None, refused("this model writes text only")] = None
+    prediction: Annotated[None, refused("leave it out; the answer is the same")] = None
+    web_search_options: Annotated[None, refused("this server does not search")] = None
+    metadata: Annotated[None, refused("it belongs to stored completions, and none is stored")] = (
+        None
+    )
+    reasoning_effort: Annotated[
+        None, refused("give what the template knows in chat_template_kwargs")
+    ] = None
+    functions: Annotated[None, refused("use tools")] = None
+    function_call: Annotated[None, refused("use tool_choice")] = None
+
+
+def text_of(content: str | list[TextPart] | None) -> str:
+    """The text of a message: its parts, a line each."""
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content or ""
+
+
+def template_message(message: Message | AssistantMessage | ToolMessage) -> dict[str, Any]:
+    """A message as chat templates take it: text as one string, arguments of calls as objects."""
+    fields = message.model_dump(exclude_none=True, exclude={"annotations"})
+    fields["content"] = text_of(message.content)
+    for call in fields.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return fields
+
+
+def _arguments(text: str) -> Any:
+    """The arguments as an object, or as the text that they are."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

@@ -1,0 +1,52 @@
+"""What bodies are made of."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+)
+
+from inference.server.settings import Limits
+
+LIMITS = Limits()
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are known, of their types, and finite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def refused(why: str) -> BeforeValidator:
+    """Of a field that OpenAI has and this server has not, which is to be absent or null."""
+
+    def check(value: Any) -> None:
+        if value is not None:
+            raise ValueError(f"this server does not support it: {why}")
+
+    return BeforeValidator(check)
+
+
+def kind_of_text(value: Any) -> str:
+    """Whether a value that may be a text or a list of them is a list."""
+    return "texts" if isinstance(value, list) else "text"
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("it holds a number that is not finite") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]

@@ -1,0 +1,93 @@
+"""Fields that the bodies of both completions and chats have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag
+
+from inference.scheduling.request import MOST_BIASES
+from inference.server.schema.common import LIMITS, Body, Int64, TokenId, kind_of_text
+from inference.server.schema.response_format import ResponseFormat
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=LIMITS.stop_characters)]
+Stops = Annotated[
+    Annotated[Stop, Tag("text")]
+    | Annotated[list[Stop], Field(max_length=LIMITS.stops), Tag("texts")],
+    Discriminator(kind_of_text),
+]
+BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class StreamOptions(Body):
+    """What a stream tells beside its text.
+
+    Attributes:
+        include_usage: A last chunk without choices tells the usage.
+        continuous_usage_stats: With it, every chunk tells the usage so far.
+        include_obfuscation: Random padding against watchers of sizes; there is none here.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationBody(Body):
+    """Fields that completions and chats share; those from `top_k` on are not OpenAI's.
+
+    Attributes:
+        model: A name of the model; default the one that is served.
+        n: Answers to each prompt.
+        stream: Answer with server-sent events.
+        stream_options: What the stream tells beside.
+        stop: Texts that end an answer; they are not part of it.
+        seed: Of the random numbers of the first answer; the others follow.
+        temperature: 0 takes the likeliest token.
+        top_p: Of the likeliest tokens, as few as reach this probability.
+        presence_penalty: Subtracted from the logits of tokens that the answer holds.
+        frequency_penalty: Subtracted from them for each time that they occur.
+        logit_bias: Added to the logits of tokens, which are keys such as "42".
+        user: The client's own name for its user; not used.
+        top_k: Of the likeliest tokens, so many; 0 or -1: all.
+        min_p: Only tokens at least so likely as this part of the likeliest one's probability.
+        repetition_penalty: Divides the logits of tokens of prompt and answer.
+        min_tokens: No end before so many tokens.
+        ignore_eos: Go on after the model's end tokens.
+        stop_token_ids: Tokens that end an answer.
+        return_token_ids: Tell the token ids of the prompt and of the answers.
+        response_format: What an answer's text must be.
+        beam_width: Search with so many beams instead of sampling; `n` best ones are given.
+        length_penalty: Of a beam search: its score is divided by length to this power.
+        early_stopping: Of a beam search, as in transformers.
+    """
+
+    model: str | None = Field(default=None, max_length=512)
+    n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stops | None = None
+    seed: Int64 | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[BiasKey, Bias] | None = Field(default=None, max_length=MOST_BIASES)
+    user: str | None = Field(default=None, max_length=512)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=1e-10, le=1e10)
+    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    beam_width: int | None = Field(default=None, ge=1, le=LIMITS.beam_width)
+    length_penalty: float | None = Field(default=None, ge=-10, le=10)
+    early_stopping: bool | Literal["never"] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
