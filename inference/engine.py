@@ -156,6 +156,11 @@ class Engine:
         return bool(self._requests) or bool(self._backlog)
 
     @property
+    def queues(self) -> tuple[int, int]:
+        """How many requests wait, and how many run."""
+        return len(self._scheduler.waiting), len(self._scheduler.running)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers."""
         return sum(pool.nbytes_per_token for pool in self.pools)

@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Literal
 
 from formats.errors import EngineError, RequestError
+from inference.beam_search import BeamParams, Hypothesis
 from inference.scheduling.request import SamplingParams, check_prompt, check_tokens
 from inference.server.messages import (
     Abort,
@@ -27,7 +28,6 @@ from inference.server.messages import (
     Ready,
     Refused,
     Step,
-    Stop,
     Submit,
     SubmitBeam,
     ToEngine,
@@ -88,7 +88,7 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._names = (f"r{i}" for i in count())
         self._streams: dict[str, TokenStream] = {}
-        self._beams: dict[str, asyncio.Future[list[Any]]] = {}
+        self._beams: dict[str, asyncio.Future[list[Hypothesis]]] = {}
         self._queued: dict[str, int] = {}  # tokens of prompts of requests that have no token yet
         self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
         self._changed = asyncio.Event()  # the state, or that all requests have ended
@@ -149,7 +149,7 @@ class EngineClient:
         self._send(Submit(name, list(prompt), params))
         return stream
 
-    async def beam(self, prompt: Sequence[int], params: Any) -> list[Any]:
+    async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
         """Search for the likeliest continuations, the best first; cancelling the task ends it.
 
         Raises:
@@ -158,7 +158,7 @@ class EngineClient:
         """
         self._admit(prompt)
         name = next(self._names)
-        done: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[list[Hypothesis]] = asyncio.get_running_loop().create_future()
         self._beams[name] = done
         self._send(SubmitBeam(name, list(prompt), params))
         try:
@@ -181,11 +181,6 @@ class EngineClient:
             names = [*self._streams, *self._beams]
             self._end_all("the server is stopping")
             self._send(Abort(names))
-
-    def stop(self) -> None:
-        """Have the engine process end."""
-        if self.state != "dead":
-            self._send(Stop())
 
     def take(self, message: FromEngine) -> None:
         """Take what the engine says."""
@@ -273,7 +268,7 @@ class EngineClient:
             self._answer_beam(name, EngineError(why) if reason == "error" else Unavailable(why))
         self._forget(names)
 
-    def _answer_beam(self, name: str, answer: list[Any] | Exception) -> None:
+    def _answer_beam(self, name: str, answer: list[Hypothesis] | Exception) -> None:
         done = self._beams.get(name)
         if done is None or done.done():  # its reader left
             return

@@ -1,19 +1,20 @@
 """What the two processes of a server tell each other.
 
-The HTTP process sends `Submit`, `SubmitBeam`, `Abort` and `Stop`; the engine process answers with
+The HTTP process sends `Submit`, `SubmitBeam` and `Abort`; the engine process answers with
 `Ready` once, with a `Step` after each step of the engine, and with the others where there is cause.
 All are pickled, over a socket that only the two hold. A name is one request's for as long as the
 server lives: the HTTP process makes it, and none comes twice.
 
-Draining is no message: the HTTP process refuses what comes, and stops the engine when it is idle.
+Draining is no message: the HTTP process refuses what comes, and closes the socket when what runs
+has ended. That ends the engine process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from inference.beam_search import BeamParams, Hypothesis
 from inference.scheduling.request import FinishReason, SamplingParams
 
 Logprobs = dict[int, float]  # token: its log probability; holds the chosen token
@@ -40,7 +41,7 @@ class SubmitBeam:
 
     name: str
     prompt: Sequence[int]
-    params: Any
+    params: BeamParams
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,6 @@ class Abort:
     """End requests before the next step; those that have ended are passed over."""
 
     names: list[str]
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End the process; what runs is lost."""
 
 
 @dataclass(frozen=True)
@@ -193,21 +189,19 @@ class BeamDone:
     """
 
     name: str
-    hypotheses: list[Any]
+    hypotheses: list[Hypothesis]
 
 
 @dataclass(frozen=True)
 class Dead:
-    """The engine cannot go on; the process ends.
+    """The engine cannot go on, or could not be loaded; the process ends.
 
     Attributes:
         message: Why.
-        users: Whether it is the user's to act on, such as a damaged checkpoint.
     """
 
     message: str
-    users: bool = False
 
 
-ToEngine = Submit | SubmitBeam | Abort | Stop
+ToEngine = Submit | SubmitBeam | Abort
 FromEngine = Ready | Step | Refused | Failed | BeamDone | Dead

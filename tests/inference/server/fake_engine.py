@@ -17,7 +17,6 @@ from inference.server.messages import (
     Ready,
     Refused,
     Step,
-    Stop,
     Submit,
     SubmitBeam,
     ToEngine,
@@ -113,11 +112,9 @@ class FakeEngine:
         elif isinstance(message, Abort):
             for name in message.names:
                 self._requests.pop(name, None)
-        elif isinstance(message, SubmitBeam):
-            raise NotImplementedError
         else:
-            assert isinstance(message, Stop)
-            self.die("stopped")
+            assert isinstance(message, SubmitBeam)
+            raise NotImplementedError
 
     async def _run(self) -> None:
         while self._requests:

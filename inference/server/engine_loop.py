@@ -1,0 +1,182 @@
+"""What the engine process does: takes messages, runs steps, and tells what each gave.
+
+messages = all that are there; advance(); one message
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from formats.errors import EngineError, RequestError
+from inference.beam_search import BeamSearch
+from inference.engine import Engine
+from inference.scheduling.step_result import StepResult
+from inference.server.channel import Channel
+from inference.server.messages import (
+    Abort,
+    BeamDone,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Ready,
+    Refused,
+    Step,
+    Submit,
+    SubmitBeam,
+    ToEngine,
+)
+from kernels.attention_inputs import KV_BLOCK
+
+MOST_FAILURES = 3  # steps in a row that fail before the engine is given up
+DEVICE_FAULTS = ("CUDA error", "Triton Error [CUDA]")  # after which a process can use no GPU
+
+
+class EngineLoop:
+    """Drives an engine by messages.
+
+    Args:
+        engine: Loaded and warm.
+        channel: To the HTTP process.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine, self._channel = engine, channel
+        self._names: set[str] = set()  # of requests that have not ended
+        self._beams: dict[str, BeamSearch] = {}
+        self._failures = self._failed_steps = self._corrupted = 0
+
+    def run(self) -> NoReturn:
+        """Answer messages for good.
+
+        Raises:
+            HttpGone: nobody asks any more.
+            EngineError: the engine is broken for good.
+        """
+        self._channel.send(Ready(describe(self._engine)))
+        while True:
+            messages = self._channel.receive(wait=not self._engine.has_unfinished)
+            for message in messages:
+                self._take(message)
+            if self._engine.has_unfinished:
+                self._step()
+            elif messages:  # what was aborted gave its blocks back
+                self._channel.send(Step(stats=self._stats()))
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Abort):
+            for name in message.names:
+                self._abort(name)
+            return
+        assert isinstance(message, (Submit, SubmitBeam))
+        name, prompt = message.name, message.prompt
+        try:
+            if isinstance(message, SubmitBeam):
+                engine: Any = self._engine
+                self._beams[name] = BeamSearch(engine, prompt, message.params, name)
+            else:
+                self._engine.add_request(prompt, message.params, name)
+                self._names.add(name)
+        except RequestError as error:
+            self._channel.send(Refused(name, str(error), error.param))
+
+    def _abort(self, name: str) -> None:
+        if name in self._beams:
+            self._beams.pop(name).abort()
+        elif name in self._names:
+            self._names.remove(name)
+            self._engine.abort(name)
+
+    def _step(self) -> None:
+        try:
+            result = self._engine.advance()
+        except EngineError as error:
+            self._fail(error)
+            return
+        self._failures = 0
+        self._channel.send(self._told(result))
+        for search in [*self._beams.values()]:
+            search.take(result)
+            if search.done:
+                self._end_beam(search)
+
+    def _told(self, result: StepResult) -> Step:
+        finished = []
+        for output in result.finished:
+            if output.request_id in self._names:
+                self._names.remove(output.request_id)
+                finished.append((output.request_id, output.finish_reason, output.error))
+            self._corrupted += output.finish_reason == "error"
+        return Step(
+            names=list(result.names),
+            tokens=list(result.tokens),
+            logprobs=[(name, dict(found)) for name, found in result.logprobs.items()],
+            prompt_logprobs=[
+                (name, [None if of_one is None else dict(of_one) for of_one in found])
+                for name, found in result.prompt_logprobs.items()
+            ],
+            finished=finished,
+            stats=self._stats(),
+        )
+
+    def _end_beam(self, search: BeamSearch) -> None:
+        del self._beams[search.name]
+        if search.error is None:
+            self._channel.send(BeamDone(search.name, search.hypotheses))
+        else:
+            self._channel.send(Failed([search.name], search.error))
+
+    def _fail(self, error: EngineError) -> None:
+        """A step failed, and all requests with it; raise the error where it is the last."""
+        self._failures += 1
+        self._failed_steps += 1
+        names = [*self._names, *self._beams]
+        self._names.clear()
+        self._beams.clear()  # the engine holds none of their requests any more
+        self._channel.send(Failed(names, str(error)))
+        self._channel.send(Step(stats=self._stats()))
+        if _of_the_device(error):
+            raise EngineError(f"the device is in error and serves no process any more: {error}")
+        if self._failures == MOST_FAILURES:
+            raise EngineError(f"{MOST_FAILURES} steps in a row failed, the last so: {error}")
+        self._engine.check_integrity()
+
+    def _stats(self) -> EngineStats:
+        blocks, (waiting, running) = self._engine.stats(), self._engine.queues
+        return EngineStats(
+            waiting=waiting,
+            running=running,
+            blocks_total=blocks.total,
+            blocks_free=blocks.free,
+            blocks_used=blocks.used,
+            blocks_cached=blocks.cached,
+            corrupted=self._corrupted,
+            failed_steps=self._failed_steps,
+        )
+
+
+def _of_the_device(error: EngineError) -> bool:
+    """Whether a kernel failed in such a way that the device refuses all that follows."""
+    told = str(error)
+    return "out of memory" not in told and any(fault in told for fault in DEVICE_FAULTS)
+
+
+def describe(engine: Engine) -> EngineInfo:
+    """What the HTTP process is told of an engine."""
+    sizes, pool = engine.config, engine.pools[0]
+    assert sizes.max_model_len is not None
+    assert sizes.kv_blocks is not None
+    shape = engine.model.config
+    return EngineInfo(
+        max_model_len=sizes.max_model_len,
+        max_positions=shape.max_positions,
+        vocab_size=shape.vocab_size,
+        max_batch_size=sizes.max_batch_size,
+        max_batched_tokens=sizes.max_batched_tokens,
+        kv_blocks=sizes.kv_blocks,
+        block_size=KV_BLOCK,
+        device=str(pool.k.device),
+        quantization=engine.checkpoint.scheme.wac,
+        kv_cache=str(pool.k.dtype).removeprefix("torch."),
+        pid=os.getpid(),
+    )

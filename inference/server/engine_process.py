@@ -1,0 +1,170 @@
+"""The process that owns the engine: the HTTP process's child.
+
+It imports nothing of HTTP, leaves the terminal's signals to its parent, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from formats.errors import PTQError
+from formats.later import later
+from inference.config import EngineConfig
+from inference.server.channel import Channel, HttpGone, Unframer, frame
+from inference.server.engine_client import EngineClient
+from inference.server.messages import Dead, ToEngine
+
+if TYPE_CHECKING:
+    from inference import engine as engines
+    from inference.server import engine_loop
+else:
+    engines = later("inference.engine")
+    engine_loop = later("inference.server.engine_loop")
+
+BUFFER = 2**20  # bytes that the socket holds for a reader, where the system allows so many
+LAST_WORDS = 2.0  # seconds in which the parent has to take why the engine died
+PR_SET_PDEATHSIG = 1  # Linux, prctl(2): a signal for when the parent dies
+
+
+@dataclass(frozen=True)
+class EngineSource:
+    """What engine a process runs.
+
+    Attributes:
+        folder: Of its checkpoint.
+        config: Its sizes.
+        device: Where it runs: cpu, cuda or cuda:N.
+    """
+
+    folder: Path
+    config: EngineConfig
+    device: str = "cpu"
+
+
+class EngineProcess:
+    """An engine in a child of this process; the two know each other by a socket without a name.
+
+    Args:
+        source: What it loads.
+    """
+
+    def __init__(self, source: EngineSource) -> None:
+        self._end, theirs = socket.socketpair()
+        for end in (self._end, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        context = multiprocessing.get_context("spawn")  # forking a process with threads hangs
+        self._process = context.Process(target=_main, args=(theirs, source, os.getpid()))
+        self._process.start()
+        theirs.close()
+        self._transport: asyncio.WriteTransport | None = None
+        self._reader: _Reader | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    async def connect(self, client: EngineClient) -> None:
+        """Give a client what the engine says, from now on; and word of its end."""
+        loop = asyncio.get_running_loop()
+        pipes = self._end.family == getattr(socket, "AF_UNIX", None)
+        connect = loop.create_unix_connection if pipes else loop.create_connection
+        self._transport, self._reader = await connect(
+            lambda: _Reader(client, self._why), sock=self._end
+        )
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message without waiting; nothing happens where the engine is gone."""
+        assert self._transport is not None, "connect comes first"
+        if not self._transport.is_closing():
+            self._transport.write(frame(message))
+
+    def disconnect(self) -> None:
+        """Send what is on its way and close the socket, which ends the child."""
+        assert self._transport is not None, "connect comes first"
+        assert self._reader is not None
+        self._reader.expects_the_end = True
+        self._transport.close()
+
+    def end(self, seconds: float) -> None:
+        """Wait for the child to end, and kill it after so many seconds."""
+        self._end.close()
+        self._process.join(seconds)
+        self._process.kill()
+        self._process.join()
+
+    def _why(self) -> Dead:
+        """Why it is gone, where it has not told itself."""
+        self._process.join(LAST_WORDS)
+        code = self._process.exitcode
+        told = "closed its socket" if code is None else f"died with exit code {code}"
+        memory = ". If nobody killed it (-9), memory ran out" if code == -signal.SIGKILL else ""
+        return Dead(f"the engine process {told}{memory}")
+
+
+class _Reader(asyncio.Protocol):
+    """Gives a client what comes from the engine."""
+
+    def __init__(self, client: EngineClient, why: Callable[[], Dead]) -> None:
+        self._client, self._why, self._unframer = client, why, Unframer()
+        self.expects_the_end = False
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._unframer.feed(data):
+            self._client.take(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not (self.expects_the_end or self._client.state == "dead"):
+            self._client.lose(self._why())
+
+
+def _main(end: socket.socket, source: EngineSource, parent: int) -> None:
+    """Load the engine and answer messages until the parent has had enough, or is gone."""
+    for told_to_the_group in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(told_to_the_group, signal.SIG_IGN)  # the parent ends us when it has drained
+    _end_with(parent)
+    channel = Channel(end)
+    code, last = 0, None
+    try:
+        _serve(channel, source)
+    except HttpGone:
+        pass
+    except PTQError as error:
+        code, last = 2, Dead(str(error))
+    except Exception as error:  # the engine's boundary
+        traceback.print_exc()
+        code, last = 1, Dead(f"{type(error).__name__}: {error}")
+    channel.close(last, LAST_WORDS)
+    sys.stderr.flush()
+    os._exit(code)  # a GPU in error, or a library's thread, may keep an orderly end from coming
+
+
+def _serve(channel: Channel, source: EngineSource) -> None:
+    engine = engines.Engine.from_pretrained(
+        source.folder, config=source.config, device=source.device
+    )
+    engine.warm_up()
+    gc.collect()
+    gc.freeze()  # what is loaded stays: no collection looks at it again
+    engine_loop.EngineLoop(engine, channel).run()
+
+
+def _end_with(parent: int) -> None:
+    """Have the system end this process when its parent dies, also amid a step; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
