@@ -14,8 +14,9 @@ partly filled, the first one to write gets a copy.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from formats.errors import EngineError
@@ -146,10 +147,8 @@ class BlockManager:
         if not self._prefix_cache:
             return 0
         held = self._held[owner] = Holding()
-        parent, most = root, (len(tokens) - 1) // KV_BLOCK
-        for content in whole_blocks(tokens):
-            if len(held.table) == most:
-                break
+        parent = root
+        for content in _usable(tokens):
             node = self._tree.find(parent, content)
             if node is None or node.block is None:
                 break
@@ -159,6 +158,20 @@ class BlockManager:
             parent = node.number
         held.filled = len(held.chain)
         return held.filled * KV_BLOCK
+
+    def awaited(self, tokens: Sequence[int], root: int = 0) -> Node | None:
+        """The last block of a beginning of some tokens that another one is about to compute."""
+        parent, found = root, None
+        for content in _usable(tokens) if self._prefix_cache else ():
+            node = self._tree.find(parent, content)
+            if node is None:
+                break
+            parent, found = node.number, node
+        return found if found is not None and self.is_coming(found) else None
+
+    def is_coming(self, node: Node) -> bool:
+        """Whether a block is still about to be computed."""
+        return node.block is None and self._tree.holds(node)
 
     def promise(self, owner: str, tokens: Sequence[int], root: int = 0) -> int:
         """Note which blocks an owner is about to compute; `note_computed` lets others find them.
@@ -324,6 +337,11 @@ class BlockManager:
             self._partly_filled.discard(block)
             if clear:
                 self._changes.append((None, block))
+
+
+def _usable(tokens: Sequence[int]) -> Iterator[bytes]:
+    """Tokens of the blocks that a sequence can use of others: its last token is to be computed."""
+    return islice(whole_blocks(tokens), (len(tokens) - 1) // KV_BLOCK)
 
 
 def blocks_for(tokens: int) -> int:

@@ -7,7 +7,8 @@ and waits at the head of the queue, to be computed again.
 
 A sequence begins behind what the cache holds of its tokens already. What it computes can be found
 by others: its prompt from the step on that computes it, what it generated when it leaves, for
-whichever reason, unless its logits were not finite.
+whichever reason, unless its logits were not finite. While a running sequence is computing what a
+waiting one begins with, that one waits for it, and lets others by.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from inference.scheduling.blocks import BlockManager
+from inference.scheduling.prefix_tree import Node
 
 PENDING = -1  # a token that is being computed, and not known yet
 
@@ -32,6 +34,7 @@ class Sequence:
         takes_hits: Whether it may begin behind what is cached; not while the logits of its prompt
             are wanted.
         cacheable: Whether what its blocks hold are its tokens' K and V.
+        awaits: The last of the blocks that another one is computing, with the same tokens.
         promised: How many of its first tokens others can find as soon as they are computed.
         prompt: How many tokens its prompt has.
     """
@@ -43,6 +46,7 @@ class Sequence:
     takes_hits: bool = True
     cacheable: bool = True
     promised: int = 0
+    awaits: Node | None = None
     prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -173,15 +177,30 @@ class Scheduler:
         return True
 
     def _admit(self, slices: list[Slice], budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_batch_size:
-            sequence = self.waiting[0]
+        for sequence in tuple(self.waiting):
+            if budget == 0 or len(self.running) == self.max_batch_size:
+                return
+            if self._awaits_another(sequence):
+                continue
             count = self._start(sequence, budget)
             if not count:
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self.running.append(sequence)
             slices.append(Slice(sequence, sequence.computed, count))
             budget -= count
+
+    def _awaits_another(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is about to compute what a waiting one begins with.
+
+        It ends with the last block that they share, or where the other one leaves or is preempted:
+        what it promised is withdrawn then.
+        """
+        if not sequence.takes_hits:
+            return False
+        if sequence.awaits is None or not self.blocks.is_coming(sequence.awaits):
+            sequence.awaits = self.blocks.awaited(sequence.tokens, self.root)
+        return sequence.awaits is not None
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Get blocks for the first tokens of a waiting sequence; how many, 0 if there are none."""

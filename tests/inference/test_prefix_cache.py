@@ -73,6 +73,19 @@ def test_a_hit_gives_the_bits_of_a_miss(tiny_llama, kind):
     assert warm.stats().hit_tokens - before == 384
 
 
+def test_several_answers_to_one_prompt_compute_it_once(tiny_llama):
+    """What `n` of the OpenAI schema asks for, and who has the same system prompt."""
+    prompt, each = (
+        ids(300),
+        [PARAMS.model_copy(update={"seed": i, "temperature": 1.0}) for i in range(4)],
+    )
+    engine, cold = (engine_of(tiny_llama, prefix_cache=on) for on in (True, False))
+    found, wanted = (e.generate([prompt] * 4, each) for e in (engine, cold))
+    assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
+    assert [o.logprobs for o in found] == [o.logprobs for o in wanted]
+    assert engine.stats().hit_tokens == 3 * 256
+
+
 @pytest.mark.parametrize("chunk", [7, 64, 100])
 def test_how_a_prompt_was_cut_changes_no_bit(tiny_llama, chunk):
     """What is cached was computed in one company, and is used in another."""
