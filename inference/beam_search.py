@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -32,56 +32,8 @@ from formats.errors import EngineError, RequestError
 from inference.scheduling.request import RequestParams
 from inference.scheduling.step_result import Logprobs, StepResult
 
-
-class Held(NamedTuple):
-    """A request that is held.
-
-    Attributes:
-        name: Its name.
-        max_tokens: Most tokens that it may generate: what was asked for, or what the engine's
-            `max_model_len` leaves.
-    """
-
-    name: str
-    max_tokens: int
-
-
-class HoldingEngine(Protocol):
-    """What a beam search asks of an engine."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a text of the model."""
-        ...
-
-    def hold(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        top: int,
-        beams: int,
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
-        request_id: str | None,
-    ) -> Held:
-        """Queue a request that waits after its prompt, and after each token, for the next."""
-        ...
-
-    def extend(self, name: str, token: int) -> None:
-        """Give a held request its next token."""
-        ...
-
-    def fork(self, name: str, new_name: str, token: int) -> None:
-        """Begin a held request with the tokens of another and one more; it shares their blocks."""
-        ...
-
-    def abort(self, request_id: str) -> object:
-        """End a request."""
-        ...
-
-    def advance(self) -> StepResult:
-        """Run a step; `StepResult.candidates` tells how held requests may go on."""
-        ...
+if TYPE_CHECKING:
+    from inference.engine import Engine
 
 
 class BeamParams(RequestParams):
@@ -195,7 +147,7 @@ class BeamSearch:
 
     def __init__(
         self,
-        engine: HoldingEngine,
+        engine: Engine,
         prompt: str | Sequence[int],
         params: BeamParams | None = None,
         name: str | None = None,
@@ -318,7 +270,7 @@ def _top(beam: _Beam, count: int) -> dict[int, float]:
 
 
 def beam_search(
-    engine: HoldingEngine,
+    engine: Engine,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     params: BeamParams | None = None,
 ) -> list[list[Hypothesis]]:

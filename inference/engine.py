@@ -31,6 +31,7 @@ from inference.models.decoder import Decoder, Layer
 from inference.models.kv_cache import CacheShape, change_blocks
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, KVStats
+from inference.scheduling.held import Held, check_beams
 from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduling.scheduler import Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
@@ -161,6 +162,11 @@ class Engine:
         return len(self._scheduler.waiting), len(self._scheduler.running)
 
     @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a text of the model."""
+        return self._ends
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers."""
         return sum(pool.nbytes_per_token for pool in self.pools)
@@ -206,12 +212,7 @@ class Engine:
                 `stop_token_ids` or of `logit_bias`, or the name is used.
         """
         params = params or SamplingParams()
-        name = request_id or next(n for n in self._names if n not in self._requests)
-        if name in self._requests:
-            raise RequestError(f"request_id: {name!r} is running already", "request_id")
-        text = isinstance(prompt, str)
-        tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
-        self._check_prompt(tokens)
+        name, tokens = self._new_name(request_id), self._tokens(prompt)
         check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         biased = [token for token, _ in params.logit_bias]
         check_tokens(biased, self.model.config.vocab_size, "logit_bias")
@@ -221,6 +222,56 @@ class Engine:
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
         self._requests.add(request)
         return name
+
+    def hold(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        top: int,
+        beams: int = 1,
+        max_tokens: int = 128,
+        stop_token_ids: Sequence[int] = (),
+        request_id: str | None = None,
+    ) -> Held:
+        """Queue a request that waits after its prompt, and after each token, for the next.
+
+        `StepResult.candidates` tells how it may go on; `extend`, `fork` and `abort` tell how it
+        does. Until then it takes up a place and its blocks.
+
+        Args:
+            prompt: Text, or token ids.
+            top: How many of the likeliest tokens are told.
+            beams: Most requests that it will have been forked to at any time, itself included.
+            max_tokens: Most tokens that any of them will have behind the prompt.
+            stop_token_ids: Tokens that the client looks out for; only checked.
+            request_id: Its name; default a new one.
+
+        Raises:
+            RequestError: as in `add_request`, or places or blocks would never suffice.
+        """
+        name, tokens = self._new_name(request_id), self._tokens(prompt)
+        check_tokens(stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
+        room = min(max_tokens, self._length - len(tokens))
+        check_beams(beams, len(tokens), room, self._scheduler.max_batch_size, self._blocks.total)
+        params = SamplingParams(max_tokens=room)
+        request = ActiveRequest(
+            name, tokens, params, self.tokenizer, frozenset(), self._length, told=top
+        )
+        request.sequence.held, request.sequence.places = True, beams
+        self._requests.add(request)
+        return Held(name, room)
+
+    def extend(self, name: str, token: int) -> None:
+        """Give a held request its next token, once the likeliest were told."""
+        self._requests[name].extend(token)
+
+    def fork(self, name: str, new_name: str, token: int) -> None:
+        """Begin a held request with the tokens of another and one more; it shares their blocks.
+
+        Raises:
+            RequestError: the new name is used.
+        """
+        self._requests.fork(self._requests[name], self._new_name(new_name), token)
 
     def assume_computed(self, request_id: str) -> None:
         """Take the prompt of a waiting request as computed, but for its last token.
@@ -280,6 +331,7 @@ class Engine:
                 if o.prompt_logprobs is not None and len(o.token_ids) == 1
             },
             finished=[o for o in outputs if o.finished],
+            candidates=self._requests.take_candidates(),
         )
 
     def warm_up(self) -> None:
@@ -374,6 +426,18 @@ class Engine:
                     yield output
         finally:
             self._backlog = others + self._backlog
+
+    def _new_name(self, asked: str | None) -> str:
+        if asked in self._requests:
+            raise RequestError(f"request_id: {asked!r} is running already", "request_id")
+        return asked or next(n for n in self._names if n not in self._requests)
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt that may be run."""
+        text = isinstance(prompt, str)
+        tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
+        self._check_prompt(tokens)
+        return tokens
 
     def _check_prompt(self, tokens: Sequence[int], room: int = 1) -> None:
         shape = self.model.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +20,10 @@ from inference.scheduling.request import (
     RequestOutput,
     SamplingParams,
 )
-from inference.scheduling.sampler import sample, top_logprobs
+from inference.scheduling.sampler import likeliest, sample, top_logprobs
 from inference.scheduling.scheduler import PENDING, Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
+from inference.scheduling.step_result import Logprobs
 
 
 class ActiveRequest:
@@ -34,11 +36,14 @@ class ActiveRequest:
         tokenizer: A transformers tokenizer.
         ends: Tokens that end it.
         limit: Most tokens of prompt and output.
+        told: If it is held: how many of the likeliest tokens are told whenever the next one is to
+            come, which its client then chooses (`Engine.hold`).
 
     Attributes:
         sequence: Its tokens, for the scheduler.
         prompt: Its token ids.
         tokens: What it has generated.
+        told: How many tokens are told; None where it is not held.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class ActiveRequest:
         tokenizer: Any,
         ends: frozenset[int],
         limit: int,
+        told: int | None = None,
     ) -> None:
         self.sequence, self.prompt = TokenSequence(name, list(prompt)), list(prompt)
         self.sequence.takes_hits = params.prompt_logprobs is None
@@ -59,7 +65,7 @@ class ActiveRequest:
         self._prompt_logprobs: list[dict[int, float] | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
-        self._params, self._ends, self._limit = params, ends, limit
+        self._params, self._ends, self._limit, self.told = params, ends, limit, told
         self._detokenizer = Detokenizer(tokenizer, params.stop)
         self._told = 0  # pieces of the text that outputs have told
         self._generator: torch.Generator | None = None
@@ -94,7 +100,7 @@ class ActiveRequest:
         plain = params.repetition_penalty == 1.0 and not (
             params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_p
         )
-        silent = self._logprobs is None and not self.wants_prompt_logits
+        silent = self._logprobs is None and not self.wants_prompt_logits and self.told is None
         return plain and silent and (made >= params.min_tokens or not self._ends)
 
     @property
@@ -108,6 +114,19 @@ class ActiveRequest:
         made = len(self.sequence.tokens) - len(self.prompt)
         if made + 1 < self._params.max_tokens and len(self.sequence.tokens) + 1 < self._limit:
             self.sequence.tokens.append(PENDING)
+
+    def extend(self, token: int) -> None:
+        """Append the token that the client of a held request chose."""
+        self.tokens.append(token)
+        self.sequence.tokens.append(token)
+
+    def fork(self, name: str, token: int) -> ActiveRequest:
+        """A held request with the tokens of this one and one more."""
+        other = copy.copy(self)
+        other.tokens = self.tokens.copy()
+        other.sequence = self.sequence.fork(name)
+        other.extend(token)
+        return other
 
     def take(self, logits: Tensor) -> FinishReason | None:
         """Choose the next token from logits [vocabulary]; the reason where it is the last."""
@@ -178,11 +197,15 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     Args:
         scheduler: Has their sequences.
         change_blocks: Copies and clears blocks of the cache.
+
+    Attributes:
+        candidates: Of held requests that wait for their next token, the likeliest, by name.
     """
 
     def __init__(self, scheduler: Scheduler, change_blocks: Callable[[BlockChanges], None]) -> None:
         self._scheduler, self._change_blocks = scheduler, change_blocks
         self._by_name: dict[str, ActiveRequest] = {}
+        self.candidates: dict[str, Logprobs] = {}
 
     def __getitem__(self, name: str) -> ActiveRequest:
         return self._by_name[name]
@@ -204,6 +227,16 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         if changes is not None:
             self._change_blocks(changes)
 
+    def fork(self, request: ActiveRequest, name: str, token: int) -> None:
+        """Begin a held request with the tokens of another and one more; it shares their blocks."""
+        other = self._by_name[name] = request.fork(name, token)
+        self._scheduler.fork(request.sequence, other.sequence)
+
+    def take_candidates(self) -> dict[str, Logprobs]:
+        """What held requests may go on with: {token: log probability}; told once."""
+        told, self.candidates = self.candidates, {}
+        return told
+
     def take_logits(self, part: Slice, logits: Tensor) -> list[RequestOutput]:
         """Give a request the logits of its slice: for those of its prompt, and its next token."""
         request = self[part.sequence.name]
@@ -212,6 +245,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         if request.wants_prompt_logits:
             request.note_prompt(part, logits)
         if not part.samples:
+            return []
+        if request.told is not None:
+            self.candidates[part.sequence.name] = likeliest(logits[-1], request.told)
             return []
         return [self._after(request, request.take(logits[-1]))]
 
@@ -227,6 +263,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         """End a request and take its blocks back; `error` says why where the reason is that."""
         self._scheduler.remove(request.sequence, failed=reason == "error")
         del self._by_name[request.sequence.name]
+        self.candidates.pop(request.sequence.name, None)
         return request.close(reason, error)
 
     def drop(self) -> None:
@@ -235,6 +272,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             self._scheduler.remove(request.sequence, failed=True)
         self._scheduler.blocks.forget()
         self._by_name.clear()
+        self.candidates.clear()
 
     def _after(self, request: ActiveRequest, reason: FinishReason | None) -> RequestOutput:
         return self.finish(request, reason) if reason else request.snapshot()

@@ -177,3 +177,15 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict
         rows = zip(index.tolist(), values.tolist(), strict=True)
         found += [dict(zip(*row, strict=True)) for row in rows]
     return found
+
+
+def likeliest(logits: Tensor, count: int) -> dict[int, float]:
+    """Log probabilities of the `count` most likely tokens, finite, most likely first.
+
+    Args:
+        logits: Finite fp32 [vocabulary].
+        count: How many; all of a smaller vocabulary.
+    """
+    values, index = torch.log_softmax(logits, dim=0).topk(min(count, len(logits)))
+    values = values.clamp(min=torch.finfo(torch.float32).min)
+    return dict(zip(index.tolist(), values.tolist(), strict=True))

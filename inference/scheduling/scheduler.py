@@ -13,6 +13,7 @@ waiting one begins with, that one waits for it, and lets others by.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -37,6 +38,9 @@ class Sequence:
         awaits: The last of the blocks that another one is computing, with the same tokens.
         promised: How many of its first tokens others can find as soon as they are computed.
         prompt: How many tokens its prompt has.
+        held: Whether a client chooses its tokens: it may be idle, and wait for others of its kind.
+        places: Places that it keeps while it runs: its own, and those of what is forked from it.
+        order: When it arrived, or what it was forked from; of preempted ones the first goes first.
     """
 
     name: str
@@ -47,6 +51,9 @@ class Sequence:
     cacheable: bool = True
     promised: int = 0
     awaits: Node | None = None
+    held: bool = False
+    places: int = 1
+    order: int = 0
     prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +68,14 @@ class Sequence:
     def seen(self) -> int:
         """Tokens whose K and V have given logits that were looked at: all before the newest."""
         return self.known - 1 if self.known > self.prompt else 0
+
+    def fork(self, name: str) -> Sequence:
+        """Another one with the same tokens, of which nothing is computed yet."""
+        other = copy.copy(self)
+        other.name, other.tokens, other.places = name, self.tokens.copy(), 1
+        other.computed = other.promised = other.preemptions = 0
+        other.awaits = None
+        return other
 
 
 @dataclass(frozen=True)
@@ -102,10 +117,31 @@ class Scheduler:
     queried_tokens: int = 0
     hit_tokens: int = 0
     preemptions: int = 0
+    _kept: int = 0  # places that running sequences keep for forks
+    _arrived: int = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        self._arrived += 1
+        sequence.order = self._arrived
         self.waiting.append(sequence)
+
+    def fork(self, source: Sequence, new: Sequence) -> None:
+        """Run a sequence that begins with the tokens of a held one, on the same blocks.
+
+        Where that one waits, or no place is left, the new one waits and is computed again.
+        """
+        promised = source.places > 1
+        source.places -= promised
+        if source not in self.running:
+            return self._requeue(new)
+        self._kept -= promised
+        if len(self.running) + self._kept >= self.max_batch_size:
+            return self._requeue(new)
+        new.computed = source.computed
+        self.blocks.fork(source.name, new.name, source.computed)
+        self.running.insert(self.running.index(source) + 1, new)
+        return None
 
     def assume_computed(self, sequence: Sequence) -> bool:
         """Run a waiting sequence as if all its tokens but the last were computed.
@@ -131,6 +167,7 @@ class Scheduler:
         """
         if sequence in self.running:
             self.running.remove(sequence)
+            self._kept -= sequence.places - 1
         else:
             self.waiting.remove(sequence)
         self._release(sequence, failed=failed)
@@ -153,6 +190,9 @@ class Scheduler:
             position += 1
         if position == len(self.running):
             self._admit(slices, budget)
+        while not slices and self.waiting and self.running and all(s.held for s in self.running):
+            self._preempt(max(self.running, key=lambda s: s.order))  # each waits for one that waits
+            self._admit(slices, budget)
         return slices
 
     def advance(self, slices: list[Slice]) -> None:
@@ -166,19 +206,31 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Get blocks for a running sequence, at the cost of those that arrived last."""
         while not self.blocks.grow(sequence.name, tokens):
-            last = self.running.pop()
-            self._release(last)
-            last.computed = 0
-            last.preemptions += 1
-            self.preemptions += 1
-            self.waiting.appendleft(last)
+            last = self.running[-1]
+            self._preempt(last)
             if last is sequence:
                 return False
         return True
 
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's place and blocks; it waits, and will be computed again."""
+        self.running.remove(sequence)
+        self._kept -= sequence.places - 1
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Let a sequence wait before those that arrived after it."""
+        later = (i for i, other in enumerate(self.waiting) if other.order > sequence.order)
+        self.waiting.insert(next(later, len(self.waiting)), sequence)
+
     def _admit(self, slices: list[Slice], budget: int) -> None:
         for sequence in tuple(self.waiting):
-            if budget == 0 or len(self.running) == self.max_batch_size:
+            full = len(self.running) + self._kept + sequence.places > self.max_batch_size
+            if budget == 0 or full:
                 return
             if self._awaits_another(sequence):
                 continue
@@ -187,6 +239,7 @@ class Scheduler:
                 return
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            self._kept += sequence.places - 1
             slices.append(Slice(sequence, sequence.computed, count))
             budget -= count
 

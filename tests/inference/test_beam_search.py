@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from inference.beam_search import BeamParams, Hypothesis, beam_search
+from formats.errors import EngineError, RequestError
+from inference.beam_search import BeamParams, BeamSearch, Hypothesis, beam_search
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.scheduling.blocks import BlockManager, blocks_for
+from inference.scheduling.request import SamplingParams
+from inference.scheduling.scheduler import Scheduler, Sequence
 from inference.scheduling.step_result import StepResult
 
 MODES = [True, False, "never"]
+DEFAULT_MODEL = Path(__file__).parents[2] / "recipes" / "tiny-python"
+PROMPTS = [
+    "def read_lines(path):\n",
+    "class Stack:\n    def push(self, item):\n        self.items.",
+    "import os\n\n\ndef list_files(folder, suffix):\n" * 6,
+]
 
 
 class LogitsEngine:
@@ -49,11 +64,25 @@ class LogitsEngine:
         return dict(zip(index.tolist(), values.tolist(), strict=True))
 
 
-@pytest.fixture(scope="module")
-def model(tiny_llama):
+def transformers_model(folder):
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama):
+    return transformers_model(tiny_llama)
+
+
+@pytest.fixture(scope="module")
+def default_model():
+    return transformers_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="module")
+def default_engine():
+    return Engine.from_pretrained(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +102,7 @@ def logprobs(model):
 
 def theirs(model, prompt, params: BeamParams, ends) -> list[tuple[list[int], float]]:
     """Continuations and scores of transformers, padding removed."""
+    model.generation_config.eos_token_id = sorted(ends) or None
     made = model.generate(
         torch.tensor([prompt]),
         do_sample=False,
@@ -81,7 +111,6 @@ def theirs(model, prompt, params: BeamParams, ends) -> list[tuple[list[int], flo
         max_new_tokens=params.max_tokens,
         length_penalty=params.length_penalty,
         early_stopping=params.early_stopping,
-        eos_token_id=sorted(ends) or None,
         pad_token_id=next(iter(sorted(ends)), 0),
         return_dict_in_generate=True,
         output_scores=True,
@@ -107,7 +136,6 @@ def test_hypotheses_and_scores_are_those_of_transformers(model, logprobs, width,
     likely = logprobs(prompt).topk(40).indices.tolist()
     reasons = set()
     for ends in ([likely[1]], likely[3:40:6], []):  # one end token, several, none
-        model.generation_config.eos_token_id = ends or None
         for penalty in (-1.0, 0.0, 1.0, 2.5):
             params = BeamParams(
                 beam_width=width, n=width, max_tokens=12,
@@ -118,3 +146,241 @@ def test_hypotheses_and_scores_are_those_of_transformers(model, logprobs, width,
             assert not engine.held
             reasons |= {h.finish_reason for h in own}
     assert reasons == {"stop", "length"}
+
+
+def is_idle(engine: Engine) -> bool:
+    """Whether every block is free or cached, and nobody is left."""
+    engine.check_integrity()
+    stats = engine.stats()
+    return not engine.has_unfinished and stats.free + stats.cached == stats.total
+
+
+@pytest.mark.parametrize(
+    ("width", "early_stopping", "penalty"),
+    [(2, False, 1.0), (4, True, 1.0), (4, "never", 2.0), (8, False, 0.0), (8, "never", -1.0)],
+)
+def test_the_default_model_gives_the_beams_of_transformers(
+    default_model, default_engine, width, early_stopping, penalty
+):
+    ends = {0, *default_engine.tokenizer(")\n")["input_ids"]}
+    params = BeamParams(
+        beam_width=width, n=width, max_tokens=16, stop_token_ids=tuple(ends),
+        length_penalty=penalty, early_stopping=early_stopping,
+    )  # fmt: skip
+    own = beam_search(default_engine, PROMPTS, params)
+    assert is_idle(default_engine)
+    for prompt, found in zip(PROMPTS, own, strict=True):
+        tokens = default_engine.tokenizer(prompt)["input_ids"]
+        assert_same(found, theirs(default_model, tokens, params, ends))
+
+
+def test_log_probabilities_of_a_hypothesis_are_those_of_its_tokens(default_engine):
+    prompt = default_engine.tokenizer(PROMPTS[1])["input_ids"]
+    found = beam_search(
+        default_engine, [prompt], BeamParams(beam_width=3, n=3, max_tokens=9, logprobs=2)
+    )[0]
+    for one in found:
+        scored = torch.log_softmax(default_engine.score([*prompt, *one.token_ids]), dim=-1)
+        rows = scored[len(prompt) - 1 : -1]
+        want = [row[token].item() for row, token in zip(rows, one.token_ids, strict=True)]
+        assert one.logprobs is not None
+        got = [told[token] for told, token in zip(one.logprobs, one.token_ids, strict=True)]
+        assert got == pytest.approx(want, abs=1e-5)
+        assert one.cumulative_logprob == pytest.approx(sum(want), abs=1e-4)
+        likely = [row.topk(2).indices.tolist() for row in rows]
+        assert [list(told)[:2] for told in one.logprobs] == likely
+
+
+def drive(engine: Engine, *searches: BeamSearch, steps: int = 1000) -> int:
+    """Step until searches are done; the most blocks that were used."""
+    most = 0
+    for _ in range(steps):
+        result = engine.advance()
+        most = max(most, engine.stats().used)
+        for search in searches:
+            search.take(result)
+        if all(search.done for search in searches):
+            break
+    return most
+
+
+def test_beams_share_the_blocks_of_what_they_have_in_common(default_engine):
+    prompt, params = [7] * 300, BeamParams(beam_width=8, n=8, max_tokens=40, ignore_eos=True)
+    search = BeamSearch(default_engine, prompt, params)
+    most = drive(default_engine, search)
+    assert search.done
+    assert len(search.hypotheses) == 8
+    assert blocks_for(300) < most <= 300 // 64 + 8 * (blocks_for(340) - 300 // 64)  # 20
+    assert 2 * most < 8 * blocks_for(340)  # 48: those of separate requests
+    assert is_idle(default_engine)
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_llama, make_quantized):
+    return make_quantized(tiny_llama, "a8w8c8")
+
+
+TEXTS = ["def add(a, b):\n", "class Node:\n" * 9, "import os\n" * 12, "x = 1\n" * 30]
+WIDE = BeamParams(beam_width=5, n=5, max_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What each text gives where nothing else runs."""
+    return [beam_search(Engine.from_pretrained(folder), [text], WIDE)[0] for text in TEXTS]
+
+
+@pytest.mark.parametrize("blocks", [16, 18, 64])
+def test_beams_that_are_preempted_or_share_steps_are_the_same(folder, alone, blocks):
+    sizes = EngineConfig(max_batch_size=20, max_batched_tokens=50, max_model_len=300)
+    engine = Engine.from_pretrained(folder, config=sizes.model_copy(update={"kv_blocks": blocks}))
+    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=i) for i in range(3)]
+    lone = [Engine.from_pretrained(folder).generate(["x"], one)[0].token_ids for one in params]
+    searches = [BeamSearch(engine, text, WIDE) for text in TEXTS]
+    names = [engine.add_request("x", one) for one in params]
+    ended = {}
+    while engine.has_unfinished:
+        result = engine.advance()
+        ended |= {output.request_id: output.token_ids for output in result.finished}
+        for search in searches:
+            search.take(result)
+    assert [search.hypotheses for search in searches] == alone
+    assert [ended[name] for name in names] == lone
+    assert engine.stats().preemptions > 0 or blocks == 64
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_searches_and_requests_that_come_and_leave_in_any_order(folder, seed):
+    """In a cache that is too small for them, all that stay end, with what they give alone."""
+    rng = random.Random(seed)
+    sizes = EngineConfig(max_batch_size=14, max_batched_tokens=60, max_model_len=300, kv_blocks=9)
+    engine, reference = Engine.from_pretrained(folder, config=sizes), Engine.from_pretrained(folder)
+    searches, done, left = [], {}, set()
+    for i in range(18):
+        width = rng.randint(1, 4)
+        params = BeamParams(
+            beam_width=width, n=width, max_tokens=rng.randint(1, 70), ignore_eos=True
+        )
+        prompt = [rng.randrange(1, 384)] * rng.randint(1, 90)
+        searches.append((prompt, BeamSearch(engine, prompt, params, name=f"beams-{i}")))
+        engine.add_request(prompt, SamplingParams(max_tokens=9), request_id=f"plain-{i}")
+    for _ in range(4000):
+        result = engine.advance()
+        done |= {output.request_id: output for output in result.finished}
+        for _, search in searches:
+            search.take(result)
+        live = [search for _, search in searches if not search.done]
+        if live and rng.random() < 0.02:
+            left.add((leaving := rng.choice(live)).name)
+            leaving.abort()
+        if not engine.has_unfinished:
+            break
+    assert is_idle(engine)
+    assert engine.stats().preemptions > 0
+    for prompt, search in searches:
+        if search.name not in left:
+            assert [search.hypotheses] == beam_search(reference, [prompt], search.params)
+    for i, (prompt, _) in enumerate(searches):
+        want = reference.generate([prompt], SamplingParams(max_tokens=9))[0].token_ids
+        assert done[f"plain-{i}"].token_ids == want
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 30])
+def test_a_search_that_is_aborted_leaves_nothing(folder, steps):
+    engine = Engine.from_pretrained(folder)
+    search = BeamSearch(engine, TEXTS[1], WIDE)
+    for _ in range(steps):
+        search.take(engine.advance())
+    assert not search.done
+    search.abort()
+    search.abort()
+    assert search.done
+    assert is_idle(engine)
+
+
+def test_a_search_ends_where_the_model_length_does(folder):
+    engine = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=20))
+    found = beam_search(engine, [[5] * 14], WIDE)[0]
+    assert {len(h.token_ids) for h in found} == {6}
+    assert {h.finish_reason for h in found} == {"length"}
+
+
+def test_logits_that_are_not_finite_end_the_search_only(folder, monkeypatch):
+    engine = Engine.from_pretrained(folder)
+    search, other = BeamSearch(engine, TEXTS[0], WIDE), BeamSearch(engine, TEXTS[1], WIDE)
+    drive(engine, search, steps=6)
+    run = engine.loop.forward
+    monkeypatch.setattr(engine.loop, "forward", lambda batch: run(batch).index_fill(0, torch.tensor([2]), torch.nan))  # fmt: skip
+    search.take(result := engine.advance())
+    other.take(result)
+    monkeypatch.undo()
+    assert search.done
+    assert "NaN" in search.error
+    assert not other.done
+    other.abort()
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 33}, "beam_width"),
+        ({"beam_width": True}, "beam_width"),
+        ({"n": 5}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"length_penalty": float("nan")}, "length_penalty"),
+        ({"early_stopping": "sometimes"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"logprobs": 101}, "logprobs"),
+        ({"temperature": 1.0}, "temperature"),
+    ],
+)
+def test_parameters_that_are_not_allowed(values, param):
+    with pytest.raises(RequestError, match=rf"^{param}: ") as caught:
+        BeamParams(**values)
+    assert caught.value.param == param
+
+
+def test_parameters_cross_between_processes():
+    assert pickle.loads(pickle.dumps(WIDE)) == WIDE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values", "words"),
+    [
+        ({"max_batch_size": 3}, {}, "beam_width: 5 beams .* max_batch_size is 3"),
+        ({"kv_blocks": 8}, {}, "beam_width: 5 beams of 100 tokens .* 11 blocks .* has 8"),
+        ({}, {"stop_token_ids": (999,)}, "stop_token_ids: token 999"),
+    ],
+)
+def test_beams_that_do_not_fit_are_refused_before_they_run(folder, sizes, values, words):
+    engine = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=300, **sizes))
+    with pytest.raises(RequestError, match=words):
+        beam_search(engine, [[1] * 70, [2] * 100], WIDE.model_copy(update=values))
+    assert is_idle(engine)
+
+
+def test_a_failed_step_is_told(folder, monkeypatch):
+    engine = Engine.from_pretrained(folder)
+    monkeypatch.setattr(engine.loop, "forward", lambda batch: 1 / 0)
+    with pytest.raises(EngineError, match="division by zero"):
+        beam_search(engine, ["x"], WIDE)
+    monkeypatch.undo()
+    assert len(beam_search(engine, ["x"], WIDE)[0]) == 5
+    assert is_idle(engine)
+
+
+def test_held_requests_that_wait_for_each_other_are_no_deadlock():
+    """Without a place for its fork, the first waits for it, and the fork for the second."""
+    scheduler = Scheduler(BlockManager(4), max_batch_size=2, max_batched_tokens=999)
+    first, second = (Sequence(name, [1] * 65, held=True) for name in ("first", "second"))
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.advance(scheduler.schedule())
+    fork = first.fork("fork")
+    fork.tokens.append(2)
+    scheduler.fork(first, fork)
+    assert [(part.sequence, part.start) for part in scheduler.schedule()] == [(fork, 0)]
+    assert list(scheduler.waiting) == [second]
