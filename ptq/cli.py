@@ -34,6 +34,10 @@ COMMANDS = {
         "complete a prompt, or a file of prompts with scores",
     ),
     "chat": ("inference.chat", "talk with a model in the terminal"),
+    "serve": (
+        "inference.server.command",
+        "answer HTTP requests as OpenAI's API does, with a page to try a model on",
+    ),
     "peers": ("ptq.commands.peers", "measure what other tools make of a recipe's model"),
     "report": ("ptq.commands.report", "measure a finished run again and write its report"),
     "bench": (

@@ -150,6 +150,9 @@ class EngineLoop:
             blocks_free=blocks.free,
             blocks_used=blocks.used,
             blocks_cached=blocks.cached,
+            prefix_queried_tokens=blocks.queried_tokens,
+            prefix_hit_tokens=blocks.hit_tokens,
+            preemptions=blocks.preemptions,
             corrupted=self._corrupted,
             failed_steps=self._failed_steps,
         )
