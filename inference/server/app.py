@@ -14,10 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from formats.errors import PTQError
 from inference.server.engine_client import EngineClient
 from inference.server.generation.served_model import ServedModel
 from inference.server.http import openapi
-from inference.server.http.errors import ApiError
+from inference.server.http.errors import ApiError, api_error
 from inference.server.http.middleware import KeyCheck, RequestLog
 from inference.server.http.responses import Refusal
 from inference.server.routes import about, chat, completions, generate, tokens
@@ -79,6 +80,8 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
         )
     app.openapi = lambda: _describe(app)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ApiError, _refuse)
+    app.add_exception_handler(PTQError, _refuse)
     if settings.api_key is not None:
         app.add_middleware(KeyCheck, key=settings.api_key)
     if settings.cors_origins:
@@ -89,7 +92,8 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestLog, log_requests=settings.log_requests)  # the outermost
+    logged = {"log_requests": settings.log_requests, "log_texts": settings.log_texts}
+    app.add_middleware(RequestLog, **logged)  # the outermost
     return app
 
 
@@ -107,6 +111,14 @@ def _describe(app: FastAPI) -> dict[str, Any]:
         models = [model for *_, model, _ in ROUTES if model is not None]
         app.openapi_schema = openapi.complete(document, models)
     return app.openapi_schema
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Of a handler: what is wrong with the request, or with the engine."""
+    if isinstance(error, PTQError):
+        error = api_error(error)
+    assert isinstance(error, ApiError)
+    return Refusal(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -12,8 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from formats.errors import PTQError
-from inference.server.http.errors import ApiError, ClientGoneError, api_error
+from inference.server.http.errors import ApiError, ClientGoneError
 from inference.server.http.responses import Refusal
 
 LOG = logging.getLogger("ptq.serve")
@@ -22,54 +21,86 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestLog:
-    """Names a request, answers what nobody else answered, and logs a line when it is over.
+    """Names a request, answers where a defect kept others from it, and logs a line at its end.
 
     Handlers put what the line shall tell into `scope["state"]["log"]`.
 
     Args:
         app: What answers.
-        log_requests: Whether to log; what fails is logged in any case.
+        log_requests: Log a line a request; what fails is logged in any case.
+        log_texts: Log bodies, of requests and of answers.
     """
 
-    def __init__(self, app: ASGIApp, log_requests: bool) -> None:
-        self._app, self._log = app, log_requests
+    def __init__(self, app: ASGIApp, *, log_requests: bool, log_texts: bool) -> None:
+        self._app, self._log, self._log_texts = app, log_requests, log_texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name, begin, status = _request_id(scope), time.perf_counter(), 0
+        name = _request_id(scope)
         state: dict[str, Any] = scope.setdefault("state", {})
         state["request_id"], state["log"] = name, {}
-        header = (b"x-request-id", name.encode())
-
-        async def named(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), header]
-            await send(message)
-
+        if self._log_texts:
+            receive, send = _log_bodies(name, receive, send)
+        line = _Line(name, send)
         try:
-            await self._app(scope, receive, named)
+            await self._app(scope, receive, line.send)
         except ClientGoneError:
-            status = 499  # as nginx logs it; nobody reads it
-        except (ApiError, PTQError) as error:
-            told = error if isinstance(error, ApiError) else api_error(error)
-            await Refusal(told)(scope, receive, named)
+            line.status = 499  # as nginx logs it; nobody reads it
         except Exception:  # the boundary of a request: a defect of ours must not end the server
             LOG.exception("%s %s %s: a defect", name, scope["method"], scope["path"])
-            if status:
+            if line.status:
                 raise
             told = ApiError(500, "the server met a defect of its own; its log tells more")
-            await Refusal(told)(scope, receive, named)
+            await Refusal(told)(scope, receive, line.send)
         finally:
             if self._log:
-                told = " ".join(f"{key}={value}" for key, value in state["log"].items())
-                ms = (time.perf_counter() - begin) * 1e3
-                line = "%s %s %s %d %.1f ms %s"
-                LOG.info(line, name, scope["method"], repr(scope["path"])[1:-1], status, ms, told)
+                line.write(scope)
+
+
+class _Line:
+    """What the log tells of a request."""
+
+    def __init__(self, name: str, send: Send) -> None:
+        self._name, self._send, self._begin = name, send, time.perf_counter()
+        self.status = 0
+        self._first = 0.0
+
+    async def send(self, message: Message) -> None:
+        """Pass on a part of the answer; its head bears the request's name."""
+        if message["type"] == "http.response.start":
+            self.status, self._first = message["status"], time.perf_counter()
+            header = (b"x-request-id", self._name.encode())
+            message["headers"] = [*message.get("headers", ()), header]
+        await self._send(message)
+
+    def write(self, scope: Scope) -> None:
+        """Log it; what a client chose, such as the path, cannot make a line of its own."""
+        end = time.perf_counter()
+        first = (self._first or end) - self._begin
+        told = "".join(f" {key}={value}" for key, value in scope["state"]["log"].items())
+        path = repr(scope["path"])[1:-1]
+        line = "%s %s %s %d first=%.4fs all=%.4fs%s"
+        LOG.info(
+            line, self._name, scope["method"], path, self.status, first, end - self._begin, told
+        )
+
+
+def _log_bodies(name: str, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    async def logged_receive() -> Message:
+        message = await receive()
+        if message.get("body"):
+            LOG.info("%s asks %r", name, message["body"])
+        return message
+
+    async def logged_send(message: Message) -> None:
+        if message.get("body"):
+            LOG.info("%s is answered %r", name, message["body"])
+        await send(message)
+
+    return logged_receive, logged_send
 
 
 def _request_id(scope: Scope) -> str:
@@ -98,7 +129,8 @@ class KeyCheck:
             return
         told = "this server needs its key: send the header `Authorization: Bearer KEY`"
         headers = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, told, code="invalid_api_key", headers=headers)
+        error = ApiError(401, told, code="invalid_api_key", headers=headers)
+        await Refusal(error)(scope, receive, send)
 
     def _fits(self, scope: Scope) -> bool:
         shown = [value for key, value in scope["headers"] if key == b"authorization"]
