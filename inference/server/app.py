@@ -21,6 +21,7 @@ from inference.server.http import openapi
 from inference.server.http.errors import ApiError, api_error
 from inference.server.http.middleware import KeyCheck, RequestLog
 from inference.server.http.responses import Refusal
+from inference.server.page.route import chat_page
 from inference.server.routes import about, chat, completions, generate, tokens
 from inference.server.schema.chat import ChatBody
 from inference.server.schema.completions import CompletionBody
@@ -78,6 +79,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
             name=handler.__name__,
             openapi_extra=openapi.operation(model, kinds),
         )
+    app.add_route("/", chat_page, include_in_schema=False)
     app.openapi = lambda: _describe(app)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ApiError, _refuse)
