@@ -1,0 +1,199 @@
+"""Clients that leave, stall or send too much, on real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import uvicorn
+
+from inference.server.app import create_app
+from inference.server.settings import Limits
+from tests.inference.server.fake_engine import INFO, FakeEngine
+from tests.inference.server.http_client import settings
+
+HELLO = [{"role": "user", "content": "hello"}]
+LONG = replace(INFO, max_model_len=2**20, max_positions=2**20)
+
+
+def request(path: str, body: dict, headers: str = "") -> bytes:
+    """A request as it goes over the wire."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for something that is to come soon."""
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def serve(
+    scenario: Callable[[FakeEngine, int], Awaitable[None]],
+    make: Callable[[], FakeEngine] = FakeEngine,
+    **values: Any,
+) -> None:
+    """Run a scenario with the engine and the port of a real server before it."""
+
+    async def run() -> None:
+        engine = make()
+        app = create_app(engine.client, settings(**values))
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        try:
+            async with asyncio.timeout(20):
+                await scenario(engine, listener.getsockname()[1])
+        finally:
+            server.force_exit = server.should_exit = True
+            await serving
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("hold", [True, False], ids=["queued", "decoding"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": 10**6}),
+        ("/v1/completions", {"prompt": [[1], [2]], "n": 2, "max_tokens": 10**6}),
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/generate", {"prompt": "a", "max_new_tokens": 10**6}),
+    ],
+    ids=["completion", "completions", "chat", "generate"],
+)
+def test_a_client_that_leaves_ends_its_requests(path, body, stream, hold):
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        count = 4 if body.get("n") else 1
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request(path, body | {"stream": stream}))
+        await until(lambda: len(engine.running) == count)
+        if stream and not hold:
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.read(1000)
+        writer.transport.abort()
+        await until(lambda: not engine.running)
+        assert len(set(engine.aborted)) == count
+        assert not engine.client.in_flight
+
+    serve(scenario, lambda: FakeEngine(hold=hold, delay=0.002, info=LONG))
+
+
+def test_a_client_that_leaves_a_beam_search_ends_it():
+    ended = asyncio.Event()
+
+    async def beam(prompt, params):
+        engines[0].hold = True
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    engines: list[FakeEngine] = []
+
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        engines.append(engine)
+        engine.client.beam = beam  # type: ignore[method-assign]
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/completions", {"prompt": [1], "beam_width": 2}))
+        await until(lambda: engine.hold)
+        writer.transport.abort()
+        await asyncio.wait_for(ended.wait(), 5)
+
+    serve(scenario)
+
+
+def test_a_client_that_leaves_before_its_request_is_whole_costs_nothing():
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        for cut in (20, -1):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request("/v1/completions", {"prompt": [1]})[:cut])
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/completions", {"prompt": [1]}))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert len(engine.sent) == 1
+
+    serve(scenario)
+
+
+def test_a_client_that_reads_nothing_is_dropped_and_holds_nobody_up():
+    body = {"prompt": [1], "max_tokens": 10**6, "logprobs": 5, "stream": True}
+
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        stalled = socket.socket()
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        stalled.connect(("127.0.0.1", port))
+        stalled.sendall(request("/v1/completions", body))
+        await until(lambda: engine.running)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/completions", {"prompt": [2], "max_tokens": 50}))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        await until(lambda: not engine.running)
+        assert len(engine.aborted) == 1
+        stalled.close()
+
+    serve(scenario, lambda: FakeEngine(info=LONG), limits=Limits(write_seconds=0.3))
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 1000000000\r\n", ""])
+def test_a_client_that_sends_too_much_reads_why_while_it_sends(framing):
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        framing_line = framing or "Transfer-Encoding: chunked\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}{framing_line}\r\n".encode())
+        piece = b"x" * 2**16
+        for _ in range(20):
+            writer.write(piece if framing else b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+        told = await reader.readuntil(b"}}")
+        assert b"connection: close" in told.lower()
+        writer.close()
+
+    serve(scenario, limits=Limits(body_bytes=10**5))
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request("/v1/completions", {"prompt": [1]})[:-3])
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+    serve(scenario, limits=Limits(read_seconds=0.05))
+
+
+def test_a_connection_is_used_again_after_an_error():
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        tries = [
+            (b"400", request("/v1/completions", {"prompt": [1], "n": 99})),
+            (b"404", request("/nope", {"prompt": "a" * 10**5})),
+            (b"200", request("/v1/completions", {"prompt": [1], "stream": True})),
+            (b"200", request("/v1/completions", {"prompt": [1]})),
+        ]
+        for status, data in tries:
+            writer.write(data)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.split()[1] == status
+            if b"chunked" in head:
+                await reader.readuntil(b"\r\n0\r\n\r\n")
+            else:
+                length = head.lower().split(b"content-length: ")[1].split()[0]
+                await reader.readexactly(int(length))
+        writer.close()
+
+    serve(scenario)
