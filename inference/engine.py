@@ -36,6 +36,7 @@ from inference.scheduling.request import RequestOutput, SamplingParams, check_pr
 from inference.scheduling.scheduler import Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
 from inference.scheduling.step_result import StepResult
+from inference.structured.compiler import GrammarCompiler
 from kernels.attention_inputs import KVPool
 
 
@@ -84,6 +85,7 @@ class Engine:
         self.pools = backend.cache(CacheShape.of_model(checkpoint, shape, self.config, spec))
         ends = end_tokens(checkpoint, tokenizer)
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
+        self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
         self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
         self._start()
 
@@ -209,18 +211,19 @@ class Engine:
 
         Raises:
             RequestError: the prompt is empty or too long, the model does not know a token of it, of
-                `stop_token_ids` or of `logit_bias`, or the name is used.
+                `stop_token_ids` or of `logit_bias`, the name is used, or the package that
+                constraints need is missing. A constraint that cannot be compiled ends the request
+                later, with an error whose `param` is "constraint".
         """
         params = params or SamplingParams()
         name, tokens = self._new_name(request_id), self._tokens(prompt)
         check_tokens(params.stop_token_ids, self.model.config.vocab_size, "stop_token_ids")
         biased = [token for token, _ in params.logit_bias]
         check_tokens(biased, self.model.config.vocab_size, "logit_bias")
-        if params.constraint is not None:
-            raise RequestError("constraint: not run by this engine yet; leave it out", "constraint")
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
-        self._requests.add(request)
+        constraint = params.constraint
+        self._requests.add(request, constraint and self._grammars.compile(constraint))
         return name
 
     def hold(
@@ -302,6 +305,7 @@ class Engine:
         """
         outputs, self._backlog = self._backlog, []
         try:
+            outputs += self._requests.admit_compiled()
             outputs += self.loop.step()
         except PTQError:
             self._drop()
@@ -421,6 +425,8 @@ class Engine:
                     if output.request_id not in pending:
                         others.append(output)
                         continue
+                    if output.param is not None:
+                        raise RequestError(str(output.error), output.param)
                     if output.finished:
                         pending.discard(output.request_id)
                     yield output

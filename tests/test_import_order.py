@@ -53,7 +53,7 @@ FLOORS = {
         tokenizer""",
     "inference": """
         scheduling
-        config
+        config structured
         models
         cpu gpu
         backend

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from formats.errors import RequestError
 from inference.scheduling.blocks import BlockChanges
+from inference.scheduling.constraint import Matcher
 from inference.scheduling.detokenizer import Detokenizer
 from inference.scheduling.request import (
     FinishReason,
@@ -24,6 +28,9 @@ from inference.scheduling.sampler import likeliest, sample, top_logprobs
 from inference.scheduling.scheduler import PENDING, Scheduler, Slice
 from inference.scheduling.scheduler import Sequence as TokenSequence
 from inference.scheduling.step_result import Logprobs
+
+MakeMatcher = Callable[[Sequence[int]], Matcher]
+PATIENCE = 0.005  # seconds for which an idle engine waits for a constraint to be compiled
 
 
 class ActiveRequest:
@@ -44,7 +51,10 @@ class ActiveRequest:
         prompt: Its token ids.
         tokens: What it has generated.
         told: How many tokens are told; None where it is not held.
+        matcher: Says which tokens may come, where it has a constraint.
     """
+
+    matcher: Matcher | None = None
 
     def __init__(
         self,
@@ -78,6 +88,11 @@ class ActiveRequest:
                 self._generator.manual_seed(params.seed)
 
     @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that end it beside the model's own."""
+        return self._params.stop_token_ids
+
+    @property
     def wants_prompt_logits(self) -> bool:
         """Whether log probabilities of the prompt are wanted and not yet complete."""
         found = self._prompt_logprobs
@@ -100,6 +115,8 @@ class ActiveRequest:
         plain = params.repetition_penalty == 1.0 and not (
             params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_p
         )
+        if self.matcher is not None:
+            return False
         silent = self._logprobs is None and not self.wants_prompt_logits and self.told is None
         return plain and silent and (made >= params.min_tokens or not self._ends)
 
@@ -131,11 +148,23 @@ class ActiveRequest:
     def take(self, logits: Tensor) -> FinishReason | None:
         """Choose the next token from logits [vocabulary]; the reason where it is the last."""
         params = self._params
-        forbidden = sorted(self._ends) if len(self.tokens) < params.min_tokens else ()
-        token = sample(logits, self.prompt, self.tokens, params, forbidden, self._generator)
+        early = len(self.tokens) < params.min_tokens
+        forbidden = sorted(self._ends) if early and self.matcher is None else ()
+        token = sample(
+            logits, self.prompt, self.tokens, params, forbidden, self._generator, self.mask
+        )
         if self._logprobs is not None:
             self._logprobs += top_logprobs(logits[None], [token], params.logprobs or 0)
         return self.accept(token)
+
+    @property
+    def mask(self) -> np.ndarray | None:
+        """Which tokens may come next, as `Matcher.mask`; None where all may."""
+        if self.matcher is None:
+            return None
+        params = self._params
+        early = params.ignore_eos or len(self.tokens) < params.min_tokens
+        return self.matcher.mask(ends=not early)
 
     def accept(self, token: int) -> FinishReason | None:
         """Append the next token; the reason where it is the last."""
@@ -146,13 +175,19 @@ class ActiveRequest:
         self.sequence.tokens[place : place + 1] = [token]  # in the place that was kept, or new
         if token in self._ends:
             return "stop"
+        if self.matcher is not None and not self.matcher.accept(token):
+            return "error"
         self._detokenizer.add(token)
         if self._detokenizer.stopped and made + 1 >= params.min_tokens:
+            return "stop"
+        if self.matcher is not None and self.matcher.done:
             return "stop"
         full = place + 1 >= self._limit
         return "length" if made + 1 >= params.max_tokens or full else None
 
-    def close(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
+    def close(
+        self, reason: FinishReason, error: str | None = None, param: str | None = None
+    ) -> RequestOutput:
         """End it; gives its final state, which no more steps change."""
         self._detokenizer.finish()
         if self._detokenizer.stopped and reason == "length":
@@ -163,6 +198,7 @@ class ActiveRequest:
             pieces=self._detokenizer.pieces,
             finish_reason=reason,
             error=error,
+            param=param,
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             token_times=self._times,
@@ -206,6 +242,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self._scheduler, self._change_blocks = scheduler, change_blocks
         self._by_name: dict[str, ActiveRequest] = {}
         self.candidates: dict[str, Logprobs] = {}
+        self._uncompiled: dict[str, Future[MakeMatcher]] = {}
 
     def __getitem__(self, name: str) -> ActiveRequest:
         return self._by_name[name]
@@ -216,10 +253,34 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def add(self, request: ActiveRequest) -> None:
-        """Queue a request."""
+    def add(self, request: ActiveRequest, compiled: Future[MakeMatcher] | None = None) -> None:
+        """Queue a request; one that has a constraint when that is compiled."""
         self._by_name[request.sequence.name] = request
-        self._scheduler.add(request.sequence)
+        if compiled is None:
+            self._scheduler.add(request.sequence)
+        else:
+            self._uncompiled[request.sequence.name] = compiled
+
+    def admit_compiled(self) -> list[RequestOutput]:
+        """Queue the requests whose constraints are compiled by now; gives those that are refused.
+
+        Where there is nothing else to do it waits a little.
+        """
+        if not self._uncompiled:
+            return []
+        busy = self._scheduler.waiting or self._scheduler.running
+        wait(self._uncompiled.values(), 0 if busy else PATIENCE, FIRST_COMPLETED)
+        refused = []
+        for name in [name for name, future in self._uncompiled.items() if future.done()]:
+            request = self[name]
+            try:
+                request.matcher = self._uncompiled[name].result()(request.stop_token_ids)
+            except RequestError as error:
+                refused.append(self.finish(request, "error", str(error), error.param))
+            else:
+                del self._uncompiled[name]
+                self._scheduler.add(request.sequence)
+        return refused
 
     def prepare_cache(self) -> None:
         """Copy and clear the blocks of the cache that the next step needs so; before it runs."""
@@ -258,23 +319,32 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         return self._after(request, request.accept(token))
 
     def finish(
-        self, request: ActiveRequest, reason: FinishReason, error: str | None = None
+        self,
+        request: ActiveRequest,
+        reason: FinishReason,
+        error: str | None = None,
+        param: str | None = None,
     ) -> RequestOutput:
         """End a request and take its blocks back; `error` says why where the reason is that."""
-        self._scheduler.remove(request.sequence, failed=reason == "error")
+        if self._uncompiled.pop(request.sequence.name, None) is None:
+            self._scheduler.remove(request.sequence, failed=reason == "error")
         del self._by_name[request.sequence.name]
         self.candidates.pop(request.sequence.name, None)
-        return request.close(reason, error)
+        return request.close(reason, error, param)
 
     def drop(self) -> None:
         """Forget all of them, and whatever is cached, after a step that failed."""
-        for request in self._by_name.values():
-            self._scheduler.remove(request.sequence, failed=True)
+        for name, request in self._by_name.items():
+            if name not in self._uncompiled:
+                self._scheduler.remove(request.sequence, failed=True)
+        self._uncompiled.clear()
         self._scheduler.blocks.forget()
         self._by_name.clear()
         self.candidates.clear()
 
     def _after(self, request: ActiveRequest, reason: FinishReason | None) -> RequestOutput:
+        if reason == "error":
+            return self.finish(request, reason, "a token came that its constraint does not allow")
         return self.finish(request, reason) if reason else request.snapshot()
 
     def _fail(self, request: ActiveRequest) -> RequestOutput:

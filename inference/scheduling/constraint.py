@@ -7,12 +7,16 @@ imported, so that an HTTP process can refuse what is too large before it sends i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args
 
 from formats.errors import RequestError, suggestion
+from inference.scheduling.json_schema import check_schema
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Kind = Literal["json_object", "json_schema", "regex", "grammar", "structural_tag"]
 MOST_DEPTH = 64  # of a schema's objects and lists in one another
@@ -55,7 +59,9 @@ class Constraint:
             raise _refused("its text holds half a surrogate pair or a NUL; give valid Unicode")
         if self.kind in ("json_schema", "structural_tag"):
             check_depth(self.text)
-            read_json(self.text)
+            value = read_json(self.text)
+            for schema in [value] if self.kind == "json_schema" else _schemas_of(value):
+                check_schema(schema)
 
     @classmethod
     def json_object(cls) -> Constraint:
@@ -66,8 +72,13 @@ class Constraint:
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
         """JSON that is valid under a JSON Schema, given as what JSON gives, or as JSON text.
 
+        Properties come in the order in which the schema names them, and others only where
+        `additionalProperties` says so.
+
         Raises:
-            RequestError: it is too large or too deep, or no JSON.
+            RequestError: it is too large or too deep, no JSON, or has a keyword that is not kept;
+                see `inference.scheduling.json_schema`. What shows only when it is compiled, the
+                engine tells.
         """
         return cls("json_schema", schema if isinstance(schema, str) else write_json(schema))
 
@@ -97,6 +108,41 @@ class Constraint:
             RequestError: it is too large or too deep, or no JSON.
         """
         return cls("structural_tag", tag if isinstance(tag, str) else write_json(tag))
+
+
+class Matcher(Protocol):
+    """Follows one output; `inference.structured.matcher.GrammarMatcher`.
+
+    Attributes:
+        done: Whether the text is complete, and nothing but its end may come.
+    """
+
+    done: bool
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; False where it does not match."""
+        ...
+
+    def mask(self, *, ends: bool = True) -> np.ndarray:
+        """Which tokens may come, int32 [ceil(vocabulary / 32)], bit i % 32 of word i // 32.
+
+        Args:
+            ends: Whether end tokens may, if there are others.
+        """
+        ...
+
+
+def _schemas_of(tag: Any) -> Iterator[Any]:
+    """The schemas inside a structural tag."""
+    if isinstance(tag, list):
+        for part in tag:
+            yield from _schemas_of(part)
+    elif isinstance(tag, dict):
+        for key, part in tag.items():
+            if key in ("json_schema", "schema"):
+                yield part
+            else:
+                yield from _schemas_of(part)
 
 
 def check_depth(text: str) -> None:

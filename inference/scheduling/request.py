@@ -161,6 +161,8 @@ class RequestOutput:
         delta: What the text gained since the request's previous output.
         finish_reason: `stop` (end token or stop text), `length`, `abort`, `error`; None before.
         error: Why, where the reason is `error`.
+        param: The parameter whose fault that is, if one's: a constraint shows only after its
+            request was queued that it cannot be compiled.
         logprobs: For each generated token, {token: log probability}.
         prompt_logprobs: {token: log probability} for each prompt token but the first, which has
             none.
@@ -175,6 +177,7 @@ class RequestOutput:
     delta: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    param: str | None = None
     logprobs: Sequence[dict[int, float]] | None = None
     prompt_logprobs: Sequence[dict[int, float] | None] | None = None
     arrival: float = 0.0

@@ -1,0 +1,204 @@
+"""Which JSON Schemas constrain an output: those of which every keyword is kept, no others.
+
+xgrammar reads one keyword of a schema that decides (`$ref`, `const`, `enum`, `anyOf`, `oneOf`,
+`allOf`, else `type`) and the keywords that belong to its types; what stands beside them, it
+ignores. An answer that breaks a rule which was asked for is worse than no answer, so that all else
+is refused here. What it drops with no more than a warning is refused where it is compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from formats.errors import RequestError
+
+ANNOTATIONS = frozenset(
+    "title description default examples deprecated readOnly writeOnly discriminator "
+    "$comment $schema $defs definitions".split()
+)
+OF_TYPE: Mapping[str, frozenset[str]] = {
+    "string": frozenset("pattern format minLength maxLength".split()),
+    "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
+    "number": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum".split()),
+    "array": frozenset("items prefixItems minItems maxItems".split()),
+    "object": frozenset(
+        "properties required additionalProperties patternProperties propertyNames minProperties "
+        "maxProperties".split()
+    ),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+FORMATS = frozenset(
+    "email date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference uri-template "
+    "json-pointer relative-json-pointer".split()
+)
+OF_JSON = {str: "string", bool: "boolean", type(None): "null", list: "array", dict: "object"}
+LARGEST = 2**63
+
+
+def check_schema(root: Any) -> None:
+    """Check that each keyword of a schema is one that is kept.
+
+    Args:
+        root: What its JSON gives.
+
+    Raises:
+        RequestError: one is not; the message says where it stands.
+    """
+    seen: dict[str, Any] = {}
+    references: list[tuple[str, str]] = []
+    waiting = [("#", root)]
+    while waiting:
+        path, schema = waiting.pop()
+        seen[path] = schema
+        if isinstance(schema, bool):
+            continue
+        if not isinstance(schema, dict):
+            raise _refused(path, f"{schema!r:.80} is no schema; give an object or a boolean")
+        keywords = {*schema} - ANNOTATIONS - ({"$id"} if path == "#" else set())
+        deciding = [keyword for keyword in DECIDING if keyword in keywords]
+        if deciding:
+            _check_deciding(path, schema, deciding[0], keywords)
+        else:
+            _check_types(path, schema, keywords)
+        if "$ref" in schema:
+            references.append((path, schema["$ref"]))
+        waiting += _parts(path, schema)
+    for path, target in references:
+        if target not in seen:
+            raise _refused(
+                path,
+                f"$ref {target!r:.80} is no schema of this document; refer to '#' or '#/$defs/NAME'"
+                ", without escapes",
+            )
+
+
+def check_pattern(path: str, pattern: Any) -> None:
+    """Check that a pattern of a string makes no character that JSON writes with a backslash.
+
+    Raises:
+        RequestError: it does, or is no string.
+    """
+    if not isinstance(pattern, str):
+        raise _refused(path, "a pattern is a string")
+    spared = r"\[\^(?:[^\]\\]|\\.)*\]"  # what a negated class leaves out
+    text = re.sub(spared, "", pattern, flags=re.DOTALL)
+    for escape in re.finditer(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[\"\x00-\x1f]", text):
+        found = escape[1] or escape[0]
+        code = int(found[1:], 16) if len(found) > 2 else None
+        if (code is not None and (code < 32 or chr(code) in '"\\')) or (
+            code is None and (found in '"\\ntrfv0cux' or found < " ")
+        ):
+            raise _refused(
+                path,
+                f"the pattern {pattern!r:.80} asks for {escape[0]!r}, which a string of JSON holds "
+                "only as an escape; leave it out",
+            )
+
+
+def _check_deciding(path: str, schema: dict, deciding: str, keywords: set[str]) -> None:
+    beside = keywords - {deciding}
+    values = {"const": lambda: [schema["const"]], "enum": lambda: schema["enum"]}.get(deciding)
+    if values is not None:
+        beside -= {"type"}
+        if not isinstance(values(), list) or not values():
+            raise _refused(path, "enum: give a list of values")
+        for value in values():
+            _check_value(path, value, schema.get("type"))
+    if beside:
+        raise _refused(
+            path,
+            f"{', '.join(sorted(beside))} beside {deciding} would not be kept; say it inside",
+        )
+    if deciding in ("anyOf", "oneOf", "allOf"):
+        options = schema[deciding]
+        if not isinstance(options, list) or not options:
+            raise _refused(path, f"{deciding}: give a list of schemas")
+        if deciding == "allOf" and len(options) > 1:
+            raise _refused(path, "allOf of several schemas is not kept; write them as one")
+
+
+def _check_types(path: str, schema: dict, keywords: set[str]) -> None:
+    named = schema.get("type")
+    types = named if isinstance(named, list) else [named]
+    if named is None:
+        types = [kind for kind in ("object", "array") if keywords & OF_TYPE[kind]][:1]
+        if keywords and not types:
+            given = ", ".join(sorted(keywords))
+            raise _refused(path, f"{given} is not kept without a type; give one")
+    known = [kind for kind in types if isinstance(kind, str) and kind in OF_TYPE]
+    if len(known) < len(types) or (named == []):
+        raise _refused(path, f"type {named!r:.80}; allowed are {', '.join(OF_TYPE)}")
+    kept = frozenset().union(*(OF_TYPE[kind] for kind in known)) | {"type"}
+    if left := sorted(keywords - kept):
+        raise _refused(
+            path,
+            f"{', '.join(left)} is not kept for {' or '.join(known)}; kept are "
+            f"{', '.join(sorted(kept))}",
+        )
+    if "string" in known:
+        _check_string(path, schema)
+    if "object" in known:
+        _check_object(path, schema)
+
+
+def _check_string(path: str, schema: dict) -> None:
+    ways = [key for key in ("pattern", "format") if key in schema]
+    ways += ["minLength or maxLength"] if {"minLength", "maxLength"} & {*schema} else []
+    if len(ways) > 1:
+        raise _refused(path, f"{' and '.join(ways)} are not kept together; give one of them")
+    if "format" in schema and schema["format"] not in FORMATS:
+        found = f"format {schema['format']!r:.40}"
+        raise _refused(path, f"{found} is not kept; kept are {', '.join(sorted(FORMATS))}")
+    if "pattern" in schema:
+        check_pattern(path, schema["pattern"])
+
+
+def _check_object(path: str, schema: dict) -> None:
+    named, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(named, dict) or not isinstance(required, list):
+        raise _refused(path, "properties is an object of schemas, and required a list of names")
+    missing = [name for name in required if name not in named]
+    if missing:
+        raise _refused(path, f"{missing[0]!r:.80} is required; name it in properties too")
+    for pattern in _mapping(schema, "patternProperties"):
+        check_pattern(path, pattern)
+
+
+def _check_value(path: str, value: Any, named: Any) -> None:
+    """Check a value of an enum or a const, to be written as it is, of the types that are named."""
+    if isinstance(value, int) and not -LARGEST <= value < LARGEST:
+        raise _refused(path, f"{value!r:.40} has more digits than are kept")
+    if named is not None:
+        types = named if isinstance(named, list) else [named]
+        kinds = {OF_JSON.get(type(value), "number")}
+        if kinds == {"number"} and value == int(value):
+            kinds.add("integer")
+        if not kinds & {*types}:
+            raise _refused(path, f"{value!r:.80} is not of type {' or '.join(map(str, types))}")
+
+
+def _parts(path: str, schema: dict) -> Iterator[tuple[str, Any]]:
+    """The schemas inside a schema, each with its path."""
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        for name, part in _mapping(schema, key).items():
+            yield f"{path}/{key}/{name}", part
+    for key in ("items", "additionalProperties", "propertyNames"):
+        if key in schema:
+            yield f"{path}/{key}", schema[key]
+    for key in ("prefixItems", "anyOf", "oneOf", "allOf"):
+        parts = schema.get(key, [])
+        if not isinstance(parts, list):
+            raise _refused(path, f"{key}: give a list of schemas")
+        yield from ((f"{path}/{key}/{i}", part) for i, part in enumerate(parts))
+
+
+def _mapping(schema: dict, key: str) -> dict:
+    return schema[key] if isinstance(schema.get(key), dict) else {}
+
+
+def _refused(path: str, message: str) -> RequestError:
+    return RequestError(f"constraint: at {path:.200}: {message}", "constraint")
