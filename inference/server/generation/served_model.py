@@ -15,6 +15,7 @@ from inference.server.engine_client import EngineClient
 from inference.server.generation.token_text import TokenTexts
 from inference.server.http.errors import ApiError
 from inference.server.settings import ServerSettings
+from inference.server.tools.template import tool_support
 
 Value = TypeVar("Value")
 OF_THE_SERVER = frozenset(  # what apply_chat_template takes beside the template's variables
@@ -40,6 +41,7 @@ class ServedModel:
         tokenizer: Of the event loop; decodes.
         texts: Of single tokens.
         has_template: Whether chats can be rendered.
+        tools: What chats can do with tools.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
@@ -50,6 +52,7 @@ class ServedModel:
         if settings.chat_template is not None:
             self._encoder.chat_template = settings.chat_template
         self.has_template = has_chat_template(self._encoder)
+        self.tools = tool_support(self._encoder, settings.tool_format)
         self._format = PromptFormat.of(self._encoder, raw=True)
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
@@ -131,10 +134,8 @@ class ServedModel:
         options = dict(variables or {})
         if go_on:
             options["continue_final_message"] = True
-        if tools:
-            options["tools"] = list(tools)
         try:
-            text = render_chat(self._encoder, messages, options, answer=answer)
+            text = render_chat(self._encoder, messages, options, tools=tools, answer=answer)
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from error
         return self._format.continuation_tokens(text)

@@ -11,17 +11,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.server.generation.beams import beam_answers, check_beams
-from inference.server.generation.choices import Answer, answers, deltas, submit
-from inference.server.generation.chunks import Chunks, Usage, quote
+from inference.server.generation.beams import check_beams
+from inference.server.generation.chat_call import ChatCall, Part
+from inference.server.generation.chunks import Chunks, quote
 from inference.server.generation.logprobs import chat_logprobs
-from inference.server.generation.sampling import sampling_params
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import read_body
 from inference.server.http.errors import ApiError
 from inference.server.http.responses import EventStream, Json, dumps, unless_gone
-from inference.server.schema.chat import ChatBody, template_message
-from inference.server.text_stream import TextDelta, TextStream
+from inference.server.schema.chat import ChatBody
+from inference.server.tools.deltas import CallDelta, ContentDelta, Delta, ToolCall, join_deltas
 
 
 async def chat(request: Request, served: ServedModel) -> Response:
@@ -29,11 +28,12 @@ async def chat(request: Request, served: ServedModel) -> Response:
     body = await read_body(request, ChatBody, served.settings.limits)
     served.check_model(body.model)
     _check(body)
-    call = await unless_gone(request, Chat.prepare(served, body))
+    call = await unless_gone(request, ChatCall.prepare(served, body))
     request.state.log["tokens"] = call.usage
+    told = ChatCompletion(served, call)
     if body.stream:
-        return EventStream(call.frames(), served.settings.limits.write_seconds)
-    return Json(await unless_gone(request, call.answer()))
+        return EventStream(told.frames(), served.settings.limits.write_seconds)
+    return Json(await unless_gone(request, told.answer()))
 
 
 def _check(body: ChatBody) -> None:
@@ -48,70 +48,36 @@ def _check(body: ChatBody) -> None:
         raise ApiError(400, "stream_options: they need stream", "stream_options")
 
 
-class Chat:
-    """One call, with its chat as token ids.
+class ChatCompletion:
+    """The answers to a chat as OpenAI tells them.
 
     Args:
         served: The engine and the tokenizer.
-        body: What was asked.
-        prompt: Token ids of the chat.
-
-    Raises:
-        ApiError: the chat is too long.
-        RequestError: a parameter is not allowed.
+        call: What is answered.
     """
 
-    def __init__(self, served: ServedModel, body: ChatBody, prompt: list[int]) -> None:
-        self._served, self._body, self._prompt = served, body, prompt
-        room = served.check_length(len(prompt), "messages")
-        most = body.max_completion_tokens or body.max_tokens or room
-        self._top = (body.top_logprobs or 0) if body.logprobs else None
-        self._params = sampling_params(body, min(most, room), logprobs=self._top)
-        self.usage = Usage(len(prompt))
+    def __init__(self, served: ServedModel, call: ChatCall) -> None:
+        self._texts, self._call, self._body = served.texts, call, call.body
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "object": "chat.completion",
             "created": int(time.time()),
-            "model": body.model or served.settings.model,
+            "model": call.body.model or served.settings.model,
         }
-
-    @classmethod
-    async def prepare(cls, served: ServedModel, body: ChatBody) -> Chat:
-        """Write the chat by the template and tokenize it.
-
-        Raises:
-            ApiError, RequestError: there is no template, it refuses the chat, or it is too long.
-        """
-        go_on = body.continue_final_message
-
-        def render() -> list[int]:
-            return served.render(
-                [template_message(message) for message in body.messages],
-                body.chat_template_kwargs,
-                answer=body.add_generation_prompt,
-                go_on=go_on,
-            )
-
-        return cls(served, body, await served.in_thread(render))
-
-    def _submit(self) -> list[TextStream]:
-        count = self._body.n or 1
-        return submit(self._served, [self._prompt], [self._params], self._body.stops, count)
 
     async def answer(self) -> dict[str, Any]:
         """All of it."""
-        if self._body.beam_width is not None:
-            most = [self._params.max_tokens]
-            made = await beam_answers(self._served, [self._prompt], self._body, most, self._top)
-        else:
-            made = await answers(self._submit())
-        self.usage.completion = sum(len(answer.token_ids) for answer in made)
+        made = await self._call.answers()
         choices = [self._choice(index, answer) for index, answer in enumerate(made)]
-        told = self._head | {"choices": choices, "usage": self.usage.content}
-        return told | ({"prompt_token_ids": self._prompt} if self._body.return_token_ids else {})
+        told = self._head | {"choices": choices, "usage": self._call.usage.content}
+        ids = {"prompt_token_ids": self._call.prompt} if self._body.return_token_ids else {}
+        return told | ids
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+    def _choice(self, index: int, answer: Part) -> dict[str, Any]:
+        text, calls = join_deltas(answer.deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
         told = {
             "index": index,
             "message": message,
@@ -120,30 +86,30 @@ class Chat:
         }
         return told | ({"token_ids": answer.token_ids} if self._body.return_token_ids else {})
 
-    def _logprobs(self, delta: TextDelta | Answer) -> dict[str, Any] | None:
-        if self._top is None:
+    def _logprobs(self, part: Part) -> dict[str, Any] | None:
+        top = self._call.top
+        if top is None:
             return None
-        known = delta.logprobs or ()
-        return chat_logprobs(self._served.texts, delta.token_ids, known, self._top)
+        return chat_logprobs(self._texts, part.token_ids, part.logprobs, top)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """It in parts: for every choice its role, its text, its end."""
+        """It in parts: for every choice its role, its text and calls, its end."""
         head = self._head | {"object": "chat.completion.chunk"}
-        chunks, usage = Chunks(head, self._body, self.usage), self.usage
-        plain = self._top is None and not self._body.return_token_ids
+        chunks = Chunks(head, self._body, self._call.usage)
+        plain = self._call.top is None and not self._body.return_token_ids
         begun: set[int] = set()
-        async with aclosing(deltas(self._submit())) as parts:
-            async for index, delta in parts:
-                usage.completion += len(delta.token_ids)
+        async with aclosing(self._call.parts()) as parts:
+            async for index, part in parts:
                 made = b""
                 if index not in begun:
                     begun.add(index)
                     made = self._first(chunks, index)
-                if delta.text or delta.logprobs:
-                    made += chunks.frame(self._content(index, delta, plain))
-                if delta.finish_reason is not None:
-                    made += chunks.frame(_part(index, {}, None, delta.finish_reason))
-                yield made
+                told = _plain(index, part) if plain else self._full(index, part)
+                made += b"".join(map(chunks.frame, told))
+                if part.finish_reason is not None:
+                    made += chunks.frame(_piece(index, {}, None, part.finish_reason))
+                if made:
+                    yield made
         if last := chunks.last():
             yield last
 
@@ -151,22 +117,54 @@ class Chat:
         """The chunk with the role."""
         more = ""
         if self._body.return_token_ids and index == 0:
-            more = f',"prompt_token_ids":{dumps(self._prompt)}'
-        return chunks.frame(_part(index, {"role": "assistant", "content": None}, None, None), more)
+            more = f',"prompt_token_ids":{dumps(self._call.prompt)}'
+        role = {"role": "assistant", "content": None}
+        return chunks.frame(_piece(index, role, None, None), more)
 
-    def _content(self, index: int, delta: TextDelta, plain: bool) -> str:
-        """The choice of a chunk with text."""
-        if plain:
-            text = quote(delta.text)
-            return (
-                f'{{"index":{index},"delta":{{"content":{text}}},'
-                '"logprobs":null,"finish_reason":null}'
-            )
-        ids = delta.token_ids if self._body.return_token_ids else None
-        return _part(index, {"content": delta.text}, self._logprobs(delta), None, ids)
+    def _full(self, index: int, part: Part) -> list[str]:
+        """The choices of its chunks; the first has what is told of its tokens."""
+        told = [_told(delta) for delta in part.deltas]
+        if not told and not part.logprobs and not (self._body.return_token_ids and part.token_ids):
+            return []
+        first, *others = told or [{"content": ""}]
+        ids = part.token_ids if self._body.return_token_ids else None
+        made = [_piece(index, first, self._logprobs(part), None, ids)]
+        return made + [_piece(index, other, None, None) for other in others]
 
 
-def _part(
+def _plain(index: int, part: Part) -> list[str]:
+    """The choices of chunks of which nothing but text and calls is told."""
+    return [
+        f'{{"index":{index},"delta":{{"content":{quote(delta.text)}}},'
+        '"logprobs":null,"finish_reason":null}'
+        if isinstance(delta, ContentDelta)
+        else _piece(index, _told(delta), None, None)
+        for delta in part.deltas
+    ]
+
+
+def _told(delta: Delta) -> dict[str, Any]:
+    """What a message gains."""
+    if isinstance(delta, ContentDelta):
+        return {"content": delta.text}
+    return {"tool_calls": [_call_piece(delta)]}
+
+
+def _call_piece(delta: CallDelta) -> dict[str, Any]:
+    """A part of a call; the first has its id and its name."""
+    if delta.id is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A whole call."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _piece(
     index: int,
     delta: dict[str, Any],
     logprobs: dict[str, Any] | None,

@@ -9,7 +9,7 @@ from inference.scheduling.request import check_tokens
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import read_body
 from inference.server.http.responses import Json, unless_gone
-from inference.server.schema.chat import template_message
+from inference.server.schema.chat import template_messages
 from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
 
 
@@ -23,7 +23,7 @@ async def tokenize(request: Request, served: ServedModel) -> Response:
             prompt = body.prompt or ""
             return served.encode(prompt, body.add_special_tokens is not False) if prompt else []
         return served.render(
-            [template_message(message) for message in body.messages],
+            template_messages(body.messages),
             body.chat_template_kwargs,
             answer=body.add_generation_prompt,
             go_on=body.continue_final_message,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -15,6 +16,7 @@ from inference.server.schema.common import (
     refused,
 )
 from inference.server.schema.generation import GenerationBody
+from inference.server.schema.tools import ToolFields
 
 
 class TextPart(Body):
@@ -116,7 +118,7 @@ class TemplateBody(Body):
     chat_template_kwargs: JsonObject | None = None
 
 
-class ChatBody(GenerationBody, TemplateBody):
+class ChatBody(GenerationBody, TemplateBody, ToolFields):
     """The body of `/v1/chat/completions`: as OpenAI's, and more.
 
     Attributes:
@@ -159,13 +161,28 @@ def text_of(content: str | list[TextPart] | None) -> str:
     return content or ""
 
 
-def template_message(message: Message | AssistantMessage | ToolMessage) -> dict[str, Any]:
-    """A message as chat templates take it: text as one string, arguments of calls as objects."""
-    fields = message.model_dump(exclude_none=True, exclude={"annotations"})
-    fields["content"] = text_of(message.content)
-    for call in fields.get("tool_calls", ()):
-        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
-    return fields
+def template_messages(
+    messages: Sequence[Message | AssistantMessage | ToolMessage],
+) -> list[dict[str, Any]]:
+    """Messages as chat templates take them.
+
+    Texts are one string each, arguments of calls are objects, and a tool's answer has its name.
+    """
+    made: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        fields = message.model_dump(exclude_none=True, exclude={"annotations"})
+        fields["content"] = text_of(message.content)
+        calls = fields.pop("tool_calls", ())
+        for call in calls:
+            names[call["id"]] = call["function"]["name"]
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        if calls:  # templates ask whether there is such a field
+            fields["tool_calls"] = calls
+        if isinstance(message, ToolMessage) and message.tool_call_id in names:
+            fields.setdefault("name", names[message.tool_call_id])
+        made.append(fields)
+    return made
 
 
 def _arguments(text: str) -> Any:

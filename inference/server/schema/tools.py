@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from formats.scheme import Strict
+from inference.server.schema.common import Body, JsonObject
 
 MOST_TOOLS = 128
 MOST_DEPTH = 32  # of a schema's objects and lists in one another
@@ -32,10 +32,10 @@ def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=64)]
-Schema = Annotated[dict[str, Any], AfterValidator(_check_schema)]
+Schema = Annotated[JsonObject, AfterValidator(_check_schema)]
 
 
-class Function(Strict):
+class Function(Body):
     """What may be called.
 
     Attributes:
@@ -56,20 +56,20 @@ class Function(Strict):
         return {"type": "object", **(self.parameters or {})}
 
 
-class Tool(Strict):
+class Tool(Body):
     """A tool; functions are the only kind."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
-class FunctionName(Strict):
+class FunctionName(Body):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(Body):
     """The function that has to be called."""
 
     type: Literal["function"] = "function"
@@ -80,32 +80,16 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
 
 
-class ToolFields(Strict):
+class ToolFields(Body):
     """The fields of a body that tell of tools; a base of bodies.
 
     Attributes:
         tools: Functions that the model may call.
         tool_choice: `none`; `auto`, as the model likes; `required`, at least one; or the function
             that has to be called. Without tools it is `none`, with tools `auto`.
-        parallel_tool_calls: Whether one answer may hold several calls.
+        parallel_tool_calls: Whether one answer may hold several calls, as it may by default.
     """
 
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool = True
-
-    @model_validator(mode="after")
-    def _check_choice(self) -> ToolFields:
-        names = [tool.function.name for tool in self.tools or []]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ValueError(f"tools: the name {min(twice)!r} stands twice; names are unique")
-        choice = self.tool_choice
-        if choice not in (None, "none", "auto") and not names:
-            raise ValueError("tool_choice: there are no tools; give some, or leave it out")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ValueError(
-                f"tool_choice: {choice.function.name!r} is none of the tools; "
-                f"there are {', '.join(names)}"
-            )
-        return self
+    parallel_tool_calls: bool | None = None

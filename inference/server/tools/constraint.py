@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inference.scheduling.constraint import Constraint
+from inference.scheduling.constraint import Constraint, read_json
 from inference.server.schema.tools import Function, NamedTool, ToolChoice
 from inference.server.tools.tool_format import ToolFormat
 
@@ -13,25 +13,39 @@ NOT_BARE = r"([^{\s][\s\S]*)?"  # an answer that is no bare call
 
 
 def tool_constraint(
-    tool_format: ToolFormat, functions: Sequence[Function], choice: ToolChoice, *, parallel: bool
+    tool_format: ToolFormat,
+    functions: Sequence[Function],
+    choice: ToolChoice,
+    *,
+    parallel: bool = True,
+    text: Constraint | None = None,
 ) -> Constraint | None:
     """The constraint of an answer, or None where it is free.
 
     A model that has to call writes calls alone, and their arguments follow their schemas. One that
     may call is free, but if a function is `strict`: the arguments of its calls then follow its
     schema, and those of the others are JSON objects.
+
+    Args:
+        tool_format: How calls are written.
+        functions: What may be called.
+        choice: `auto`, `required` or a function.
+        parallel: Whether an answer may hold several calls.
+        text: What an answer must be that is no call: JSON, of a schema or any; None if it is free.
     """
     free = choice == "auto"
-    if free and not any(function.strict for function in functions):
+    if free and text is None and not any(function.strict for function in functions):
         return None
     if isinstance(choice, NamedTool):
         functions = [f for f in functions if f.name == choice.function.name]
     tags = [_tag(tool_format, function, free) for function in functions]
     calls = {"type": "tags_with_separator", "tags": tags, "separator": tool_format.separator}
     calls |= {"at_least_one": True, "stop_after_first": not parallel}
-    if free and tool_format.bare:
-        text = {"type": "regex", "pattern": NOT_BARE}
-        calls = {"type": "or", "elements": [calls, text]}
+    if free and text is not None:
+        schema = read_json(text.text) if text.kind == "json_schema" else {"type": "object"}
+        calls = {"type": "or", "elements": [calls, {"type": "json_schema", "json_schema": schema}]}
+    elif free and tool_format.bare:
+        calls = {"type": "or", "elements": [calls, {"type": "regex", "pattern": NOT_BARE}]}
     elif free:
         calls = {"type": "triggered_tags", "tags": tags, "triggers": [tool_format.marker]}
         calls |= {"at_least_one": False, "stop_after_first": not parallel}

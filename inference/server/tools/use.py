@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import RequestError
 from inference.scheduling.constraint import Constraint
-from inference.server.schema.tools import ToolFields
+from inference.server.schema.tools import NamedTool, ToolChoice, ToolFields
 from inference.server.tools.constraint import tool_constraint
 from inference.server.tools.parser import ToolParser
 from inference.server.tools.template import ToolSupport
@@ -20,7 +21,7 @@ class ToolUse:
 
     Attributes:
         tools: As the chat template takes them.
-        constraint: What the answer must be, or None.
+        constraint: What the answer must be, text or calls; None where it is free.
     """
 
     tools: list[dict[str, Any]]
@@ -29,13 +30,22 @@ class ToolUse:
     _parallel: bool
 
     @classmethod
-    def of(cls, fields: ToolFields, support: ToolSupport) -> ToolUse | None:
+    def of(
+        cls, fields: ToolFields, support: ToolSupport, text: Constraint | None = None
+    ) -> ToolUse | None:
         """The tools of a request; None where it has none, or must not call any.
 
+        Args:
+            fields: Of the request.
+            support: What the model's chats can do with tools.
+            text: What an answer must be that is no call.
+
         Raises:
-            RequestError: the model's chat template knows no tools, or no format of calls is known.
+            RequestError: the choice is none of the tools, the model's chat template knows no tools,
+                or it is not known how the model writes calls.
         """
         choice = fields.tool_choice or "auto"
+        _check_choice([tool.function.name for tool in fields.tools or []], choice)
         if not fields.tools or choice == "none":
             return None
         if not support.told:
@@ -54,11 +64,27 @@ class ToolUse:
         for tool in tools:
             tool["function"].pop("strict", None)  # it is not the model's to know
         functions = [tool.function for tool in fields.tools]
-        parallel = fields.parallel_tool_calls
-        constraint = tool_constraint(support.tool_format, functions, choice, parallel=parallel)
+        parallel = fields.parallel_tool_calls is not False
+        constraint = tool_constraint(
+            support.tool_format, functions, choice, parallel=parallel, text=text
+        )
         return cls(tools, constraint, support.tool_format, parallel)
 
     def parser(self) -> ToolParser:
         """A reader of one answer; each choice has its own."""
         names = [tool["function"]["name"] for tool in self.tools]
         return ToolParser(self._format, names, parallel=self._parallel)
+
+
+def _check_choice(names: Sequence[str], choice: ToolChoice) -> None:
+    """Check that names are unique, and that there is what is to be called."""
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise RequestError(f"tools: there are two named {min(twice)!r}; names are unique", "tools")
+    if choice not in ("none", "auto") and not names:
+        raise RequestError(
+            "tool_choice: there are no tools; give some, or leave it out", "tool_choice"
+        )
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        told = f"{choice.function.name!r} is none of the tools; there are {', '.join(names)}"
+        raise RequestError(f"tool_choice: {told}", "tool_choice")

@@ -104,6 +104,23 @@ def test_a_model_that_knows_no_tools_says_so():
         ToolUse.of(fields(ADD), ToolSupport(True, None))
 
 
+NO = {"type": "function", "function": {"name": "no"}}
+
+
+@pytest.mark.parametrize(
+    ("functions", "choice", "param", "message"),
+    [
+        ([ADD, ADD], "auto", "tools", "two named 'add'"),
+        ([ADD, FIND], NO, "tool_choice", "'no' is none of the tools; there are add, find"),
+        ([], "required", "tool_choice", "there are no tools"),
+    ],
+)
+def test_a_choice_needs_its_tools(functions, choice, param, message):
+    with pytest.raises(RequestError, match=message) as error:
+        ToolUse.of(fields(*functions, tool_choice=choice), support("hermes"))
+    assert error.value.param == param
+
+
 def nested(levels):
     schema = {"type": "string"}
     for _ in range(levels):
@@ -114,7 +131,6 @@ def nested(levels):
 @pytest.mark.parametrize(
     ("functions", "other", "message"),
     [
-        ([ADD, ADD], {}, "stands twice"),
         ([ADD] * (MOST_TOOLS + 1), {}, "at most"),
         ([{"name": "a b"}], {}, "pattern"),
         ([{"name": "a\n"}], {}, "pattern"),
@@ -123,9 +139,7 @@ def nested(levels):
         ([{"name": "a", "parameters": nested(40)}], {}, "levels"),
         ([{"name": "a", "parameters": {"enum": ["x" * 70_000]}}], {}, "characters"),
         ([{"name": "a", "body": 1}], {}, "Extra"),
-        ([ADD], {"tool_choice": {"type": "function", "function": {"name": "no"}}}, "none of the"),
         ([ADD], {"tool_choice": "always"}, "tool_choice"),
-        ([], {"tool_choice": "required"}, "no tools"),
         ([ADD], {"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ],
 )
