@@ -77,7 +77,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
             _endpoint(handler, served),
             methods=[method],
             name=handler.__name__,
-            openapi_extra=openapi.operation(model, kinds),
+            openapi_extra=openapi.operation(path, model, kinds),
         )
     app.add_route("/", chat_page, include_in_schema=False)
     app.openapi = lambda: _describe(app)

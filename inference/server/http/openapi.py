@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel
@@ -44,12 +45,11 @@ def _error(status: int) -> dict[str, Any]:
     return {"description": STATUSES[status], "content": content}
 
 
-def operation(
-    model: type[BaseModel] | None = None, kinds: tuple[str, ...] = ("application/json",)
-) -> dict[str, Any]:
+def operation(path: str, model: type[BaseModel] | None, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Arguments of a route for FastAPI: the body it reads, what it answers with.
 
     Args:
+        path: The route's, with its parameters in braces.
         model: Of the body, if it has one.
         kinds: Media types of its answers.
     """
@@ -58,6 +58,10 @@ def operation(
     responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
     responses |= {str(status): _error(status) for status in statuses}
     extra: dict[str, Any] = {"responses": responses}
+    names = re.findall(r"{(\w+)", path)
+    if names:
+        fixed = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        extra["parameters"] = [{"name": name} | fixed for name in names]
     if model is not None:
         schema = {"$ref": REFS.format(model=model.__name__)}
         extra["requestBody"] = {

@@ -14,6 +14,7 @@ from inference.server.schema.common import (
     JsonObject,
     kind_of_text,
     refused,
+    refused_if_true,
 )
 from inference.server.schema.generation import GenerationBody
 from inference.server.schema.tools import ToolFields
@@ -136,7 +137,7 @@ class ChatBody(GenerationBody, TemplateBody, ToolFields):
     top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: Annotated[bool | None, refused_if_true("no answer is stored")] = None
     verbosity: Literal["medium"] | None = None
     safety_identifier: str | None = Field(default=None, max_length=512)
     prompt_cache_key: str | None = Field(default=None, max_length=512)

@@ -36,6 +36,17 @@ def refused(why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def refused_if_true(why: str) -> AfterValidator:
+    """Of a field that may be false or absent only; a literal False would take 0 as well."""
+
+    def check(value: bool | None) -> bool | None:
+        if value:
+            raise ValueError(f"this server does not support it: {why}")
+        return value
+
+    return AfterValidator(check)
+
+
 def kind_of_text(value: Any) -> str:
     """Whether a value that may be a text or a list of them is a list."""
     return "texts" if isinstance(value, list) else "text"

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from inference.scheduling.request import MOST_BIASES
-from inference.server.schema.common import LIMITS, Body, Int64, TokenId, kind_of_text
+from inference.server.schema.common import (
+    LIMITS,
+    Body,
+    Int64,
+    TokenId,
+    kind_of_text,
+    refused_if_true,
+)
 from inference.server.schema.response_format import ResponseFormat
 
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=LIMITS.stop_characters)]
@@ -31,7 +38,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[bool | None, refused_if_true("chunks have no padding")] = None
 
 
 class GenerationBody(Body):

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from inference.beam_search import BeamParams, Hypothesis
 from inference.scheduling.request import SamplingParams
 from inference.server.engine_client import EngineClient, QueueLimits
 from inference.server.messages import (
     Abort,
+    BeamDone,
     Dead,
     EngineInfo,
     EngineStats,
@@ -114,7 +116,10 @@ class FakeEngine:
                 self._requests.pop(name, None)
         else:
             assert isinstance(message, SubmitBeam)
-            raise NotImplementedError
+            tokens = tuple(counting(message.prompt, SamplingParams(max_tokens=3)))
+            found = [Hypothesis(tokens, -1.0, -3.0, "length", self._all(tokens, message.params))]
+            done = BeamDone(message.name, found * message.params.n)
+            asyncio.get_running_loop().call_soon(self.client.take, done)
 
     async def _run(self) -> None:
         while self._requests:
@@ -142,6 +147,13 @@ class FakeEngine:
                 step.finished.append((name, "length" if cut else "stop", None))
                 del self._requests[name]
         return step
+
+    def _all(
+        self, tokens: Sequence[int], params: BeamParams
+    ) -> tuple[dict[int, float], ...] | None:
+        if params.logprobs is None:
+            return None
+        return tuple(self._logprobs(token, params.logprobs) for token in tokens)
 
     def _logprobs(self, token: int, number: int) -> dict[int, float]:
         """The token's, -0.5, and less likely ones of the tokens after it."""
