@@ -22,10 +22,11 @@ from inference.server.http.errors import ApiError, api_error
 from inference.server.http.middleware import KeyCheck, RequestLog
 from inference.server.http.responses import Refusal
 from inference.server.page.route import chat_page
-from inference.server.routes import about, chat, completions, generate, tokens
+from inference.server.routes import about, chat, completions, generate, responses, tokens
 from inference.server.schema.chat import ChatBody
 from inference.server.schema.completions import CompletionBody
 from inference.server.schema.generate import GenerateBody
+from inference.server.schema.responses import ResponsesBody
 from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
 from inference.server.settings import ServerSettings
 
@@ -38,6 +39,7 @@ ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] 
     ("GET", "/v1/models/{model:path}", about.model, None, (JSON,)),
     ("POST", "/v1/completions", completions.complete, CompletionBody, (JSON, EVENTS)),
     ("POST", "/v1/chat/completions", chat.chat, ChatBody, (JSON, EVENTS)),
+    ("POST", "/v1/responses", responses.respond, ResponsesBody, (JSON, EVENTS)),
     ("POST", "/tokenize", tokens.tokenize, TokenizeBody, (JSON,)),
     ("POST", "/detokenize", tokens.detokenize, DetokenizeBody, (JSON,)),
     ("GET", "/tokenizer_info", tokens.tokenizer_info, None, (JSON,)),

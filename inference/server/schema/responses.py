@@ -1,0 +1,299 @@
+"""The body of `/v1/responses`, and what it says in the words of a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from inference.server.schema.chat import (
+    AnyMessage,
+    AssistantMessage,
+    ChatBody,
+    FunctionCall,
+    Message,
+    ToolCall,
+    ToolMessage,
+)
+from inference.server.schema.common import LIMITS, Body, kind_of_text, refused
+from inference.server.schema.response_format import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    TextFormat,
+)
+from inference.server.schema.tools import MOST_TOOLS, Function, FunctionName, NamedTool, Tool
+
+KEEPS_NOTHING = "this server keeps no answers; send the whole conversation as input"
+Id = Annotated[str, Field(max_length=256)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class TextPart(Body):
+    """A text as a part of a message; what an answer of this server has comes back as it was."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+
+
+def _only_text(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in ("input_text", "output_text"):
+        raise ValueError(f"a part of type {kind!r} is not supported: this model reads text only")
+    return part
+
+
+Part = Annotated[TextPart, BeforeValidator(_only_text)]
+Content = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Annotated[list[Part], Field(min_length=1)], Tag("texts")],
+    Discriminator(kind_of_text),
+]
+
+
+class MessageItem(Body):
+    """What was said by whom."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: Id | None = None
+    status: Status | None = None
+    phase: str | None = Field(default=None, max_length=64)
+
+
+class CallItem(Body):
+    """A function that the model called."""
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+    id: Id | None = None
+    status: Status | None = None
+
+
+class OutputItem(Body):
+    """What a function that was called gave."""
+
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Content
+    id: Id | None = None
+    status: Status | None = None
+
+
+KINDS = ("message", "function_call", "function_call_output")
+
+
+def _known_item(item: Any) -> Any:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if isinstance(kind, str) and kind not in KINDS:
+        raise ValueError(f"an item of type {kind!r} is not supported; there are {', '.join(KINDS)}")
+    return item
+
+
+def _kind_of_item(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if kind in KINDS else "message"
+
+
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
+    Discriminator(_kind_of_item),
+]
+Item = Annotated[AnyItem, BeforeValidator(_known_item)]
+
+
+class FunctionTool(Function):
+    """A function that the model may call; other kinds of tools there are none."""
+
+    type: Literal["function"]
+
+
+def _only_functions(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(f"a tool of type {kind!r} is not supported: give functions only")
+    return tool
+
+
+class NamedFunction(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class SchemaFormat(NamedSchema):
+    """JSON that is valid under a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(Body):
+    """What the text of an answer must be."""
+
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")] | None
+    ) = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    """Not supported; clients send it empty."""
+
+    effort: Annotated[None, refused("this server has no such control")] = None
+    summary: Annotated[None, refused("this server has no such control")] = None
+
+
+class StreamOptions(Body):
+    """Random padding against watchers of sizes; there is none here."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+def _not_stored(value: Any) -> Any:
+    if value is True:
+        raise ValueError(f"{KEEPS_NOTHING}, and set store to false")
+    return value
+
+
+class ResponsesBody(Body):
+    """The body of `/v1/responses`: as OpenAI's, but nothing is stored.
+
+    Attributes:
+        model: A name of the model; default the one that is served.
+        input: A text, or what was said, called and answered so far.
+        instructions: A system message before it.
+        stream: Answer with server-sent events.
+        max_output_tokens: Most tokens of the answer; default what the context leaves.
+        temperature: 0 takes the likeliest token.
+        top_p: Of the likeliest tokens, as few as reach this probability.
+        top_logprobs: Tell the log probabilities of the so many likeliest tokens, too.
+        text: What the answer's text must be.
+        tools: Functions that the model may call.
+        tool_choice: `none`, `auto`, `required`, or the function that has to be called.
+        parallel_tool_calls: Whether the answer may hold several calls.
+        include: What more to tell: the log probabilities; encrypted reasoning there is none.
+        store: False, which is the default here.
+        metadata: Told again in the answer.
+    """
+
+    model: str | None = Field(default=None, max_length=512)
+    input: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Annotated[list[Item], Field(min_length=1, max_length=4096)], Tag("texts")],
+        Discriminator(kind_of_text),
+    ]
+    instructions: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    text: TextOptions | None = None
+    tools: (
+        Annotated[
+            list[Annotated[FunctionTool, BeforeValidator(_only_functions)]],
+            Field(max_length=MOST_TOOLS),
+        ]
+        | None
+    ) = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
+    store: Annotated[Literal[False] | None, BeforeValidator(_not_stored)] = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    client_metadata: dict[str, str] | None = None
+    user: str | None = Field(default=None, max_length=512)
+    safety_identifier: str | None = Field(default=None, max_length=512)
+    prompt_cache_key: str | None = Field(default=None, max_length=512)
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: Annotated[None, refused(KEEPS_NOTHING)] = None
+    conversation: Annotated[None, refused(KEEPS_NOTHING)] = None
+    prompt: Annotated[None, refused("it keeps no prompts; send it as instructions and input")] = (
+        None
+    )
+    max_tool_calls: Annotated[None, refused("it calls no tools by itself")] = None
+    context_management: Annotated[None, refused("shorten the input")] = None
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether log probabilities are told."""
+        return "message.output_text.logprobs" in (self.include or ())
+
+    def chat(self) -> ChatBody:
+        """The same question in the words of a chat."""
+        return ChatBody(
+            model=self.model,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs if self.logprobs else None,
+            response_format=self._response_format(),
+            tools=[_chat_tool(tool) for tool in self.tools] if self.tools else None,
+            tool_choice=_chat_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    def _response_format(self) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
+        asked = self.text and self.text.format
+        if not isinstance(asked, SchemaFormat):
+            return asked
+        named = NamedSchema(name=asked.name, schema=asked.json_schema)
+        return JsonSchemaFormat(type="json_schema", json_schema=named)
+
+    def _messages(self) -> list[AnyMessage]:
+        """A chat; calls that follow one another, and a text before them, are one message."""
+        made: list[AnyMessage] = []
+        if self.instructions:
+            made.append(Message(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            return [*made, Message(role="user", content=self.input)]
+        for item in self.input:
+            if isinstance(item, OutputItem):
+                text = _text(item.output)
+                made.append(ToolMessage(role="tool", content=text, tool_call_id=item.call_id))
+            elif isinstance(item, CallItem):
+                before = made[-1] if made else None
+                message = AssistantMessage(role="assistant")
+                if isinstance(before, AssistantMessage):
+                    message = before
+                    made.pop()
+                called = FunctionCall(name=item.name, arguments=item.arguments)
+                calls = [*(message.tool_calls or ()), ToolCall(id=item.call_id, function=called)]
+                made.append(message.model_copy(update={"tool_calls": calls}))
+            elif item.role == "assistant":
+                made.append(AssistantMessage(role="assistant", content=_text(item.content)))
+            else:
+                made.append(Message(role=item.role, content=_text(item.content)))
+        return made
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _chat_tool(tool: FunctionTool) -> Tool:
+    fields = tool.model_dump(exclude={"type"})
+    return Tool(function=Function(**fields))
+
+
+def _chat_choice(choice: Any) -> Any:
+    if isinstance(choice, NamedFunction):
+        return NamedTool(function=FunctionName(name=choice.name))
+    return choice
