@@ -26,8 +26,9 @@ from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import L, LayerFactory, X
 from inference.scheduling.active import ActiveRequests
-from inference.scheduling.request import RequestOutput
-from inference.scheduling.scheduler import Scheduler, Slice
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.step_result import StepResult
+from inference.scheduling.work import Work
 from kernels.attention_inputs import KVPool
 from kernels.devices import check_device
 
@@ -35,12 +36,13 @@ from kernels.devices import check_device
 class Loop(Protocol):
     """Steps of an engine."""
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> StepResult:
         """Run a step, and tell what requests gained: of this one, or of the one before it."""
         ...
 
-    def score(self, part: Slice) -> Tensor:
-        """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
+    def score(self, work: Work) -> Tensor:
+        """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
+        host."""
         ...
 
     def warm_up(self) -> None:

@@ -18,6 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,9 +34,10 @@ from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, KVStats
 from inference.scheduling.held import Held, check_beams
 from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
-from inference.scheduling.scheduler import Scheduler, Slice
-from inference.scheduling.scheduler import Sequence as TokenSequence
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.step_result import StepResult
+from inference.scheduling.work import Work
 from inference.structured.compiler import GrammarCompiler
 from kernels.attention_inputs import KVPool
 
@@ -260,13 +262,13 @@ class Engine:
         request = ActiveRequest(
             name, tokens, params, self.tokenizer, frozenset(), self._length, told=top
         )
-        request.sequence.held, request.sequence.places = True, beams
+        request.sequence.places = beams
         self._requests.add(request)
         return Held(name, room)
 
     def extend(self, name: str, token: int) -> None:
         """Give a held request its next token, once the likeliest were told."""
-        self._requests[name].extend(token)
+        self._requests[name].sequence.append(token)
 
     def fork(self, name: str, new_name: str, token: int) -> None:
         """Begin a held request with the tokens of another and one more; it shares their blocks.
@@ -304,9 +306,44 @@ class Engine:
             EngineError: the step failed; all requests are dropped, the engine can go on.
         """
         outputs, self._backlog = self._backlog, []
+        return outputs + self._outputs(self._run())
+
+    def advance(self) -> StepResult:
+        """`step`, told as one object: which requests gained which token, and which ended.
+
+        What a step costs here does not grow with the text or with those that wait, and hardly with
+        those that run.
+
+        Raises:
+            EngineError: as `step`.
+        """
+        result = self._old_news() if self._backlog else self._run()
+        result.candidates = self._requests.take_candidates()
+        return result
+
+    def _old_news(self) -> StepResult:
+        """What others gained while some were waited for: of each, the first that is not told."""
+        result = StepResult()
+        while self._backlog and self._backlog[0].request_id not in result.names:
+            output = self._backlog.pop(0)
+            if output.finish_reason not in ("abort", "error"):
+                result.names.append(output.request_id)
+                result.tokens.append(output.token_ids[-1])
+                if output.logprobs is not None:
+                    result.logprobs[output.request_id] = output.logprobs[-1]
+                if output.prompt_logprobs is not None and len(output.token_ids) == 1:
+                    result.prompt_logprobs[output.request_id] = output.prompt_logprobs
+            if output.finished:
+                result.finished.append(output)
+        return result
+
+    def _run(self) -> StepResult:
+        """One step of the loop."""
         try:
-            outputs += self._requests.admit_compiled()
-            outputs += self.loop.step()
+            refused = self._requests.admit_compiled()
+            result = self.loop.step()
+            result.finished = refused + result.finished
+            return result
         except PTQError:
             self._drop()
             raise
@@ -315,28 +352,12 @@ class Engine:
             raise EngineError(
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error
-        return outputs
 
-    def advance(self) -> StepResult:
-        """`step`, told as one object: which requests gained which token, and which ended.
-
-        Raises:
-            EngineError: as `step`.
-        """
-        outputs = self.step()
-        gained = [o for o in outputs if o.token_ids and o.finish_reason not in ("abort", "error")]
-        return StepResult(
-            names=[o.request_id for o in gained],
-            tokens=[o.token_ids[-1] for o in gained],
-            logprobs={o.request_id: o.logprobs[-1] for o in gained if o.logprobs is not None},
-            prompt_logprobs={
-                o.request_id: o.prompt_logprobs
-                for o in gained
-                if o.prompt_logprobs is not None and len(o.token_ids) == 1
-            },
-            finished=[o for o in outputs if o.finished],
-            candidates=self._requests.take_candidates(),
-        )
+    def _outputs(self, result: StepResult) -> list[RequestOutput]:
+        """The state of each request that a step told of."""
+        ended = {output.request_id: output for output in result.finished}
+        going = [self._requests[n].snapshot() for n in result.names if n not in ended]
+        return going + result.finished
 
     def warm_up(self) -> None:
         """On a GPU, compile and capture the usual steps now instead of when each is needed.
@@ -366,11 +387,16 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(f"params: {len(each)} for {len(prompts)} prompts", "params")
-        names: list[str] = []
+        alone, names, done = not self.has_unfinished, list[str](), dict[str, RequestOutput]()
         try:
             for prompt, one in zip(prompts, each, strict=True):
                 names.append(self.add_request(prompt, one))
-            done = {output.request_id: output for output in self._drive(names) if output.finished}
+            while alone and len(done) < len(names):
+                done |= {
+                    output.request_id: output for output in map(_sound, self.advance().finished)
+                }
+            for output in () if alone else self._drive(names):
+                done[output.request_id] = output
         finally:  # of a batch that is refused or interrupted nothing is left
             for name in names:
                 self.abort(name)
@@ -401,20 +427,26 @@ class Engine:
         """
         tokens = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         self._check_prompt(tokens, room=0)
-        sequence = TokenSequence(" score", tokens)  # no request has this name
-        if not self._blocks.grow(sequence.name, len(tokens)):
+        sequence = TokenSequence(" score", tokens, whole=True)  # no request has this name
+        if not self._scheduler.enter_apart(sequence):
             raise EngineError("running requests hold the cache; finish them before scoring")
         finite = False
         try:
-            size = self.config.max_batched_tokens
-            starts = range(0, len(tokens), size)
-            parts = [Slice(sequence, i, min(size, len(tokens) - i)) for i in starts]
             self._requests.prepare_cache()
-            logits = torch.cat([self.loop.score(part) for part in parts])
+            logits = torch.cat([self.loop.score(part) for part in self._parts(sequence)])
             finite = bool(torch.isfinite(logits[-1]).all())
             return logits
         finally:
-            self._blocks.release(sequence.name, seen=len(tokens) if finite else 0)
+            self._scheduler.leave_apart(sequence, seen=len(tokens) if finite else 0)
+
+    def _parts(self, sequence: TokenSequence) -> Iterator[Work]:
+        """The steps that compute a sequence that is run apart."""
+        batch, count = self._scheduler.batch, len(sequence)
+        for start in range(0, count, self.config.max_batched_tokens):
+            now = min(self.config.max_batched_tokens, count - start)
+            work = Work.of(batch, np.array([batch.spare]), np.array([now]))
+            yield work
+            self._scheduler.advance(work)
 
     def _drive(self, names: Sequence[str]) -> Iterator[RequestOutput]:
         """Step until these requests are done; what others gain waits for the next `step`."""
@@ -425,9 +457,7 @@ class Engine:
                     if output.request_id not in pending:
                         others.append(output)
                         continue
-                    if output.param is not None:
-                        raise RequestError(str(output.error), output.param)
-                    if output.finished:
+                    if _sound(output).finished:
                         pending.discard(output.request_id)
                     yield output
         finally:
@@ -453,3 +483,10 @@ class Engine:
         """Forget all requests, and the step on its way."""
         self._requests.drop()
         self.loop.drop()
+
+
+def _sound(output: RequestOutput) -> RequestOutput:
+    """An output; RequestError where a parameter turned out to be none after it was queued."""
+    if output.param is not None:
+        raise RequestError(str(output.error), output.param)
+    return output

@@ -228,8 +228,7 @@ def answer_rows(
     answers = [batch.add(row) for row in rows]
     with bar(total=len(batch), title="Predicting", unit="row", shown=progress) as shown:
         while engine.has_unfinished:
-            finished = [output for output in engine.step() if output.finished]
-            shown.update(sum(map(batch.take, finished)))
+            shown.update(sum(map(batch.take, engine.advance().finished)))
     return answers
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from inference.scheduling.blocks import BlockManager
 from inference.scheduling.layout import lay_out
-from inference.scheduling.scheduler import Slice
+from inference.scheduling.work import Work
 
 
 @dataclass(frozen=True)
@@ -37,32 +35,17 @@ class Batch:
     rows: Tensor
 
 
-def plan_step(
-    slices: Sequence[Slice], blocks: BlockManager, whole: set[str]
-) -> tuple[Batch, list[int]]:
-    """Lay out a step.
-
-    Args:
-        slices: What runs.
-        blocks: Which blocks of the cache each sequence holds.
-        whole: Names of sequences whose logits are wanted for all tokens of their slice; of others
-            only for the last, and only if it is the sequence's last.
-
-    Returns:
-        The batch, and how many rows of its logits belong to each slice, in order.
-    """
-    counts = [part.count if part.sequence.name in whole else int(part.samples) for part in slices]
-    starts = [0, *accumulate(part.count for part in slices)]
-    rows = [row for end, n in zip(starts[1:], counts, strict=True) for row in range(end - n, end)]
-    own = lay_out(slices, blocks)
-    widest = max(map(len, own.tables))
-    batch = Batch(
-        ids=torch.tensor(own.ids),
-        positions=torch.tensor(own.positions),
-        slots=torch.tensor(own.slots),
-        block_tables=torch.tensor([[*table, *[0] * (widest - len(table))] for table in own.tables]),
-        query_start=torch.tensor(starts),
-        context_len=torch.tensor(own.contexts),
-        rows=torch.tensor(rows, dtype=torch.int64),
+def plan_step(work: Work) -> Batch:
+    """Lay out a step; the rows of its logits are those of its slices, in order (`Work.rows`)."""
+    own, ends, rows = lay_out(work), np.cumsum(work.counts), work.rows
+    firsts = np.repeat(ends - np.cumsum(rows), rows)  # of a slice's last rows, less those before
+    widest = int(work.batch.held[work.places].max())
+    return Batch(
+        ids=torch.from_numpy(own.ids),
+        positions=torch.from_numpy(own.positions),
+        slots=torch.from_numpy(own.slots),
+        block_tables=torch.from_numpy(work.batch.tables[work.places, :widest].astype(np.int64)),
+        query_start=torch.from_numpy(np.concatenate([[0], ends])),
+        context_len=torch.from_numpy(own.contexts),
+        rows=torch.from_numpy(firsts + np.arange(len(firsts))),
     )
-    return batch, counts

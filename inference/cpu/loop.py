@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
 from torch import Tensor
 
 from inference.cpu.batch import Batch, plan_step
 from inference.scheduling.active import ActiveRequests
-from inference.scheduling.request import RequestOutput
-from inference.scheduling.scheduler import Scheduler, Slice
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.step_result import StepResult
+from inference.scheduling.work import Work
 
 
 class HostLoop:
@@ -26,33 +28,23 @@ class HostLoop:
     ) -> None:
         self.forward, self._scheduler, self._requests = forward, scheduler, requests
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> StepResult:
         """Run a step and tell its tokens."""
-        slices = self._scheduler.schedule()
-        if not slices:
-            return []
-        names = [part.sequence.name for part in slices]
+        work = self._scheduler.schedule()
+        if not len(work):
+            return StepResult()
         self._requests.prepare_cache()
-        whole = {name for name in names if self._requests[name].wants_prompt_logits}
-        logits = self._run(slices, whole)
-        self._scheduler.advance(slices)
-        outputs = []
-        for part, rows in zip(slices, logits, strict=True):
-            if len(rows):
-                outputs += self._requests.take_logits(part, rows)
-        return outputs
+        logits = self.forward(plan_step(work))
+        self._scheduler.advance(work)
+        which = np.flatnonzero(work.rows)
+        return self._requests.take_logits(work, which, logits) if len(which) else StepResult()
 
-    def score(self, part: Slice) -> Tensor:
-        """Logits of the tokens of a slice, fp32 [tokens, vocabulary]."""
-        return self._run([part], {part.sequence.name})[0]
+    def score(self, work: Work) -> Tensor:
+        """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary]."""
+        return self.forward(plan_step(work))
 
     def warm_up(self) -> None:
         """Nothing is compiled when it is needed."""
 
     def drop(self) -> None:
         """No step is on its way between two."""
-
-    def _run(self, slices: Sequence[Slice], whole: set[str]) -> Sequence[Tensor]:
-        """Logits [rows, vocabulary] of each slice."""
-        batch, counts = plan_step(slices, self._scheduler.blocks, whole)
-        return self.forward(batch).split(counts)

@@ -106,9 +106,8 @@ class TritonBackend:
             model,
             pools,
             self.device,
-            scheduler.blocks,
+            scheduler.batch,
             width=blocks_for(sizes.max_model_len),
-            places=sizes.max_batch_size,
             graphs=not sizes.eager,
         )
         return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)

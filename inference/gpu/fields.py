@@ -2,37 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from math import prod
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Shape = tuple[torch.dtype, tuple[int, ...]]
 Shapes = Mapping[str, Shape]
+Arrays = Mapping[str, NDArray]
+BLOCKS = 2  # of each kind: one is written while the other is on its way
 
 
-def pack_fields(shapes: Shapes, values: Mapping[str, Sequence], *, pinned: bool) -> Tensor:
+class HostBlock:
     """A step's arrays as a block of bytes on the host.
 
     Args:
         shapes: Type and shape of each.
-        values: What each array begins with; the rest of it is zero.
         pinned: Whether the block is to be moved without waiting.
 
-    Returns:
-        uint8, one dimension.
+    Attributes:
+        bytes: uint8, one dimension; zero at first.
+        arrays: The arrays in it, by name.
+        moved: When its bytes have been moved; None if nobody moves them.
     """
-    block = torch.zeros(_size(shapes), dtype=torch.uint8, pin_memory=pinned)
-    arrays = _views(block, shapes)
-    for name, rows in values.items():
-        array = arrays[name].numpy()
-        if array.ndim == 1:
-            array[: len(rows)] = rows
-            continue
-        for i, row in enumerate(rows):
-            array[i, : len(row)] = row
-    return block
+
+    def __init__(self, shapes: Shapes, *, pinned: bool) -> None:
+        self.bytes = torch.zeros(_size(shapes), dtype=torch.uint8, pin_memory=pinned)
+        self.arrays: Arrays = {k: v.numpy() for k, v in _views(self.bytes, shapes).items()}
+        self.moved: torch.cuda.Event | None = None
+
+
+class HostBlocks:
+    """Blocks that are written again and again, in turn; a step's arrays cost no allocation.
+
+    Args:
+        pinned: Whether they are to be moved without waiting.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._kinds: dict[Hashable, list[HostBlock]] = {}
+
+    def next(self, kind: Hashable, shapes: Callable[[], Shapes]) -> HostBlock:
+        """A block that nobody reads any more; what it holds is of an earlier step of its kind.
+
+        Args:
+            kind: All blocks of a kind have the same shapes.
+            shapes: What these are, asked for the first of a kind.
+        """
+        blocks = self._kinds.setdefault(kind, [])
+        if len(blocks) < BLOCKS:
+            blocks.append(HostBlock(shapes(), pinned=self._pinned))
+        else:
+            blocks.append(blocks.pop(0))
+        if (moved := blocks[-1].moved) is not None:
+            moved.synchronize()  # long since, as a step is told before the next but one is planned
+        return blocks[-1]
 
 
 class Fields:
@@ -51,7 +78,7 @@ class Fields:
         self.on_device = _views(self._bytes, shapes)
 
     def upload(self, block: Tensor) -> None:
-        """Fill the arrays from a block of `pack_fields` of the same shapes; does not wait."""
+        """Fill the arrays from the bytes of a `HostBlock` of the same shapes; does not wait."""
         self._bytes.copy_(block, non_blocking=True)
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 from torch import Tensor
 
 from inference.gpu.runner import GpuRunner, Launched
-from inference.gpu.sizes import Draw, ScheduledSlice
-from inference.scheduling.active import ActiveRequest, ActiveRequests
-from inference.scheduling.request import RequestOutput
-from inference.scheduling.scheduler import Scheduler, Slice
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.step_result import StepResult
+from inference.scheduling.work import Work
 
 
 class DeviceLoop:
@@ -46,44 +47,40 @@ class DeviceLoop:
     ) -> None:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
         self._ahead, self.waited = ahead, 0.0
-        self._indices: dict[str, int] = {}
-        self._on_its_way: tuple[Launched, dict[str, ActiveRequest]] | None = None
+        self._on_its_way: Launched | None = None
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> StepResult:
         """Launch a step, and tell the tokens of the one before it."""
-        outputs = [] if self._may_run_ahead() else self.collect()
-        slices = self._scheduler.schedule()
-        if not slices:
-            return outputs + self.collect()
-        launched = self._launch(slices)
-        outputs += self.collect()
+        if not self._may_run_ahead() and (told := self.collect()):
+            return told  # the next step is another one now
+        work = self._scheduler.schedule()
+        if not len(work):
+            return self.collect()
+        launched = self._launch(work)
+        result = self.collect()
         self._on_its_way = launched
-        return outputs if self._may_run_ahead() else outputs + self.collect()
+        return result if result or self._may_run_ahead() else self.collect()
 
-    def collect(self) -> list[RequestOutput]:
+    def collect(self) -> StepResult:
         """Wait for the step on its way and tell its tokens."""
-        on_its_way, self._on_its_way = self._on_its_way, None
-        if on_its_way is None:
-            return []
-        launched, requests = on_its_way
-        outputs: list[RequestOutput] = []
+        launched, self._on_its_way = self._on_its_way, None
+        if launched is None:
+            return StepResult()
         start = time.perf_counter()
-        tokens = launched.tokens()
+        tokens, work = launched.tokens(), launched.work
         self.waited += time.perf_counter() - start
-        for index, (work, token) in enumerate(zip(launched.work, tokens, strict=True)):
-            request = requests[work.part.sequence.name]
-            if self._requests.get(work.part.sequence.name) is not request:
-                continue  # it has ended since
-            if not request.chosen_on_device:
-                if work.rows:
-                    outputs += self._requests.take_logits(work.part, launched.logits_of(index))
-            elif token is not None:
-                outputs.append(self._requests.take_token(request, token))
-        return outputs
+        alive = work.alive()  # others have ended since
+        device = alive & work.samples & ~work.host
+        result = self._requests.take_tokens(work.places[device], tokens[device])
+        read = np.flatnonzero(alive & work.host & (work.rows > 0))
+        if len(read):
+            result += self._requests.take_logits(work, read, launched.logits_of(read))
+        return result
 
-    def score(self, part: Slice) -> Tensor:
-        """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
-        return self.runner.score(part)
+    def score(self, work: Work) -> Tensor:
+        """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
+        host."""
+        return self.runner.score(work)
 
     def warm_up(self) -> None:
         """Compile and capture the steps of decodes alone and of prompts alone.
@@ -100,41 +97,16 @@ class DeviceLoop:
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""
-        scheduler, running = self._scheduler, self._scheduler.running
-        full = len(running) >= scheduler.max_batch_size
+        scheduler = self._scheduler
+        full = len(scheduler.running) >= scheduler.max_batch_size
         if not self._ahead or (scheduler.waiting and not full):
             return False
-        missing = sum(scheduler.blocks.missing(s.name, len(s.tokens)) for s in running)
-        on_device = all(self._requests[s.name].chosen_on_device for s in running)
-        return missing <= scheduler.blocks.available and on_device
+        on_device = scheduler.batch.on_device(scheduler.order)
+        return scheduler.unhindered and bool(on_device.all())
 
-    def _launch(self, slices: list[Slice]) -> tuple[Launched, dict[str, ActiveRequest]]:
+    def _launch(self, work: Work) -> Launched:
         self._requests.prepare_cache()
-        self._assign_indices()
-        requests, work = {}, []
-        for part in slices:
-            name = part.sequence.name
-            request = requests[name] = self._requests[name]
-            own = ScheduledSlice(
-                part,
-                samples=part.samples,
-                index=self._indices[name],
-                draw=Draw(*request.draw),
-                logits=not request.chosen_on_device,
-                whole=request.wants_prompt_logits,
-            )
-            work.append(own)
         launched = self.runner.launch(work)
-        self._scheduler.advance(slices)
-        for own in work:
-            request = requests[own.part.sequence.name]
-            if own.samples and request.chosen_on_device:
-                request.expect()
-        return launched, requests
-
-    def _assign_indices(self) -> None:
-        """A batch index for each running sequence; those of others are free again."""
-        running = [sequence.name for sequence in self._scheduler.running]
-        kept = {name: self._indices[name] for name in running if name in self._indices}
-        free = iter(sorted(set(range(self._scheduler.max_batch_size)) - set(kept.values())))
-        self._indices = kept | {name: next(free) for name in running if name not in kept}
+        self._scheduler.advance(work)
+        self._scheduler.batch.expect(work.places[work.samples & ~work.host])
+        return launched

@@ -4,7 +4,8 @@ One copy in, one copy of tokens out. Tokens are chosen on the device and kept th
 so that the next step can be launched before the host knows them: a token that it does not know yet
 stands as `PENDING` in a sequence, and its id is taken from the sequence's index.
 
-`plan` looks at slices and gives a size and a block of bytes; `execute` looks at these alone.
+`launch` writes the arrays of a step into a block of bytes; `execute` looks at these and their size
+alone.
 
 Steps are padded (`inference.gpu.steps`) and, with `graphs`, replayed as the CUDA graph of their
 size: one of decodes alone is captured when it is first needed, any other when it is needed again.
@@ -17,25 +18,27 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch, GpuDecoder, forward
 from inference.gpu.feed_forward import as_one
-from inference.gpu.fields import Fields
+from inference.gpu.fields import Fields, HostBlock, HostBlocks
 from inference.gpu.layers import workspace_on
 from inference.gpu.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
 from inference.gpu.sizes import (
-    ScheduledSlice,
     Size,
     WholeSize,
     decodes_of,
     prompt_sizes,
     size_of,
+    whole_size,
 )
-from inference.gpu.steps import StepPlan, places, plan_step, step_shapes
-from inference.scheduling.blocks import BlockManager
-from inference.scheduling.scheduler import PENDING, Slice
+from inference.gpu.steps import StepPlan, places, step_shapes, write_step
+from inference.scheduling.batch import Ints, RunningBatch
+from inference.scheduling.sequence import PENDING
+from inference.scheduling.work import Work
 from kernels.attention_inputs import KVPool
 from kernels.devices import launches_on
 from kernels.triton.common import Workspace
@@ -66,28 +69,32 @@ class Launched:
     """A step on its way, and whose rows are whose.
 
     Attributes:
-        work: What runs, in an order of its own.
+        work: What runs, sequences of one token first.
         executed: What it gives, in that order.
     """
 
-    work: Sequence[ScheduledSlice]
+    work: Work
     executed: Executed
-    _places: Sequence[int]
+    _places: Ints
 
-    def tokens(self) -> list[int | None]:
+    def tokens(self) -> Ints:
         """Wait for the step: the next token of each sequence, negative where logits were not
-        finite; None where the slice is not its last."""
+        finite; of no meaning where the slice is not its last."""
         if self.executed.done is not None:
             self.executed.done.synchronize()
-        chosen, rows = self.executed.tokens.tolist(), zip(self.work, self._places, strict=True)
-        return [chosen[place] if work.samples else None for work, place in rows]
+        found = np.zeros(len(self.work), np.int64)
+        samples = self.work.samples
+        found[samples] = self.executed.tokens.numpy()[self._places[samples]]
+        return found
 
-    def logits_of(self, index: int) -> Tensor:
-        """Logits of one slice, fp32 [rows, vocabulary], on the host."""
-        logits = self.executed.logits
+    def logits_of(self, which: Ints) -> Tensor:
+        """Logits of some slices, fp32 [rows, vocabulary], on the host."""
+        logits, rows = self.executed.logits, self.work.rows
         assert logits is not None
-        start = sum(work.rows for work in self.work[:index])
-        return logits[start : start + self.work[index].rows].cpu()
+        wanted = np.repeat(np.isin(np.arange(len(rows)), which), rows)
+        if wanted.all():
+            return logits[: len(wanted)].cpu()
+        return logits[torch.from_numpy(np.flatnonzero(wanted)).to(logits.device)].cpu()
 
 
 @dataclass
@@ -112,9 +119,8 @@ class GpuRunner:
         model: On the GPU.
         pools: Its cache.
         device: The GPU.
-        blocks: Which blocks of the cache each sequence holds.
+        batch: Which blocks of the cache each sequence holds, and its tokens.
         width: Most blocks of a sequence.
-        places: Most sequences of a step.
         graphs: Capture steps as CUDA graphs.
     """
 
@@ -123,17 +129,17 @@ class GpuRunner:
         model: GpuDecoder,
         pools: Sequence[KVPool],
         device: torch.device,
-        blocks: BlockManager,
+        batch: RunningBatch,
         *,
         width: int,
-        places: int,
         graphs: bool = True,
     ) -> None:
-        self.model, self._pools, self._blocks, self._width = model, pools, blocks, width
+        self.model, self._pools, self._batch, self._width = model, pools, batch, width
         self._device, self._on_gpu = device, device.type == "cuda"
-        self._graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(places))
-        self._spare = places  # the batch index of rows that stand for no sequence
-        self._tokens = torch.zeros(places + 1, dtype=torch.int64, device=self._device)
+        places = len(batch.names)
+        self._graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(places - 1))
+        self._tokens = torch.zeros(places, dtype=torch.int64, device=self._device)
+        self._blocks = HostBlocks(pinned=self._on_gpu)
         self._captured: dict[Size, Captured] = {}
         self._seen: set[Size] = set()  # steps of prompts that ran
         self._short: set[Size] = set()  # those for whose graph there was no memory
@@ -141,29 +147,23 @@ class GpuRunner:
             self._stream = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
 
-    def launch(self, work: Sequence[ScheduledSlice]) -> Launched:
+    def launch(self, work: Work) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for.
 
         Raises:
             EngineError: memory is too small for it.
         """
-        work = sorted(work, key=lambda w: w.part.count > 1)  # attention takes single tokens first
-        plan = self.plan(work)
+        work = work.singles_first()  # attention takes single tokens first
+        plan, block = self._planned(work, self._size(work))
         try:
-            return Launched(work, self.execute(plan), places(work, plan.size))
+            executed = self.execute(plan)
         except RuntimeError as error:
             if not ran_out(error):
                 raise
             free = free_bytes(self._device)
             raise too_small("a step", self._device, free, 0, OF_STEPS) from error
-
-    def plan(self, work: Sequence[ScheduledSlice]) -> StepPlan:
-        """Plan a step; sequences of one token come first."""
-        size = size_of(work)
-        if size is not None and size.prompts and not self._asks_nothing(size):
-            size = None
-        with launches_on(self._device):  # its memory is pinned for the current one
-            return self._plan(work, size)
+        block.moved = executed.done
+        return Launched(work, executed, places(work, plan.size))
 
     def execute(self, plan: StepPlan) -> Executed:
         """Start a planned step; nothing is waited for."""
@@ -181,10 +181,10 @@ class GpuRunner:
             done.record()
             return Executed(logits, tokens, done)
 
-    def score(self, part: Slice) -> Tensor:
-        """Logits of the tokens of a slice, fp32 [tokens, vocabulary], on the host."""
-        own = ScheduledSlice(part, part.samples, self._spare, whole=True)
-        return self.launch([own]).logits_of(0)
+    def score(self, work: Work) -> Tensor:
+        """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
+        host."""
+        return self.launch(work).logits_of(np.arange(len(work)))
 
     def warm_up(self, sequences: int, tokens: int) -> None:
         """Compile and capture the steps of up to so many decodes, and of prompts' tokens alone.
@@ -208,9 +208,22 @@ class GpuRunner:
         tokens = size.tokens if size.prompts else None
         return all(as_one(layer.feed_forward, tokens) for layer in self.model.layers)
 
-    def _plan(self, work: Sequence[ScheduledSlice], size: Size | None) -> StepPlan:
-        own = (self._blocks, self._width, self._spare)
-        return plan_step(work, size, *own, pinned=self._on_gpu)
+    def _size(self, work: Work) -> Size | WholeSize:
+        """The size that a step runs in."""
+        size = size_of(work)
+        if size is None or (size.prompts and not self._asks_nothing(size)):
+            return whole_size(work)
+        return size
+
+    def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
+        """A step as the device is told of it, and the block that says so."""
+        with launches_on(self._device):  # its memory is pinned for the current one
+            if isinstance(size, WholeSize):  # of any length: hardly ever again of this one
+                block = HostBlock(step_shapes(size, self._width), pinned=self._on_gpu)
+            else:
+                block = self._blocks.next(size, lambda: step_shapes(size, self._width))
+        write_step(block.arrays, work, size)
+        return StepPlan(size, block.bytes), block
 
     def _padded(self, size: Size, block: Tensor) -> tuple[Tensor | None, Tensor]:
         """A padded step: logits, if they are kept, and a next token for each of its rows."""
@@ -228,7 +241,7 @@ class GpuRunner:
 
     def _run(self, x: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
         """Logits and next tokens of the rows of a padded step."""
-        logits = forward(self.model, self._pools, self._batch(x, size.decodes, padded=True))
+        logits = forward(self.model, self._pools, self._inputs(x, size.decodes, padded=True))
         return logits, self._choose(logits, x)
 
     def _graph_for(self, size: Size) -> Captured | None:
@@ -265,7 +278,7 @@ class GpuRunner:
         try:
             with torch.cuda.stream(self._stream):
                 workspace = workspace_on(self._device)
-                fields.upload(self._plan((), size).block)
+                fields.upload(self._planned(Work.nothing(self._batch), size)[0].block)
                 self._run(fields.on_device, size)  # kernels are compiled before the capture
         finally:  # where memory runs out, the next step has that of the fields
             current.wait_stream(self._stream)
@@ -277,10 +290,10 @@ class GpuRunner:
     def _whole(self, size: WholeSize, block: Tensor) -> tuple[Tensor, Tensor]:
         """A step as it is: logits, and the next tokens of those that sample."""
         x = self._uploaded(size, block)
-        logits = forward(self.model, self._pools, self._batch(x, size.decodes, padded=False))
+        logits = forward(self.model, self._pools, self._inputs(x, size.decodes, padded=False))
         return logits, self._choose(logits[x["samples"]], x)
 
-    def _batch(self, x: Mapping[str, Tensor], decodes: int, *, padded: bool) -> GpuBatch:
+    def _inputs(self, x: Mapping[str, Tensor], decodes: int, *, padded: bool) -> GpuBatch:
         return GpuBatch(
             self._known(x), x["positions"], x["slots"], x["tables"], x["lengths"],
             rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,

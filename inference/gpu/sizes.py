@@ -7,50 +7,12 @@ first the sequences of one token, as many as the next power of two; then, in a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inference.scheduling.scheduler import Slice
+from inference.scheduling.work import Work
 
 PROMPTS = 8  # sequences of more than one token in a padded step
 MOST_TOKENS = 2048  # of them; launching a step of more takes less than running it
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How the next token of a sequence is chosen: see `kernels.triton.sampling.sample.sample`."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    step: int = 0
-
-
-@dataclass(frozen=True)
-class ScheduledSlice:
-    """A slice of a sequence, and what is wanted of it.
-
-    Attributes:
-        part: The slice.
-        samples: Whether a token follows it; asked now, since the sequence grows meanwhile.
-        index: The sequence's place in the batch: where its last token is kept on the device.
-        draw: How its next token is chosen.
-        logits: Whether the host wants the logits of its last token.
-        whole: Whether it wants those of all its tokens.
-    """
-
-    part: Slice
-    samples: bool
-    index: int
-    draw: Draw = Draw()
-    logits: bool = False
-    whole: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Rows of logits that it needs."""
-        return self.part.count if self.whole else int(self.samples)
 
 
 @dataclass(frozen=True)
@@ -97,17 +59,13 @@ def decodes_of(sequences: int) -> Size:
     return Size(_power(sequences))
 
 
-def size_of(work: Sequence[ScheduledSlice]) -> Size | None:
-    """The padded size of a step; None where it is not to be padded.
-
-    Args:
-        work: Sequences of one token first.
-    """
-    decodes, tokens = singles(work), sum(w.part.count for w in work)
-    if decodes == len(work) and all(w.samples and not w.whole for w in work):
+def size_of(work: Work) -> Size | None:
+    """The padded size of a step; None where it is not to be padded."""
+    decodes, prompts = work.singles, len(work) - work.singles
+    if not prompts and work.samples.all() and not work.whole.any():
         return decodes_of(decodes)
-    prompts, tokens = len(work) - decodes, tokens - decodes
-    if any(w.logits or w.whole for w in work) or prompts > PROMPTS or tokens > MOST_TOKENS:
+    tokens = work.tokens - decodes
+    if work.host.any() or work.whole.any() or prompts > PROMPTS or tokens > MOST_TOKENS:
         return None
     return Size(_power(decodes) if decodes else 0, PROMPTS, _rounded(tokens))
 
@@ -118,20 +76,15 @@ def prompt_sizes(most: int) -> list[Size]:
     return [Size(0, PROMPTS, tokens) for tokens in sorted({_rounded(n) for n in counts})]
 
 
-def whole_size(work: Sequence[ScheduledSlice]) -> WholeSize:
+def whole_size(work: Work) -> WholeSize:
     """The size of a step as it is."""
     return WholeSize(
-        decodes=singles(work),
+        decodes=work.singles,
         sequences=len(work),
-        tokens=sum(w.part.count for w in work),
-        rows=sum(w.rows for w in work),
-        samples=sum(w.samples for w in work),
+        tokens=work.tokens,
+        rows=int(work.rows.sum()),
+        samples=int(work.samples.sum()),
     )
-
-
-def singles(work: Sequence[ScheduledSlice]) -> int:
-    """How many are of one token."""
-    return sum(w.part.count == 1 for w in work)
 
 
 def _power(count: int) -> int:

@@ -8,20 +8,22 @@ tokens at an index beyond the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inference.gpu.fields import Shape, pack_fields
-from inference.gpu.sizes import Draw, ScheduledSlice, Size, WholeSize, singles, whole_size
-from inference.scheduling.blocks import BlockManager
+from inference.gpu.fields import Arrays, Shape
+from inference.gpu.sizes import Size, WholeSize
+from inference.scheduling.batch import Ints
 from inference.scheduling.layout import lay_out
+from inference.scheduling.sequence import Draw
+from inference.scheduling.work import Work
 
 OF_TOKENS = ("ids", "positions", "slots", "batch_index")  # int64
+GREEDY = asdict(Draw())
 
 
 @dataclass(frozen=True)
@@ -35,32 +37,6 @@ class StepPlan:
 
     size: Size | WholeSize
     block: Tensor
-
-
-def plan_step(
-    work: Sequence[ScheduledSlice],
-    size: Size | None,
-    blocks: BlockManager,
-    width: int,
-    spare: int,
-    *,
-    pinned: bool,
-) -> StepPlan:
-    """Plan a step.
-
-    Args:
-        work: Sequences of one token first.
-        size: The size that it is padded to; None where it runs as it is.
-        blocks: Which blocks of the cache each sequence holds.
-        width: Most blocks of a sequence.
-        spare: The batch index of rows that stand for no sequence.
-        pinned: Whether the arrays are to be moved without waiting.
-    """
-    if size is None:
-        whole, values = whole_size(work), whole_values(work, blocks)
-        return StepPlan(whole, pack_fields(step_shapes(whole, width), values, pinned=pinned))
-    values = padded_values(work, size, blocks, spare)
-    return StepPlan(size, pack_fields(step_shapes(size, width), values, pinned=pinned))
 
 
 def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:
@@ -99,89 +75,92 @@ def padded_shapes(size: Size, width: int) -> dict[str, Shape]:
     return shapes
 
 
-def padded_values(
-    work: Sequence[ScheduledSlice], size: Size, blocks: BlockManager, spare: int
-) -> dict[str, Sequence]:
-    """What a padded step's arrays hold; the sample of work[i] is in row `places(work, size)[i]`.
+def write_step(arrays: Arrays, work: Work, size: Size | WholeSize) -> None:
+    """Write a step's arrays; what they held is overwritten, but for blocks behind the last of all.
 
     Args:
+        arrays: Of `step_shapes`.
         work: Sequences of one token first.
-        size: From `size_of`, or one at least as large.
-        blocks: Which blocks of the cache each sequence holds.
-        spare: The batch index of rows that stand for no sequence.
+        size: From `size_of` or `whole_size`, or one at least as large.
     """
-    ones = singles(work)
-    missing, absent = size.decodes - ones, size.prompts - (len(work) - ones)
+    if isinstance(size, WholeSize):
+        write_whole(arrays, work)
+    else:
+        write_padded(arrays, work, size)
 
-    def spread(values: Sequence, blank: Any) -> list:
-        """Room for the sequences of one token that there are not."""
-        return [*values[:ones], *[blank] * missing, *values[ones:]]
 
-    blank = {"slots": -1, "batch_index": spare, "tables": ()}
-    own = {name: spread(v, blank.get(name, 0)) for name, v in _of_slices(work, blocks).items()}
-    own["slots"] += [-1] * (size.decodes + size.tokens - len(own["slots"]))
-    counts = [w.part.count for w in work[ones:]]
-    starts = [*range(size.decodes), *accumulate(counts, initial=size.decodes)]
-    found: dict[str, Sequence] = {
-        **own,
-        "sample_index": [
-            *spread([w.index if w.samples else spare for w in work], spare),
-            *[spare] * absent,
-        ],
-        **draws_of(spread([w.draw for w in work], Draw())),
+def write_padded(arrays: Arrays, work: Work, size: Size) -> None:
+    """Write a padded step; the sample of slice i is in row `places(work, size)[i]`."""
+    ones, gap = work.singles, size.decodes
+    blank = GREEDY | {
+        "slots": -1,
+        **dict.fromkeys(("batch_index", "sample_index"), work.batch.spare),
     }
+    for name, values in (_of_slices(work) | _of_draws(work, slice(None))).items():
+        array, rest = arrays[name], gap + len(values) - ones
+        array[:ones], array[gap:rest] = values[:ones], values[ones:]
+        array[ones:gap] = array[rest:] = blank.get(name, 0)
+    _write_tables(arrays["tables"], work, slice(ones))
     if size.prompts:
-        found["rows"] = [*range(size.decodes), *(start - 1 for start in starts[size.decodes + 1 :])]
-        found["query_start"] = starts + [starts[-1]] * absent
-    return found
+        _write_tables(arrays["tables"][gap:], work, slice(ones, None))
+        _write_starts(arrays["query_start"], arrays["rows"], work, size)
 
 
-def places(work: Sequence[ScheduledSlice], size: Size | WholeSize) -> list[int]:
+def _write_starts(starts: NDArray, rows: NDArray, work: Work, size: Size) -> None:
+    """Write where the tokens of sequences begin, and the rows of their last."""
+    gap, ends = size.decodes, size.decodes + np.cumsum(work.counts[work.singles :])
+    starts[: gap + 1], rows[:gap] = np.arange(gap + 1), np.arange(gap)
+    starts[gap + 1 :], rows[gap:] = ends[-1] if len(ends) else gap, 0
+    starts[gap + 1 : gap + 1 + len(ends)], rows[gap : gap + len(ends)] = ends, ends - 1
+
+
+def places(work: Work, size: Size | WholeSize) -> Ints:
     """The row of each one's next token among those that a step of a size gives."""
     if isinstance(size, WholeSize):
-        return [*accumulate((int(w.samples) for w in work), initial=0)][:-1]
-    ones = singles(work)
-    return [i if i < ones else i - ones + size.decodes for i in range(len(work))]
+        return np.cumsum(work.samples) - work.samples
+    rows = np.arange(len(work))
+    rows[work.singles :] += size.decodes - work.singles
+    return rows
 
 
-def whole_values(work: Sequence[ScheduledSlice], blocks: BlockManager) -> dict[str, Sequence]:
-    """What the arrays of a step as it is hold."""
-    starts = [0, *accumulate(w.part.count for w in work)]
-    rows, samples = [], []
-    for w, end in zip(work, starts[1:], strict=True):
-        rows += range(end - w.rows, end)
-        if w.samples:
-            samples.append(len(rows) - 1)
-    sampling = [w for w in work if w.samples]
-    return {
-        **_of_slices(work, blocks),
-        **draws_of([w.draw for w in sampling]),
-        "rows": rows,
-        "samples": samples,
-        "sample_index": [w.index for w in sampling],
-        "query_start": starts,
-    }
+def write_whole(arrays: Arrays, work: Work) -> None:
+    """Write a step as it is."""
+    ends, rows, samples = np.cumsum(work.counts), work.rows, np.flatnonzero(work.samples)
+    last = np.cumsum(rows)
+    for name, values in (_of_slices(work) | _of_draws(work, samples)).items():
+        arrays[name][:] = values
+    _write_tables(arrays["tables"], work, slice(None))
+    arrays["rows"][:] = np.repeat(ends - last, rows) + np.arange(len(arrays["rows"]))
+    arrays["samples"][:] = last[samples] - 1
+    arrays["query_start"][0], arrays["query_start"][1:] = 0, ends
 
 
-def draws_of(draws: Sequence[Draw]) -> dict[str, Sequence]:
-    """How tokens are chosen, by name."""
-    return {
-        "temperature": [draw.temperature for draw in draws],
-        "top_p": [draw.top_p for draw in draws],
-        "top_k": [draw.top_k for draw in draws],
-        "seeds": [draw.seed for draw in draws],
-        "steps": [draw.step for draw in draws],
-    }
-
-
-def _of_slices(work: Sequence[ScheduledSlice], blocks: BlockManager) -> dict[str, Sequence]:
-    """Where tokens stand, and the tables of their sequences."""
-    own = lay_out([w.part for w in work], blocks)
+def _of_slices(work: Work) -> dict[str, NDArray]:
+    """Where tokens stand."""
+    own = lay_out(work)
     return {
         "ids": own.ids,
         "positions": own.positions,
         "slots": own.slots,
-        "batch_index": [w.index for w in work for _ in range(w.part.count)],
-        "tables": own.tables,
+        "batch_index": own.owners,
         "lengths": own.contexts,
     }
+
+
+def _of_draws(work: Work, which: Ints | slice) -> dict[str, NDArray]:
+    """How the next tokens of sequences are chosen, and where they are kept."""
+    batch, owners = work.batch, work.places[which]
+    made = work.starts[which] + work.counts[which] - batch.prompt[owners]
+    return {
+        "sample_index": np.where(work.samples[which], owners, batch.spare),
+        "steps": np.maximum(made, 0),
+        **{name: column[owners] for name, column in batch.draws.items()},
+    }
+
+
+def _write_tables(rows: NDArray, work: Work, which: slice) -> None:
+    """Write which blocks sequences have, from the first row on."""
+    batch, owners = work.batch, work.places[which]
+    if len(owners):
+        widest = int(batch.held[owners].max())
+        rows[: len(owners), :widest] = batch.tables[:, :widest][owners]

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from formats.errors import RequestError
+from inference.scheduling.batch import Ints
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.constraint import Matcher
-from inference.scheduling.detokenizer import Detokenizer
+from inference.scheduling.detokenizer import Detokenizer, LateText
 from inference.scheduling.request import (
     FinishReason,
     Item,
@@ -25,9 +26,11 @@ from inference.scheduling.request import (
     SamplingParams,
 )
 from inference.scheduling.sampler import likeliest, sample, top_logprobs
-from inference.scheduling.scheduler import PENDING, Scheduler, Slice
-from inference.scheduling.scheduler import Sequence as TokenSequence
-from inference.scheduling.step_result import Logprobs
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import NEVER, Draw, Terms
+from inference.scheduling.sequence import Sequence as TokenSequence
+from inference.scheduling.step_result import Logprobs, StepResult
+from inference.scheduling.work import Work
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]
 PATIENCE = 0.005  # seconds for which an idle engine waits for a constraint to be compiled
@@ -49,7 +52,9 @@ class ActiveRequest:
     Attributes:
         sequence: Its tokens, for the scheduler.
         prompt: Its token ids.
-        tokens: What it has generated.
+        params: How it is decoded.
+        logprobs: Of each generated token; None where they are not wanted.
+        prompt_logprobs: Of the prompt's tokens, as far as they are known; None likewise.
         told: How many tokens are told; None where it is not held.
         matcher: Says which tokens may come, where it has a constraint.
     """
@@ -66,146 +71,135 @@ class ActiveRequest:
         limit: int,
         told: int | None = None,
     ) -> None:
-        self.sequence, self.prompt = TokenSequence(name, list(prompt)), list(prompt)
-        self.sequence.takes_hits = params.prompt_logprobs is None
-        self.tokens: list[int] = []
-        self._times: list[float] = []
-        self._arrival = time.perf_counter()
-        self._logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-        self._prompt_logprobs: list[dict[int, float] | None] | None = (
+        self.prompt, self.params, self._ends, self.told = list(prompt), params, ends, told
+        self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
-        self._params, self._ends, self._limit, self.told = params, ends, limit, told
+        self._tokens: list[int] = []
+        self._times: list[float] = []
+        self._arrival = time.perf_counter()
         self._detokenizer = Detokenizer(tokenizer, params.stop)
         self._told = 0  # pieces of the text that outputs have told
         self._generator: torch.Generator | None = None
-        self._seed = params.seed or 0
+        seed = params.seed or 0
         if params.temperature > 0:
             self._generator = torch.Generator()
             if params.seed is None:
-                self._seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
+                seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
             else:
                 self._generator.manual_seed(params.seed)
+        draw = Draw(params.temperature, params.top_p, params.top_k, seed)
+        terms = self._terms(draw, limit)
+        whole = self.wants_prompt_logits
+        self.sequence = TokenSequence(name, list(prompt), terms, whole=whole, held=told is not None)
+        self.sequence.takes_hits = params.prompt_logprobs is None
+
+    def _terms(self, draw: Draw, limit: int) -> Terms:
+        """What the batch has to know of it."""
+        params, prompt = self.params, len(self.prompt)
+        plain = params.repetition_penalty == 1.0 and not (
+            params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_p
+        )
+        free = params.logprobs is None and params.constraint is None and self.told is None
+        least = prompt + params.min_tokens if self._ends else 0
+        return Terms(
+            last=min(prompt + params.max_tokens, limit) - 1,
+            ends=tuple(sorted(self._ends)),
+            draw=draw,
+            host_until=least if plain and free else NEVER,
+            greedy=params.temperature == 0,
+            watched=bool(params.stop or params.constraint) or params.prompt_logprobs is not None,
+        )
 
     @property
-    def stop_token_ids(self) -> Sequence[int]:
-        """Tokens that end it beside the model's own."""
-        return self._params.stop_token_ids
+    def tokens(self) -> list[int]:
+        """What it has generated; a list that is only ever appended to."""
+        self._tokens += self.sequence.known_from(len(self.prompt) + len(self._tokens))
+        return self._tokens
 
     @property
     def wants_prompt_logits(self) -> bool:
         """Whether log probabilities of the prompt are wanted and not yet complete."""
-        found = self._prompt_logprobs
+        found = self.prompt_logprobs
         return found is not None and len(found) < len(self.prompt)
 
-    def note_prompt(self, part: Slice, logits: Tensor) -> None:
-        """Take the log probabilities of prompt tokens from the logits of a slice's tokens."""
-        found = self._prompt_logprobs
+    def note_prompt(self, start: int, logits: Tensor) -> None:
+        """Take the log probabilities of prompt tokens from the logits of those from `start` on."""
+        found = self.prompt_logprobs
         assert found is not None
-        tokens = self.prompt[len(found) : part.start + len(logits) + 1]
-        known = len(found) - part.start - 1  # rows, from before a preemption
+        tokens = self.prompt[len(found) : start + len(logits) + 1]
+        known = len(found) - start - 1  # rows, from before a preemption
         rows = logits[known : known + len(tokens)]
-        found += top_logprobs(rows, tokens, self._params.prompt_logprobs or 0)
-        self.sequence.takes_hits = not self.wants_prompt_logits
+        found += top_logprobs(rows, tokens, self.params.prompt_logprobs or 0)
+        self.sequence.whole = self.wants_prompt_logits
+        self.sequence.takes_hits = not self.sequence.whole
 
-    @property
-    def chosen_on_device(self) -> bool:
-        """Whether temperature, top_k and top_p are all that its next token depends on."""
-        params, made = self._params, len(self.tokens)
-        plain = params.repetition_penalty == 1.0 and not (
-            params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_p
-        )
-        if self.matcher is not None:
-            return False
-        silent = self._logprobs is None and not self.wants_prompt_logits and self.told is None
-        return plain and silent and (made >= params.min_tokens or not self._ends)
-
-    @property
-    def draw(self) -> tuple[float, int, float, int, int]:
-        """temperature, top_k, top_p, seed and number of the token that comes next."""
-        params, made = self._params, len(self.sequence.tokens) - len(self.prompt)
-        return params.temperature, params.top_k, params.top_p, self._seed, made
-
-    def expect(self) -> None:
-        """Keep a place for a token that is being chosen, unless it is the last."""
-        made = len(self.sequence.tokens) - len(self.prompt)
-        if made + 1 < self._params.max_tokens and len(self.sequence.tokens) + 1 < self._limit:
-            self.sequence.tokens.append(PENDING)
-
-    def extend(self, token: int) -> None:
-        """Append the token that the client of a held request chose."""
-        self.tokens.append(token)
-        self.sequence.tokens.append(token)
+    def note_logprobs(self, own: dict[int, float]) -> None:
+        """Take the log probabilities of its next token."""
+        assert self.logprobs is not None
+        self.logprobs.append(own)
 
     def fork(self, name: str, token: int) -> ActiveRequest:
         """A held request with the tokens of this one and one more."""
         other = copy.copy(self)
-        other.tokens = self.tokens.copy()
+        other._tokens, other._times = [], []
         other.sequence = self.sequence.fork(name)
-        other.extend(token)
+        other.sequence.append(token)
         return other
 
-    def take(self, logits: Tensor) -> FinishReason | None:
-        """Choose the next token from logits [vocabulary]; the reason where it is the last."""
-        params = self._params
-        early = len(self.tokens) < params.min_tokens
-        forbidden = sorted(self._ends) if early and self.matcher is None else ()
-        token = sample(
-            logits, self.prompt, self.tokens, params, forbidden, self._generator, self.mask
-        )
-        if self._logprobs is not None:
-            self._logprobs += top_logprobs(logits[None], [token], params.logprobs or 0)
-        return self.accept(token)
+    def choose(self, logits: Tensor) -> int:
+        """The next token, from logits [vocabulary]."""
+        params, tokens = self.params, self.tokens
+        early = len(tokens) < params.min_tokens
+        forbidden, mask = sorted(self._ends) if early else (), None
+        if self.matcher is not None:
+            forbidden, mask = (), self.matcher.mask(ends=not (early or params.ignore_eos))
+        return sample(logits, self.prompt, tokens, params, forbidden, self._generator, mask)
 
-    @property
-    def mask(self) -> np.ndarray | None:
-        """Which tokens may come next, as `Matcher.mask`; None where all may."""
-        if self.matcher is None:
-            return None
-        params = self._params
-        early = params.ignore_eos or len(self.tokens) < params.min_tokens
-        return self.matcher.mask(ends=not early)
-
-    def accept(self, token: int) -> FinishReason | None:
-        """Append the next token; the reason where it is the last."""
-        params, made = self._params, len(self.tokens)
-        self.tokens.append(token)
-        self._times.append(time.perf_counter())
-        place = len(self.prompt) + made
-        self.sequence.tokens[place : place + 1] = [token]  # in the place that was kept, or new
-        if token in self._ends:
+    def ending(self) -> FinishReason | None:
+        """The reason where its newest token, which is looked at once, is its last."""
+        tokens, matcher = self.tokens, self.matcher
+        if tokens[-1] in self._ends:
             return "stop"
-        if self.matcher is not None and not self.matcher.accept(token):
+        if matcher is not None and not matcher.accept(tokens[-1]):
             return "error"
-        self._detokenizer.add(token)
-        if self._detokenizer.stopped and made + 1 >= params.min_tokens:
+        if self.params.stop:
+            self._read()
+            if self._detokenizer.stopped and len(tokens) >= self.params.min_tokens:
+                return "stop"
+        if matcher is not None and matcher.done:
             return "stop"
-        if self.matcher is not None and self.matcher.done:
-            return "stop"
-        full = place + 1 >= self._limit
-        return "length" if made + 1 >= params.max_tokens or full else None
+        return "length" if len(self.prompt) + len(tokens) > self.sequence.terms.last else None
 
     def close(
         self, reason: FinishReason, error: str | None = None, param: str | None = None
     ) -> RequestOutput:
         """End it; gives its final state, which no more steps change."""
-        self._detokenizer.finish()
-        if self._detokenizer.stopped and reason == "length":
-            reason = "stop"  # what was held back completed a stop text
-        return replace(
-            self.snapshot(),
-            token_ids=self.tokens,
-            pieces=self._detokenizer.pieces,
+        tokens = self.tokens
+        text = LateText(self._detokenizer, self._with_text())
+        if self.params.stop:
+            len(text)  # what was held back may complete a stop text
+            if self._detokenizer.stopped and reason == "length":
+                reason = "stop"
+        return RequestOutput(
+            self.sequence.name,
+            self.prompt,
+            token_ids=tokens,
+            pieces=text,
+            told=self._told,
             finish_reason=reason,
             error=error,
             param=param,
-            logprobs=self._logprobs,
-            prompt_logprobs=self._prompt_logprobs,
-            token_times=self._times,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            arrival=self._arrival,
+            token_times=self._all_times(),
         )
 
     def snapshot(self) -> RequestOutput:
         """Its state as it is now, safe from later steps; costs the same at any length."""
+        self._read()
         pieces, told = self._detokenizer.pieces, self._told
         self._told = len(pieces)
         return RequestOutput(
@@ -213,14 +207,27 @@ class ActiveRequest:
             self.prompt,
             token_ids=_as_now(self.tokens),
             pieces=_as_now(pieces),
-            delta="".join(pieces[told:]),
-            logprobs=None if self._logprobs is None else _as_now(self._logprobs),
+            told=told,
+            logprobs=None if self.logprobs is None else _as_now(self.logprobs),
             prompt_logprobs=(
-                None if self._prompt_logprobs is None else _as_now(self._prompt_logprobs)
+                None if self.prompt_logprobs is None else _as_now(self.prompt_logprobs)
             ),
             arrival=self._arrival,
-            token_times=_as_now(self._times),
+            token_times=_as_now(self._all_times()),
         )
+
+    def _read(self) -> None:
+        """Decode what has come since it was last looked at."""
+        self._detokenizer.extend(self.tokens[self._detokenizer.taken :])
+
+    def _with_text(self) -> list[int]:
+        """Generated tokens but for one that ends it."""
+        tokens = self.tokens
+        return tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+
+    def _all_times(self) -> list[float]:
+        self._times += self.sequence.times_from(len(self._times))
+        return self._times
 
 
 def _as_now(items: list[Item]) -> ListView[Item]:
@@ -274,7 +281,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         for name in [name for name, future in self._uncompiled.items() if future.done()]:
             request = self[name]
             try:
-                request.matcher = self._uncompiled[name].result()(request.stop_token_ids)
+                request.matcher = self._uncompiled[name].result()(request.params.stop_token_ids)
             except RequestError as error:
                 refused.append(self.finish(request, "error", str(error), error.param))
             else:
@@ -298,25 +305,54 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         told, self.candidates = self.candidates, {}
         return told
 
-    def take_logits(self, part: Slice, logits: Tensor) -> list[RequestOutput]:
-        """Give a request the logits of its slice: for those of its prompt, and its next token."""
-        request = self[part.sequence.name]
-        if not bool(torch.isfinite(logits).all()):
-            return [self._fail(request)]
-        if request.wants_prompt_logits:
-            request.note_prompt(part, logits)
-        if not part.samples:
-            return []
-        if request.told is not None:
-            self.candidates[part.sequence.name] = likeliest(logits[-1], request.told)
-            return []
-        return [self._after(request, request.take(logits[-1]))]
+    def take_tokens(self, places: Ints, tokens: Ints) -> StepResult:
+        """Give running requests their next tokens.
 
-    def take_token(self, request: ActiveRequest, token: int) -> RequestOutput:
-        """Give a request its next token; a negative one says that its logits were not finite."""
-        if token < 0:
-            return self._fail(request)
-        return self._after(request, request.accept(token))
+        Args:
+            places: Whose.
+            tokens: The token of each; negative where its logits were not finite.
+        """
+        finite = tokens >= 0
+        result = StepResult()
+        if not finite.all():
+            result.finished += [self._fail(place) for place in places[~finite].tolist()]
+            places, tokens = places[finite], tokens[finite]
+        batch = self._scheduler.batch
+        watched = batch.take(places, tokens, time.perf_counter())
+        result.names = [batch.names[place] for place in places.tolist()]
+        result.tokens = tokens.tolist()
+        for name in compress(result.names, watched.tolist()):
+            self._look_at(self[name], result)
+        return result
+
+    def take_logits(self, work: Work, which: Ints, logits: Tensor) -> StepResult:
+        """Give requests the logits of their slices: for their prompts, and for their next tokens.
+
+        Args:
+            work: The step.
+            which: Indices of slices of it, each with at least one row of logits.
+            logits: fp32 [rows, vocabulary], on the host: the rows of each slice, in that order.
+        """
+        places, counts = work.places[which], work.rows[which]
+        ends = np.cumsum(counts)
+        each = torch.isfinite(logits).all(dim=1).numpy()
+        finite = np.logical_and.reduceat(each, ends - counts)
+        for i in np.flatnonzero(finite & work.whole[which]).tolist():
+            rows = logits[ends[i] - counts[i] : ends[i]]
+            self._at(int(places[i])).note_prompt(int(work.starts[which[i]]), rows)
+        takes = finite & work.samples[which]
+        for i in np.flatnonzero(takes & self._scheduler.batch.held_by_client[places]).tolist():
+            request, takes[i] = self._at(int(places[i])), False
+            assert request.told is not None
+            name = request.sequence.name
+            self.candidates[name] = likeliest(logits[ends[i] - 1], request.told)
+        tokens = np.full(len(which), -1)
+        last = logits[torch.from_numpy(ends[takes] - 1)] if takes.sum() < len(logits) else logits
+        tokens[takes], logprobs = self._choose(places[takes], last)
+        told = takes | ~finite
+        result = self.take_tokens(places[told], tokens[told])
+        result.logprobs |= logprobs
+        return result
 
     def finish(
         self,
@@ -342,11 +378,35 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self._by_name.clear()
         self.candidates.clear()
 
-    def _after(self, request: ActiveRequest, reason: FinishReason | None) -> RequestOutput:
-        if reason == "error":
-            return self.finish(request, reason, "a token came that its constraint does not allow")
-        return self.finish(request, reason) if reason else request.snapshot()
+    def _choose(self, places: Ints, logits: Tensor) -> tuple[Ints, dict[str, dict[int, float]]]:
+        """The next tokens of requests from a row of logits each, and what is told of them."""
+        batch = self._scheduler.batch
+        tokens = logits.argmax(dim=1).numpy()
+        wanted: dict[int, list[int]] = {}  # rows, by how many log probabilities are wanted
+        for i in np.flatnonzero(~(batch.greedy[places] & batch.on_device(places))).tolist():
+            request = self._at(int(places[i]))
+            tokens[i] = request.choose(logits[i])
+            if (count := request.params.logprobs) is not None:
+                wanted.setdefault(count, []).append(i)
+        told: dict[str, dict[int, float]] = {}
+        for count, rows in wanted.items():
+            found = top_logprobs(logits[rows], tokens[rows].tolist(), count)
+            told |= {batch.names[places[i]]: own for i, own in zip(rows, found, strict=True)}
+        for name, own in told.items():
+            self[name].note_logprobs(own)
+        return tokens, told
 
-    def _fail(self, request: ActiveRequest) -> RequestOutput:
+    def _look_at(self, request: ActiveRequest, result: StepResult) -> None:
+        """See whether a request that has a new token ends, and what else is to be told."""
+        if request.prompt_logprobs is not None and len(request.tokens) == 1:
+            result.prompt_logprobs[request.sequence.name] = request.prompt_logprobs
+        if reason := request.ending():
+            told = "a token came that its constraint does not allow" if reason == "error" else None
+            result.finished.append(self.finish(request, reason, told))
+
+    def _fail(self, place: int) -> RequestOutput:
         told = "the model's logits hold NaN or infinity; check the checkpoint"
-        return self.finish(request, "error", told)
+        return self.finish(self._at(place), "error", told)
+
+    def _at(self, place: int) -> ActiveRequest:
+        return self._by_name[self._scheduler.batch.names[place]]

@@ -103,6 +103,11 @@ class BlockManager:
         """Blocks that can be handed out: the free and the cached ones."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def shares_partly_filled(self) -> bool:
+        """Whether an owner may need a copy of its last block before it writes to it."""
+        return bool(self._partly_filled)
+
     def new_root(self) -> int:
         """For another model or scheme: the root of what it computes; see `take_prefix`."""
         return self._tree.new_root()

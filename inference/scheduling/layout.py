@@ -2,44 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from inference.scheduling.blocks import BlockManager
-from inference.scheduling.scheduler import Slice
+import numpy as np
+
+from inference.scheduling.batch import Ints
+from inference.scheduling.work import Work
 from kernels.attention_inputs import KV_BLOCK
 
 
 class BatchLayout(NamedTuple):
-    """The tokens of slices, one slice after another.
+    """The tokens of a step, one sequence's after another's.
 
     Attributes:
-        ids: Id of each token.
+        ids: Id of each token; negative where it is on its way.
         positions: Position of each token in its sequence.
         slots: Where each token's K and V go in the cache: block * 64 + offset.
-        tables: Blocks of each sequence.
+        owners: Place of each token's sequence.
         contexts: Tokens of each sequence in the cache after the step.
     """
 
-    ids: list[int]
-    positions: list[int]
-    slots: list[int]
-    tables: list[list[int]]
-    contexts: list[int]
+    ids: Ints
+    positions: Ints
+    slots: Ints
+    owners: Ints
+    contexts: Ints
 
 
-def lay_out(slices: Sequence[Slice], blocks: BlockManager) -> BatchLayout:
-    """Lay out the tokens of a step.
-
-    Args:
-        slices: What runs.
-        blocks: Which blocks of the cache each sequence holds.
-    """
-    found = BatchLayout([], [], [], [blocks.table(part.sequence.name) for part in slices], [])
-    for part, table in zip(slices, found.tables, strict=True):
-        span = range(part.start, part.start + part.count)
-        found.ids.extend(part.sequence.tokens[span.start : span.stop])
-        found.positions.extend(span)
-        found.slots.extend(table[p // KV_BLOCK] * KV_BLOCK + p % KV_BLOCK for p in span)
-        found.contexts.append(span.stop)
-    return found
+def lay_out(work: Work) -> BatchLayout:
+    """Lay out the tokens of a step."""
+    owners, positions, counts = work.places, work.starts, work.counts
+    if work.tokens > len(work):
+        owners = np.repeat(owners, counts)
+        before = np.cumsum(counts) - counts
+        positions = np.arange(work.tokens) + np.repeat(work.starts - before, counts)
+    batch = work.batch
+    blocks = batch.tables[owners, positions // KV_BLOCK].astype(np.int64)
+    return BatchLayout(
+        ids=batch.ids[owners, positions].astype(np.int64),
+        positions=positions,
+        slots=blocks * KV_BLOCK + positions % KV_BLOCK,
+        owners=owners,
+        contexts=work.starts + counts,
+    )

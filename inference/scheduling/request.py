@@ -157,8 +157,9 @@ class RequestOutput:
         request_id: Its name.
         prompt_token_ids: The prompt.
         token_ids: Generated tokens so far, an end token included.
-        pieces: Their text so far, piece by piece; see `text`.
-        delta: What the text gained since the request's previous output.
+        pieces: Their text so far, piece by piece; see `text`. That of a request that has ended is
+            decoded when it is first looked at.
+        told: How many of them the request's previous output told; see `delta`.
         finish_reason: `stop` (end token or stop text), `length`, `abort`, `error`; None before.
         error: Why, where the reason is `error`.
         param: The parameter whose fault that is, if one's: a constraint shows only after its
@@ -174,7 +175,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     token_ids: Sequence[int] = ()
     pieces: Sequence[str] = ()
-    delta: str = ""
+    told: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
     param: str | None = None
@@ -191,6 +192,11 @@ class RequestOutput:
         character is held back.
         """
         return "".join(self.pieces)
+
+    @property
+    def delta(self) -> str:
+        """What the text gained since the request's previous output."""
+        return "".join(self.pieces[self.told :])
 
     @property
     def finished(self) -> bool:

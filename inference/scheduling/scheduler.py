@@ -9,90 +9,24 @@ A sequence begins behind what the cache holds of its tokens already. What it com
 by others: its prompt from the step on that computes it, what it generated when it leaves, for
 whichever reason, unless its logits were not finite. While a running sequence is computing what a
 waiting one begins with, that one waits for it, and lets others by.
+
+Running sequences are rows of arrays (`inference.scheduling.batch`), and are looked at one by one
+only where they come or go or get blocks.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
+
+from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager
-from inference.scheduling.prefix_tree import Node
-
-PENDING = -1  # a token that is being computed, and not known yet
-
-
-@dataclass(eq=False)
-class Sequence:
-    """Tokens of one request and how far they are computed.
-
-    Attributes:
-        name: The request's.
-        tokens: Prompt and output; the last may be `PENDING`.
-        computed: Tokens whose K and V are in the cache.
-        preemptions: Times that it gave its blocks up.
-        takes_hits: Whether it may begin behind what is cached; not while the logits of its prompt
-            are wanted.
-        cacheable: Whether what its blocks hold are its tokens' K and V.
-        awaits: The last of the blocks that another one is computing, with the same tokens.
-        promised: How many of its first tokens others can find as soon as they are computed.
-        prompt: How many tokens its prompt has.
-        held: Whether a client chooses its tokens: it may be idle, and wait for others of its kind.
-        places: Places that it keeps while it runs: its own, and those of what is forked from it.
-        order: When it arrived, or what it was forked from; of preempted ones the first goes first.
-    """
-
-    name: str
-    tokens: list[int]
-    computed: int = 0
-    preemptions: int = 0
-    takes_hits: bool = True
-    cacheable: bool = True
-    promised: int = 0
-    awaits: Node | None = None
-    held: bool = False
-    places: int = 1
-    order: int = 0
-    prompt: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompt = len(self.tokens)
-
-    @property
-    def known(self) -> int:
-        """Tokens that are not pending."""
-        return len(self.tokens) - (self.tokens[-1] == PENDING)
-
-    @property
-    def seen(self) -> int:
-        """Tokens whose K and V have given logits that were looked at: all before the newest."""
-        return self.known - 1 if self.known > self.prompt else 0
-
-    def fork(self, name: str) -> Sequence:
-        """Another one with the same tokens, of which nothing is computed yet."""
-        other = copy.copy(self)
-        other.name, other.tokens, other.places = name, self.tokens.copy(), 1
-        other.computed = other.promised = other.preemptions = 0
-        other.awaits = None
-        return other
+from inference.scheduling.sequence import Sequence
+from inference.scheduling.work import Work
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Tokens [start, start + count) of a sequence, to be computed in a step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether its last token is the sequence's last, so that a new one follows."""
-        return self.start + self.count == len(self.sequence.tokens)
-
-
-@dataclass
 class Scheduler:
     """Queues of sequences.
 
@@ -103,22 +37,30 @@ class Scheduler:
         root: Under which the cache finds what this model computes; see `BlockManager`.
 
     Attributes:
+        waiting: Sequences that wait, in the order in which they are admitted.
+        running: Those that run, in the order of their arrival.
+        batch: Their rows.
         queried_tokens: Tokens of sequences when they began, all in all.
         hit_tokens: Those of them that the cache held.
         preemptions: Times that a sequence gave its blocks up.
     """
 
-    blocks: BlockManager
-    max_batch_size: int
-    max_batched_tokens: int
-    waiting: deque[Sequence] = field(default_factory=deque)
-    running: list[Sequence] = field(default_factory=list)
-    root: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    preemptions: int = 0
-    _kept: int = 0  # places that running sequences keep for forks
-    _arrived: int = 0
+    def __init__(
+        self, blocks: BlockManager, max_batch_size: int, max_batched_tokens: int, root: int = 0
+    ) -> None:
+        self.blocks, self.root = blocks, root
+        self.max_batch_size, self.max_batched_tokens = max_batch_size, max_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.batch = RunningBatch(max_batch_size)
+        self.queried_tokens = self.hit_tokens = self.preemptions = 0
+        self._kept = 0  # places that running sequences keep for forks
+        self._arrived = 0
+
+    @cached_property
+    def order(self) -> Ints:
+        """Places of the running sequences, in the order of their arrival."""
+        return np.array([sequence.place for sequence in self.running], np.int64)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -133,14 +75,14 @@ class Scheduler:
         """
         promised = source.places > 1
         source.places -= promised
-        if source not in self.running:
+        if source.place is None:
             return self._requeue(new)
         self._kept -= promised
         if len(self.running) + self._kept >= self.max_batch_size:
             return self._requeue(new)
         new.computed = source.computed
         self.blocks.fork(source.name, new.name, source.computed)
-        self.running.insert(self.running.index(source) + 1, new)
+        self._enter(new, behind=source)
         return None
 
     def assume_computed(self, sequence: Sequence) -> bool:
@@ -150,11 +92,11 @@ class Scheduler:
         place or not enough blocks.
         """
         full = len(self.running) >= self.max_batch_size
-        if full or not self.blocks.grow(sequence.name, len(sequence.tokens)):
+        if full or not self.blocks.grow(sequence.name, len(sequence)):
             return False
         self.waiting.remove(sequence)
-        self.running.append(sequence)
-        sequence.computed = len(sequence.tokens) - 1
+        self._enter(sequence)
+        sequence.computed = len(sequence) - 1
         sequence.cacheable = False
         return True
 
@@ -165,57 +107,87 @@ class Scheduler:
             sequence: Waiting or running.
             failed: Its logits were not finite: nothing that it computed may be found again.
         """
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._kept -= sequence.places - 1
-        else:
+        if sequence.place is None:
             self.waiting.remove(sequence)
+        else:
+            self._leave(sequence)
         self._release(sequence, failed=failed)
 
-    def schedule(self) -> list[Slice]:
+    def schedule(self) -> Work:
         """Choose the next step's work; blocks for it are taken."""
-        budget = self.max_batched_tokens
-        slices: list[Slice] = []
-        position = 0
-        while position < len(self.running) and budget > 0:
-            sequence = self.running[position]
-            count = min(len(sequence.tokens) - sequence.computed, budget)
-            if count == 0:  # its last token is on its way
-                position += 1
-                continue
-            if not self._make_room(sequence, sequence.computed + count):
-                break  # it gave way itself; all after it arrived later and are gone
-            slices.append(Slice(sequence, sequence.computed, count))
-            budget -= count
-            position += 1
-        if position == len(self.running):
-            self._admit(slices, budget)
-        while not slices and self.waiting and self.running and all(s.held for s in self.running):
-            self._preempt(max(self.running, key=lambda s: s.order))  # each waits for one that waits
-            self._admit(slices, budget)
-        return slices
+        batch, order = self.batch, self.order
+        left = batch.length[order] - batch.computed[order]
+        room = self.max_batched_tokens - (np.cumsum(left) - left)
+        counts = np.clip(room, 0, left)
+        self._take_blocks(counts)
+        order, counts = self.order, counts[: len(self.running)]  # some may have given way
+        places, more = self._admit(self.max_batched_tokens - int(counts.sum()))
+        while not places and not counts.any() and self._all_wait_for_one_that_waits():
+            self._preempt(max(self.running, key=lambda s: s.order))
+            order, counts = order[:0], counts[:0]  # none of them runs now
+            places, more = self._admit(self.max_batched_tokens)
+        if places:
+            order, counts = np.append(order, places), np.append(counts, more)
+        runs = counts > 0  # else its last token is on its way, or the step is full
+        return Work.of(batch, order[runs], counts[runs])
 
-    def advance(self, slices: list[Slice]) -> None:
+    def advance(self, work: Work) -> None:
         """Note that a step's work is done, or on its way to the device before any other's."""
-        for part in slices:
-            sequence = part.sequence
-            sequence.computed = part.start + part.count
-            if part.start < sequence.promised:
-                self.blocks.note_computed(sequence.name, sequence.computed)
+        batch, places = self.batch, work.places
+        batch.computed[places] = work.starts + work.counts
+        for place in places[work.starts < batch.promised[places]].tolist():
+            self.blocks.note_computed(batch.names[place], int(batch.computed[place]))
 
-    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+    @property
+    def unhindered(self) -> bool:
+        """Whether all running sequences find the blocks that they need next."""
+        missing = self._missing(self.batch.length[self.order])
+        return int(missing.sum()) <= self.blocks.available
+
+    def enter_apart(self, sequence: Sequence) -> bool:
+        """Have a sequence at the spare place, with blocks for all its tokens; False without."""
+        if not self.blocks.grow(sequence.name, len(sequence)):
+            return False
+        self.batch.enter(sequence, self.batch.spare)
+        self.batch.set_table(self.batch.spare, self.blocks.table(sequence.name))
+        return True
+
+    def leave_apart(self, sequence: Sequence, seen: int) -> None:
+        """Take that place and its blocks back; `seen` as in `BlockManager.release`."""
+        self.batch.leave(sequence)
+        self.blocks.release(sequence.name, seen=seen)
+
+    def _missing(self, tokens: Ints) -> Ints:
+        """Blocks that running sequences lack to hold so many tokens each, the last one written."""
+        if not self.blocks.shares_partly_filled:
+            return self.batch.missing(self.order, tokens)
+        wanted = zip(self.running, tokens.tolist(), strict=True)
+        return np.array([self.blocks.missing(s.name, count) for s, count in wanted], np.int64)
+
+    def _take_blocks(self, counts: Ints) -> None:
+        """Get blocks for running sequences; some may have to give way."""
+        wanted = self.batch.computed[self.order] + counts
+        lacking = self._missing(wanted) > 0
+        for position in np.flatnonzero(lacking & (counts > 0)).tolist():
+            if position >= len(self.running):
+                return  # it gave way itself, as all after it
+            self._make_room(self.running[position], int(wanted[position]))
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> None:
         """Get blocks for a running sequence, at the cost of those that arrived last."""
         while not self.blocks.grow(sequence.name, tokens):
             last = self.running[-1]
             self._preempt(last)
             if last is sequence:
-                return False
-        return True
+                return
+        place = sequence.place
+        assert place is not None
+        before = max(0, int(self.batch.held[place]) - 1)  # the last one may be another one now
+        self.batch.set_table(place, self.blocks.table(sequence.name), before)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's place and blocks; it waits, and will be computed again."""
-        self.running.remove(sequence)
-        self._kept -= sequence.places - 1
+        self._leave(sequence)
         self._release(sequence)
         sequence.computed = 0
         sequence.preemptions += 1
@@ -227,21 +199,28 @@ class Scheduler:
         later = (i for i, other in enumerate(self.waiting) if other.order > sequence.order)
         self.waiting.insert(next(later, len(self.waiting)), sequence)
 
-    def _admit(self, slices: list[Slice], budget: int) -> None:
-        for sequence in tuple(self.waiting):
+    def _all_wait_for_one_that_waits(self) -> bool:
+        """Whether nothing goes on: held sequences run that wait for others, which find no room."""
+        return bool(self.waiting and self.running) and all(s.held for s in self.running)
+
+    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
+        """Let waiting sequences run: their places, and how many of their tokens."""
+        places, counts = [], []
+        full = len(self.running) + self._kept >= self.max_batch_size
+        for sequence in () if full else tuple(self.waiting):
             full = len(self.running) + self._kept + sequence.places > self.max_batch_size
             if budget == 0 or full:
-                return
+                break
             if self._awaits_another(sequence):
                 continue
             count = self._start(sequence, budget)
             if not count:
-                return
+                break
             self.waiting.remove(sequence)
-            self.running.append(sequence)
-            self._kept += sequence.places - 1
-            slices.append(Slice(sequence, sequence.computed, count))
+            places.append(self._enter(sequence))
+            counts.append(count)
             budget -= count
+        return places, counts
 
     def _awaits_another(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to compute what a waiting one begins with.
@@ -270,10 +249,27 @@ class Scheduler:
         self.hit_tokens += hit
         return count
 
+    def _enter(self, sequence: Sequence, behind: Sequence | None = None) -> int:
+        """Give a sequence that has its blocks a place; in order last, or behind another."""
+        place = self.batch.enter(sequence)
+        self.batch.set_table(place, self.blocks.table(sequence.name))
+        at = len(self.running) if behind is None else self.running.index(behind) + 1
+        self.running.insert(at, sequence)
+        self._kept += sequence.places - 1
+        self.__dict__.pop("order", None)
+        return place
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a running sequence's place."""
+        self.batch.leave(sequence)
+        self.running.remove(sequence)
+        self._kept -= sequence.places - 1
+        self.__dict__.pop("order", None)
+
     def _release(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """Take the blocks of a sequence back; others can find what it computed."""
+        """Take the blocks of a sequence without a place back; others find what it computed."""
         if failed or not sequence.cacheable:
             self.blocks.discard(sequence.name)
             return
-        tokens = sequence.tokens[: min(sequence.computed, sequence.known)]
+        tokens = sequence.tokens[: sequence.computed]
         self.blocks.release(sequence.name, tokens, sequence.seen, self.root)

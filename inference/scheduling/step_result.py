@@ -10,7 +10,7 @@ from inference.scheduling.request import RequestOutput
 Logprobs = Mapping[int, float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepResult:
     """What a step gave: one object a step instead of one a request.
 
@@ -25,9 +25,22 @@ class StepResult:
             log probability} of the likeliest, most likely first.
     """
 
-    names: Sequence[str] = ()
-    tokens: Sequence[int] = ()
-    logprobs: Mapping[str, Logprobs] = field(default_factory=dict)
-    prompt_logprobs: Mapping[str, Sequence[Logprobs | None]] = field(default_factory=dict)
-    finished: Sequence[RequestOutput] = ()
-    candidates: Mapping[str, Logprobs] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, Sequence[Logprobs | None]] = field(default_factory=dict)
+    finished: list[RequestOutput] = field(default_factory=list)
+    candidates: dict[str, Logprobs] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.names or self.finished or self.candidates)
+
+    def __iadd__(self, other: StepResult) -> StepResult:
+        """Take what another part of the same step gave, of other requests."""
+        self.names += other.names
+        self.tokens += other.tokens
+        self.logprobs |= other.logprobs
+        self.prompt_logprobs |= other.prompt_logprobs
+        self.finished += other.finished
+        self.candidates |= other.candidates
+        return self

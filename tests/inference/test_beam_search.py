@@ -16,7 +16,8 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.request import SamplingParams
-from inference.scheduling.scheduler import Scheduler, Sequence
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import Sequence
 from inference.scheduling.step_result import StepResult
 
 MODES = [True, False, "never"]
@@ -380,7 +381,7 @@ def test_held_requests_that_wait_for_each_other_are_no_deadlock():
     scheduler.add(second)
     scheduler.advance(scheduler.schedule())
     fork = first.fork("fork")
-    fork.tokens.append(2)
+    fork.append(2)
     scheduler.fork(first, fork)
     assert [(part.sequence, part.start) for part in scheduler.schedule()] == [(fork, 0)]
     assert list(scheduler.waiting) == [second]

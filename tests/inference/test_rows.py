@@ -13,6 +13,7 @@ from inference import predict, rows
 from inference.engine import Engine
 from inference.prompts import PromptFormat
 from inference.scheduling.request import RequestOutput, SamplingParams
+from inference.scheduling.step_result import StepResult
 from tests.inference.predicting import SHORT, answers, greedy, run, write
 
 
@@ -143,11 +144,12 @@ def test_a_model_that_gives_nan_costs_the_row(engine, tmp_path, capsys):
             self.asked[str(len(self.asked))] = prompt
             return str(len(self.asked) - 1)
 
-        def step(self) -> list[RequestOutput]:
+        def advance(self) -> StepResult:
             first, *others = self.asked
             self.asked.clear()
             bad = [RequestOutput(n, [1], finish_reason="error", error="NaN") for n in others]
-            return [RequestOutput(first, [1], pieces=["done"], finish_reason="stop"), *bad]
+            good = RequestOutput(first, [1], pieces=["done"], finish_reason="stop")
+            return StepResult(finished=[good, *bad])
 
         def stream(self, prompt: str, params: SamplingParams):
             yield RequestOutput("0", [1], finish_reason="error", error="NaN")

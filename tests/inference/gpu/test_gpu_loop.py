@@ -105,6 +105,7 @@ def serve(requests: list, rng: random.Random, config: EngineConfig, aborts: floa
     execute = loop.runner.execute  # a plan is all that it needs: another process could have made it
     loop.runner.execute = lambda plan: execute(pickle.loads(pickle.dumps(plan)))
     todo, found, idle = list(enumerate(requests)), {}, 0
+    gained: dict[str, list[int]] = {}
     hurry = rng.choice([0.1, 0.5, 1.0])
     while todo or active:
         while todo and (rng.random() < hurry or not active):
@@ -114,14 +115,18 @@ def serve(requests: list, rng: random.Random, config: EngineConfig, aborts: floa
             active.add(ActiveRequest(str(number), prompt, params, Letters(), ends, limit))
         if active and rng.random() < aborts:
             active.finish(active[rng.choice(list(active))], "abort")
-        outputs = loop.step()
-        idle = 0 if outputs else idle + 1
+        result = loop.step()
+        idle = 0 if result else idle + 1
         assert idle < 400, "nothing goes on"
-        for output in outputs:
+        assert len(set(result.names)) == len(result.names) == len(result.tokens)
+        for name, token in zip(result.names, result.tokens, strict=True):
+            gained.setdefault(name, []).append(token)
+        for output in result.finished:
             told = output.prompt_logprobs
-            if output.finished:
-                assert told is None or len(told) == len(output.prompt_token_ids)
-                found[int(output.request_id)] = (output.token_ids, output.finish_reason)
+            assert told is None or len(told) == len(output.prompt_token_ids)
+            assert output.token_ids == gained[output.request_id]
+            assert len(output.token_times) == len(output.token_ids)
+            found[int(output.request_id)] = (output.token_ids, output.finish_reason)
         blocks.check()
     assert blocks.free == blocks.total
     return found

@@ -13,10 +13,10 @@ from formats.errors import EngineError
 from inference.gpu import memory, runner
 from inference.gpu.backend import TritonBackend
 from inference.gpu.runner import GpuRunner
-from inference.gpu.sizes import ScheduledSlice
 from inference.models.kv_cache import CacheShape
 from inference.scheduling.blocks import BlockManager
-from inference.scheduling.scheduler import Sequence, Slice
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import Sequence
 
 CPU, SECOND = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -60,10 +60,10 @@ def test_a_cache_that_does_not_fit(monkeypatch):
 def test_a_step_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(runner, "forward", run_out)
     model: Any = SimpleNamespace(layers=[])
-    blocks = BlockManager(1)
-    blocks.grow("a", 1)
-    own = GpuRunner(model, [], CPU, blocks, width=1, places=1)
-    work = [ScheduledSlice(Slice(Sequence("a", [5]), 0, 1), samples=True, index=0)]
+    scheduler = Scheduler(BlockManager(1), max_batch_size=1, max_batched_tokens=1)
+    own = GpuRunner(model, [], CPU, scheduler.batch, width=1)
+    scheduler.add(Sequence("a", [5]))
+    work = scheduler.schedule()
     told = "a step found no more, 3.00 GB are free; lower max_batched_tokens"
     with pytest.raises(EngineError, match=told):
         own.launch(work)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from inference.scheduling.active import ActiveRequest
+from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.detokenizer import Detokenizer
-from inference.scheduling.request import SamplingParams
+from inference.scheduling.request import RequestOutput, SamplingParams
 from inference.scheduling.sampler import (
     ROWS_AT_ONCE,
     keep_likely,
@@ -21,7 +21,8 @@ from inference.scheduling.sampler import (
     sample,
     top_logprobs,
 )
-from inference.scheduling.scheduler import Scheduler, Sequence
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import Sequence
 
 LOGITS = torch.tensor([1.0, -2.0, 3.0, 0.5, 3.0, -0.1])
 
@@ -162,18 +163,35 @@ def test_stop_texts(text, stop, want):
     assert detokenizer.stopped == (want != text)
 
 
+class Running:
+    """A request that runs, and is given tokens."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams, limit: int) -> None:
+        scheduler = Scheduler(BlockManager(limit), max_batch_size=1, max_batched_tokens=10**6)
+        self._requests = ActiveRequests(scheduler, lambda blocks: None)
+        self.request = ActiveRequest("a", prompt, params, Bytes(), frozenset(), limit)
+        self._requests.add(self.request)
+        self._places = scheduler.schedule().places
+
+    def accept(self, token: int) -> None:
+        self._requests.take_tokens(self._places, np.array([token]))
+
+    def abort(self) -> RequestOutput:
+        return self._requests.finish(self.request, "abort")
+
+
 def test_the_host_pays_the_same_for_a_token_at_any_length():
     """Bytes that are allocated for one, not seconds: nothing told before is copied."""
     params = SamplingParams(max_tokens=10**6, ignore_eos=True, stop=("STOP",))
-    request = ActiveRequest("long", [1] * 1000, params, Bytes(), frozenset(), 10**6)
+    running = Running([1] * 1000, params, 10**6)
 
     def most_of_one(count: int) -> int:
         found = []
         for _ in range(count):
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
-            request.accept(97)
-            request.snapshot()
+            running.accept(97)
+            running.request.snapshot()
             found.append(tracemalloc.get_traced_memory()[1] - before)
         return sorted(found)[count // 2]  # now and then a list moves to a larger place
 
@@ -181,7 +199,7 @@ def test_the_host_pays_the_same_for_a_token_at_any_length():
     try:
         early = most_of_one(51)
         for _ in range(20_000):
-            request.accept(97)
+            running.accept(97)
         assert most_of_one(51) < early + 200
     finally:
         tracemalloc.stop()
@@ -189,12 +207,12 @@ def test_the_host_pays_the_same_for_a_token_at_any_length():
 
 def test_an_output_stays_as_it_was_while_its_request_goes_on():
     params = SamplingParams(max_tokens=9, ignore_eos=True)
-    request = ActiveRequest("a", [1], params, Bytes(), frozenset(), 99)
+    running = Running([1], params, 99)
     seen = []
     for token in b"abc":
-        request.accept(token)
-        seen.append(request.snapshot())
-    last = request.close("abort")
+        running.accept(token)
+        seen.append(running.request.snapshot())
+    last = running.abort()
     assert [out.token_ids for out in seen] == [[97], [97, 98], [97, 98, 99]]
     assert [out.text for out in seen] == ["a", "ab", "abc"] == [*["a", "ab"], last.text]
     assert [out.delta for out in seen] == ["a", "b", "c"]
@@ -222,7 +240,7 @@ def test_the_scheduler_serves_in_order_and_preempts_the_last():
     assert [(s.sequence.name, s.count) for s in second][-1] == ("c", 63)
     scheduler.advance(second)
     for sequence in (a, b, c):
-        sequence.tokens += [0, 0]  # each needs a second block; one is left
+        sequence.append(0, 0)  # each needs a second block; one is left
     third = scheduler.schedule()
     assert [s.sequence.name for s in third] == ["a", "b"]
     assert (c.computed, c.preemptions) == (0, 1)

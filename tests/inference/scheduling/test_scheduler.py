@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from inference.scheduling.blocks import BlockManager
-from inference.scheduling.scheduler import Scheduler, Sequence, Slice
+from inference.scheduling.scheduler import Scheduler
+from inference.scheduling.sequence import Sequence
 
 
 def scheduler_of(blocks: int = 100, **sizes) -> Scheduler:
@@ -13,11 +14,12 @@ def scheduler_of(blocks: int = 100, **sizes) -> Scheduler:
 
 def step(scheduler: Scheduler, token: int = 1) -> dict[str, int]:
     """Run a step in which every sequence that samples gets a token: tokens computed of each."""
-    slices: list[Slice] = scheduler.schedule()
-    samples = [part.sequence for part in slices if part.samples]
-    scheduler.advance(slices)
-    for sequence in samples:
-        sequence.tokens.append(token)
+    work = scheduler.schedule()
+    slices = list(work)
+    scheduler.advance(work)
+    for part in slices:
+        if part.samples:
+            part.sequence.append(token)
     scheduler.blocks.check()
     return {part.sequence.name: part.count for part in slices}
 
@@ -87,7 +89,7 @@ def test_whoever_was_waited_for_may_be_preempted():
     second = added(scheduler, "second", PROMPT[:250])
     third = added(scheduler, "third", PROMPT[:250])
     assert step(scheduler) == {"first": 1, "second": 99}
-    first.tokens += [7] * 200  # needs five blocks of the six
+    first.append(*[7] * 200)  # needs five blocks of the six
     scheduler.max_batched_tokens = 300
     assert step(scheduler) == {"first": 201}
     assert second.preemptions == 1

@@ -1,0 +1,187 @@
+"""The tokens of one request, and what a batch has to know of it beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from inference.scheduling.prefix_tree import Node
+
+if TYPE_CHECKING:
+    from inference.scheduling.batch import RunningBatch
+
+PENDING = -1  # a token that is being computed, and not known yet
+NEVER = 2**62  # a length that no sequence reaches
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How tokens are chosen: see `kernels.triton.sampling.sample.sample`, which names them so."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seeds: int = 0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What does not change while a sequence runs.
+
+    Attributes:
+        last: Most tokens that it has while it goes on; with one more it ends.
+        ends: Tokens that end it.
+        draw: How its tokens are chosen.
+        host_until: Its tokens are chosen on the host while it has fewer than so many.
+        greedy: Whether, from then on, the most likely token is chosen.
+        watched: Whether each of its tokens has to be looked at.
+    """
+
+    last: int = NEVER
+    ends: tuple[int, ...] = ()
+    draw: Draw = Draw()
+    host_until: int = 0
+    greedy: bool = True
+    watched: bool = False
+
+
+class Sequence:
+    """Tokens of one request and how far they are computed.
+
+    While it runs, both stand in its row of a `RunningBatch`; while it waits, here.
+
+    Args:
+        name: The request's.
+        tokens: Those of its prompt.
+        terms: What does not change while it runs.
+        whole: Whether the logits of all its tokens are wanted, not only those of the last.
+        held: See below.
+
+    Attributes:
+        prompt: Number of tokens of its prompt.
+        preemptions: Times that it gave its blocks up.
+        takes_hits: Whether it may begin behind what is cached; not while the logits of its prompt
+            are wanted.
+        cacheable: Whether what its blocks hold are its tokens' K and V.
+        awaits: The last of the blocks that another one is computing, with the same tokens.
+        promised: How many of its first tokens others can find as soon as they are computed.
+        held: Whether a client chooses its tokens: it may be idle, and wait for others of its kind.
+        places: Places that it keeps while it runs: its own, and those of what is forked from it.
+        order: When it arrived, or what it was forked from; of preempted ones the first goes first.
+        place: Its row, None while it waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokens: list[int],
+        terms: Terms | None = None,
+        *,
+        whole: bool = False,
+        held: bool = False,
+    ) -> None:
+        self.name, self.prompt, self.terms = name, len(tokens), terms or Terms()
+        self.preemptions = self.promised = 0
+        self.takes_hits, self.cacheable, self.held = True, True, held
+        self.places, self.order = 1, 0
+        self.awaits: Node | None = None
+        self._tokens, self._times, self._computed, self._whole = tokens, [], 0, whole
+        self._batch: RunningBatch | None = None
+        self.place: int | None = None
+
+    def __len__(self) -> int:
+        row = self._row
+        return len(self._tokens) if row is None else int(row[0].length[row[1]])
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output; the last may be `PENDING`. While it runs, a copy."""
+        if (row := self._row) is None:
+            return self._tokens
+        batch, place = row
+        return batch.ids[place, : batch.length[place]].tolist()
+
+    @property
+    def computed(self) -> int:
+        """Number of tokens whose K and V are in the cache."""
+        row = self._row
+        return self._computed if row is None else int(row[0].computed[row[1]])
+
+    @computed.setter
+    def computed(self, count: int) -> None:
+        if (row := self._row) is None:
+            self._computed = count
+        else:
+            row[0].computed[row[1]] = count
+
+    @property
+    def known(self) -> int:
+        """Number of tokens that are not pending."""
+        row = self._row
+        return len(self._tokens) if row is None else int(row[0].known[row[1]])
+
+    @property
+    def seen(self) -> int:
+        """Tokens whose K and V have given logits that were looked at: all before the newest."""
+        return self.known - 1 if self.known > self.prompt else 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether the logits of all its tokens are wanted, not only those of the last."""
+        return self._whole
+
+    @whole.setter
+    def whole(self, wanted: bool) -> None:
+        self._whole = wanted
+        if (row := self._row) is not None:
+            row[0].whole[row[1]] = wanted
+
+    def append(self, *tokens: int) -> None:
+        """Take known tokens, such as those that another sequence begins with."""
+        if (row := self._row) is None:
+            self._tokens.extend(tokens)
+        else:
+            row[0].append(row[1], tokens)
+
+    def fork(self, name: str) -> Sequence:
+        """Another one with the same tokens, of which nothing is computed yet."""
+        other = Sequence(name, self.known_from(0), self.terms, whole=self.whole, held=self.held)
+        other.prompt, other.takes_hits, other.cacheable = (
+            self.prompt,
+            self.takes_hits,
+            self.cacheable,
+        )
+        other.order = self.order
+        return other
+
+    def known_from(self, start: int) -> list[int]:
+        """Its tokens from an index on, those that are known."""
+        if (row := self._row) is None:
+            return self._tokens[start:]
+        batch, place = row
+        return batch.ids[place, start : batch.known[place]].tolist()
+
+    def times_from(self, start: int) -> list[float]:
+        """When the tokens of its output from a number on were there, seconds."""
+        if (row := self._row) is None:
+            return self._times[start:]
+        batch, place = row
+        return batch.times[place, self.prompt + start : batch.known[place]].tolist()
+
+    def enter(self, batch: RunningBatch, place: int) -> None:
+        """Keep the tokens in a row from now on; called by the batch, which copies them."""
+        self._batch, self.place = batch, place
+
+    def leave(self) -> None:
+        """Keep the tokens here from now on; those that are not known yet are forgotten."""
+        tokens, times, computed = self.known_from(0), self.times_from(0), self.computed
+        self._batch = self.place = None
+        self._tokens, self._times, self._computed = tokens, times, computed
+
+    @property
+    def _row(self) -> tuple[RunningBatch, int] | None:
+        batch, place = self._batch, self.place
+        return None if batch is None or place is None else (batch, place)

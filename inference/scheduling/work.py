@@ -1,0 +1,111 @@
+"""What a step computes: some tokens of some sequences, as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from inference.scheduling.batch import Bools, Ints, RunningBatch
+from inference.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Tokens [start, start + count) of a sequence, to be computed in a step.
+
+    Attributes:
+        samples: Whether its last token is the sequence's last, so that a new one follows.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens [starts, starts + counts) of the sequences at some places.
+
+    What depends on the state of a sequence is asked when this is made: it grows meanwhile.
+
+    Attributes:
+        batch: Holds the sequences.
+        places: Which ones; each once.
+        starts: First token of each.
+        counts: Tokens of each.
+        serials: Who was at each place.
+        samples: Whether the last of them is the sequence's last, so that a new one follows.
+        host: Whether that is chosen on the host.
+        whole: Whether the logits of all the tokens are wanted.
+    """
+
+    batch: RunningBatch
+    places: Ints
+    starts: Ints
+    counts: Ints
+    serials: Ints
+    samples: Bools
+    host: Bools
+    whole: Bools
+
+    @classmethod
+    def of(cls, batch: RunningBatch, places: Ints, counts: Ints) -> Work:
+        """The next so many tokens of the sequences at some places."""
+        starts = batch.computed[places]
+        return cls(
+            batch,
+            places,
+            starts,
+            counts,
+            serials=batch.serial[places],
+            samples=starts + counts == batch.length[places],
+            host=~batch.on_device(places),
+            whole=batch.whole[places],
+        )
+
+    @classmethod
+    def nothing(cls, batch: RunningBatch) -> Work:
+        """No tokens."""
+        none = np.zeros(0, np.int64)
+        return cls.of(batch, none, none)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[Slice]:
+        columns = (self.places, self.starts, self.counts, self.samples)
+        for place, *own in zip(*(column.tolist() for column in columns), strict=True):
+            sequence = self.batch.sequences[place]
+            assert sequence is not None
+            yield Slice(sequence, *own)
+
+    @cached_property
+    def singles(self) -> int:
+        """How many are of one token."""
+        return int(np.count_nonzero(self.counts == 1))
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all of them."""
+        return int(self.counts.sum())
+
+    @cached_property
+    def rows(self) -> Ints:
+        """Rows of logits that each needs."""
+        return np.where(self.whole, self.counts, self.samples)
+
+    def alive(self) -> Bools:
+        """Which of the sequences are still where they were."""
+        return self.batch.serial[self.places] == self.serials
+
+    def singles_first(self) -> Work:
+        """The same with sequences of one token before those of more."""
+        if self.singles in (0, len(self)):
+            return self
+        order = np.argsort(self.counts > 1, kind="stable")
+        names = ("places", "starts", "counts", "serials", "samples", "host", "whole")
+        return replace(self, **{name: getattr(self, name)[order] for name in names})
