@@ -11,7 +11,10 @@ token included: what it renders is tokenized without adding any.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 # ShareGPT's `from`, as its variants spell it, to the role that templates know.
@@ -63,6 +66,19 @@ def _read_message(message: Any, place: int) -> dict[str, Any]:
 def has_chat_template(tokenizer: Any) -> bool:
     """Whether a transformers tokenizer can render chats."""
     return bool(getattr(tokenizer, "chat_template", None))
+
+
+def brings_chat_template(folder: Path) -> bool:
+    """Whether a model's folder holds a chat template, without loading its tokenizer.
+
+    It is a file of its own, or lies in the tokenizer's settings, as older models have it.
+    """
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    with suppress(OSError, ValueError):  # no settings, or damaged ones: loading tells of that
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return isinstance(settings, dict) and bool(settings.get("chat_template"))
+    return False
 
 
 def render_chat(

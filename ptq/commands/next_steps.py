@@ -6,17 +6,21 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from formats.chat_template import brings_chat_template
 from ptq.text import typed_path
 
 
 def next_commands(checkpoint: Path) -> list[str]:
     """What can be done with a checkpoint, quoted for a shell in the current directory."""
     folder = typed_path(checkpoint)
-    return [
-        shlex.join(["ptq", "predict", folder, "--prompt", "def add(a, b):"]),
-        shlex.join(["ptq", "inspect", folder]),
-        shlex.join(["ptq", "bench", folder]),
+    commands = [
+        ["predict", folder, "--prompt", "def add(a, b):"],
+        ["inspect", folder],
+        ["bench", folder],
+        *([["chat", folder]] if brings_chat_template(checkpoint) else []),
+        ["serve", folder],
     ]
+    return [shlex.join(["ptq", *words]) for words in commands]
 
 
 def forced_command(recipe: Path, overrides: Sequence[str], output: Path | None) -> str:

@@ -155,12 +155,14 @@ def test_own_recipe_makes_a_checkpoint_and_a_report(desk, first):
 
 
 def test_what_a_run_prints_next_can_be_pasted(desk, first):
-    assert [words[0] for words in first.pasted] == ["predict", "inspect", "bench"]
-    for words in first.pasted[:2]:
-        answer = desk.ptq(*words)
+    names = [words[0] for words in first.pasted]
+    assert names == ["predict", "inspect", "bench", "chat", "serve"]
+    for place in (0, 1, 3):
+        answer = desk.ptq(*first.pasted[place], typed="Hello\n")
         assert answer.code == 0, answer.err
         assert answer.out.strip()
-    assert Path(desk.folder / first.pasted[2][1]).is_dir()
+    assert {words[1] for words in first.pasted[1:]} == {"output/mine/checkpoint"}
+    assert Path(desk.folder / "output/mine/checkpoint").is_dir()
 
 
 def test_a_second_run_into_one_folder_is_refused_and_costs_nothing(desk, first):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -68,11 +70,32 @@ def test_the_printed_next_commands_work_when_pasted(flagship) -> None:
     folder, _, output, _ = flagship
     lines = [line.strip() for line in output.splitlines()]
     commands = [line for line in lines if line.startswith("ptq ")]
-    assert {line.split()[1] for line in commands} >= {"predict", "inspect", "bench"}
-    for line in commands:
+    serving = [line for line in commands if line.startswith("ptq serve ")]
+    assert {line.split()[1] for line in commands} >= {"predict", "inspect", "bench", "serve"}
+    for line in set(commands) - set(serving):
         done = command("ptq", *shlex.split(line)[1:], cwd=folder)
         assert done.returncode == 0, line + done.stdout + done.stderr
         assert done.stdout.strip(), line
+
+
+@pytest.mark.timeout(900)
+def test_the_printed_server_answers_the_line_that_it_prints(flagship) -> None:
+    folder, _, output, _ = flagship
+    (line,) = (line.strip() for line in output.splitlines() if line.startswith("  ptq serve "))
+    words = [sys.executable, "-m", *shlex.split(line), "--port", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        curl = next(line for line in server.stdout if line.startswith("    curl "))
+        _, url, flag, header, data_flag, data = shlex.split(curl)
+        assert (flag, data_flag) == ("-H", "-d")
+        name, _, value = header.partition(": ")
+        answer = httpx.post(url, headers={name: value}, content=data, timeout=60).json()
+        assert answer["choices"][0]["text"].startswith("\n    return a + b")
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
 
 
 def mean_kl(p: torch.Tensor, q: torch.Tensor) -> float:

@@ -7,7 +7,12 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from formats.chat_template import has_chat_template, read_messages, render_chat
+from formats.chat_template import (
+    brings_chat_template,
+    has_chat_template,
+    read_messages,
+    render_chat,
+)
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 
@@ -62,6 +67,21 @@ def test_a_chat_is_rendered_up_to_the_answer(tokenizer):
     assert render_chat(tokenizer, HELLO) == "[user]Hello[assistant]Hi"
     text = render_chat(tokenizer, HELLO[:1], {"mood": "kindly"}, answer=True)
     assert text == "[user]Hello[assistant]kindly"
+
+
+def test_a_folder_that_brings_a_template_is_known_without_loading_it(tokenizer, tmp_path):
+    assert not brings_chat_template(tmp_path)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert not brings_chat_template(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text('{"chat_template": "{{ messages }}"}')
+    assert brings_chat_template(tmp_path)
+    settings.write_text("damaged")
+    assert not brings_chat_template(tmp_path)
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path)
+    assert brings_chat_template(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_run_ends_with_table_paths_and_commands(here, calls, capsys):
     assert "checkpoint: out dir/checkpoint" in lines
     assert "report:     out dir/report/report.html" in lines
     commands = [shlex.split(line) for line in lines if line.startswith("  ptq ")]
-    assert [words[1] for words in commands] == ["predict", "inspect", "bench"]
+    assert [words[1] for words in commands] == ["predict", "inspect", "bench", "serve"]
     assert all(words[2] == "out dir/checkpoint" for words in commands)
     assert commands[0][3:] == ["--prompt", "def add(a, b):"]
 
@@ -191,6 +191,16 @@ def test_paths_are_shown_as_they_would_be_typed(here):
     assert typed_path(here / "a" / "b") == "a/b"
     assert typed_path(Path("/elsewhere/x")) == "/elsewhere/x"
     assert shlex.split(next_commands(here / "it's here")[1]) == ["ptq", "inspect", "it's here"]
+
+
+def test_a_model_that_chats_may_be_talked_with_next(here):
+    def names() -> list[str]:
+        return [shlex.split(line)[1] for line in next_commands(here / "model")]
+
+    assert names() == ["predict", "inspect", "bench", "serve"]
+    (here / "model").mkdir()
+    (here / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert names() == ["predict", "inspect", "bench", "chat", "serve"]
 
 
 def test_ranges_of_blocks():
