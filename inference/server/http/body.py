@@ -66,7 +66,8 @@ def _check_type(request: Request) -> None:
     message["content-type"] = header
     kind = message.get_content_type() if header else "none"
     if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(415, f"Content-Type is {kind}; application/json is needed")
+        told = f"Content-Type is {kind}; send the header `Content-Type: application/json`"
+        raise ApiError(415, told)
     charset = message.get_content_charset("utf-8")
     if charset not in ("utf-8", "utf8", "us-ascii"):
         raise ApiError(415, f"the body's charset is {charset}; utf-8 is needed")

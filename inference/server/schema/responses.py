@@ -15,7 +15,7 @@ from inference.server.schema.chat import (
     ToolCall,
     ToolMessage,
 )
-from inference.server.schema.common import LIMITS, Body, kind_of_text, refused
+from inference.server.schema.common import LIMITS, Body, kind_of_text, refused, refused_if_true
 from inference.server.schema.response_format import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -154,13 +154,7 @@ class Reasoning(Body):
 class StreamOptions(Body):
     """Random padding against watchers of sizes; there is none here."""
 
-    include_obfuscation: Literal[False] | None = None
-
-
-def _not_stored(value: Any) -> Any:
-    if value is True:
-        raise ValueError(f"{KEEPS_NOTHING}, and set store to false")
-    return value
+    include_obfuscation: Annotated[bool | None, refused_if_true("chunks have no padding")] = None
 
 
 class ResponsesBody(Body):
@@ -210,7 +204,9 @@ class ResponsesBody(Body):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
-    store: Annotated[Literal[False] | None, BeforeValidator(_not_stored)] = None
+    store: Annotated[bool | None, refused_if_true(f"{KEEPS_NOTHING}, and set store to false")] = (
+        None
+    )
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     client_metadata: dict[str, str] | None = None
     user: str | None = Field(default=None, max_length=512)
@@ -219,7 +215,7 @@ class ResponsesBody(Body):
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: Annotated[bool | None, refused_if_true(KEEPS_NOTHING)] = None
     reasoning: Reasoning | None = None
     previous_response_id: Annotated[None, refused(KEEPS_NOTHING)] = None
     conversation: Annotated[None, refused(KEEPS_NOTHING)] = None
