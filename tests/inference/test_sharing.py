@@ -1,0 +1,146 @@
+"""Requests that come, fork, leave and are preempted as they like, over a cache that is too small."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.scheduling.request import SamplingParams
+
+
+def ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 384, (count,), generator=generator).tolist()
+
+
+def engine_of(folder, **config) -> Engine:
+    return Engine.from_pretrained(folder, config=EngineConfig(max_model_len=330, **config))
+
+
+class Client:
+    """Sends what it likes, chooses the tokens of held requests, and keeps all that it got.
+
+    Args:
+        engine: Answers.
+        rng: Decides.
+    """
+
+    def __init__(self, engine: Engine, rng: random.Random) -> None:
+        self.engine, self.rng, self.count = engine, rng, 0
+        self.held: dict[str, tuple[list[int], list[int], int]] = {}  # beginning, chosen, most
+        self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.got: list[tuple[list[int], SamplingParams, list[int]]] = []
+
+    def prompt(self) -> list[int]:
+        """One of three beginnings, of some length, and an end of its own."""
+        rng = self.rng
+        stem = ids(64 * rng.randint(0, 3) + rng.choice([0, 0, 20]), rng.choice([1, 2, 3]))
+        return [*stem, *ids(rng.randint(1, 30), rng.randint(10, 20))]
+
+    def ask(self) -> None:
+        """A new request."""
+        self.count += 1
+        name, prompt = str(self.count), self.prompt()
+        if self.rng.random() < 0.3:
+            self.engine.hold(prompt, top=2, beams=1, max_tokens=40, request_id=name)
+            self.held[name] = prompt, [], 25
+            return
+        params = SamplingParams(max_tokens=self.rng.randint(1, 70), ignore_eos=True, logprobs=2)
+        self.engine.add_request(prompt, params, name)
+        self.asked[name] = prompt, params
+
+    def leave(self) -> None:
+        """A request is given up."""
+        names = sorted({*self.held, *self.asked})
+        if names:
+            name = self.rng.choice(names)
+            self.engine.abort(name)
+            self.held.pop(name, None)
+            self.asked.pop(name, None)
+
+    def step(self) -> None:
+        """A step, and what follows of it."""
+        result = self.engine.advance()
+        for output in result.finished:
+            prompt, params = self.asked.pop(output.request_id)
+            self.got.append((prompt, params, list(output.token_ids)))
+        for name, likely in result.candidates.items():
+            self.choose(name, *list(likely)[:2])
+
+    def choose(self, name: str, best: int, second: int) -> None:
+        """Go on with the likeliest token; perhaps with the other one, too."""
+        prompt, made, most = self.held[name]
+        if self.rng.random() < 0.15 and len(self.held) < 5 and len(made) < most - 2:
+            self.count += 1
+            new, start = str(self.count), [*prompt, *made, second]
+            self.engine.fork(name, new, second)
+            self.held[new] = start, [], most - len(made) - 1
+        made.append(best)
+        if len(made) == most:
+            self.engine.abort(name)
+            del self.held[name]
+            params = SamplingParams(max_tokens=len(made), ignore_eos=True)
+            self.got.append((prompt, params, made))
+        else:
+            self.engine.extend(name, best)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_shared_everyone_gets_what_he_gets_alone(tiny_llama, seed):
+    rng = random.Random(seed)
+    sizes = {"kv_blocks": 12, "max_batch_size": 5, "max_batched_tokens": rng.choice([40, 150, 600])}
+    engine, alone = engine_of(tiny_llama, **sizes), engine_of(tiny_llama, prefix_cache=False)
+    client = Client(engine, rng)
+    for _ in range(160):
+        if rng.random() < 0.3 and len(client.held) + len(client.asked) < 8:
+            client.ask()
+        if rng.random() < 0.04:
+            client.leave()
+        client.step()
+        engine.check_integrity()
+        stats = engine.stats()
+        assert stats.free + stats.used + stats.cached == stats.total == 12
+    idle = 0
+    while engine.has_unfinished:
+        before = len(client.got)
+        client.step()
+        engine.check_integrity()
+        idle = 0 if len(client.got) > before else idle + 1
+        assert idle < 300, "nothing goes on"
+    assert engine.stats().used == 0
+    assert len(client.got) > 12
+    assert engine.stats().hit_tokens > 0
+    wanted = alone.generate([prompt for prompt, _, _ in client.got], [p for _, p, _ in client.got])
+    assert [list(o.token_ids) for o in wanted] == [tokens for _, _, tokens in client.got]
+
+
+def first_token_s(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+    """Seconds until the first token of a prompt, and that token."""
+    start = time.perf_counter()
+    output = next(engine.stream(prompt, SamplingParams(max_tokens=2, ignore_eos=True)))
+    return time.perf_counter() - start, output.token_ids[0]
+
+
+def test_behind_a_shared_system_prompt_the_first_token_comes_at_once(make_model):
+    folder = make_model("llama", max_position_embeddings=4096)
+    engine, cold = (
+        Engine.from_pretrained(folder, config=EngineConfig(prefix_cache=on)) for on in (True, False)
+    )
+    ratios = []
+    for seed in range(3):
+        system = ids(2048, seed)
+        miss = first_token_s(engine, [*system, *ids(40, 50 + seed)])
+        hit = first_token_s(engine, [*system, *ids(40, 60 + seed)])
+        assert hit[1] == first_token_s(cold, [*system, *ids(40, 60 + seed)])[1]
+        ratios.append(miss[0] / hit[0])
+    assert max(ratios) >= 8, ratios
+    prompt, params = [*system, *ids(30, 70)], SamplingParams(max_tokens=20, logprobs=3)
+    assert (
+        engine.generate([prompt], params)[0].logprobs == cold.generate([prompt], params)[0].logprobs
+    )
+    assert engine.stats().hit_tokens == 4 * 2048
