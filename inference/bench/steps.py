@@ -65,11 +65,11 @@ def measure_step(engine: Engine, batch: int, context: int) -> Step:
     assert isinstance(loop, DeviceLoop)
     fill(engine, batch, context)
     for _ in range(WARM_UP):
-        engine.step()
+        engine.advance()
     whole, host = [], []
     for _ in range(STEPS - 2):
         waited = loop.waited
-        whole.append(_seconds(engine.step))
+        whole.append(_seconds(engine.advance))
         host.append(whole[-1] - (loop.waited - waited))
     graph = loop.runner.graph_of(batch)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,7 +79,7 @@ def measure_step(engine: Engine, batch: int, context: int) -> Step:
     end.record()
     end.synchronize()
     while engine.has_unfinished:
-        engine.step()
+        engine.advance()
     median = statistics.median
     return Step(batch, 1e3 * median(whole), start.elapsed_time(end) / 10, 1e3 * median(host))
 

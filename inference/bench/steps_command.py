@@ -22,13 +22,16 @@ For every scheme and batch: the median step with a cache that holds --context to
 sequence; the same step's CUDA graph alone; what the host does in a step that is not waiting; then a
 prefill of 8 prompts of 1024 tokens, the first token of one prompt of 128, and the peak of the GPU's
 memory. A scheme that does not fit is told, and the others are measured. Whole requests are measured
-by `ptq bench --shape llama-3-8b --scheme a8w8c8 --device cuda`.
+by `ptq bench --shape llama-3-8b --scheme a8w8c8 --device cuda`. With --host only what the host does
+is measured, with a device that gives fixed tokens at once: without a GPU, of no shape or scheme.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; 1 where a scheme did not fit."""
     arguments = parser().parse_args(argv)
+    if arguments.host:
+        return _host(arguments.batch, arguments.context)
     read_shape(arguments.shape)
     for scheme in arguments.schemes:
         read_scheme(scheme)
@@ -57,6 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if missing else 0
 
 
+def _host(batches: Sequence[int], context: int) -> int:
+    """Print what the host takes for a step of each batch."""
+    from inference.bench.host import measure_host
+
+    for batch in batches:
+        found = measure_host(batch, context)
+        print(
+            f"host alone, batch {batch:3}: {found.us:6.0f} us a step, "
+            f"{found.us_per_sequence:.2f} us a sequence",
+            flush=True,
+        )
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The arguments of `ptq bench --steps`."""
     made = CommandParser(
@@ -72,5 +89,6 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--batch", type=count, nargs="+", default=[1, 16, 64], metavar="N")
     made.add_argument("--context", type=count, default=4048, metavar="TOKENS")
+    made.add_argument("--host", action="store_true", help="the host alone, without a GPU")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     return made

@@ -27,6 +27,11 @@ class Step:
     host: float
 
     @property
+    def host_us(self) -> float:
+        """Microseconds of the host a request."""
+        return 1e3 * self.host / self.batch
+
+    @property
     def tokens_s(self) -> float:
         """Tokens per second of all its requests."""
         return 1e3 * self.batch / self.whole
@@ -61,8 +66,8 @@ def describe(own: Figures) -> list[str]:
     """The lines of a scheme."""
     lines = [
         f"{own.scheme:12} batch {step.batch:3}: {step.whole:7.3f} ms a step, {step.tokens_s:6.0f} "
-        f"tokens/s; graph {step.graph:7.3f} ms, host {step.host:6.3f} ms, beyond the graph "
-        f"{1 - step.graph / step.whole:5.1%}"
+        f"tokens/s; graph {step.graph:7.3f} ms, host {step.host:6.3f} ms ({step.host_us:.1f} us a "
+        f"request), beyond the graph {1 - step.graph / step.whole:5.1%}"
         for step in own.steps
     ]
     return [

@@ -57,8 +57,8 @@ class HostBlocks:
             blocks.append(HostBlock(shapes(), pinned=self._pinned))
         else:
             blocks.append(blocks.pop(0))
-        if (moved := blocks[-1].moved) is not None:
-            moved.synchronize()  # long since, as a step is told before the next but one is planned
+        if (moved := blocks[-1].moved) is not None and not moved.query():
+            moved.synchronize()  # hardly ever: a step is told before the next but one is planned
         return blocks[-1]
 
 
