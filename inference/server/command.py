@@ -25,9 +25,10 @@ from formats.later import later
 from formats.stored.other_kinds import locate_model
 from inference.arguments import add_engine_arguments
 from inference.config import EngineConfig
-from inference.server.engine_client import EngineClient, QueueLimits
+from inference.server.engine_client import EngineClient
 from inference.server.engine_process import EngineProcess, EngineSource
 from inference.server.messages import EngineInfo
+from inference.server.open_requests import QueueLimits
 from inference.server.settings import Limits, ServerSettings
 from inference.server.tools.tool_format import tool_formats
 

@@ -1,22 +1,21 @@
 """The engine process as the HTTP process sees it: what goes there, what comes back, to whom.
 
-Nothing here waits for the engine, and the engine waits for nothing here. `inference.server.link`
-carries the messages; tests put a fake engine in its place.
+Nothing here waits for the engine, and the engine waits for nothing here.
+`inference.server.engine_process` carries the messages; tests put a fake engine in its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Literal
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
-from inference.scheduling.request import SamplingParams, check_prompt, check_tokens
+from inference.scheduling.request import FinishReason, SamplingParams, check_prompt, check_tokens
+from inference.server.measures import Measures
 from inference.server.messages import (
     Abort,
     BeamDone,
@@ -32,9 +31,11 @@ from inference.server.messages import (
     SubmitBeam,
     ToEngine,
 )
+from inference.server.open_requests import OpenRequests, QueueLimits
 from inference.server.token_stream import TokenStream
 
 State = Literal["starting", "ready", "draining", "dead"]
+STOPPING = "the server is stopping"
 
 
 class Overloaded(EngineError):  # noqa: N818 (it passes)
@@ -54,19 +55,6 @@ class Unavailable(EngineError):  # noqa: N818
     """The engine takes no requests (503): it is loading, the server stops, or it is dead."""
 
 
-@dataclass(frozen=True)
-class QueueLimits:
-    """How much may wait.
-
-    Attributes:
-        requests: Requests beyond those that can run at once.
-        tokens: Tokens of prompts of requests that have no token yet; one alone may have more.
-    """
-
-    requests: int = 1024
-    tokens: int = 2**20
-
-
 class EngineClient:
     """Requests of an engine in another process; all of it is called on one event loop.
 
@@ -81,16 +69,13 @@ class EngineClient:
     """
 
     def __init__(self, send: Callable[[ToEngine], None], limits: QueueLimits | None = None) -> None:
-        self._send, self._limits = send, limits or QueueLimits()
+        self._send, self._open = send, OpenRequests(limits or QueueLimits())
         self.state: State = "starting"
         self.reason: str | None = None
         self.stats = EngineStats()
         self._info: EngineInfo | None = None
         self._names = (f"r{i}" for i in count())
-        self._streams: dict[str, TokenStream] = {}
         self._beams: dict[str, asyncio.Future[list[Hypothesis]]] = {}
-        self._queued: dict[str, int] = {}  # tokens of prompts of requests that have no token yet
-        self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
         self._changed = asyncio.Event()  # the state, or that all requests have ended
 
     @property
@@ -107,7 +92,12 @@ class EngineClient:
     @property
     def in_flight(self) -> int:
         """Requests that wait or run."""
-        return len(self._streams) + len(self._beams)
+        return len(self._open)
+
+    @property
+    def measures(self) -> Measures:
+        """What was counted and timed of its requests."""
+        return self._open.measures
 
     async def ready(self) -> EngineInfo:
         """Wait until the engine is warm.
@@ -116,13 +106,13 @@ class EngineClient:
             Unavailable: it died before.
         """
         while self.state == "starting":
-            await self._change()
+            await self._changed.wait()
         return self.info
 
     async def dead(self) -> str:
         """Wait until the engine is dead; gives the reason."""
         while self.state != "dead":
-            await self._change()
+            await self._changed.wait()
         return self.reason or ""
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> TokenStream:
@@ -132,7 +122,7 @@ class EngineClient:
 
         Args:
             prompt: Token ids.
-            params: How it is decoded, without stop texts: `inference.server.text_stream`.
+            params: How it is decoded; `inference.server.text_stream` looks for its stop texts.
 
         Raises:
             RequestError: the prompt is empty or too long, or the model does not know a token.
@@ -141,11 +131,10 @@ class EngineClient:
         """
         if params.stop:
             params = params.model_copy(update={"stop": ()})
-        self._admit(prompt)
-        check_tokens(params.stop_token_ids, self.info.vocab_size, "stop_token_ids")
+        self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
-        stream = self._streams[name] = TokenStream(name, self._cancelled)
-        self._queued[name] = len(prompt)
+        stream = TokenStream(name, self._cancelled)
+        self._open.add(name, len(prompt), stream)
         self._send(Submit(name, list(prompt), params))
         return stream
 
@@ -156,18 +145,17 @@ class EngineClient:
             RequestError, Overloaded, Unavailable: as `submit`.
             EngineError: the engine failed at it.
         """
-        self._admit(prompt)
+        self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
         done: asyncio.Future[list[Hypothesis]] = asyncio.get_running_loop().create_future()
         self._beams[name] = done
+        self._open.add(name, len(prompt), None)
         self._send(SubmitBeam(name, list(prompt), params))
         try:
             return await done
         finally:
-            if self._beams.pop(name, None) is not None:
-                self._ended()
             if done.cancelled():
-                self._send(Abort([name]))
+                self._cancelled(name, "abort")
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests; wait until all have ended, and end them after so many seconds."""
@@ -176,97 +164,70 @@ class EngineClient:
         try:
             async with asyncio.timeout(seconds):
                 while self.in_flight and self.state != "dead":
-                    await self._change()
+                    await self._changed.wait()
         except TimeoutError:
-            names = [*self._streams, *self._beams]
-            self._end_all("the server is stopping")
+            names = self._open.names
+            self._fail(names, "abort", STOPPING)
             self._send(Abort(names))
 
     def take(self, message: FromEngine) -> None:
         """Take what the engine says."""
         if isinstance(message, Step):
-            self._take_step(message)
+            self.stats = message.stats
+            self._open.take_step(message)
+            self._tell_if_idle()
         elif isinstance(message, Ready):
             self._info = message.info
             self.stats = replace(self.stats, blocks_total=message.info.kv_blocks)
             if self.state == "starting":
                 self._become("ready")
         elif isinstance(message, Refused):
-            if message.name in self._streams:
-                self._streams[message.name].refuse(message.message, message.param)
+            if (stream := self._open.stream(message.name)) is not None:
+                stream.refuse(message.message, message.param)
             self._answer_beam(message.name, RequestError(message.message, message.param))
-            self._forget([message.name])
+            self._forget(message.name, "refused")
         elif isinstance(message, Failed):
             self._fail(message.names, "error", message.message)
         elif isinstance(message, BeamDone):
             self._answer_beam(message.name, message.hypotheses)
-            self._forget([message.name])
+            self._forget(message.name, "stop")
         else:
             self.lose(message)
 
     def lose(self, last: Dead) -> None:
         """The engine is no more: every request ends, and no other is taken."""
-        if self.state == "dead":
-            return
-        self.reason = last.message
-        self._become("dead")
-        self._end_all(last.message)
+        if self.state != "dead":
+            self.reason = last.message
+            self._become("dead")
+            self._fail(self._open.names, "abort", last.message)
 
-    def _take_step(self, step: Step) -> None:
-        streams, queued = self._streams, self._queued
-        self.stats = step.stats
-        for name, prompt_logprobs in step.prompt_logprobs:
-            if name in streams:
-                streams[name].add_prompt_logprobs(prompt_logprobs)
-        for name, logprobs in step.logprobs:
-            if name in streams:
-                streams[name].add_logprobs(logprobs)
-        for name, token in zip(step.names, step.tokens, strict=True):
-            if name in streams:
-                streams[name].add_token(token)
-                if name in queued:
-                    del queued[name]
-        for name, reason, error in step.finished:
-            if name in streams:
-                streams[name].finish(reason, error)
-        if step.finished:
-            self._forget(name for name, _, _ in step.finished)
-
-    def _admit(self, prompt: Sequence[int]) -> None:
+    def _admit(self, prompt: Sequence[int], ends: Sequence[int]) -> None:
         """Raise unless one more request may wait."""
         if self.state == "draining":
-            raise Unavailable("the server is stopping; it takes no more requests")
+            raise Unavailable(f"{STOPPING}; it takes no more requests")
         if self.state == "dead":
             raise Unavailable(f"the engine is dead: {self.reason}")
         info = self.info
         check_prompt(prompt, info.max_model_len, info.max_positions, info.vocab_size)
-        waiting, most = self.in_flight - info.max_batch_size, self._limits.requests
-        if waiting >= most:
-            raise self._overloaded(f"{waiting} requests wait; {most} may")
-        tokens, most = sum(self._queued.values()), self._limits.tokens
-        if tokens and tokens + len(prompt) > most:
-            raise self._overloaded(f"prompts of {tokens} tokens wait; with {most} it is full")
+        check_tokens(ends, info.vocab_size, "stop_token_ids")
+        found = self._open.full(len(prompt), info.max_batch_size)
+        if found is not None:
+            self.measures.overloaded += 1
+            seconds = self._open.seconds_to_wait()
+            raise Overloaded(f"the queue is full: {found}. Try again in {seconds} s", seconds)
 
-    def _overloaded(self, found: str) -> Overloaded:
-        """Says to come back when half of what waits should be gone: neither full nor idle then."""
-        span = time.monotonic() - self._ends[0] if self._ends else 0.0
-        rate = len(self._ends) / span if span else 1.0
-        seconds = min(60, max(1, round(len(self._queued) / 2 / rate)))
-        return Overloaded(f"the queue is full: {found}. Try again in {seconds} s", seconds)
-
-    def _cancelled(self, name: str) -> None:
-        """A stream's reader left."""
-        self._forget([name])
+    def _cancelled(self, name: str, reason: FinishReason) -> None:
+        """A reader left, or has what it wants."""
+        self._forget(name, reason)
         if self.state != "dead":
             self._send(Abort([name]))
 
     def _fail(self, names: Iterable[str], reason: Literal["error", "abort"], why: str) -> None:
-        names = list(names)
         for name in names:
-            if name in self._streams:
-                self._streams[name].finish(reason, why)
+            if (stream := self._open.stream(name)) is not None:
+                stream.finish(reason, why)
             self._answer_beam(name, EngineError(why) if reason == "error" else Unavailable(why))
-        self._forget(names)
+            self._forget(name, reason)
 
     def _answer_beam(self, name: str, answer: list[Hypothesis] | Exception) -> None:
         done = self._beams.get(name)
@@ -277,18 +238,12 @@ class EngineClient:
         else:
             done.set_result(answer)
 
-    def _end_all(self, why: str) -> None:
-        self._fail([*self._streams, *self._beams], "abort", why)
+    def _forget(self, name: str, reason: str) -> None:
+        self._beams.pop(name, None)
+        self._open.end(name, reason)
+        self._tell_if_idle()
 
-    def _forget(self, names: Iterable[str]) -> None:
-        now = time.monotonic()
-        for name in names:
-            self._queued.pop(name, None)
-            if self._streams.pop(name, None) or self._beams.pop(name, None):
-                self._ends.append(now)
-        self._ended()
-
-    def _ended(self) -> None:
+    def _tell_if_idle(self) -> None:
         if not self.in_flight:
             self._tell()
 
@@ -300,6 +255,3 @@ class EngineClient:
         """Wake those that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _change(self) -> None:
-        await self._changed.wait()

@@ -103,7 +103,7 @@ class TextStream:
                 break
             detokenizer.add(token)
             if detokenizer.stopped and self._made >= self._min_tokens:
-                self._stream.cancel()
+                self._stream.cancel("stop")
                 return index + 1, "stop"
         if reason is not None:
             detokenizer.finish()

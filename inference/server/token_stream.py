@@ -45,13 +45,13 @@ class TokenStream:
 
     Args:
         name: The request's.
-        on_cancel: Told the name where the stream is cancelled before its end.
+        on_cancel: Told the name and a reason where the stream is cancelled before its end.
 
     Attributes:
         name: The request's.
     """
 
-    def __init__(self, name: str, on_cancel: Callable[[str], None]) -> None:
+    def __init__(self, name: str, on_cancel: Callable[[str, FinishReason], None]) -> None:
         self.name = name
         self._on_cancel = on_cancel
         self._tokens: list[int] = []
@@ -86,13 +86,17 @@ class TokenStream:
                 self._reader = None
         raise StopAsyncIteration
 
-    def cancel(self) -> None:
-        """End the request, if it has not ended; nothing more comes. May be called again."""
+    def cancel(self, reason: FinishReason = "abort") -> None:
+        """End the request, if it has not ended; nothing more comes. May be called again.
+
+        Args:
+            reason: What is counted: `stop` where a stop text was found.
+        """
         ended = self._over or self._reason is not None or self._refusal is not None
         self._over = True
         self._wake()
         if not ended:
-            self._on_cancel(self.name)
+            self._on_cancel(self.name, reason)
 
     async def __aenter__(self) -> TokenStream:
         return self

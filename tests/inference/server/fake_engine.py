@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
 from inference.scheduling.request import SamplingParams
-from inference.server.engine_client import EngineClient, QueueLimits
+from inference.server.engine_client import EngineClient
 from inference.server.messages import (
     Abort,
     BeamDone,
@@ -23,6 +23,7 @@ from inference.server.messages import (
     SubmitBeam,
     ToEngine,
 )
+from inference.server.open_requests import QueueLimits
 
 INFO = EngineInfo(max_model_len=512, max_positions=512, vocab_size=384, max_batch_size=4)
 Answer = Callable[[Sequence[int], SamplingParams], Sequence[int]]

@@ -8,7 +8,8 @@ import pytest
 
 from formats.errors import RequestError
 from inference.scheduling.request import SamplingParams
-from inference.server.engine_client import EngineClient, Overloaded, QueueLimits, Unavailable
+from inference.server.engine_client import EngineClient, Overloaded, Unavailable
+from inference.server.open_requests import QueueLimits
 from tests.inference.server.fake_engine import INFO, FakeEngine, counting
 
 PARAMS = SamplingParams(max_tokens=5)
