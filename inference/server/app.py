@@ -31,9 +31,10 @@ from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
 from inference.server.settings import ServerSettings
 
 Handler = Callable[[Request, ServedModel], Awaitable[Response]]
-JSON, EVENTS = "application/json", "text/event-stream"
+JSON, EVENTS, PLAIN = "application/json", "text/event-stream", "text/plain"
 ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] = [
     ("GET", "/health", about.health, None, (JSON,)),
+    ("GET", "/metrics", about.metrics, None, (PLAIN,)),
     ("GET", "/version", about.version, None, (JSON,)),
     ("GET", "/v1/models", about.models, None, (JSON,)),
     ("GET", "/v1/models/{model:path}", about.model, None, (JSON,)),
@@ -97,7 +98,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     logged = {"log_requests": settings.log_requests, "log_texts": settings.log_texts}
-    app.add_middleware(RequestLog, **logged)  # the outermost
+    app.add_middleware(RequestLog, metrics=served.metrics, **logged)  # the outermost
     return app
 
 

@@ -19,6 +19,8 @@ from prometheus_client.registry import Collector
 from inference.server.engine_client import EngineClient
 from inference.server.measures import WHOLE, Histogram
 
+METHODS = ("GET", "POST", "HEAD", "OPTIONS")
+
 
 class Metrics:
     """What `/metrics` answers; a registry of its own, so that two servers of a process do not mix.
@@ -48,12 +50,12 @@ class Metrics:
         """Count an answer.
 
         Args:
-            method: Such as `POST`; of another than the server knows, `other`: clients must not be
-                able to make new rows.
+            method: Such as `POST`.
             route: Its template, such as `/v1/models/{model}`; `none` where no route fits.
             status: Of HTTP; 499 where the client left before.
             seconds: That it took.
         """
+        method = method if method in METHODS else "other"  # clients must not make up rows
         self._answers.labels(method, route, status).inc()
         self._seconds.labels(method, route).observe(seconds)
 

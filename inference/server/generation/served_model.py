@@ -14,6 +14,7 @@ from inference.scheduling.request import check_tokens
 from inference.server.engine_client import EngineClient
 from inference.server.generation.token_text import TokenTexts
 from inference.server.http.errors import ApiError
+from inference.server.metrics import Metrics
 from inference.server.settings import ServerSettings
 from inference.server.tools.template import tool_support
 
@@ -40,12 +41,14 @@ class ServedModel:
         settings: What the command line said.
         tokenizer: Of the event loop; decodes.
         texts: Of single tokens.
+        metrics: What is counted and timed.
         has_template: Whether chats can be rendered.
         tools: What chats can do with tools.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
         self.client, self.settings = client, settings
+        self.metrics = Metrics(client, settings.model)
         self.tokenizer = settings.load_tokenizer()
         self.texts = TokenTexts(self.tokenizer)
         self._encoder = settings.load_tokenizer()

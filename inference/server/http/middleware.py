@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.server.http.errors import ApiError, ClientGoneError
 from inference.server.http.responses import Refusal
+from inference.server.metrics import Metrics
 
 LOG = logging.getLogger("ptq.serve")
 OPEN_PATHS = ("/", "/health")  # need no key: the page holds nothing, and says how to give one
@@ -21,18 +22,22 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestLog:
-    """Names a request, answers where a defect kept others from it, and logs a line at its end.
+    """Names a request, answers where a defect kept others from it, and tells of it at its end.
 
     Handlers put what the line shall tell into `scope["state"]["log"]`.
 
     Args:
         app: What answers.
+        metrics: Counts it.
         log_requests: Log a line a request; what fails is logged in any case.
         log_texts: Log bodies, of requests and of answers.
     """
 
-    def __init__(self, app: ASGIApp, *, log_requests: bool, log_texts: bool) -> None:
-        self._app, self._log, self._log_texts = app, log_requests, log_texts
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, *, log_requests: bool, log_texts: bool
+    ) -> None:
+        self._app, self._metrics = app, metrics
+        self._log, self._log_texts = log_requests, log_texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
@@ -56,6 +61,7 @@ class RequestLog:
             told = ApiError(500, "the server met a defect of its own; its log tells more")
             await Refusal(told)(scope, receive, line.send)
         finally:
+            self._metrics.answered(scope["method"], _route(scope), line.status, line.seconds)
             if self._log:
                 line.write(scope)
 
@@ -67,6 +73,11 @@ class _Line:
         self._name, self._send, self._begin = name, send, time.perf_counter()
         self.status = 0
         self._first = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since it came."""
+        return time.perf_counter() - self._begin
 
     async def send(self, message: Message) -> None:
         """Pass on a part of the answer; its head bears the request's name."""
@@ -101,6 +112,11 @@ def _log_bodies(name: str, receive: Receive, send: Send) -> tuple[Receive, Send]
         await send(message)
 
     return logged_receive, logged_send
+
+
+def _route(scope: Scope) -> str:
+    """The route's template; clients must not be able to make up names of what is counted."""
+    return getattr(scope.get("route"), "path", "none")
 
 
 def _request_id(scope: Scope) -> str:

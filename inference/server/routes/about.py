@@ -63,3 +63,9 @@ async def version(request: Request, served: ServedModel) -> Response:
     except importlib.metadata.PackageNotFoundError:
         told = "a checkout that is not installed"
     return Json({"version": told})
+
+
+async def metrics(request: Request, served: ServedModel) -> Response:
+    """Answer `GET /metrics`, for Prometheus."""
+    content, kind = served.metrics.render(request.headers.get("accept", ""))
+    return Response(content, headers={"Content-Type": kind})

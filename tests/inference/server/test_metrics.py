@@ -14,11 +14,15 @@ from inference.server.measures import Histogram
 from inference.server.metrics import Metrics
 from inference.server.open_requests import QueueLimits
 from tests.inference.server.fake_engine import FakeEngine
+from tests.inference.server.http_client import talk
 
 
 def values(metrics: Metrics) -> dict[str, float]:
     """Samples by name and labels, the model's aside."""
-    text = metrics.render()[0].decode()
+    return samples(metrics.render()[0].decode())
+
+
+def samples(text: str) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -92,3 +96,24 @@ def test_a_value_on_a_bound_counts_below_it():
         histogram.add(value)
     assert histogram.counts == [2, 2, 1]
     assert histogram.total == 14
+
+
+def test_the_route_shows_what_was_asked():
+    async def scenario(client, engine) -> dict[str, float]:
+        await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 3})
+        await client.post("/v1/completions", json={"prompt": []})
+        await client.get("/v1/models/tiny")
+        await client.request("BREW", "/made/up")
+        answer = await client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        return samples(answer.text)
+
+    found = talk(scenario)
+    counts = {k: v for k, v in found.items() if k.startswith("ptq:http_requests_total")}
+    assert sorted((k.split(" ", 1)[1], v) for k, v in counts.items()) == [
+        ("method=GET route=/v1/models/{model:path} status=200", 1),
+        ("method=POST route=/v1/completions status=200", 1),
+        ("method=POST route=/v1/completions status=400", 1),
+        ("method=other route=none status=404", 1),
+    ]
+    assert found["ptq:generation_tokens_total"] == 3
