@@ -129,5 +129,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Of the router: no such route (404), or none for the method (405)."""
     assert isinstance(error, HTTPException)
-    told = f"{request.method} {request.url.path}: {error.detail}"
+    path = request.url.path
+    told = f"{path}: there is no such route; /openapi.json tells which there are"
+    if error.status_code == 405:
+        told = f"{path}: it has no {request.method}, but {(error.headers or {}).get('Allow')}"
     return Refusal(ApiError(error.status_code, told, headers=error.headers))

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from formats.errors import EngineError, PTQError
+from formats.errors import EngineError, PTQError, RequestError
 from inference.scheduling.request import FinishReason, SamplingParams
-from inference.server.engine_client import Unavailable
+from inference.server.engine_client import Overloaded, Unavailable
 from inference.server.generation.sampling import for_each
 from inference.server.generation.served_model import ServedModel
 from inference.server.messages import Logprobs
@@ -58,14 +58,23 @@ def submit(
         each: Answers to each prompt.
 
     Raises:
-        RequestError, Overloaded, Unavailable: as `EngineClient.submit`.
+        RequestError, Overloaded, Unavailable: as `EngineClient.submit`. What would be too much for
+            an idle engine, too, is a RequestError: no client should try it again.
     """
     streams: list[TextStream] = []
+    idle = not served.client.in_flight
     try:
         for prompt, first in zip(prompts, params, strict=True):
             for one in for_each(first, each):
                 tokens = served.client.submit(prompt, one)
                 streams.append(TextStream(tokens, served.tokenizer, stops, one.min_tokens))
+    except Overloaded as error:
+        cancel(streams)
+        if not idle or len(streams) <= 1:
+            raise
+        param = "prompt" if len(prompts) > 1 else "n"
+        told = f"{param}: {len(prompts) * each} answers are more than may wait; ask for fewer"
+        raise RequestError(told, param) from error
     except BaseException:
         cancel(streams)
         raise

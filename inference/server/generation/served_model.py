@@ -24,6 +24,7 @@ OF_THE_SERVER = frozenset(  # what apply_chat_template takes beside the template
     "continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs "
     "return_assistant_tokens_mask add_special_tokens".split()
 )
+SHORTENED = 2  # characters of a text for each that is left where its tokenizer normalizes it
 
 
 class ServedModel:
@@ -57,6 +58,7 @@ class ServedModel:
         self.has_template = has_chat_template(self._encoder)
         self.tools = tool_support(self._encoder, settings.tool_format)
         self._format = PromptFormat.of(self._encoder, raw=True)
+        self._longest = max(map(len, self._encoder.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
     async def in_thread(self, work: Callable[[], Value]) -> Value:
@@ -77,15 +79,30 @@ class ServedModel:
         """Token ids of a prompt; for the tokenizer's thread.
 
         Raises:
-            RequestError: it is empty.
+            ApiError, RequestError: it is empty, or longer than any context.
         """
         if not prompt:
             raise RequestError("prompt: it is empty; give at least one token", "prompt")
         if not isinstance(prompt, str):
             return list(prompt)
+        self._check_text(prompt, "prompt")
         if special_tokens:
             return self._format.tokens(prompt)
         return self._format.continuation_tokens(prompt)
+
+    def _check_text(self, text: str, param: str) -> None:
+        """Refuse a text that is too long in any case, before it holds up those behind it.
+
+        Raises:
+            ApiError: 400: so few tokens as the context has cannot spell it.
+        """
+        most = self.client.info.max_model_len
+        if len(text) > most * self._longest * SHORTENED:
+            told = (
+                f"{param}: it has {len(text)} characters, and this model's maximum context length "
+                f"is {most} tokens, each of at most {self._longest}; shorten it"
+            )
+            raise ApiError(400, told, param, "context_length_exceeded")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a prompt's token ids, without special tokens; for the tokenizer's thread.
@@ -115,7 +132,8 @@ class ServedModel:
             tools: Functions that the template tells of.
 
         Raises:
-            RequestError: there is no template, or it refuses the chat.
+            ApiError, RequestError: there is no template, it refuses the chat, or the chat is longer
+                than any context.
         """
         if not self.has_template:
             raise RequestError(
@@ -141,6 +159,7 @@ class ServedModel:
             text = render_chat(self._encoder, messages, options, tools=tools, answer=answer)
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from error
+        self._check_text(text, "messages")
         return self._format.continuation_tokens(text)
 
     def tokenizer_info(self) -> dict[str, Any]:

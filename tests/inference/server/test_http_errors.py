@@ -271,6 +271,9 @@ def test_a_prompt_that_is_empty_or_too_long_or_unknown_is_refused_with_the_numbe
     assert "512 tokens" in long
     count = len(tokenizer()(f"user: {'a' * 5000}\nassistant: ")["input_ids"])
     assert f"{count} tokens" in long
+    huge = refused({"prompt": "a" * 10**6}, "prompt")
+    assert "1000000 characters" in huge
+    assert "512 tokens" in huge
     for prompt in ([384], [1, 10**9]):
         assert "vocabulary of 384" in refused({"prompt": prompt}, "prompt")
     assert "prompt[0]" in refused({"prompt": [-1]}, "prompt[0]")
@@ -343,19 +346,27 @@ def test_the_queue_is_full_at_once_and_says_when_to_come_back():
     def make() -> FakeEngine:
         return FakeEngine(hold=True, limits=QueueLimits(requests=0))
 
-    body = {"prompt": "a", "n": 5}
-    response = post(COMPLETIONS, body, make=make)
+    body = {"prompt": "a", "n": 4}
+
+    async def scenario(client, engine):
+        first = asyncio.ensure_future(client.post(COMPLETIONS, json={"prompt": "a"}))
+        while not engine.running:
+            await asyncio.sleep(0.001)
+        response = await client.post(COMPLETIONS, json=body)
+        assert len(engine.running) == 1  # of a call that is refused nothing is queued
+        assert engine.client.in_flight == 1
+        engine.hold = False
+        assert (await first).status_code == 200
+        assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+        never = await client.post(COMPLETIONS, json=body | {"n": 5})
+        assert "5 answers" in error_of(never, 400)["message"]
+        return response
+
+    response = talk(scenario, make)
     error = error_of(response, 429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
     assert int(response.headers["retry-after"]) >= 1
     assert int(response.headers["retry-after-ms"]) >= 1000
-
-    async def scenario(client, engine):
-        await client.post(COMPLETIONS, json=body)
-        assert not engine.running  # of a call that is refused nothing is queued
-        assert not engine.client.in_flight
-
-    talk(scenario, make)
 
 
 def test_health_tells_whether_requests_are_answered():
