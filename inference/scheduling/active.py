@@ -401,7 +401,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         if request.prompt_logprobs is not None and len(request.tokens) == 1:
             result.prompt_logprobs[request.sequence.name] = request.prompt_logprobs
         if reason := request.ending():
-            told = "a token came that its constraint does not allow" if reason == "error" else None
+            told = "no token goes on with what its constraint asks" if reason == "error" else None
             result.finished.append(self.finish(request, reason, told))
 
     def _fail(self, place: int) -> RequestOutput:

@@ -120,7 +120,7 @@ class Matcher(Protocol):
     done: bool
 
     def accept(self, token: int) -> bool:
-        """Take the next token; False where it does not match."""
+        """Take the next token; False where it does not match, or no text goes on with it."""
         ...
 
     def mask(self, *, ends: bool = True) -> np.ndarray:

@@ -8,6 +8,7 @@ is refused here. What it drops with no more than a warning is refused where it i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -68,11 +69,11 @@ def check_schema(root: Any) -> None:
             references.append((path, schema["$ref"]))
         waiting += _parts(path, schema)
     for path, target in references:
-        if target not in seen:
+        if target not in seen or _circular(seen, target):
             raise _refused(
                 path,
-                f"$ref {target!r:.80} is no schema of this document; refer to '#' or '#/$defs/NAME'"
-                ", without escapes",
+                f"$ref {target!r:.80} is no schema of this document, or itself; refer to '#' or "
+                "'#/$defs/NAME', without escapes",
             )
 
 
@@ -164,8 +165,22 @@ def _check_object(path: str, schema: dict) -> None:
     missing = [name for name in required if name not in named]
     if missing:
         raise _refused(path, f"{missing[0]!r:.80} is required; name it in properties too")
-    for pattern in _mapping(schema, "patternProperties"):
+    patterns = _mapping(schema, "patternProperties")
+    for pattern in patterns:
         check_pattern(path, pattern)
+    ways = [key for key in ("properties", "patternProperties", "propertyNames") if schema.get(key)]
+    others = schema.get("additionalProperties", False) is not False
+    if len(ways) + (others and ways != ["properties"]) > 1 or len(patterns) > 1:
+        given = " and ".join([*ways, *["additionalProperties"] * others])
+        raise _refused(path, f"{given} of one object are not kept together; give one of them")
+    if schema.get("minProperties") and (others or ways != ["properties"]):
+        raise _refused(path, "minProperties is kept only where properties names all that may come")
+    escaped = [
+        name for name in named if others and json.dumps(name, ensure_ascii=False)[1:-1] != name
+    ]
+    if escaped:
+        told = f"the name {escaped[0]!r:.80} is not kept beside others"
+        raise _refused(path, f"{told}; set additionalProperties to false")
 
 
 def _check_value(path: str, value: Any, named: Any) -> None:
@@ -194,6 +209,21 @@ def _parts(path: str, schema: dict) -> Iterator[tuple[str, Any]]:
         if not isinstance(parts, list):
             raise _refused(path, f"{key}: give a list of schemas")
         yield from ((f"{path}/{key}/{i}", part) for i, part in enumerate(parts))
+
+
+def _circular(schemas: Mapping[str, Any], path: str) -> bool:
+    """Whether a schema stands for one that stands for it."""
+    passed = set()
+    while path in schemas and path not in passed:
+        passed.add(path)
+        schema = schemas[path]
+        if isinstance(schema, dict) and "$ref" in schema:
+            path = schema["$ref"]
+        elif isinstance(schema, dict) and schema.get("allOf"):
+            path = f"{path}/allOf/0"
+        else:
+            return False
+    return path in passed
 
 
 def _mapping(schema: dict, key: str) -> dict:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize
 
 from formats.errors import RequestError
 from inference.scheduling.active import MakeMatcher
 from inference.scheduling.constraint import Constraint
-from inference.structured.helper import Answer, Bounds
+from inference.structured.helper import Bounds
+from inference.structured.link import Compiled, HelperLink, refused
 from inference.structured.matcher import GrammarMatcher
 
 MOST_KEPT = 64  # compiled grammars
@@ -39,19 +34,19 @@ class GrammarCompiler:
         vocabulary: Tokens of the model, ids that stand for nothing included.
         ends: The model's end tokens.
         bounds: What a constraint may take.
+
+    Attributes:
+        link: To the helper, once it was started.
     """
 
     def __init__(
         self, tokenizer: Any, vocabulary: int, ends: Set[int], bounds: Bounds | None = None
     ) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
-        self._bounds = bounds or Bounds()
+        self._bounds, self._info = bounds or Bounds(), None
         self._kept: OrderedDict[Constraint, tuple[MakeMatcher, int]] = OrderedDict()
-        self._asked: dict[int, tuple[Constraint, Future[MakeMatcher]]] = {}
-        self._lock, self._number = Lock(), 0
-        self._sender = ThreadPoolExecutor(1, "constraints")
-        self._connection: Connection | None = None
-        self._info: Any = None
+        self._lock, self._sender = Lock(), ThreadPoolExecutor(1, "constraints")
+        self.link: HelperLink | None = None
 
     def compile(self, constraint: Constraint) -> Future[MakeMatcher]:
         """What makes matchers of a constraint, perhaps at once; or a RequestError that refuses it.
@@ -60,67 +55,48 @@ class GrammarCompiler:
             RequestError: xgrammar is not installed.
         """
         if find_spec("xgrammar") is None:
-            raise RequestError(
-                f"constraint: needs xgrammar, which is not installed; {INSTALL}", "constraint"
-            )
+            raise refused(f"it needs xgrammar, which is not installed; {INSTALL}")
         future: Future[MakeMatcher] = Future()
         with self._lock:
-            if constraint in self._kept:
+            kept = self._kept.get(constraint)
+            if kept is not None:
                 self._kept.move_to_end(constraint)
-                future.set_result(self._kept[constraint][0])
+                future.set_result(kept[0])
                 return future
-            self._number += 1
-            self._asked[self._number] = constraint, future
-            self._sender.submit(self._send, self._number, constraint)
+        self._sender.submit(self._send, constraint, future)
         return future
 
-    def _send(self, number: int, constraint: Constraint) -> None:
+    def _send(self, constraint: Constraint, future: Future[MakeMatcher]) -> None:
         try:
-            if self._connection is None:
-                self._connection = self._start()
-            self._connection.send((number, constraint.kind, constraint.text))
-        except Exception as error:  # whatever keeps it from starting, requests are to be told
-            self._lose(f"the process that compiles constraints cannot be used: {error}")
+            try:
+                asked = self._start_link().ask(constraint)
+            except OSError:  # it has ended since the last one
+                self.link = None
+                asked = self._start_link().ask(constraint)
+            asked.add_done_callback(partial(self._keep, constraint, future))
+        except Exception as error:  # whatever keeps it from starting, the request is to be told
+            future.set_exception(refused(f"nothing compiles it here: {error}"))
 
-    def _start(self) -> Connection:
-        """Start the helper, and a thread that takes its answers."""
+    def _start_link(self) -> HelperLink:
         if self._info is None:
             self._info = tokenizer_info(self._tokenizer, self._vocabulary, self._ends)
-        ours, theirs = socket.socketpair()
-        finalize(self, _hang_up, ours.dup())
-        paths = os.pathsep.join(path for path in sys.path if path)
-        with theirs:
-            subprocess.Popen(
-                [sys.executable, "-m", "inference.structured.helper", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the engine, with which it ends
-            )
-        connection = Connection(ours.detach())
-        connection.send((self._info.serialize_json(), self._bounds))
-        Thread(target=_receive, args=(ref(self), connection), name="grammars", daemon=True).start()
-        return connection
+        if self.link is None:
+            self.link = HelperLink(self._info, self._bounds)
+            finalize(self, self.link.close)
+        return self.link
 
-    def ended(self) -> None:
-        """The helper has ended; the next constraint starts another."""
-        self._connection = None
-        self._lose("the process that compiles constraints has ended; ask again")
-
-    def take(self, answer: Answer) -> None:
-        """Take an answer of the helper."""
-        import xgrammar
-
-        number, text, refusal = answer
-        with self._lock:
-            constraint, future = self._asked.pop(number)
-        if text is None:
-            future.set_exception(RequestError(f"constraint: {refusal}", "constraint"))
+    def _keep(
+        self, constraint: Constraint, future: Future[MakeMatcher], asked: Future[Compiled]
+    ) -> None:
+        """Keep what was compiled, and pass it on."""
+        error = asked.exception()
+        if error is not None:
+            future.set_exception(error if isinstance(error, RequestError) else refused(str(error)))
             return
-        compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+        compiled, nbytes = asked.result()
         make = partial(GrammarMatcher, compiled, -(-self._vocabulary // 32), self._ends)
         with self._lock:
-            self._kept[constraint] = make, len(text)
+            self._kept[constraint] = make, nbytes
             while len(self._kept) > 1 and self._full():
                 self._kept.popitem(last=False)
         future.set_result(make)
@@ -128,35 +104,6 @@ class GrammarCompiler:
     def _full(self) -> bool:
         held = sum(nbytes for _, nbytes in self._kept.values())
         return len(self._kept) > MOST_KEPT or held > MOST_BYTES
-
-    def _lose(self, reason: str) -> None:
-        with self._lock:
-            asked, self._asked = self._asked, {}
-        for _, future in asked.values():
-            future.set_exception(RequestError(f"constraint: {reason}", "constraint"))
-
-
-def _receive(compiler: ref[GrammarCompiler], connection: Connection) -> None:
-    """Pass a helper's answers on for as long as both live."""
-    while True:
-        try:
-            answer: Answer | None = connection.recv()
-        except (EOFError, OSError):
-            answer = None
-        owner = compiler()
-        if owner is None:
-            return
-        if answer is None:
-            owner.ended()
-            return
-        owner.take(answer)
-        del owner
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """End a connection, also for a thread that waits for it; the helper then ends."""
-    with connection, suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def tokenizer_info(tokenizer: Any, vocabulary: int, ends: Set[int]) -> Any:

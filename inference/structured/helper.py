@@ -26,6 +26,8 @@ from typing import Any
 
 TRIED = 48  # tokens that a child draws
 MOST_WHITESPACE = 32  # characters of it in a row: else a model may write blanks without end
+LOOSE = r"(([^\"\\\r\n]))"  # a character of a string of bounded length
+TIGHT = r'(([^\0-\x1f\"\\]) | ("\\" [\"\\/bfnrt]))'
 MOST_AT_ONCE = 4  # children
 PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")  # where in xgrammar a message comes from
 
@@ -157,22 +159,36 @@ def compile_one(tokenizer: Any, bounds: Bounds, kind: str, text: str) -> str:
 
     threads = max(1, min(8, (os.cpu_count() or 1) // 2))
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=threads, cache_enabled=False)
-    if kind in ("json_object", "json_schema"):
-        schema = text or '{"type":"object"}'
-        compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
-    else:
-        compiled = {
-            "regex": compiler.compile_regex,
-            "grammar": compiler.compile_grammar,
-            "structural_tag": compiler.compile_structural_tag,
-        }[kind](text)
+    compiled = compiler.compile_grammar(grammar_of(kind, text))
     try_out(compiled, tokenizer, bounds)
     result = compiled.serialize_json()
     if len(result) > bounds.compiled:
-        raise ValueError(
-            f"compiled it takes {len(result)} bytes; at most {bounds.compiled} are kept"
-        )
+        size, most = len(result) >> 20, bounds.compiled >> 20
+        raise ValueError(f"compiled it takes {size} MB; at most {most} are taken")
     return result
+
+
+def grammar_of(kind: str, text: str) -> Any:
+    """The grammar of a constraint, with strings as JSON has them.
+
+    In strings whose length is bounded, xgrammar 0.2 allows control characters, and no escapes.
+
+    Raises:
+        Exception: xgrammar does not take it.
+    """
+    from xgrammar import Grammar
+
+    if kind == "regex":
+        return Grammar.from_regex(text)
+    if kind == "grammar":
+        return Grammar.from_ebnf(text)
+    if kind == "structural_tag":
+        grammar = Grammar.from_structural_tag(text)
+    else:
+        schema = text or '{"type":"object"}'
+        grammar = Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
+    rules = str(grammar)
+    return Grammar.from_ebnf(rules.replace(LOOSE, TIGHT)) if LOOSE in rules else grammar
 
 
 def try_out(compiled: Any, tokenizer: Any, bounds: Bounds) -> None:

@@ -40,14 +40,14 @@ class GrammarMatcher:
         self._fill()
 
     def accept(self, token: int) -> bool:
-        """Take the next token; False where it does not match, which a mask does not let happen."""
+        """Take the next token; False where it does not match, or no text goes on with it."""
         if not self._matcher.accept_token(token):
             return False
         if self._matcher.is_terminated():
             self.done = True
-        else:
-            self._fill()
-        return True
+            return True
+        self._fill()
+        return not self.done or self._matcher.is_completed()
 
     def mask(self, *, ends: bool = True) -> np.ndarray:
         """Which tokens may come, int32 [ceil(vocabulary / 32)], bit i % 32 of word i // 32.

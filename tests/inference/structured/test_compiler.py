@@ -1,0 +1,230 @@
+"""Compiling what strangers write: bounds, crashes, what is kept, and tokenizers of every kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pydantic
+import pytest
+
+from formats.errors import RequestError
+from formats.tokenizer import load_tokenizer
+from inference.scheduling.constraint import Constraint
+from inference.structured import compiler as compiling
+from inference.structured.compiler import GrammarCompiler, tokenizer_info
+from inference.structured.helper import Bounds, compile_one
+from inference.structured.matcher import GrammarMatcher
+
+xgrammar = pytest.importorskip("xgrammar")
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def compiler(tiny_llama) -> GrammarCompiler:
+    """With little patience and little memory."""
+    bounds = Bounds(seconds=3.0, nbytes=256 << 20, compiled=8 << 20)
+    return GrammarCompiler(load_tokenizer(tiny_llama), 400, frozenset({0}), bounds)
+
+
+def refusal(compiler: GrammarCompiler, constraint: Constraint) -> str:
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(constraint).result(60)
+    assert caught.value.param == "constraint"
+    return str(caught.value)
+
+
+def options(count: int) -> dict:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
+
+
+def test_bombs_and_crashes_are_refused_and_the_next_is_compiled(compiler):
+    """What takes all memory, too long or the process with it; all at once."""
+    chain = "\n".join(f'r{i} ::= "x" | r{i + 1}' for i in range(3000))
+    bombs = [
+        Constraint.json_schema(options(500)),
+        Constraint.json_schema({"enum": [f"v{i}" for i in range(15_000)]}),
+        Constraint.json_schema({"type": "object", "properties": {"k" * 50_000: True}}),
+        Constraint.grammar(f'root ::= r0\n{chain}\nr3000 ::= "a"'),
+        Constraint.json_schema({"type": "string", "pattern": "a" * 100_000}),
+        Constraint.grammar("root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    ]
+    asked = [compiler.compile(bomb) for bomb in bombs]
+    good = compiler.compile(Constraint.regex("[0-9]{3}"))
+    for future in asked:
+        with pytest.raises(RequestError, match="constraint: ") as caught:
+            future.result(60)
+        assert len(str(caught.value)) < 400
+    assert good.result(60)(()).mask().any()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Constraint.regex("(?=a)b"), "Lookahead is not supported"),
+        (Constraint.regex(r"(a)\1"), "Backreference is not support"),
+        (Constraint.regex("a$b"), "is ignored"),
+        (Constraint.regex("[z-a]"), "Invalid character class"),
+        (Constraint.regex(r"[^\s\S]"), "no text matches it"),
+        (Constraint.grammar("root ::= b"), '"b" is not defined'),
+        (Constraint.grammar('a ::= "b"'), "root rule"),
+        (Constraint.grammar("root ::= Token(500000)"), "Check failed"),
+        (Constraint.json_schema(False), "cannot accept any value"),
+        (Constraint.json_schema({"type": "integer", "minimum": 5, "maximum": 2}), "minimum"),
+        (Constraint.json_schema({"type": "integer", "minimum": 1e300}), "exceeds"),
+        (Constraint.json_schema({"type": "integer", "multipleOf": 5, "minimum": 1}), "ignoring"),
+        (Constraint.json_schema({"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}), "oneOf"),
+        (Constraint.structural_tag({}), "tructural"),
+        (Constraint.structural_tag({"type": "structural_tag", "format": {"type": "zz"}}), "tructural"),
+    ],
+)  # fmt: skip
+def test_what_is_not_kept_is_refused(compiler, constraint, message):
+    """Also what xgrammar says with no more than a warning."""
+    assert re.search(message, refusal(compiler, constraint))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"minLength": 3}, "not kept without a type"),
+        ({"type": "strin"}, "allowed are string, integer"),
+        ({"type": "string", "minLenght": 3}, "minLenght is not kept for string"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems is not kept"),
+        ({"type": "string", "format": "iban"}, "format 'iban' is not kept"),
+        ({"type": "string", "pattern": "^a", "maxLength": 3}, "not kept together"),
+        ({"type": "string", "pattern": 'a"'}, "only as an escape"),
+        ({"type": "string", "pattern": "a\\n"}, "only as an escape"),
+        ({"not": {"type": "string"}}, "not is not kept"),
+        ({"anyOf": [{"type": "null"}], "type": "null"}, "type beside anyOf"),
+        ({"allOf": [{"type": "string"}, {"type": "string"}]}, "write them as one"),
+        ({"enum": []}, "a list of values"),
+        ({"enum": ["a", 3], "type": "string"}, "3 is not of type string"),
+        ({"const": 2**64}, "more digits than are kept"),
+        ({"$ref": "http://x/y.json"}, "no schema of this document"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "or itself"),
+        ({"type": "object", "required": ["a"]}, "name it in properties too"),
+        ({"type": "object", "minProperties": 1}, "minProperties is kept only"),
+        (
+            {"type": "object", "properties": {"a": True}, "patternProperties": {"^a": True}},
+            "not kept together",
+        ),
+        ({"properties": {"a": {"items": {"type": 5}}}}, "at #/properties/a/items: type 5"),
+        ({"properties": {"a": 7}}, "7 is no schema"),
+        ([], "no schema"),
+    ],
+)
+def test_keywords_that_would_be_ignored_are_refused_before_the_engine_hears_of_them(
+    schema, message
+):
+    with pytest.raises(RequestError, match=message) as caught:
+        Constraint("json_schema", json.dumps(schema))
+    assert caught.value.param == "constraint"
+
+
+def test_what_usual_libraries_write_is_taken():
+    class Pet(pydantic.BaseModel):
+        """A pet."""
+
+        name: str = pydantic.Field(min_length=1, max_length=20, description="What it is called")
+        age: int | None = pydantic.Field(None, ge=0, lt=50)
+        tags: tuple[str, ...] = ()
+        sizes: dict[str, float] = pydantic.Field(default_factory=dict)
+        kind: Literal["cat", "dog"] = "cat"
+
+    class Owner(pydantic.BaseModel):
+        pets: list[Pet]
+
+    assert Constraint.json_schema(Owner.model_json_schema()).kind == "json_schema"
+
+
+def test_a_helper_that_is_killed_is_started_again(compiler):
+    compiler.compile(Constraint.regex("a")).result(60)
+    first = compiler.link
+    assert first
+    first.process.kill()
+    lost = compiler.compile(Constraint.regex("b{2}"))
+    if lost.exception(60):  # it was asked before the end was noticed
+        assert "ask again" in str(lost.exception())
+    assert compiler.compile(Constraint.regex("b{3}")).result(60)
+    assert compiler.link is not first
+
+
+def test_compiled_grammars_are_kept_and_the_oldest_forgotten(compiler, monkeypatch):
+    monkeypatch.setattr(compiling, "MOST_KEPT", 2)
+    a, b, c = (Constraint.regex(letter) for letter in "xyz")
+    for constraint in (a, b, a, c):
+        compiler.compile(constraint).result(60)
+    assert compiler.compile(a).done()
+    assert compiler.compile(c).done()
+    assert not compiler.compile(b).done()
+
+
+def sentencepiece(vocabulary: list[str]):
+    """A tokenizer as Llama 2's: blanks are ▁, and unknown characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {text: i for i, text in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(ids, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def test_sentencepiece_and_byte_level_tokenizers():
+    """What is drawn under a grammar decodes to what it says; padded ids never come."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        "▁{",
+        '"',
+        "}",
+        ":",
+    ]
+    pieces += ["é", "a", "b", "▁a", ",", "ab", '{"', '":', "[", "]"]
+    llama = sentencepiece(pieces)
+    byte_level = load_tokenizer(ROOT / "recipes" / "tiny-python")
+    schema = Constraint.json_schema(
+        {"type": "object", "properties": {"aé": {"enum": ["b a", "é€"]}}, "required": ["aé"]}
+    )
+    for tokenizer, end in ((llama, 2), (byte_level, int(byte_level.eos_token_id))):
+        size, ends = len(tokenizer) + 40, frozenset({end})
+        info = tokenizer_info(tokenizer, size, ends)
+        text = compile_one(info, Bounds(), schema.kind, schema.text)
+        compiled = xgrammar.CompiledGrammar.deserialize_json(text, info)
+        generator, texts = np.random.default_rng(0), set()
+        for _ in range(20):
+            matcher, tokens = GrammarMatcher(compiled, -(-size // 32), ends), []
+            while not matcher.done:
+                bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+                assert not bits[len(tokenizer) :].any()
+                tokens.append(int(generator.choice(bits.nonzero()[0])))
+                assert matcher.accept(tokens[-1])
+            texts.add(tokenizer.decode(tokens, skip_special_tokens=True))
+        found = {json.loads(text)["aé"] for text in texts}
+        assert found == {"b a", "é€"}
+
+
+def test_a_model_without_end_tokens_ends_where_nothing_else_may_come():
+    tokenizer = load_tokenizer(ROOT / "recipes" / "tiny-python")
+    info = tokenizer_info(tokenizer, 4096, frozenset())
+    text = compile_one(info, Bounds(), "regex", "a")
+    matcher = GrammarMatcher(
+        xgrammar.CompiledGrammar.deserialize_json(text, info), 128, frozenset()
+    )
+    assert len(matcher.mask()) == 128
+    assert matcher.accept(tokenizer("a")["input_ids"][0])
+    assert matcher.done
