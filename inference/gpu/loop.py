@@ -4,9 +4,9 @@
 
 The device is given the next step before the host knows the tokens of the last one, so that it never
 waits for the host. A sequence that turns out to have ended has then one row too many on its way; it
-is dropped when it arrives. Whenever the next step depends on more than where tokens go (a request
-waits for a place, blocks run short, a request's next token is chosen on the host), the step on its
-way is waited for first.
+is dropped when it arrives. Whenever the next step depends on more than where tokens go (blocks run
+short, a request's next token is chosen on the host), the step on its way is waited for first. Who
+waits for a place is admitted with what is free by then: a step later than it could be, at the most.
 """
 
 from __future__ import annotations
@@ -98,11 +98,8 @@ class DeviceLoop:
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""
         scheduler = self._scheduler
-        full = len(scheduler.running) >= scheduler.max_batch_size
-        if not self._ahead or (scheduler.waiting and not full):
-            return False
         on_device = scheduler.batch.on_device(scheduler.order)
-        return scheduler.unhindered and bool(on_device.all())
+        return self._ahead and bool(on_device.all()) and scheduler.unhindered
 
     def _launch(self, work: Work) -> Launched:
         self._requests.prepare_cache()

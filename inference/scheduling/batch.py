@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Items
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,8 +86,8 @@ class RunningBatch:
         self.greedy[place], self.watched[place] = terms.greedy, terms.watched
         self.whole[place], self.serial[place] = sequence.whole, self._arrivals
         self.promised[place], self.held_by_client[place] = sequence.promised, sequence.held
-        for name, value in asdict(terms.draw).items():
-            self.draws[name][place] = value
+        for name, column in self.draws.items():
+            column[place] = getattr(terms.draw, name)
         self._arrivals += 1
         sequence.enter(self, place)
         return place
