@@ -43,7 +43,7 @@ else:
     serving = later("inference.server.serving")
     tokenizers = later("formats.tokenizer")
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 BATCH_SIZES = {"cpu": 64, "cuda": 256}
 LOCAL = ("127.0.0.1", "::1", "localhost")
 LOG = logging.getLogger("ptq.serve")

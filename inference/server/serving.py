@@ -16,6 +16,7 @@ import uvicorn
 from formats.errors import EngineError
 from inference.server.engine_client import EngineClient, Unavailable
 from inference.server.engine_process import EngineProcess
+from inference.server.http.protocol import bounded_protocol
 from inference.server.messages import EngineInfo
 
 GRACE = 1.0  # seconds for which health still tells that the engine is dead
@@ -53,6 +54,7 @@ class Serving:
     ) -> None:
         self._config = uvicorn.Config(
             app,
+            http=bounded_protocol(app.state.served.settings.limits),  # pyright: ignore
             lifespan="on",
             ws="none",
             log_level="warning",

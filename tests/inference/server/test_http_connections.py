@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from inference.server.app import create_app
+from inference.server.http.protocol import bounded_protocol
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import settings
@@ -26,6 +27,9 @@ def request(path: str, body: dict, headers: str = "") -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{headers}"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+servers: list[uvicorn.Server] = []
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -47,7 +51,11 @@ def serve(
         app = create_app(engine.client, settings(**values))
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none"))
+        protocol = bounded_protocol(app.state.served.settings.limits)
+        server = uvicorn.Server(
+            uvicorn.Config(app, http=protocol, log_level="critical", ws="none")  # type: ignore
+        )
+        servers.append(server)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         try:
@@ -142,6 +150,8 @@ def test_a_client_that_reads_nothing_is_dropped_and_holds_nobody_up():
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         await until(lambda: not engine.running)
         assert len(engine.aborted) == 1
+        writer.close()
+        await until(lambda: not servers[-1].server_state.connections)
         stalled.close()
 
     serve(scenario, lambda: FakeEngine(info=LONG), limits=Limits(write_seconds=0.3))
@@ -164,6 +174,54 @@ def test_a_client_that_sends_too_much_reads_why_while_it_sends(framing):
         writer.close()
 
     serve(scenario, limits=Limits(body_bytes=10**5))
+
+
+def test_a_whole_answer_that_nobody_reads_is_dropped_too():
+    body = {"prompt": [1], "max_tokens": 20_000, "logprobs": 5}
+
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        stalled = socket.socket()
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        stalled.connect(("127.0.0.1", port))
+        stalled.sendall(request("/v1/completions", body))
+        await until(lambda: engine.sent and not engine.running)
+        await until(lambda: not servers[-1].server_state.connections)
+        stalled.close()
+
+    serve(scenario, lambda: FakeEngine(info=LONG), limits=Limits(write_seconds=0.3))
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nX: " + b"x" * 66_000, b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"X: x\r\n" * 11_000, b"431"),
+        (b"GET /" + b"x" * 66_000, b"431"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /\xff\xfe HTTP/1.1\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nX: y", b"408"),
+        (b"", b"408"),
+    ],
+    ids=range(9),
+)
+def test_what_is_no_request_or_never_becomes_one_is_told_so(data, status):
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        for before in (b"", request("/v1/completions", {"prompt": [1]})):
+            if before and not data:
+                continue  # uvicorn itself closes a connection that is used no more
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            if before:
+                writer.write(before)
+                await reader.readuntil(b"}}")
+            writer.write(data)
+            told = await reader.read()
+            writer.close()
+            assert told.split()[1] == status
+            assert set(json.loads(told.partition(b"\r\n\r\n")[2])) == {"error"}
+
+    serve(scenario, limits=Limits(read_seconds=0.2))
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
