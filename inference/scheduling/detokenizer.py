@@ -34,6 +34,11 @@ class Detokenizer:
         self.pieces: list[str] = []
         self.stopped = False
 
+    @cached_property
+    def _backend(self) -> Any:
+        """Where tokens stand for bytes, what decodes them; then texts depend on no context."""
+        return self._tokenizer.backend_tokenizer if decodes_bytes(self._tokenizer) else None
+
     @property
     def taken(self) -> int:
         """How many tokens it was given."""
@@ -51,7 +56,7 @@ class Detokenizer:
         Where tokens stand for bytes and no stop text is looked for, all are decoded at once, up to
         the last that ends a character; one takes at most four bytes.
         """
-        if self._stop or len(tokens) < 2 or not decodes_bytes(self._tokenizer):
+        if self._stop or len(tokens) < 2 or self._backend is None:
             for token in tokens:
                 self.add(token)
             return
@@ -76,12 +81,15 @@ class Detokenizer:
         after = self._decode(self._context, end)
         if after.endswith(REPLACEMENT):
             return False
-        self._context, self._read = self._read, end
+        self._context, self._read = end if self._backend is not None else self._read, end
         self._release(after[len(before) :])
         return True
 
     def _decode(self, begin: int, end: int) -> str:
-        return self._tokenizer.decode(self._tokens[begin:end], skip_special_tokens=True)
+        if begin == end:
+            return ""
+        decoder = self._tokenizer if self._backend is None else self._backend
+        return decoder.decode(self._tokens[begin:end], skip_special_tokens=True)
 
     def _release(self, text: str) -> None:
         """Show new text up to a stop text, or up to what could be the beginning of one."""
