@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.command import device
+from formats.command import count, device
 from formats.later import later
+from inference.beam_search import BeamParams
 from inference.config import EngineConfig
 from inference.scheduling.request import SamplingParams
 
@@ -73,6 +74,43 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
     )
     parser.add_argument("--seed", type=int, metavar="N", help="of each prompt's random numbers")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
+
+
+def add_beam_arguments(parser: argparse.ArgumentParser) -> None:
+    """How text is searched in the place of sampling; `beam_params` reads them."""
+    parser.add_argument(
+        "--beam-width", type=count, metavar="K", help="search with K beams instead of sampling"
+    )
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of beams: above 0 favours long texts, below 0 short ones; default 1",
+    )
+    parser.add_argument(
+        "--early-stopping",
+        choices=("true", "false", "never"),
+        default="false",
+        help="when beams end, as in transformers; default false",
+    )
+
+
+def beam_params(arguments: argparse.Namespace) -> BeamParams | None:
+    """How the arguments ask to search; None where they ask to sample.
+
+    Raises:
+        RequestError: a value is not allowed.
+    """
+    if arguments.beam_width is None:
+        return None
+    early = arguments.early_stopping
+    return BeamParams(
+        beam_width=arguments.beam_width,
+        max_tokens=arguments.max_tokens,
+        length_penalty=arguments.length_penalty,
+        early_stopping="never" if early == "never" else early == "true",
+    )
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -98,6 +98,11 @@ class Hypothesis:
     cumulative_logprob: float
     finish_reason: Literal["stop", "length"]
     logprobs: tuple[dict[int, float], ...] | None = None
+
+    def text(self, tokenizer: Any) -> str:
+        """Its text, by a transformers tokenizer; without the end token, as of other outputs."""
+        tokens = self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids
+        return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """`ptq predict`: completes a prompt, or every row of a JSON lines file.
 
     ptq predict CHECKPOINT --prompt "def add(a, b):" [--stream]
+    ptq predict CHECKPOINT --prompt "def add(a, b):" --beam-width 4
     echo "def add(a, b):" | ptq predict CHECKPOINT --prompt -
     ptq predict CHECKPOINT --input rows.jsonl --output out.jsonl
 
@@ -35,11 +36,14 @@ from formats.command import CommandParser, count, run_command
 from formats.errors import EngineError, RequestError
 from formats.stored.other_kinds import locate_model
 from inference.arguments import (
+    add_beam_arguments,
     add_engine_arguments,
     add_sampling_arguments,
+    beam_params,
     open_engine,
     sampling_params,
 )
+from inference.beam_search import BeamParams, beam_search
 from inference.prompts import PromptFormat
 from inference.rows import (
     Row,
@@ -55,22 +59,29 @@ from inference.scheduling.request import SamplingParams
 if TYPE_CHECKING:
     from inference.engine import Engine
 
+OF_BEAMS = ("length_penalty", "early_stopping")
+OF_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "stream")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Complete what is asked; 0 on success, 1 where a row failed."""
     arguments = _parse(argv)
-    params = sampling_params(arguments)
+    params = beam_params(arguments) or sampling_params(arguments)
     rows = [] if arguments.input is None else read_rows(arguments.input)
     prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     if arguments.output is not None:
         require_writable(arguments.output)
     folder = locate_model(arguments.checkpoint, arguments.revision)
-    engine = open_engine(folder, arguments, arguments.batch_size)
+    places = max(arguments.batch_size, arguments.beam_width or 1)
+    engine = open_engine(folder, arguments, places)
     prompts = PromptFormat.of(engine.tokenizer, raw=arguments.raw, system=arguments.system)
     if not arguments.quiet:
         print(f"note: {prompts.note}", file=sys.stderr)
     if prompt is None:
         return _complete_rows(engine, rows, prompts, params, arguments)
+    if isinstance(params, BeamParams):
+        print(beam_search(engine, [prompts.tokens(prompt)], params)[0][0].text(engine.tokenizer))
+        return 0
     complete(engine, prompts.tokens(prompt), params, stream=arguments.stream)
     return 0
 
@@ -79,7 +90,7 @@ def _complete_rows(
     engine: Engine,
     rows: list[Row],
     prompts: PromptFormat,
-    params: SamplingParams,
+    params: SamplingParams | BeamParams,
     arguments: argparse.Namespace,
 ) -> int:
     answers = answer_rows(engine, rows, prompts, params, progress=not arguments.quiet)
@@ -138,6 +149,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
     made.add_argument("--raw", action="store_true", help="leave the chat template off")
     add_sampling_arguments(made, max_tokens=128)
+    add_beam_arguments(made)
     made.add_argument("--stream", action="store_true", help="print text as it comes")
     made.add_argument("--batch-size", type=count, default=16, metavar="N", help="rows at once")
     made.add_argument("--quiet", action="store_true", help="show no progress, only the result")
@@ -150,6 +162,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         own.error("--input and --output belong together")
     if arguments.input is not None and arguments.stream:
         own.error("--stream goes with --prompt; the rows of --input are written at the end")
+    others, told = OF_BEAMS, "needs --beam-width"
+    if arguments.beam_width is not None:
+        others, told = OF_SAMPLING, "has no place in a beam search"
+    for name in others:
+        if getattr(arguments, name) != own.get_default(name):
+            own.error(f"--{name.replace('_', '-')} {told}")
     if arguments.raw and arguments.system is not None:
         own.error("--system goes through the chat template, which --raw leaves off; give one")
     return arguments

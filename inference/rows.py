@@ -26,8 +26,10 @@ from formats.chat_template import read_messages
 from formats.errors import RequestError
 from formats.files import replace_file, writing
 from formats.progress import bar
+from inference.beam_search import BeamParams, BeamSearch
 from inference.prompts import PromptFormat
 from inference.scheduling.request import RequestOutput, SamplingParams
+from inference.scheduling.step_result import StepResult
 
 if TYPE_CHECKING:
     from inference.engine import Engine
@@ -140,16 +142,19 @@ class _Batch:
     Args:
         engine: Runs them.
         prompts: How prompts are written for it.
-        params: How completions are decoded.
+        params: How completions are decoded, or searched.
     """
 
-    def __init__(self, engine: Engine, prompts: PromptFormat, params: SamplingParams) -> None:
+    def __init__(
+        self, engine: Engine, prompts: PromptFormat, params: SamplingParams | BeamParams
+    ) -> None:
         self._engine, self._prompts, self._params = engine, prompts, params
+        self._searches: list[tuple[BeamSearch, Answer]] = []  # that are not done
         self._completions: dict[str, Answer] = {}
         self._scores: dict[str, tuple[Answer, int]] = {}  # and where the target begins
 
     def __len__(self) -> int:
-        return len(self._completions)
+        return len(self._completions) + len(self._searches)
 
     def add(self, row: Row) -> Answer:
         """Queue a row's completion, and the score of its target."""
@@ -158,12 +163,19 @@ class _Batch:
             return answer
         try:
             prompt = self._tokens_of(row)
-            self._completions[self._engine.add_request(prompt, self._params)] = answer
+            self._add_completion(prompt, answer)
             if row.target is not None:
                 self._add_target(answer, prompt, row.target)
         except RequestError as error:
             answer.error = str(error)
         return answer
+
+    def _add_completion(self, prompt: list[int], answer: Answer) -> None:
+        if isinstance(self._params, BeamParams):
+            search = BeamSearch(self._engine, prompt, self._params)
+            self._searches.append((search, answer))
+        else:
+            self._completions[self._engine.add_request(prompt, self._params)] = answer
 
     def _tokens_of(self, row: Row) -> list[int]:
         if "src" in row.values:
@@ -184,7 +196,23 @@ class _Batch:
         else:
             self._scores[name] = answer, len(prompt)
 
-    def take(self, output: RequestOutput) -> bool:
+    def take(self, result: StepResult) -> int:
+        """Note what a step gave; how many rows it completed."""
+        known = (self._completions, self._scores)
+        own = [o for o in result.finished if any(o.request_id in names for names in known)]
+        completed = sum(map(self._take_output, own))
+        for search, answer in self._searches:
+            search.take(result)
+            if search.error is not None:
+                answer.error = f"the completion failed: {search.error}"
+            elif search.done:
+                answer.output = search.hypotheses[0].text(self._engine.tokenizer)
+        open_ones = [pair for pair in self._searches if not pair[0].done]
+        completed += len(self._searches) - len(open_ones)
+        self._searches = open_ones
+        return completed
+
+    def _take_output(self, output: RequestOutput) -> bool:
         """Note what a finished request gave; whether it was a row's completion."""
         if (answer := self._completions.get(output.request_id)) is not None:
             if output.finish_reason == "error":
@@ -205,7 +233,7 @@ def answer_rows(
     engine: Engine,
     rows: Sequence[Row],
     prompts: PromptFormat,
-    params: SamplingParams,
+    params: SamplingParams | BeamParams,
     *,
     progress: bool = True,
 ) -> list[Answer]:
@@ -215,7 +243,7 @@ def answer_rows(
         engine: Runs them.
         rows: The rows; those with an error are left out.
         prompts: How prompts are written for the engine's model.
-        params: How completions are decoded.
+        params: How completions are decoded, or searched.
         progress: Show a progress bar.
 
     Returns:
@@ -228,7 +256,7 @@ def answer_rows(
     answers = [batch.add(row) for row in rows]
     with bar(total=len(batch), title="Predicting", unit="row", shown=progress) as shown:
         while engine.has_unfinished:
-            shown.update(sum(map(batch.take, engine.advance().finished)))
+            shown.update(batch.take(engine.advance()))
     return answers
 
 

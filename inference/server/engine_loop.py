@@ -94,11 +94,11 @@ class EngineLoop:
             self._fail(error)
             return
         self._failures = 0
-        self._channel.send(self._told(result))
-        for search in [*self._beams.values()]:
+        for search in self._beams.values():
             search.take(result)
-            if search.done:
-                self._end_beam(search)
+        self._channel.send(self._told(result))  # now, since searches that end give blocks back
+        for search in [search for search in self._beams.values() if search.done]:
+            self._end_beam(search)
 
     def _told(self, result: StepResult) -> Step:
         finished = []

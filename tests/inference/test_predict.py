@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 
 from formats.command import run_command
 from inference import predict
+from inference.beam_search import BeamParams, beam_search
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
-from tests.inference.predicting import SHORT, greedy
+from tests.inference.predicting import SHORT, answers, greedy, run, write
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,21 @@ def test_stop_texts_end_an_output(model, engine, capsys):
     assert capsys.readouterr().out == text[: text.index(text[2:4])] + "\n"
 
 
+def test_beams_are_searched_for_a_prompt_and_for_rows(model, engine, tmp_path, capsys):
+    options = ["--beam-width", "3", "--length-penalty", "2", "--early-stopping", "never"]
+    assert predict.main([str(model), "--prompt", "class Node:", *options, *SHORT]) == 0
+    params = BeamParams(beam_width=3, length_penalty=2.0, early_stopping="never", max_tokens=6)
+    prompts = ["class Node:", "import os"]
+    texts = [found[0].text(engine.tokenizer) for found in beam_search(engine, prompts, params)]
+    assert capsys.readouterr().out == texts[0] + "\n"
+    rows = [{"src": prompt, "tgt": "x"} for prompt in prompts]
+    source = write(tmp_path, *map(json.dumps, rows), "{}")
+    assert run(model, source, tmp_path / "out.jsonl", *options) == 1  # the last holds no prompt
+    found = answers(tmp_path / "out.jsonl")
+    assert [row["output"] for row in found] == [*texts, None]
+    assert all(row["logprob"] < 0 for row in found[:2])
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -75,6 +92,9 @@ def test_stop_texts_end_an_output(model, engine, capsys):
         ["--input", "x", "--output", "y", "--stream"],
         ["--prompt", "x", "--batch-size", "0"],
         ["--prompt", "x", "--raw", "--system", "y"],
+        ["--prompt", "x", "--length-penalty", "2"],
+        ["--prompt", "x", "--beam-width", "2", "--temperature", "1"],
+        ["--prompt", "x", "--beam-width", "2", "--stream"],
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments):

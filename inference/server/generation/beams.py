@@ -74,8 +74,6 @@ async def beam_answers(
 
 
 def _answer(served: ServedModel, hypothesis: Hypothesis) -> Answer:
-    ended = hypothesis.finish_reason == "stop"
-    tokens = list(hypothesis.token_ids)
-    text = served.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True)
+    text, tokens = hypothesis.text(served.tokenizer), list(hypothesis.token_ids)
     known = [dict(each) for each in hypothesis.logprobs or ()]
     return Answer(text, tokens, known, None, hypothesis.finish_reason)
