@@ -58,8 +58,9 @@ FLOORS = {
         cpu gpu
         backend
         accuracy engine prompts
+        beam_search
         arguments rows
-        predict chat bench beam_search
+        predict chat bench
         server""",
     "ptq": """
         text version output
