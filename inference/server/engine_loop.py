@@ -182,4 +182,5 @@ def describe(engine: Engine) -> EngineInfo:
         quantization=engine.checkpoint.scheme.wac,
         kv_cache=str(pool.k.dtype).removeprefix("torch."),
         pid=os.getpid(),
+        end_tokens=engine.end_tokens,
     )

@@ -67,6 +67,7 @@ class EngineInfo:
         quantization: Name of the checkpoint's scheme, such as `a8w8c8`; `float` without one.
         kv_cache: Type of K and V in the cache, such as `int8` or `float32`.
         pid: Of the engine's process.
+        end_tokens: Those that end the model's outputs.
     """
 
     max_model_len: int
@@ -80,6 +81,7 @@ class EngineInfo:
     quantization: str = "float"
     kv_cache: str = "float32"
     pid: int = 0
+    end_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -47,12 +47,19 @@ class TextStream:
         tokenizer: A transformers tokenizer.
         stop: Texts that end the output; they are not part of it.
         min_tokens: The request's: a stop text ends it no sooner, but no text comes after it.
+        ends: Tokens that end it and are no text. Only one with a constraint, whose text may be
+            complete without any, has to be told; of another the last token of `stop` is one.
     """
 
     def __init__(
-        self, stream: TokenStream, tokenizer: Any, stop: Sequence[str] = (), min_tokens: int = 0
+        self,
+        stream: TokenStream,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        ends: Container[int] | None = None,
     ) -> None:
-        self._stream, self._min_tokens = stream, min_tokens
+        self._stream, self._min_tokens, self._ends = stream, min_tokens, ends
         self._detokenizer = Detokenizer(tokenizer, stop)
         self._made = 0  # tokens so far
         self._told = 0  # pieces of the text that were given
@@ -96,10 +103,10 @@ class TextStream:
     def _read(self, delta: TokenDelta) -> tuple[int, FinishReason | None]:
         """Take the tokens; how many of them belong to the output, and why it ends, if it does."""
         detokenizer, reason = self._detokenizer, delta.finish_reason
-        ended = reason == "stop"  # the engine looks for no stop text: its last is an end token
+        ended = reason == "stop"  # the engine looks for no stop text
         for index, token in enumerate(delta.token_ids):
             self._made += 1
-            if ended and index == len(delta.token_ids) - 1:
+            if ended and index == len(delta.token_ids) - 1 and self._is_end(token):
                 break
             detokenizer.add(token)
             if detokenizer.stopped and self._made >= self._min_tokens:
@@ -110,6 +117,9 @@ class TextStream:
             if detokenizer.stopped and reason == "length":
                 reason = "stop"  # what was held back completed a stop text
         return len(delta.token_ids), reason
+
+    def _is_end(self, token: int) -> bool:
+        return self._ends is None or token in self._ends
 
     def _new_text(self) -> str:
         pieces, told = self._detokenizer.pieces, self._told

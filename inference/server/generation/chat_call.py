@@ -110,7 +110,8 @@ class ChatCall:
         count = self.body.n or 1
         readers = self._readers(count)
         streams = submit(self._served, [self.prompt], [self._params], self.body.stops, count)
-        async with aclosing(deltas(streams)) as given:
+        constrained_by = "tools" if self._tools and self._tools.constraint else "response_format"
+        async with aclosing(deltas(streams, constrained_by)) as given:
             async for index, delta in given:
                 self.usage.completion += len(delta.token_ids)
                 gained, reason = readers[index].read(delta.text, delta.finish_reason)

@@ -13,6 +13,7 @@ from inference.server.engine_client import Overloaded, Unavailable
 from inference.server.generation.sampling import for_each
 from inference.server.generation.served_model import ServedModel
 from inference.server.messages import Logprobs
+from inference.server.schema.response_format import named_error
 from inference.server.text_stream import TextDelta, TextStream
 
 
@@ -62,12 +63,14 @@ def submit(
             an idle engine, too, is a RequestError: no client should try it again.
     """
     streams: list[TextStream] = []
-    idle = not served.client.in_flight
+    idle, known_ends = not served.client.in_flight, served.client.info.end_tokens
     try:
         for prompt, first in zip(prompts, params, strict=True):
             for one in for_each(first, each):
                 tokens = served.client.submit(prompt, one)
-                streams.append(TextStream(tokens, served.tokenizer, stops, one.min_tokens))
+                ends = None if one.constraint is None else known_ends | {*one.stop_token_ids}
+                made = TextStream(tokens, served.tokenizer, stops, one.min_tokens, ends)
+                streams.append(made)
     except Overloaded as error:
         cancel(streams)
         if not idle or len(streams) <= 1:
@@ -87,8 +90,14 @@ def cancel(streams: Sequence[TextStream]) -> None:
         stream.cancel()
 
 
-async def deltas(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+async def deltas(
+    streams: Sequence[TextStream], constrained_by: str = "response_format"
+) -> AsyncGenerator[tuple[int, TextDelta], None]:
     """What answers gain, with their places among the streams; closing it cancels them.
+
+    Args:
+        streams: The answers'.
+        constrained_by: The field that a constraint comes of.
 
     Raises:
         EngineError: one of them failed (500), or the server ends (Unavailable, 503).
@@ -102,6 +111,8 @@ async def deltas(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Tex
         async with aclosing(_merged(streams)) as merged:
             async for index, delta in merged:
                 yield index, _checked(delta)
+    except RequestError as error:
+        raise named_error(error, constrained_by) from error
     finally:
         cancel(streams)
 

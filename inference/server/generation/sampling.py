@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from formats.errors import RequestError
 from inference.scheduling.constraint import Constraint
 from inference.scheduling.request import SamplingParams
 from inference.server.schema.generation import GenerationBody
@@ -39,30 +38,24 @@ def sampling_params(
         value = getattr(body, name)
         return default if value is None else value
 
-    try:
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=float(given("temperature", 1.0)),
-            top_k=max(0, int(given("top_k", 0))),
-            top_p=max(LEAST_TOP_P, given("top_p", 1.0)),
-            min_p=float(given("min_p", 0.0)),
-            repetition_penalty=float(given("repetition_penalty", 1.0)),
-            presence_penalty=float(given("presence_penalty", 0.0)),
-            frequency_penalty=float(given("frequency_penalty", 0.0)),
-            logit_bias=tuple((int(k), v) for k, v in (body.logit_bias or {}).items()),
-            seed=None if body.seed is None else body.seed % SEEDS,
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
-            min_tokens=int(given("min_tokens", 0)),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            constraint=constraint or constraint_of(body.response_format),
-        )
-    except RequestError as error:
-        if error.param == "constraint":
-            message = str(error).replace("constraint", "response_format", 1)
-            raise RequestError(message, "response_format") from error
-        raise
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=float(given("temperature", 1.0)),
+        top_k=max(0, int(given("top_k", 0))),
+        top_p=max(LEAST_TOP_P, given("top_p", 1.0)),
+        min_p=float(given("min_p", 0.0)),
+        repetition_penalty=float(given("repetition_penalty", 1.0)),
+        presence_penalty=float(given("presence_penalty", 0.0)),
+        frequency_penalty=float(given("frequency_penalty", 0.0)),
+        logit_bias=tuple((int(k), v) for k, v in (body.logit_bias or {}).items()),
+        seed=None if body.seed is None else body.seed % SEEDS,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        min_tokens=int(given("min_tokens", 0)),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        constraint=constraint or constraint_of(body.response_format),
+    )
 
 
 def for_each(params: SamplingParams, count: int) -> Iterator[SamplingParams]:

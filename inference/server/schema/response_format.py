@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from formats.errors import RequestError
 from inference.scheduling.constraint import Constraint
 from inference.server.schema.common import Body, JsonObject
 
@@ -54,11 +55,21 @@ def constraint_of(response_format: ResponseFormat | None) -> Constraint | None:
     """What the engine is told of it.
 
     Raises:
-        RequestError: a schema is too large or too deep.
+        RequestError: a schema is too large or too deep, or none.
     """
+    schema = None
     if isinstance(response_format, JsonSchemaFormat):
         schema = response_format.json_schema.json_schema
+    elif not isinstance(response_format, JsonObjectFormat):
+        return None
+    try:
         return Constraint.json_object() if schema is None else Constraint.json_schema(schema)
-    if isinstance(response_format, JsonObjectFormat):
-        return Constraint.json_object()
-    return None
+    except RequestError as error:
+        raise named_error(error, "response_format") from error
+
+
+def named_error(error: RequestError, field: str) -> RequestError:
+    """An error of a constraint with the name of the field that asked for it; others as they are."""
+    if error.param != "constraint":
+        return error
+    return RequestError(str(error).replace("constraint", field, 1), field)

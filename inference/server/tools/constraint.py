@@ -9,6 +9,7 @@ from inference.scheduling.constraint import Constraint, read_json
 from inference.server.schema.tools import Function, NamedTool, ToolChoice
 from inference.server.tools.tool_format import ToolFormat
 
+MOST_WHITESPACE = 32  # characters of it in a row: else a model may write blanks without end
 NOT_BARE = r"([^{\s][\s\S]*)?"  # an answer that is no bare call
 
 
@@ -43,7 +44,9 @@ def tool_constraint(
     calls |= {"at_least_one": True, "stop_after_first": not parallel}
     if free and text is not None:
         schema = read_json(text.text) if text.kind == "json_schema" else {"type": "object"}
-        calls = {"type": "or", "elements": [calls, {"type": "json_schema", "json_schema": schema}]}
+        answer = {"type": "json_schema", "json_schema": schema}
+        answer["max_whitespace_cnt"] = MOST_WHITESPACE
+        calls = {"type": "or", "elements": [calls, answer]}
     elif free and tool_format.bare:
         calls = {"type": "or", "elements": [calls, {"type": "regex", "pattern": NOT_BARE}]}
     elif free:
@@ -55,6 +58,6 @@ def tool_constraint(
 def _tag(tool_format: ToolFormat, function: Function, free: bool) -> dict[str, Any]:
     """A call of a function."""
     schema = {"type": "object"} if free and not function.strict else function.schema_
-    content = {"type": "json_schema", "json_schema": schema}
+    content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_WHITESPACE}
     begin, end = tool_format.begin(function.name), tool_format.end
     return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -8,6 +8,7 @@ from typing import Any
 
 from formats.errors import RequestError
 from inference.scheduling.constraint import Constraint
+from inference.server.schema.response_format import named_error
 from inference.server.schema.tools import NamedTool, ToolChoice, ToolFields
 from inference.server.tools.constraint import tool_constraint
 from inference.server.tools.parser import ToolParser
@@ -65,9 +66,12 @@ class ToolUse:
             tool["function"].pop("strict", None)  # it is not the model's to know
         functions = [tool.function for tool in fields.tools]
         parallel = fields.parallel_tool_calls is not False
-        constraint = tool_constraint(
-            support.tool_format, functions, choice, parallel=parallel, text=text
-        )
+        try:
+            constraint = tool_constraint(
+                support.tool_format, functions, choice, parallel=parallel, text=text
+            )
+        except RequestError as error:
+            raise named_error(error, "tools") from error
         return cls(tools, constraint, support.tool_format, parallel)
 
     def parser(self) -> ToolParser:

@@ -25,7 +25,13 @@ from inference.server.messages import (
 )
 from inference.server.open_requests import QueueLimits
 
-INFO = EngineInfo(max_model_len=512, max_positions=512, vocab_size=384, max_batch_size=4)
+INFO = EngineInfo(
+    max_model_len=512,
+    max_positions=512,
+    vocab_size=384,
+    max_batch_size=4,
+    end_tokens=frozenset({0}),
+)
 Answer = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 
 

@@ -84,3 +84,17 @@ def test_tokens_whose_text_is_held_back_come_with_the_next(engine):
     first, last = asyncio.run(run())
     assert (first.text, first.token_ids) == ("é", tokens)
     assert (last.text, last.token_ids, last.finish_reason) == ("", [0], "stop")
+
+
+@pytest.mark.parametrize("end", [[], [0]])
+def test_a_text_that_is_complete_without_an_end_token_is_told_whole(engine, end):
+    tokens = engine.tokenizer("{}", add_special_tokens=False)["input_ids"]
+    fake = FakeEngine(answer=lambda *_: [*tokens, *end])
+
+    async def run() -> list:
+        stream = fake.client.submit(PROMPT, SamplingParams(max_tokens=9))
+        return [delta async for delta in TextStream(stream, engine.tokenizer, ends={0})]
+
+    found = asyncio.run(run())
+    assert "".join(delta.text for delta in found) == "{}"
+    assert found[-1].finish_reason == "stop"
