@@ -20,7 +20,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from formats.errors import EngineError
-from inference.scheduling.prefix_tree import Node, PrefixTree, whole_blocks
+from inference.scheduling.prefix_tree import Key, Node, PrefixTree, whole_blocks
 from kernels.attention_inputs import KV_BLOCK
 
 
@@ -59,6 +59,20 @@ class BlockChanges(NamedTuple):
     clears: list[int]
 
 
+class Beginning(NamedTuple):
+    """What there is of the beginning of a sequence.
+
+    Attributes:
+        computed: How many of its tokens can be found.
+        coming: The last block behind them that another one is about to compute, if there is any.
+        following: The whole block behind them all, which nobody has or will have yet.
+    """
+
+    computed: int = 0
+    coming: Node | None = None
+    following: Key | None = None
+
+
 @dataclass
 class Holding:
     """What an owner holds.
@@ -81,10 +95,13 @@ class BlockManager:
     Args:
         total: Number of blocks.
         prefix_cache: Whether to find computed blocks again.
+
+    Attributes:
+        promises: Times that owners have promised what they were about to compute.
     """
 
     def __init__(self, total: int, *, prefix_cache: bool = False) -> None:
-        self.total, self._prefix_cache = total, prefix_cache
+        self.total, self._prefix_cache, self.promises = total, prefix_cache, 0
         self._free = deque(range(total))
         self._owners = [0] * total  # how many hold each block
         self._held: dict[str, Holding] = {}
@@ -164,15 +181,16 @@ class BlockManager:
         held.filled = len(held.chain)
         return held.filled * KV_BLOCK
 
-    def awaited(self, tokens: Sequence[int], root: int = 0) -> Node | None:
-        """The last block of a beginning of some tokens that another one is about to compute."""
-        parent, found = root, None
+    def look_up(self, tokens: Sequence[int], root: int = 0) -> Beginning:
+        """What there is of the beginning of some tokens."""
+        parent, last, computed = root, None, 0
         for content in _usable(tokens) if self._prefix_cache else ():
             node = self._tree.find(parent, content)
             if node is None:
-                break
-            parent, found = node.number, node
-        return found if found is not None and self.is_coming(found) else None
+                return Beginning(computed, _coming(last), (parent, content))
+            parent, last = node.number, node
+            computed += KV_BLOCK * (node.block is not None)
+        return Beginning(computed, _coming(last), None)
 
     def is_coming(self, node: Node) -> bool:
         """Whether a block is still about to be computed."""
@@ -186,6 +204,7 @@ class BlockManager:
         """
         if not self._prefix_cache:
             return 0
+        self.promises += 1
         chain = self._held[owner].chain
         parent = chain[-1].number if chain else root
         for content in whole_blocks(tokens, len(chain)):
@@ -342,6 +361,10 @@ class BlockManager:
             self._partly_filled.discard(block)
             if clear:
                 self._changes.append((None, block))
+
+
+def _coming(node: Node | None) -> Node | None:
+    return node if node is not None and node.block is None else None
 
 
 def _usable(tokens: Sequence[int]) -> Iterator[bytes]:

@@ -1,9 +1,10 @@
 """Which sequences run in the next step, and how many of their tokens; pure: no clock, no tensors.
 
-First come, first served. A step takes running sequences in the order of their arrival, one token
-each, or a chunk of what is not computed yet; then admits waiting ones as long as tokens, places and
-blocks last. When a running sequence finds no block, the one that arrived last gives its blocks up
-and waits at the head of the queue, to be computed again.
+A step takes one token of each running sequence whose others are computed. The prompts, of running
+sequences and of the first that wait and would find a place, share the rest of the step
+(`inference.scheduling.prompt_share`), as long as blocks last. When a running sequence finds no
+block, the one that began last gives its blocks up and waits at the head of the queue, to be
+computed again.
 
 A sequence begins behind what the cache holds of its tokens already. What it computes can be found
 by others: its prompt from the step on that computes it, what it generated when it leaves, for
@@ -16,15 +17,21 @@ only where they come or go or get blocks.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
 
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager
+from inference.scheduling.prefix_tree import Key
+from inference.scheduling.prompt_share import Prompt, share_tokens
 from inference.scheduling.sequence import Sequence
 from inference.scheduling.work import Work
+
+WINDOW = 16  # waiting sequences whose prompts may share a step
 
 
 class Scheduler:
@@ -35,10 +42,12 @@ class Scheduler:
         max_batch_size: Most running sequences.
         max_batched_tokens: Most tokens of a step.
         root: Under which the cache finds what this model computes; see `BlockManager`.
+        span: Beyond so many tokens, chunks of a prompt get smaller; see `share_tokens`.
 
     Attributes:
+        beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
         waiting: Sequences that wait, in the order in which they are admitted.
-        running: Those that run, in the order of their arrival.
+        running: Those that run, in the order in which they began.
         batch: Their rows.
         queried_tokens: Tokens of sequences when they began, all in all.
         hit_tokens: Those of them that the cache held.
@@ -46,9 +55,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, blocks: BlockManager, max_batch_size: int, max_batched_tokens: int, root: int = 0
+        self,
+        blocks: BlockManager,
+        max_batch_size: int,
+        max_batched_tokens: int,
+        root: int = 0,
+        span: float = math.inf,
     ) -> None:
-        self.blocks, self.root = blocks, root
+        self.blocks, self.root, self.span = blocks, root, span
+        self.beside_decodes: int | None = None
         self.max_batch_size, self.max_batched_tokens = max_batch_size, max_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -56,10 +71,11 @@ class Scheduler:
         self.queried_tokens = self.hit_tokens = self.preemptions = 0
         self._kept = 0  # places that running sequences keep for forks
         self._arrived = 0
+        self._yielded = False  # whether the oldest prompt let shorter ones by in the last step
 
     @cached_property
     def order(self) -> Ints:
-        """Places of the running sequences, in the order of their arrival."""
+        """Places of the running sequences, in the order in which they began."""
         return np.array([sequence.place for sequence in self.running], np.int64)
 
     def add(self, sequence: Sequence) -> None:
@@ -117,15 +133,22 @@ class Scheduler:
         """Choose the next step's work; blocks for it are taken."""
         batch, order = self.batch, self.order
         left = batch.length[order] - batch.computed[order]
-        room = self.max_batched_tokens - (np.cumsum(left) - left)
-        counts = np.clip(room, 0, left)
+        counts = np.where(np.cumsum(left == 1) <= self.max_batched_tokens, left == 1, 0)
+        waiting = self._first_to_start()
+        if waiting or (left > 1).any():
+            going, starting = self._share(left, int(counts.sum()), waiting)
+            counts[left > 1] = going
+        else:
+            starting = []
         self._take_blocks(counts)
-        order, counts = self.order, counts[: len(self.running)]  # some may have given way
-        places, more = self._admit(self.max_batched_tokens - int(counts.sum()))
+        if len(self.running) < len(order):  # some have given way
+            order, counts, starting = self.order, counts[: len(self.running)], []
+        places, more = self._start_all(zip(waiting, starting, strict=False))
         while not places and not counts.any() and self._all_wait_for_one_that_waits():
             self._preempt(max(self.running, key=lambda s: s.order))
             order, counts = order[:0], counts[:0]  # none of them runs now
-            places, more = self._admit(self.max_batched_tokens)
+            first = self._first_to_start()[:1]
+            places, more = self._start_all((s, self.max_batched_tokens) for s in first)
         if places:
             order, counts = np.append(order, places), np.append(counts, more)
         runs = counts > 0  # else its last token is on its way, or the step is full
@@ -203,23 +226,58 @@ class Scheduler:
         """Whether nothing goes on: held sequences run that wait for others, which find no room."""
         return bool(self.waiting and self.running) and all(s.held for s in self.running)
 
-    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
-        """Let waiting sequences run: their places, and how many of their tokens."""
-        places, counts = [], []
-        full = len(self.running) + self._kept >= self.max_batch_size
-        for sequence in () if full else tuple(self.waiting):
-            full = len(self.running) + self._kept + sequence.places > self.max_batch_size
-            if budget == 0 or full:
+    def _share(
+        self, left: Ints, decodes: int, waiting: list[Sequence]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of each prompt in a step: of running ones, and of those that could begin.
+
+        Args:
+            left: Tokens of each running sequence that are not computed.
+            decodes: Running sequences that compute one token.
+            waiting: Sequences that could begin.
+        """
+        computed = self.batch.computed[self.order].tolist()
+        prompts = [
+            Prompt(sequence.order, count, computed[i])
+            for i, (sequence, count) in enumerate(zip(self.running, left.tolist(), strict=True))
+            if count > 1
+        ]
+        found = [sequence.beginning.computed for sequence in waiting]
+        prompts += [Prompt(s.order, len(s) - n, n) for s, n in zip(waiting, found, strict=True)]
+        room = self.max_batched_tokens - decodes
+        if decodes and self.beside_decodes is not None:
+            room = min(room, self.beside_decodes)
+        self._yielded = len(prompts) > 1 and not self._yielded
+        shares = share_tokens(prompts, room, span=self.span, yielding=self._yielded)
+        return shares[: len(shares) - len(waiting)], shares[len(shares) - len(waiting) :]
+
+    def _first_to_start(self) -> list[Sequence]:
+        """The first of the waiting sequences that would find places and need not wait."""
+        room = self.max_batch_size - len(self.running) - self._kept
+        found: list[Sequence] = []
+        begun: set[Key | None] = set()  # what they will have promised
+        for sequence in self.waiting if room > 0 else ():
+            if sequence.places > room or len(found) == WINDOW:
                 break
-            if self._awaits_another(sequence):
+            if self._awaits_another(sequence) or sequence.beginning.following in begun:
                 continue
-            count = self._start(sequence, budget)
+            found.append(sequence)
+            room -= sequence.places
+            begun |= {sequence.beginning.following} - {None}
+        return found
+
+    def _start_all(self, shares: Iterable[tuple[Sequence, int]]) -> tuple[list[int], list[int]]:
+        """Let waiting sequences run, each with its share: their places, and their tokens."""
+        places, counts = [], []
+        for sequence, share in shares:
+            if not share:
+                continue
+            count = self._start(sequence, share)
             if not count:
                 break
             self.waiting.remove(sequence)
             places.append(self._enter(sequence))
             counts.append(count)
-            budget -= count
         return places, counts
 
     def _awaits_another(self, sequence: Sequence) -> bool:
@@ -230,9 +288,12 @@ class Scheduler:
         """
         if not sequence.takes_hits:
             return False
-        if sequence.awaits is None or not self.blocks.is_coming(sequence.awaits):
-            sequence.awaits = self.blocks.awaited(sequence.tokens, self.root)
-        return sequence.awaits is not None
+        coming, promises = sequence.beginning.coming, self.blocks.promises
+        if self.blocks.is_coming(coming) if coming else sequence.looked_up == promises:
+            return coming is not None
+        sequence.beginning = self.blocks.look_up(sequence.tokens, self.root)
+        sequence.looked_up = promises
+        return sequence.beginning.coming is not None
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Get blocks for the first tokens of a waiting sequence; how many, 0 if there are none."""

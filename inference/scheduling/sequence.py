@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inference.scheduling.prefix_tree import Node
+from inference.scheduling.blocks import Beginning
 
 if TYPE_CHECKING:
     from inference.scheduling.batch import RunningBatch
@@ -63,7 +63,8 @@ class Sequence:
         takes_hits: Whether it may begin behind what is cached; not while the logits of its prompt
             are wanted.
         cacheable: Whether what its blocks hold are its tokens' K and V.
-        awaits: The last of the blocks that another one is computing, with the same tokens.
+        beginning: What there was of its tokens when it was last looked up, while it waited.
+        looked_up: What had been promised by then; see `BlockManager.promises`.
         promised: How many of its first tokens others can find as soon as they are computed.
         held: Whether a client chooses its tokens: it may be idle, and wait for others of its kind.
         places: Places that it keeps while it runs: its own, and those of what is forked from it.
@@ -84,7 +85,7 @@ class Sequence:
         self.preemptions = self.promised = 0
         self.takes_hits, self.cacheable, self.held = True, True, held
         self.places, self.order = 1, 0
-        self.awaits: Node | None = None
+        self.beginning, self.looked_up = Beginning(), -1
         self._tokens, self._times, self._computed, self._whole = tokens, [], 0, whole
         self._batch: RunningBatch | None = None
         self.place: int | None = None

@@ -1,0 +1,77 @@
+"""How the prompts of a step share its tokens.
+
+One alone takes all. Of several the shortest comes first, so that a short prompt need not wait for a
+long one; the one that has waited longest keeps half of the step's tokens, so that no stream of
+short ones starves it. In a step of short prompts that leave room, it takes no more than they do: a
+step lasts as long as its tokens, and theirs are waited for. In every other such step it takes all
+the room, which gives it half of the time, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LEAST = 256  # tokens of a chunk that attention would make smaller; fewer are a waste of a step
+
+
+class Prompt(NamedTuple):
+    """What is left of a prompt.
+
+    Attributes:
+        arrival: Its place in the order of arrival.
+        left: Tokens that are not computed.
+        computed: Tokens that are.
+    """
+
+    arrival: int
+    left: int
+    computed: int
+
+
+def share_tokens(
+    prompts: Sequence[Prompt], tokens: int, *, span: float, yielding: bool
+) -> list[int]:
+    """Tokens of each prompt in a step.
+
+    Args:
+        prompts: In any order.
+        tokens: Of all of them together, at most.
+        span: Beyond so many computed tokens, attention to them is what a token costs most for: a
+            chunk is as much shorter as its tokens have more to attend to, so that a step of a long
+            prompt's end takes little longer than others.
+        yielding: Whether the oldest takes no more than the shorter ones together.
+    """
+    counts = [0] * len(prompts)
+    if not prompts:
+        return counts
+    oldest = min(range(len(prompts)), key=lambda i: prompts[i].arrival)
+    order = sorted(range(len(prompts)), key=lambda i: (prompts[i].left, prompts[i].arrival))
+    kept = tokens // 2 if order[0] != oldest else 0
+    room = tokens - kept
+    for i in order:
+        if i == oldest and kept:
+            continue
+        counts[i] = _chunk(prompts[i], room, span)
+        room -= counts[i]
+    if kept:
+        used = tokens - kept - room
+        most = min(kept + room, used) if yielding else kept + room
+        counts[oldest] = _chunk(prompts[oldest], most, span)
+    return counts
+
+
+def _chunk(prompt: Prompt, tokens: int, span: float) -> int:
+    """Tokens of a prompt where there is room for so many."""
+    affordable = tokens
+    if prompt.computed > span:
+        affordable = min(tokens, max(LEAST, rounded_down(int(tokens * span / prompt.computed))))
+    return min(prompt.left, affordable)
+
+
+def rounded_down(tokens: int) -> int:
+    """The largest of 16, 32, 48, 64, 96, 128, 192, ... that is not more: sizes of GPUs' graphs."""
+    if tokens < 16:
+        return tokens
+    power = 1 << (tokens.bit_length() - 1)
+    return power * 3 // 2 if power >= 32 and tokens >= power * 3 // 2 else power
