@@ -53,6 +53,10 @@ class Loop(Protocol):
         """
         ...
 
+    def settle(self) -> StepResult:
+        """Wait for a step on its way, if there is one, and tell its tokens."""
+        ...
+
     def drop(self) -> None:
         """Forget a step on its way."""
         ...
@@ -94,6 +98,10 @@ class Backend(LayerFactory[L, X], Protocol[L, X]):
             sizes: The engine's sizes, all resolved.
             requests: Those that live.
         """
+        ...
+
+    def ran_out(self, error: Exception) -> bool:
+        """Whether that is said of memory that is too small, and nothing else is wrong."""
         ...
 
     def peak_bytes(self) -> int:

@@ -299,6 +299,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one token of every running request, or a chunk of a prompt.
 
+        Where memory runs out, later steps are made smaller, of fewer tokens and if need be of fewer
+        requests: the newest then end with an error, and the others go on.
+
         Returns:
             The state of each request that gained a token or ended.
 
@@ -339,16 +342,20 @@ class Engine:
 
     def _run(self) -> StepResult:
         """One step of the loop."""
+        refused: list[RequestOutput] = []
         try:
             refused = self._requests.admit_compiled()
             result = self.loop.step()
             result.finished = refused + result.finished
             return result
-        except PTQError:
-            self._drop()
-            raise
         except Exception as error:  # the engine's boundary: nothing of a broken step may stay
+            if self.backend.ran_out(error):
+                result = self.loop.settle()
+                result.finished = refused + result.finished + self._requests.ask_for_less(error)
+                return result
             self._drop()
+            if isinstance(error, PTQError):
+                raise
             raise EngineError(
                 f"a step failed ({type(error).__name__}: {error}); its requests are lost"
             ) from error

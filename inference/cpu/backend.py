@@ -75,6 +75,10 @@ class CpuBackend:
         """The steps of an engine."""
         return HostLoop(self.forward(model, pools), scheduler, requests)
 
+    def ran_out(self, error: Exception) -> bool:
+        """Whether that is said of memory that is too small."""
+        return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
     def peak_bytes(self) -> int:
         """Most memory that the process has held so far."""
         return peak_rss_bytes()

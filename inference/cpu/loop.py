@@ -46,5 +46,9 @@ class HostLoop:
     def warm_up(self) -> None:
         """Nothing is compiled when it is needed."""
 
+    def settle(self) -> StepResult:
+        """Nothing: no step is on its way between two."""
+        return StepResult()
+
     def drop(self) -> None:
         """No step is on its way between two."""

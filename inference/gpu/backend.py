@@ -14,7 +14,7 @@ from inference.gpu.decoder import GpuDecoder
 from inference.gpu.experts import GpuExperts, side_by_side
 from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
-from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, memory_for
+from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, memory_for, ran_out
 from inference.gpu.runner import GpuRunner
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape
@@ -111,6 +111,12 @@ class TritonBackend:
             graphs=not sizes.eager,
         )
         return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)
+
+    def ran_out(self, error: Exception) -> bool:
+        """Whether that is said of memory that is too small: the GPU's."""
+        return ran_out(error) or (
+            isinstance(error.__cause__, Exception) and ran_out(error.__cause__)
+        )
 
     def peak_bytes(self) -> int:
         """Most memory of the GPU that tensors have held so far."""

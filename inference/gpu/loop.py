@@ -51,17 +51,17 @@ class DeviceLoop:
 
     def step(self) -> StepResult:
         """Launch a step, and tell the tokens of the one before it."""
-        if not self._may_run_ahead() and (told := self.collect()):
+        if not self._may_run_ahead() and (told := self.settle()):
             return told  # the next step is another one now
         work = self._scheduler.schedule()
         if not len(work):
-            return self.collect()
+            return self.settle()
         launched = self._launch(work)
-        result = self.collect()
+        result = self.settle()
         self._on_its_way = launched
-        return result if result or self._may_run_ahead() else self.collect()
+        return result if result or self._may_run_ahead() else self.settle()
 
-    def collect(self) -> StepResult:
+    def settle(self) -> StepResult:
         """Wait for the step on its way and tell its tokens."""
         launched, self._on_its_way = self._on_its_way, None
         if launched is None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from formats.errors import RequestError
+from formats.errors import EngineError, RequestError
 from inference.scheduling.batch import Ints
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.constraint import Matcher
@@ -33,6 +33,7 @@ from inference.scheduling.step_result import Logprobs, StepResult
 from inference.scheduling.work import Work
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]
+NOT_FINITE = "the model's logits hold NaN or infinity; check the checkpoint"
 PATIENCE = 0.005  # seconds for which an idle engine waits for a constraint to be compiled
 
 
@@ -292,8 +293,12 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     def prepare_cache(self) -> None:
         """Copy and clear the blocks of the cache that the next step needs so; before it runs."""
         changes = self._scheduler.blocks.take_changes()
-        if changes is not None:
+        if changes is None:
+            return
+        try:
             self._change_blocks(changes)
+        except Exception as error:  # no second try: what was copied may be overwritten
+            raise EngineError(f"blocks of the cache could not be copied: {error}") from error
 
     def fork(self, request: ActiveRequest, name: str, token: int) -> None:
         """Begin a held request with the tokens of another and one more; it shares their blocks."""
@@ -368,6 +373,22 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self.candidates.pop(request.sequence.name, None)
         return request.close(reason, error, param)
 
+    def ask_for_less(self, error: Exception) -> list[RequestOutput]:
+        """After a step for which memory was too small, make those to come smaller.
+
+        First of fewer tokens; where each has one at most, of fewer requests. Gives those that had
+        to end: the newest half of what runs.
+        """
+        scheduler = self._scheduler
+        if scheduler.max_batched_tokens > scheduler.max_batch_size:
+            half = scheduler.max_batched_tokens // 2
+            scheduler.max_batched_tokens = max(half, scheduler.max_batch_size)
+            return []
+        told = f"memory was too small for a step ({error}); older requests went on"
+        newest = sorted(scheduler.running, key=lambda sequence: sequence.order)
+        newest = newest[-max(1, len(newest) // 2) :]
+        return [self.finish(self[sequence.name], "error", told) for sequence in newest]
+
     def drop(self) -> None:
         """Forget all of them, and whatever is cached, after a step that failed."""
         for name, request in self._by_name.items():
@@ -405,8 +426,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             result.finished.append(self.finish(request, reason, told))
 
     def _fail(self, place: int) -> RequestOutput:
-        told = "the model's logits hold NaN or infinity; check the checkpoint"
-        return self.finish(self._at(place), "error", told)
+        return self.finish(self._at(place), "error", NOT_FINITE)
 
     def _at(self, place: int) -> ActiveRequest:
         return self._by_name[self._scheduler.batch.names[place]]

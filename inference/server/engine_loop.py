@@ -6,11 +6,12 @@ messages = all that are there; advance(); one message
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamSearch
 from inference.engine import Engine
+from inference.scheduling.active import NOT_FINITE
 from inference.scheduling.step_result import StepResult
 from inference.server.channel import Channel
 from inference.server.messages import (
@@ -72,8 +73,7 @@ class EngineLoop:
         name, prompt = message.name, message.prompt
         try:
             if isinstance(message, SubmitBeam):
-                engine: Any = self._engine
-                self._beams[name] = BeamSearch(engine, prompt, message.params, name)
+                self._beams[name] = BeamSearch(self._engine, prompt, message.params, name)
             else:
                 self._engine.add_request(prompt, message.params, name)
                 self._names.add(name)
@@ -103,10 +103,15 @@ class EngineLoop:
     def _told(self, result: StepResult) -> Step:
         finished = []
         for output in result.finished:
-            if output.request_id in self._names:
-                self._names.remove(output.request_id)
-                finished.append((output.request_id, output.finish_reason, output.error))
-            self._corrupted += output.finish_reason == "error"
+            name, reason = output.request_id, output.finish_reason
+            self._corrupted += output.error == NOT_FINITE
+            if name not in self._names:  # a beam
+                continue
+            self._names.remove(name)
+            if output.param is None:
+                finished.append((name, reason, output.error))
+            else:  # found out only after it was taken
+                self._channel.send(Refused(name, output.error or "", output.param))
         return Step(
             names=list(result.names),
             tokens=list(result.tokens),

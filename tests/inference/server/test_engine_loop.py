@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from formats.errors import EngineError, RequestError
+from inference.scheduling.active import NOT_FINITE
 from inference.scheduling.blocks import KVStats
 from inference.scheduling.request import RequestOutput, SamplingParams
 from inference.scheduling.step_result import StepResult
@@ -192,10 +193,23 @@ def test_memory_that_ran_out_is_not(http):
 
 def test_a_request_without_finite_logits_ends_alone_and_is_counted(http):
     http.send(submit("a"), submit("b"))
-    sent, _, _ = http.drive(ends("a", "the model's logits hold NaN"), tokens)
-    assert sent[0].finished == [("a", "error", "the model's logits hold NaN")]
+    sent, _, _ = http.drive(ends("a", NOT_FINITE), tokens)
+    assert sent[0].finished == [("a", "error", NOT_FINITE)]
     assert sent[-1].names == ["b"]
     assert sent[-1].stats.corrupted == 1
+
+
+def test_a_fault_of_a_parameter_that_shows_late_is_a_refusal(http):
+    def refuses(names: list[str]) -> StepResult:
+        names.remove("a")
+        output = RequestOutput("a", [1], finish_reason="error", error="no such", param="constraint")
+        return StepResult(finished=[output])
+
+    http.send(submit("a"), submit("b"))
+    sent, _, _ = http.drive(refuses, tokens)
+    assert sent[0] == Refused("a", "no such", "constraint")
+    assert not sent[1].finished
+    assert sent[-1].stats.corrupted == 0
 
 
 def test_an_idle_engine_tells_that_blocks_came_back(http):
