@@ -62,6 +62,17 @@ FLOORS = {
         arguments rows
         predict chat bench
         server""",
+    "inference.server": """
+        settings messages measures page
+        schema token_stream channel
+        tools open_requests text_stream engine_loop
+        engine_client
+        engine_process metrics
+        http
+        generation serving
+        routes
+        app
+        command""",
     "ptq": """
         text version output
         methods
