@@ -150,7 +150,13 @@ def quantize_rows(
     return quantize(y, own, kinds[dtype], block=block), scale
 
 
-def likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def likely(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    log_min_p: Tensor | None = None,
+) -> Tensor:
     """Which tokens of a row may be drawn: bool [B, V]; see
     `inference.scheduling.sampler.keep_likely`.
 
@@ -164,6 +170,8 @@ def likely(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) ->
     enough = mass.sum(1).double() * top_p.double()
     enough = torch.where(top_p < 1, enough, torch.inf)[:, None]
     keep = first & ((mass.cumsum(1) - mass).double() < enough)
+    if log_min_p is not None:
+        keep &= values >= values[:, :1] + log_min_p[:, None]
     return torch.zeros_like(keep).scatter(1, index, keep)
 
 
@@ -192,12 +200,13 @@ def sample(
     top_p: Tensor,
     seeds: Tensor,
     steps: Tensor,
+    log_min_p: Tensor | None = None,
 ) -> Tensor:
     """int64 [B]: the largest logit; or of x - log E, E exponential noise, over the likely."""
     v = uniform(seeds, steps, logits.shape[1]).double()
     x = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None]
     noisy = x - (-torch.log1p(-v)).float().log()
-    noisy = noisy.masked_fill(~likely(logits, temperature, top_k, top_p), -torch.inf)
+    noisy = noisy.masked_fill(~likely(logits, temperature, top_k, top_p, log_min_p), -torch.inf)
     return torch.where(temperature > 0, noisy.argmax(1), x.argmax(1))
 
 

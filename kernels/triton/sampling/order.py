@@ -39,9 +39,15 @@ def id_of(element):
 
 
 @triton.jit
+def least_of(x):
+    """The least element whose logit is at least x."""
+    return order(x, tl.full([], 0x7FFFFFFF, tl.int32))
+
+
+@triton.jit
 def token_of(element, top):
     """The id of an element as int64; -1 where the row's largest logit is infinite."""
-    return tl.where(value_of(top) == float("inf"), -1, id_of(element).to(tl.int64))
+    return tl.where(tl.abs(value_of(top)) == float("inf"), -1, id_of(element).to(tl.int64))
 
 
 @triton.jit

@@ -1,23 +1,25 @@
 """The next token of every row of logits, on the device: greedy, or drawn from the likely ones.
 
-    x = logits / temperature;  keep the top_k largest;  of those the fewest whose probabilities,
-    relative to what top_k kept, sum to at least top_p;  token = argmax over the kept of
-    x_i - log E_i,  E_i exponential noise of (seed, step, i)
+    x = (logits, edited) / temperature;  keep the top_k largest;  of those the fewest whose
+    probabilities, relative to what top_k kept, sum to at least top_p;  of those the ones with
+    x >= max x + log min_p;  token = argmax over the kept of x_i - log E_i,  E_i exponential noise
+    of (seed, step, i)
 
 which draws i with probability exp(x_i) / sum (Gumbel; noise by Philox4x32-7, Salmon et al. 2011).
 The noise depends on the request's seed and its step alone, so that a request's tokens do not depend
-on its batch. Semantics of top_k and top_p are those of `inference.scheduling.sampler`.
+on its batch. Semantics of top_k, top_p and min_p are those of `inference.scheduling.sampler`.
 
 Nothing is sorted: `kernels.triton.sampling.order` has the integers that stand for logits, and how
 they are cut.
 
-Two launches. `scan_kernel`: a program a chunk of a row finds the chunk's largest element (greedy),
-or the largest x - log E where nothing is cut; the last program of a row has the token. Where there
-is a cut it leaves the largest of each group of neighbours instead, and the row's last program
-bisects those: a t that already has enough of group maxima at or above it bounds the cut from below.
-`draw_kernel` (rows with a cut alone) gathers what reaches the bound, mostly a few more than are
-kept; the last program bisects these in registers. If they are more than `HELD`, as of nearly even
-probabilities, every step of the bisection reads the row, which is slow and right.
+Two launches. `scan_kernel`: a program a chunk of a row edits it (`edits`) and finds its largest
+element (greedy), or the largest x - log E where nothing is cut; the last program of a row has the
+token. Where there is a cut it leaves the largest of each group of neighbours instead, and the row's
+last program bisects those: a t that already has enough of group maxima at or above it bounds the
+cut from below; min_p alone needs no bisection. `draw_kernel` (rows with a cut alone) gathers what
+reaches the bound, mostly a few more than are kept; the last program bisects these in registers. If
+they are more than `HELD`, as of nearly even probabilities, every step of the bisection reads the
+row, which is slow and right.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -31,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.common import Workspace, require
+from kernels.triton.sampling.edits import LISTED, Edits, edit
 from kernels.triton.sampling.order import (
     LOWEST,
     ONE,
@@ -38,6 +41,7 @@ from kernels.triton.sampling.order import (
     chunk_of,
     cut,
     id_of,
+    least_of,
     mass_of,
     order,
     share_of,
@@ -66,7 +70,9 @@ def noisy(x, i, seed, step):
 
 @triton.jit
 def scan_kernel(
-    logits, temperatures, top_ks, top_ps, seeds, steps, out, state, arrivals, V, size,
+    logits, temperatures, top_ks, top_ps, floors, seeds, steps, out, state, arrivals, V, size,
+    ids, values, masks, lists, starts, ends, mask_rows,
+    EDITS: tl.constexpr, LISTED: tl.constexpr, WORDS: tl.constexpr,
     PARTS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -76,9 +82,15 @@ def scan_kernel(
     top_k = tl.load(top_ks + row)
     by_count = (top_k > 0) & (top_k < V)
     drawn = temperature > 0
-    limited = drawn & (by_count | (top_p < 1.0))
+    floor = tl.load(floors + row)
+    limited = drawn & (by_count | (top_p < 1.0) | (floor > float("-inf")))
     own = state + row.to(tl.int64) * size
     tops, sums, groups = own + HEAD, own + HEAD + SPAN, own + HEAD + 2 * SPAN
+    if EDITS:
+        edit(
+            logits + row.to(tl.int64) * V, row, part, V,
+            ids, values, masks, lists, starts, ends, mask_rows, LISTED, WORDS, CHUNK,
+        )  # fmt: skip
     x, i = chunk_of(logits + row.to(tl.int64) * V, part, V, temperature, CHUNK)
     if drawn and not limited:
         x = noisy(x, i, tl.load(seeds + row), tl.load(steps + row))
@@ -110,7 +122,9 @@ def scan_kernel(
             # Somewhat more than the share, since the sum is rounded here.
             target = tl.where(by_count, top_k.to(tl.int64), (whole * top_p * 1.0001).to(tl.int64))
             bound = top * 0 + LOWEST
-            if tl.where(by_count, count, mass) >= target:
+            if not (by_count | (top_p < 1.0)):
+                bound = least_of(most + floor)
+            elif tl.where(by_count, count, mass) >= target:
                 bound, _, _ = cut(
                     largest, masses, True, bound, top + 1, count, mass, target, not by_count,
                     logits, V, temperature, most, CHUNK,
@@ -146,7 +160,7 @@ def best_of_row(line, low, seed, step, V, temperature, PARTS: tl.constexpr, CHUN
 
 @triton.jit
 def draw_kernel(
-    logits, temperatures, top_ks, top_ps, seeds, steps, out, state, arrivals, V, size,
+    logits, temperatures, top_ks, top_ps, floors, seeds, steps, out, state, arrivals, V, size,
     PARTS: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, HELD: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +169,9 @@ def draw_kernel(
     temperature, top_p = tl.load(temperatures + row), tl.load(top_ps + row)
     top_k = tl.load(top_ks + row)
     by_count = (top_k > 0) & (top_k < V)
-    if (temperature > 0) & (by_count | (top_p < 1.0)):
+    floor = tl.load(floors + row)
+    cutting = by_count | (top_p < 1.0)
+    if (temperature > 0) & (cutting | (floor > float("-inf"))):
         own = state + row.to(tl.int64) * size
         line, candidates = logits + row.to(tl.int64) * V, own + HEAD + 2 * SPAN
         top, bound = tl.load(own + TOP), tl.load(own + BOUND)
@@ -179,7 +195,7 @@ def draw_kernel(
             mass = tl.load(own + MASS, cache_modifier=".cg")
             total = tl.load(own + TOTAL, cache_modifier=".cg")
             low = bound
-            enough = by_count | (mass >= share_of(total, top_p))
+            enough = by_count | (not cutting) | (mass >= share_of(total, top_p))
             if not enough:  # what bounds the cut was rounded
                 low, count, mass = low * 0 + LOWEST, count * 0 + V, total
             held = enough & (count <= HELD)
@@ -197,6 +213,7 @@ def draw_kernel(
                         tl.where(by_mass, share, top_k.to(tl.int64)), by_mass,
                         line, V, temperature, most, CHUNK,
                     )  # fmt: skip
+            low = tl.maximum(low, least_of(most + floor))
             seed, step = tl.load(seeds + row), tl.load(steps + row)
             if held:
                 best = best_of(few, low, seed, step)
@@ -214,20 +231,26 @@ def sample(
     seeds: Tensor,
     steps: Tensor,
     workspace: Workspace,
+    *,
+    log_min_p: Tensor | None = None,
+    edits: Edits | None = None,
 ) -> Tensor:
     """One token a row.
 
     Args:
-        logits: fp32, bf16 or fp16 [B, V], contiguous; -inf for tokens that may not come.
+        logits: fp32, bf16 or fp16 [B, V], contiguous; -inf for tokens that may not come. Rows that
+            are edited are so in place.
         temperature: fp32 [B]; 0 for the largest logit, of equals the lowest id.
         top_k: int32 [B], most tokens to keep; 0 for all.
         top_p: fp32 [B], in (0, 1]; 1 for all.
         seeds: int64 [B], of the requests.
         steps: int64 [B], how many tokens each has made.
         workspace: Of the stream that this runs in.
+        log_min_p: fp32 [B], log of min_p; -inf for all, as by default.
+        edits: Biases and masks.
 
     Returns:
-        int64 [B]; -1 where a row holds NaN or infinity.
+        int64 [B]; -1 where a row holds NaN or infinity, or no token may come.
 
     Raises:
         ValueError: a shape or type does not fit, or the workspace is too small.
@@ -237,29 +260,40 @@ def sample(
         f"logits are {logits.dtype} {tuple(logits.shape)}; needed is float [B, V], contiguous",
     )
     rows, vocabulary = logits.shape
+    if log_min_p is None:
+        log_min_p = torch.full((rows,), -torch.inf, device=logits.device)
     for name, t, dtype in (
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
         ("top_p", top_p, torch.float32),
+        ("log_min_p", log_min_p, torch.float32),
         ("seeds", seeds, torch.int64),
         ("steps", steps, torch.int64),
     ):
         fits = t.shape == (rows,) and t.dtype == dtype and t.is_contiguous()
         require(fits, f"{name} is {t.dtype} {tuple(t.shape)}; needed is {dtype} ({rows},)")
+    if edits is not None:
+        edits.check(rows, vocabulary)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     parts = triton.cdiv(vocabulary, CHUNK)
     span = triton.next_power_of_2(parts)
     size = HEAD.value + 2 * span + HELD
     workspace.check(2 * size, 1)
     most = min(workspace.parts.numel() // (2 * size), workspace.arrivals.numel())  # rows at once
+    shape = {
+        "PARTS": parts, "SPAN": span, "CHUNK": CHUNK, "HELD": HELD,
+        "GROUP": triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), "num_warps": WARPS,
+        "enable_fp_fusion": True,
+    }  # fmt: skip
     for start in range(0, rows, most):
-        each = (logits, temperature, top_k, top_p, seeds, steps, out)
+        each = (logits, temperature, top_k, top_p, log_min_p, seeds, steps, out)
         own = [t[start : start + most] for t in each]
-        for kernel in (scan_kernel, draw_kernel):
-            kernel[(parts, len(own[0]))](
-                *own, workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size,
-                PARTS=parts, SPAN=span, CHUNK=CHUNK, HELD=HELD,
-                GROUP=triton.next_power_of_2(triton.cdiv(parts * CHUNK, HELD)), num_warps=WARPS,
-                enable_fp_fusion=True,
-            )  # fmt: skip
+        own += [workspace.parts.view(torch.int64), workspace.arrivals, vocabulary, size]
+        listed = (out,) * 7 if edits is None else edits.rows(start, start + most)
+        grid = (parts, len(own[0]))
+        scan_kernel[grid](
+            *own, *listed,
+            EDITS=edits is not None, LISTED=LISTED, WORDS=triton.cdiv(vocabulary, 32), **shape,
+        )  # fmt: skip
+        draw_kernel[grid](*own, **shape)
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -136,6 +138,111 @@ def test_what_is_drawn_is_distributed_as_it_should():
         assert chi < freedom + 4 * (2 * freedom) ** 0.5
 
 
+FLOORS = [0.0, 0.3, 0.1, 0.02, 0.5, 1.0, 1e-9, 0.9, 0.05, 0.5, 0.2]  # min_p of the rows of EACH
+
+
+def edits_of(count: int, vocabulary: int = V):
+    """Rows in turn with nothing, biases, a mask, and all of it; lists and masks of several rows."""
+    from kernels.triton.sampling.edits import LISTED, Edits
+
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randperm(vocabulary, generator=generator)[:40].int()
+    lists = torch.full((3, LISTED), -5, dtype=torch.int32)
+    lists[1, :40], lists[2, :20] = ids, ids[:20]
+    values = torch.randn(3, LISTED, generator=generator) * 4
+    values[1, 3], values[2, 0] = -torch.inf, 100.0
+    words = -(-vocabulary // 32)
+    masks = torch.randint(-(2**31), 2**31, (2, words), generator=generator).int()
+    rows = torch.arange(count)
+    biased, masked = rows % 2 == 1, rows % 4 >= 2
+    return Edits(
+        ids=lists,
+        values=values,
+        masks=masks,
+        lists=torch.where(biased, 1 + rows // 2 % 2, 0),
+        starts=torch.where(biased, rows % 5, 0).int(),
+        ends=torch.where(biased, 15 + rows % 5, 0).int(),
+        mask_rows=torch.where(masked, rows % 2, -1).int(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("chunk", "held", "dtype", "each"),
+    [(128, 128, "float32", slice(0, 8)), (512, 512, "float16", slice(None)), (256, 16, "float32", slice(2, 7))],
+)  # fmt: skip
+@interpreted
+def test_biases_masks_and_min_p_equal_their_twins(chunk, held, dtype, each):
+    """Also in few registers; rows that ask for none are as they were, and batches do not matter."""
+    import kernels.triton.reference as twins
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling import sample as sampling
+
+    logits, *rest = rows(*EACH[each], dtype=dtype)
+    logits = logits.nan_to_num(neginf=-30.0)
+    floors = torch.tensor(FLOORS[each]).log()
+    edits = edits_of(len(logits))
+    wanted = edits.applied(logits)
+    assert not torch.equal(wanted[1], logits[1])
+    assert torch.equal(wanted[0], logits[0])
+    before, workspace = logits.clone(), Workspace.on("cpu", 1 << 16, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "CHUNK", chunk)
+        patch.setattr(sampling, "HELD", held)
+        got = sampling.sample(logits, *rest, workspace, log_min_p=floors, edits=edits)
+        parts = 1 << (-(-V // chunk) - 1).bit_length()
+        found = kept(wanted, rest[0], workspace, sampling.HEAD.value + 2 * parts + held)
+        last = [t[-1:].contiguous() for t in (before, *rest)]
+        own = {n: getattr(edits, n)[-1:] for n in ("lists", "starts", "ends", "mask_rows")}
+        alone = sampling.sample(
+            *last, workspace, log_min_p=floors[-1:], edits=replace(edits, **own)
+        )
+    assert torch.equal(logits, wanted)
+    assert torch.equal(got, twins.sample(wanted, *rest, log_min_p=floors))
+    likely = twins.likely(wanted, *rest[:3], floors)
+    for row, (temperature, k, p) in enumerate(EACH[each]):
+        if temperature and (0 < k < V or p < 1 or floors[row] > -torch.inf):
+            assert torch.equal(found[row], likely[row]), EACH[each][row]
+    assert alone == got[-1]
+    assert not workspace.arrivals.any()
+
+
+def test_the_twin_keeps_what_the_engine_keeps_under_min_p():
+    import kernels.triton.reference as twins
+
+    keep_likely = pytest.importorskip("inference.scheduling.sampler").keep_likely
+    logits, temperature, k, p, _, _ = rows(*EACH)
+    wanted = twins.likely(logits, temperature, k, p, torch.tensor(FLOORS).log())
+    for row, min_p in enumerate(FLOORS):
+        if temperature[row] > 0:
+            x = logits[row] / temperature[row]
+            x = keep_likely(x, min(int(k[row]), V), float(p[row]), min_p)
+            possible = x > -torch.inf
+            assert torch.equal(wanted[row] & (logits[row] > -torch.inf), possible), EACH[row]
+
+
+@interpreted
+def test_rows_that_no_token_is_left_of_or_that_are_not_finite_are_told():
+    """Also where the mask forbids what is not finite."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling import sample as sampling
+
+    each = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (1.0, 0, 1.0), (0.0, 0, 1.0)]
+    floors = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0]).log()
+    edits = replace(edits_of(5), mask_rows=torch.zeros(5, dtype=torch.int32))
+    edits.ends.copy_(edits.starts)
+    edits.masks.zero_()
+    workspace = Workspace.on("cpu", 1 << 16, 64)
+    logits, *rest = rows(*each)
+    got = sampling.sample(logits, *rest, workspace, log_min_p=floors, edits=edits)
+    assert got.tolist() == [-1] * 5
+    edits.masks[:, 1] = 1 << 3
+    for bad in (torch.nan, torch.inf):
+        logits, *rest = rows(*each)
+        logits[:4, 77] = bad
+        got = sampling.sample(logits, *rest, workspace, log_min_p=floors, edits=edits)
+        assert got.tolist() == [-1, -1, -1, -1, 35]
+
+
 @interpreted
 def test_more_rows_than_the_workspace_holds():
     from kernels.triton.common import Workspace
@@ -175,12 +282,13 @@ def test_compiled(capability):
     arguments = rows(*EACH)
     kind = torch.float32 if capability == 90 else torch.bfloat16
     logits = torch.zeros(len(EACH), 128256, dtype=kind)
-    with building_for(capability) as built:
-        sample(logits, *arguments[1:], Workspace.on("cpu", 1 << 20, 64))
-    assert len(built) == 2
-    for binary in built:
-        assert binary.stack == 0
-        assert binary.registers <= 128
+    for edits in (None, edits_of(len(EACH), 128256)):
+        with building_for(capability) as built:
+            sample(logits, *arguments[1:], Workspace.on("cpu", 1 << 20, 64), edits=edits)
+        assert len(built) == 2
+        for binary in built:
+            assert binary.stack == 0
+            assert binary.registers <= 128
 
 
 @interpreted
