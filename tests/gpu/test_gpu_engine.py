@@ -14,6 +14,7 @@ from calibrate.data import load_tokens
 from formats.checkpoint.read import Checkpoint
 from inference.accuracy import compare
 from inference.backend import choose_backend
+from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
@@ -110,6 +111,23 @@ def test_graphs_give_the_tokens_of_steps_one_by_one(shape, scheme):
         torch.cuda.empty_cache()
     assert tokens[0] == tokens[1]
     assert [len(own) for own in tokens[0]] == [8 + i for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w8c8_dynamic", "fp8_c8"])
+def test_beams_in_graphs_are_those_of_steps_one_by_one(scheme):
+    """Forks share blocks that are partly filled, and get copies before they write."""
+    prompts = [[7] * 65, list(range(1, 100)), [3]]
+    params = BeamParams(beam_width=4, n=4, max_tokens=70, ignore_eos=True)
+    found = []
+    for eager in (True, False):
+        engine = random_engine("small", scheme, eager=eager)
+        found.append(beam_search(engine, prompts, params))
+        engine.check_integrity()
+        stats = engine.stats()
+        assert stats.free + stats.cached == stats.total
+    for one, other in zip(*found, strict=True):
+        assert [h.token_ids for h in one] == [h.token_ids for h in other]
+        assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-3)
 
 
 @OF_SHAPE

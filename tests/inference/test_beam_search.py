@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.request import SamplingParams
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
-from inference.scheduling.step_result import StepResult
+from tests.inference.logits_engine import LogitsEngine
 
 MODES = [True, False, "never"]
 DEFAULT_MODEL = Path(__file__).parents[2] / "recipes" / "tiny-python"
@@ -27,42 +26,6 @@ PROMPTS = [
     "class Stack:\n    def push(self, item):\n        self.items.",
     "import os\n\n\ndef list_files(folder, suffix):\n" * 6,
 ]
-
-
-class LogitsEngine:
-    """Holds requests as the engine does, on a function from tokens to log probabilities."""
-
-    def __init__(self, logprobs, ends=()):
-        self._logprobs, self.end_tokens, self.held = logprobs, frozenset(ends), {}
-
-    def hold(self, prompt, *, top, beams, max_tokens, stop_token_ids, request_id):
-        self._top = top
-        name = request_id or f"request-{len(self.held)}"
-        self.held[name] = list(prompt)
-        self.fresh = {name}
-        return SimpleNamespace(name=name, max_tokens=max_tokens)
-
-    def fork(self, name, new_name, token):
-        assert new_name not in self.held
-        assert name not in self.fresh  # as it was when its candidates were told
-        self.held[new_name] = [*self.held[name], token]
-        self.fresh.add(new_name)
-
-    def extend(self, name, token):
-        self.held[name].append(token)
-        self.fresh.add(name)
-
-    def abort(self, name):
-        del self.held[name]
-
-    def advance(self):
-        told, self.fresh = self.fresh, set()
-        return StepResult(candidates={name: self._likeliest(self.held[name]) for name in told})
-
-    def _likeliest(self, tokens):
-        found = self._logprobs(tokens)
-        values, index = found.topk(min(self._top, len(found)))
-        return dict(zip(index.tolist(), values.tolist(), strict=True))
 
 
 def transformers_model(folder):
