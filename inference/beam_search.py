@@ -282,7 +282,7 @@ def beam_search(
     """Search the likeliest continuations of a batch of prompts.
 
     Args:
-        engine: An engine; other requests of it run on, and what they gain waits for its `step`.
+        engine: An idle engine. Beside other requests, give a `BeamSearch` what its steps tell.
         prompts: Texts or token id lists.
         params: How beams are searched.
 
@@ -292,8 +292,13 @@ def beam_search(
     Raises:
         RequestError: a prompt or a parameter is not allowed, or the beams do not fit the engine;
             none is run.
-        EngineError: a step or a search failed.
+        EngineError: a step or a search failed, or other requests run.
     """
+    if engine.has_unfinished:
+        raise EngineError(
+            "other requests run, and would be told nothing of these steps; finish them first, or "
+            "give a BeamSearch what Engine.advance tells"
+        )
     searches: list[BeamSearch] = []
     try:
         for prompt in prompts:

@@ -33,6 +33,10 @@ class LogitsEngine:
     def abort(self, name):
         del self.held[name]
 
+    @property
+    def has_unfinished(self):
+        return bool(self.held)
+
     def advance(self):
         told, self.fresh = self.fresh, set()
         return StepResult(candidates={name: self._likeliest(self.held[name]) for name in told})

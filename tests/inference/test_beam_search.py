@@ -326,6 +326,14 @@ def test_beams_that_do_not_fit_are_refused_before_they_run(folder, sizes, values
     assert is_idle(engine)
 
 
+def test_beams_that_would_hide_the_steps_of_others_are_refused(folder):
+    engine = Engine.from_pretrained(folder)
+    engine.add_request("x", SamplingParams(max_tokens=2))
+    with pytest.raises(EngineError, match="other requests run"):
+        beam_search(engine, ["x"], WIDE)
+    assert len([o for _ in range(2) for o in engine.step()]) == 2
+
+
 def test_a_failed_step_is_told(folder, monkeypatch):
     engine = Engine.from_pretrained(folder)
     monkeypatch.setattr(engine.loop, "forward", lambda batch: 1 / 0)
