@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import secrets
 import time
@@ -13,10 +12,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.server.http.errors import ApiError, ClientGoneError
-from inference.server.http.responses import Refusal
+from inference.server.http.responses import DEFECT, LOG, Refusal
 from inference.server.metrics import Metrics
 
-LOG = logging.getLogger("ptq.serve")
 OPEN_PATHS = ("/", "/health")  # need no key: the page holds nothing, and says how to give one
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -58,7 +56,7 @@ class RequestLog:
             LOG.exception("%s %s %s: a defect", name, scope["method"], scope["path"])
             if line.status:
                 raise
-            told = ApiError(500, "the server met a defect of its own; its log tells more")
+            told = ApiError(500, DEFECT)
             await Refusal(told)(scope, receive, line.send)
         finally:
             self._metrics.answered(scope["method"], _route(scope), line.status, line.seconds)

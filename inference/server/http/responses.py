@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from formats.errors import PTQError
 from inference.server.http.errors import ApiError, ClientGoneError, api_error
 
 Value = TypeVar("Value")
+LOG = logging.getLogger("ptq.serve")
+DEFECT = "the server met a defect of its own; its log tells more"
 LINGER_SECONDS, LINGER_BYTES = 2.0, 2**26  # of a refused body that are still read away
 
 
@@ -130,8 +133,8 @@ class EventStream(Response):
         task = asyncio.current_task()
         assert task is not None
         watch = asyncio.ensure_future(_gone(receive))
-        watch.add_done_callback(lambda watch: watch.cancelled() or task.cancel())
         writer = _Writer(send, self._write_seconds, task)
+        watch.add_done_callback(lambda watch: watch.cancelled() or writer.stop())
         try:
             async with aclosing(self._frames):
                 await self._send(writer)
@@ -154,12 +157,21 @@ class EventStream(Response):
                     await writer.write(head | {"headers": self.raw_headers})
                     begun = True
                 await writer.body(frame)
-        except (ApiError, PTQError) as error:
+        except Exception as error:  # the boundary of a request: its stream ends with an event
             if not begun:
                 raise
-            told = error if isinstance(error, ApiError) else api_error(error)
-            await writer.body(told.frame)
+            await writer.body(_told(error).frame)
         await writer.body(self._done, more=False)
+
+
+def _told(error: Exception) -> ApiError:
+    """What a client is told of an error; a defect of ours is logged, and told without internals."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PTQError):
+        return api_error(error)
+    LOG.error("a defect ended a stream", exc_info=error)
+    return ApiError(500, DEFECT)
 
 
 class _Writer:
@@ -172,7 +184,7 @@ class _Writer:
         self._send, self._seconds, self._task = send, seconds, task
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # when the write that still waits began
-        self.stalled = False
+        self.stalled = self._over = False
         self._timer = self._loop.call_later(seconds / 4, self._look)
 
     async def body(self, data: bytes, *, more: bool = True) -> None:
@@ -186,9 +198,15 @@ class _Writer:
     def _look(self) -> None:
         if self._since is not None and self._loop.time() - self._since > self._seconds:
             self.stalled = True
-            self._task.cancel()
+            self.stop()
             return
         self._timer = self._loop.call_later(self._seconds / 4, self._look)
 
+    def stop(self) -> None:
+        """Cancel the task, unless all is sent."""
+        if not self._over:
+            self._task.cancel()
+
     def close(self) -> None:
+        self._over = True
         self._timer.cancel()

@@ -42,7 +42,7 @@ def _check(body: ChatBody) -> None:
     if body.max_tokens not in (None, body.max_completion_tokens or body.max_tokens):
         told = "max_tokens: it is the older name of max_completion_tokens; give one of them"
         raise ApiError(400, told, "max_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: they need logprobs to be true", "top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: they need stream", "stream_options")

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from inference.server.engine_client import QueueLimits
+from inference.server.generation import choices
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
 from tests.inference.server.http_client import ask, post, talk, tokenizer
@@ -422,6 +423,28 @@ def test_a_defect_is_an_error_without_internals(caplog):
     with caplog.at_level(logging.ERROR, "ptq.serve"):
         error = error_of(talk(scenario), 500)
     assert "ZeroDivision" not in error["message"]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_defect_ends_a_stream_with_an_event_and_its_request(caplog, monkeypatch):
+    seen = []
+
+    def check(delta):
+        seen.append(delta)
+        return delta if len(seen) < 3 else 1 / 0
+
+    async def scenario(client, engine):
+        monkeypatch.setattr(choices, "_checked", check)
+        body = {"prompt": "a", "max_tokens": 400, "stream": True}
+        response = await client.post(COMPLETIONS, json=body)
+        assert len(engine.aborted) == 1
+        return response
+
+    with caplog.at_level(logging.ERROR, "ptq.serve"):
+        *_, error, done, _ = talk(scenario, lambda: FakeEngine(delay=0.001)).text.split("\n\n")
+    assert done == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "ZeroDivision" not in error
     assert "ZeroDivisionError" in caplog.text
 
 
