@@ -104,6 +104,10 @@ class Backend(LayerFactory[L, X], Protocol[L, X]):
         """Whether that is said of memory that is too small, and nothing else is wrong."""
         ...
 
+    def free_bytes(self) -> int:
+        """Memory that a cache could have now."""
+        ...
+
     def peak_bytes(self) -> int:
         """Most memory so far: resident of the process, or allocated on the GPU."""
         ...

@@ -13,6 +13,7 @@ from kernels.attention_inputs import KV_BLOCK
 
 MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked
 MOST_BLOCKS = 512  # default size of the cache, unless one request needs more
+MOST_TIMES = 4  # of what all places hold: a larger cache is hardly ever found useful
 
 
 class EngineConfig(Strict):
@@ -24,6 +25,9 @@ class EngineConfig(Strict):
         max_model_len: Most tokens of a request, prompt and output; default: what the model allows,
             up to 4096.
         kv_blocks: Blocks of 64 tokens in the cache; default: enough for all places, up to 512.
+        kv_memory: Without `kv_blocks`, the share of the memory that is free once the weights are
+            loaded which the cache gets: as a server needs it, which keeps what may be asked again.
+            It gets no more than four times what all places hold.
         kv_dtype: Type of K and V in a cache that is not quantized; default: fp32 on a CPU, the
             model's type on a GPU.
         prefix_cache: Keep K and V of what requests have computed as long as there is room, so that
@@ -36,6 +40,7 @@ class EngineConfig(Strict):
     max_batched_tokens: int = Field(default=2048, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)
     kv_blocks: int | None = Field(default=None, ge=1)
+    kv_memory: float | None = Field(default=None, gt=0, lt=1)
     kv_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     prefix_cache: bool = True
     eager: bool = False
@@ -60,3 +65,16 @@ class EngineConfig(Strict):
                 f"max_model_len {length}; {each} are needed"
             )
         return length, blocks
+
+    def blocks_within(self, length: int, free: int, each: int) -> int:
+        """Blocks that `kv_memory` gives the cache, where requests have at most so many tokens.
+
+        Args:
+            length: Most tokens of a request.
+            free: Bytes that are free.
+            each: Bytes of a block.
+        """
+        assert self.kv_memory is not None
+        one = blocks_for(length)
+        most = MOST_TIMES * one * self.max_batch_size
+        return max(one, min(most, int(free * self.kv_memory) // each))

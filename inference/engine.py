@@ -81,10 +81,15 @@ class Engine:
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
             self.model = Decoder(checkpoint, backend, length)
-        self.config = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         spec = checkpoint.scheme.kv_cache if quantized_kv else None
         self.quantized_kv = spec is not None
-        self.pools = backend.cache(CacheShape.of_model(checkpoint, shape, self.config, spec))
+        sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
+        cache = CacheShape.of_model(checkpoint, shape, sizes, spec)
+        if config.kv_memory is not None and config.kv_blocks is None:
+            each = cache.nbytes(backend.dtype) // blocks
+            blocks = config.blocks_within(length, backend.free_bytes(), each)
+        self.config = sizes.model_copy(update={"kv_blocks": blocks})
+        self.pools = backend.cache(replace(cache, blocks=blocks))
         ends = end_tokens(checkpoint, tokenizer)
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)

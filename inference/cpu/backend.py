@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from formats.memory import peak_rss_bytes
+from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.cpu.decoder import CpuDecoder, forward_by_ops
@@ -78,6 +78,10 @@ class CpuBackend:
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small."""
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+    def free_bytes(self) -> int:
+        """Memory that the system has left."""
+        return available_bytes()
 
     def peak_bytes(self) -> int:
         """Most memory that the process has held so far."""

@@ -14,7 +14,7 @@ from inference.gpu.decoder import GpuDecoder
 from inference.gpu.experts import GpuExperts, side_by_side
 from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
-from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, memory_for, ran_out
+from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
 from inference.gpu.runner import GpuRunner
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape
@@ -117,6 +117,10 @@ class TritonBackend:
         return ran_out(error) or (
             isinstance(error.__cause__, Exception) and ran_out(error.__cause__)
         )
+
+    def free_bytes(self) -> int:
+        """Memory of the GPU that nobody holds."""
+        return free_bytes(self.device)
 
     def peak_bytes(self) -> int:
         """Most memory of the GPU that tensors have held so far."""

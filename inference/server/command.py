@@ -45,6 +45,7 @@ else:
 
 NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 BATCH_SIZES = {"cpu": 64, "cuda": 256}
+SHARES = {"cpu": 0.25, "cuda": 0.9}  # of free memory; a GPU has nobody else to serve
 LOCAL = ("127.0.0.1", "::1", "localhost")
 LOG = logging.getLogger("ptq.serve")
 KEY = "PTQ_API_KEY"  # a key on a command line is seen by everybody who may list processes
@@ -201,6 +202,7 @@ def _sizes(arguments: argparse.Namespace) -> EngineConfig:
         max_batched_tokens=arguments.max_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_blocks=arguments.kv_blocks,
+        kv_memory=arguments.kv_memory or SHARES[kind],
         prefix_cache=not arguments.no_prefix_cache,
     )
 
@@ -235,6 +237,16 @@ def _seconds(text: str) -> float:
         value = -1.0
     if not 0 <= value < 1e9:
         raise argparse.ArgumentTypeError(f"found {text!r}; seconds from 0 on are needed")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a share between 0 and 1 is needed")
     return value
 
 
@@ -305,7 +317,13 @@ def _add_size_arguments(group: argparse._ArgumentGroup) -> None:
         help="most tokens of a step; default 2048",
     )
     add("--no-prefix-cache", action="store_true", help="compute equal beginnings of prompts again")
-    add("--kv-blocks", type=count, metavar="N", help="blocks of 64 tokens in the cache")
+    add(
+        "--kv-memory",
+        type=_share,
+        metavar="SHARE",
+        help="of the memory that is free beside the weights, for the cache; default 0.25, GPUs 0.9",
+    )
+    add("--kv-blocks", type=count, metavar="N", help="instead: blocks of 64 tokens in the cache")
     add(
         "--max-queue",
         type=count,
