@@ -104,7 +104,7 @@ def _begin_log(settings: ServerSettings) -> None:
 
 def greeting(info: EngineInfo, settings: ServerSettings, address: str, *, chat: bool) -> str:
     """What is printed when requests are answered: what runs, where, and a line to try it with."""
-    route, body = "completions", {"prompt": "def add(a, b):", "max_tokens": 32}
+    route, body = "completions", {"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0}
     if chat:
         route, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}
     data = json.dumps({"model": settings.model} | body)
