@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -206,12 +207,15 @@ class BeamSearch:
     def _ranked(self, told: Mapping[str, Logprobs]) -> list[tuple[str, _Beam]]:
         """The best candidates, best first, each with the name of the beam that it continues."""
         found = [
-            (name, _Beam(beam, token, told[name], beam.total + logprob))
+            (beam.total + logprob, name, token)
             for name, beam in self._running.items()
             for token, logprob in told[name].items()
         ]
-        found.sort(key=lambda pair: -pair[1].total)
-        return found[: self._candidates]
+        found.sort(key=itemgetter(0), reverse=True)  # stable: of equals the better beam's
+        return [
+            (name, _Beam(self._running[name], token, told[name], total))
+            for total, name, token in found[: self._candidates]
+        ]
 
     def _choose(self, candidates: list[tuple[str, _Beam]]) -> None:
         """Keep the hypotheses among candidates, and let the others go on, or end the search."""

@@ -45,6 +45,7 @@ class Report:
         tokens: Generated tokens of right answers.
         first_token: Seconds to the first text of streams: median, 99th of 100.
         blocks: Of the cache, at the end: total, free, used, cached.
+        counts: Of preemptions, and of prompts' tokens that were looked up in the cache and found.
         megabytes: Resident memory of the HTTP and of the engine process, a fiftieth of the time
             each.
         exit_code: Of the server.
@@ -59,6 +60,7 @@ class Report:
     tokens: int = 0
     first_token: tuple[float, float] = (0.0, 0.0)
     blocks: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     megabytes: dict[str, list[float]] = field(default_factory=dict)
     exit_code: int | None = None
     errors: str = ""
@@ -171,8 +173,11 @@ class Load:
         """Blocks of the cache, once nobody holds any, or after some seconds."""
         for _ in range(100):
             text = (await self._http.get("/metrics")).text
-            found = re.findall(r"^ptq:kv_cache_blocks_(\w+)\{.*\} (\S+)$", text, re.MULTILINE)
+            found = re.findall(r"^ptq:kv_cache_blocks_(\w+)\{.*\} (\S+)$", text, re.M)
             blocks = {name: int(float(value)) for name, value in found}
+            wanted = r"^ptq:(num_preemptions|prefix_cache_\w+)_total\{.*\} (\S+)$"
+            counted = re.findall(wanted, text, re.M)
+            self.report.counts = {name: int(float(value)) for name, value in counted}
             if blocks["used"] == 0:
                 break
             await asyncio.sleep(0.1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from inference.beam_search import BeamParams, beam_search
 from inference.engine import Engine
+from inference.scheduling.constraint import Constraint
 from inference.scheduling.request import SamplingParams
 
 CASES = 96  # different requests
@@ -26,7 +27,10 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
     {"temperature": 1.0, "stop": ["\n\n", "return"]},
     {"temperature": 0.5, "logit_bias": {"17": 2.5, "12": -100.0}},
+    {"temperature": 1.0, "response_format": {"type": "json_object"}},
 ]
+
+TOLD_OTHERWISE = ("stop", "logit_bias", "response_format")  # of a body, than in SamplingParams
 
 
 @dataclass
@@ -77,9 +81,12 @@ def _prompt(engine: Engine, rng: random.Random) -> str | list[int]:
 def _sampled(engine: Engine, rng: random.Random) -> Case:
     values = rng.choice(KINDS) | {"seed": rng.randrange(1000), "max_tokens": rng.randint(1, 60)}
     prompt, n = _prompt(engine, rng), rng.choice([1, 1, 1, 2])
-    held = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
-    bias = {int(token): v for token, v in values.get("logit_bias", {}).items()}
-    params = SamplingParams(**held | {"logit_bias": bias})
+    params = SamplingParams(
+        stop=tuple(values.get("stop", ())),
+        logit_bias={int(token): v for token, v in values.get("logit_bias", {}).items()},
+        constraint=Constraint(kind="json_object") if "response_format" in values else None,
+        **{key: v for key, v in values.items() if key not in TOLD_OTHERWISE},
+    )
     each = [params.model_copy(update={"seed": values["seed"] + i}) for i in range(n)]
     outputs = engine.generate([prompt] * n, each)  # pyright: ignore[reportArgumentType]
     choices = [
