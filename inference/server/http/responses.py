@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from formats.errors import PTQError
 from inference.server.http.errors import ApiError, ClientGoneError, api_error
@@ -22,6 +22,7 @@ from inference.server.http.errors import ApiError, ClientGoneError, api_error
 Value = TypeVar("Value")
 LOG = logging.getLogger("ptq.serve")
 DEFECT = "the server met a defect of its own; its log tells more"
+QUIET_SECONDS = 15.0  # proxies take a connection for dead after 60, often
 LINGER_SECONDS, LINGER_BYTES = 2.0, 2**26  # of a refused body that are still read away
 
 
@@ -107,11 +108,13 @@ class EventStream(Response):
     """Frames of server-sent events, sent as they come; ends with `data: [DONE]`.
 
     Args:
-        frames: Bytes of one event or of several. What it raises before the first is an answer of
-            its own, later an event. It is closed when the client goes, or reads nothing for too
-            long.
+        frames: Bytes of one event or of several. What it raises before the answer has begun is an
+            answer of its own, later an event. It is closed when the client goes, or reads nothing
+            for too long.
         write_seconds: How long one frame may wait for the client.
         done: What is sent at the end.
+        quiet: What is sent when nothing came for `QUIET_SECONDS`, so that nobody between here and
+            the client takes the connection for dead; a comment, which clients pass over.
     """
 
     def __init__(
@@ -119,21 +122,20 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         write_seconds: float,
         *,
-        media_type: str = "text/event-stream",
         done: bytes = b"data: [DONE]\n\n",
+        quiet: bytes = b": waiting\n\n",
     ) -> None:
         self.status_code, self.background = 200, None
-        self.media_type, self.body = media_type, b""
-        self._frames, self._write_seconds, self._done = frames, write_seconds, done
+        self.media_type, self.body = "text/event-stream", b""
+        self._frames, self._write_seconds = frames, write_seconds
+        self._done, self._quiet = done, quiet
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        task = asyncio.current_task()
-        assert task is not None
+        writer = _Writer(send, self.raw_headers, self._write_seconds, self._quiet)
         watch = asyncio.ensure_future(_gone(receive))
-        writer = _Writer(send, self._write_seconds, task)
         watch.add_done_callback(lambda watch: watch.cancelled() or writer.stop())
         try:
             async with aclosing(self._frames):
@@ -141,7 +143,7 @@ class EventStream(Response):
         except asyncio.CancelledError:
             if not (watch.done() or writer.stalled):
                 raise
-            task.uncancel()
+            writer.task.uncancel()
             raise ClientGoneError from None
         finally:
             writer.close()
@@ -149,19 +151,14 @@ class EventStream(Response):
 
     async def _send(self, writer: _Writer) -> None:
         """Send it all; the head goes with the first frame, what fails before is a status."""
-        begun = False
         try:
             async for frame in self._frames:
-                if not begun:
-                    head = {"type": "http.response.start", "status": 200}
-                    await writer.write(head | {"headers": self.raw_headers})
-                    begun = True
-                await writer.body(frame)
+                await writer.write(frame)
         except Exception as error:  # the boundary of a request: its stream ends with an event
-            if not begun:
+            if not writer.begun:
                 raise
-            await writer.body(_told(error).frame)
-        await writer.body(self._done, more=False)
+            await writer.write(_told(error).frame)
+        await writer.write(self._done, more=False)
 
 
 def _told(error: Exception) -> ApiError:
@@ -175,38 +172,66 @@ def _told(error: Exception) -> ApiError:
 
 
 class _Writer:
-    """Sends, and cancels the task whose client has read nothing for too long.
+    """Sends; cancels the task whose client reads nothing, and fills long silences.
 
-    A timer that looks now and then costs a frame nothing.
+    A timer looks now and then, which costs a frame nothing.
+
+    Args:
+        send: Sends a part of the answer; may wait for the client.
+        headers: Of the answer.
+        seconds: How long a part may wait.
+        quiet: What is sent when there was nothing for long; nothing if it is empty.
+
+    Attributes:
+        task: Whoever made it.
+        begun: Whether the answer has begun.
+        stalled: Whether the client reads nothing.
     """
 
-    def __init__(self, send: Send, seconds: float, task: asyncio.Task[Any]) -> None:
-        self._send, self._seconds, self._task = send, seconds, task
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the write that still waits began
-        self.stalled = self._over = False
-        self._timer = self._loop.call_later(seconds / 4, self._look)
+    def __init__(
+        self, send: Send, headers: list[tuple[bytes, bytes]], seconds: float, quiet: bytes
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task, self.begun, self.stalled = task, False, False
+        self._send, self._headers, self._seconds, self._quiet = send, headers, seconds, quiet
+        self._loop, self._over = asyncio.get_running_loop(), False
+        self._last, self._waits = self._loop.time(), False  # of the last write; it is not through
+        self._filling: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(self._period, self._look)
 
-    async def body(self, data: bytes, *, more: bool = True) -> None:
-        await self.write({"type": "http.response.body", "body": data, "more_body": more})
+    @property
+    def _period(self) -> float:
+        return min(self._seconds, QUIET_SECONDS) / 4
 
-    async def write(self, message: Message) -> None:
-        self._since = self._loop.time()
-        await self._send(message)
-        self._since = None
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Send some of it, with the head if it is the first."""
+        self._last, self._waits = self._loop.time(), True
+        if not self.begun:
+            self.begun = True
+            head = {"type": "http.response.start", "status": 200, "headers": self._headers}
+            await self._send(head)
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._waits = False
 
     def _look(self) -> None:
-        if self._since is not None and self._loop.time() - self._since > self._seconds:
+        silent = self._loop.time() - self._last
+        if self._waits and silent > self._seconds:
             self.stalled = True
             self.stop()
             return
-        self._timer = self._loop.call_later(self._seconds / 4, self._look)
+        if self._quiet and not self._waits and silent > QUIET_SECONDS:
+            self._filling = self._loop.create_task(self.write(self._quiet))
+        self._timer = self._loop.call_later(self._period, self._look)
 
     def stop(self) -> None:
         """Cancel the task, unless all is sent."""
         if not self._over:
-            self._task.cancel()
+            self.task.cancel()
 
     def close(self) -> None:
+        """All is sent, or nothing more will be."""
         self._over = True
         self._timer.cancel()
+        if self._filling is not None:
+            self._filling.cancel()

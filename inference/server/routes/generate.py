@@ -39,7 +39,7 @@ async def _answer(request: Request, served: ServedModel, *, streams: bool) -> Re
     if streams or body.streams:
         frames = _frames(served, prompt, params, tuple(body.stop), usage)
         seconds = served.settings.limits.write_seconds
-        return EventStream(frames, seconds, done=b"")
+        return EventStream(frames, seconds, done=b"", quiet=b"")
 
     async def work() -> str:
         made = await answers(submit(served, [prompt], [params], tuple(body.stop)))

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from inference.server.app import create_app
+from inference.server.http import responses
 from inference.server.http.protocol import bounded_protocol
 from inference.server.settings import Limits
 from tests.inference.server.fake_engine import INFO, FakeEngine
@@ -174,6 +175,27 @@ def test_a_client_that_sends_too_much_reads_why_while_it_sends(framing):
         writer.close()
 
     serve(scenario, limits=Limits(body_bytes=10**5))
+
+
+def test_a_long_silence_is_filled_with_comments(monkeypatch):
+    monkeypatch.setattr(responses, "QUIET_SECONDS", 0.04)
+    body = {"messages": HELLO, "max_tokens": 3, "stream": True}
+
+    async def scenario(engine: FakeEngine, port: int) -> None:
+        for ends in ("[DONE]", "a step failed"):
+            engine.hold = True
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request("/v1/chat/completions", body))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            for _ in range(3):
+                await reader.readuntil(b": waiting\n\n")
+            engine.hold = False
+            if ends != "[DONE]":
+                engine.fail(ends)
+            assert await reader.readuntil(ends.encode())
+            writer.close()
+
+    serve(scenario)
 
 
 def test_a_whole_answer_that_nobody_reads_is_dropped_too():
