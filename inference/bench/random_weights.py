@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -110,6 +110,8 @@ def kv_scales(config: dict[str, Any], scheme: Scheme) -> dict[str, tuple[Tensor,
 
 
 def words_of(vocabulary: int) -> Tokenizer:
-    """A tokenizer that has a word for every token: the engine decodes what it makes."""
+    """A tokenizer that has a word for every token, such as `t17`: what it decodes, it encodes."""
     words = {f"t{i}": i for i in range(vocabulary)}
-    return Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer

@@ -14,6 +14,7 @@ from formats.files import sha256_file
 from inference.bench.engine_process import EngineSource
 from inference.bench.load import Load, run_once
 from inference.bench.random_checkpoint import random_checkpoint
+from inference.bench.random_model import random_tokenizer
 from inference.bench.shapes import SHAPES, read_shape
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -166,3 +167,9 @@ def test_a_random_model_is_made_where_it_runs(monkeypatch):
     run = run_once(engine, Load(batch=2, prompt_tokens=9, new_tokens=3))
     assert (run.decode_tokens, run.weight_bytes) == (4, engine.model.weight_bytes)
     assert engine.checkpoint.scheme_of("lm_head").text.startswith("int8 weights per_channel")
+
+
+def test_the_random_tokenizer_encodes_what_it_decodes():
+    tokenizer = random_tokenizer(100)
+    assert tokenizer("t17 t4 t99")["input_ids"] == [17, 4, 99]
+    assert tokenizer.decode([17, 4, 99]) == "t17 t4 t99"
