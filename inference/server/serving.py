@@ -21,6 +21,7 @@ from inference.server.messages import EngineInfo
 
 GRACE = 1.0  # seconds for which health still tells that the engine is dead
 LAST_BYTES = 5  # seconds in which clients have to take the end of what they were answered
+IDLE = 75  # seconds of a connection between requests; clients that keep one for long close it first
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -60,6 +61,7 @@ class Serving:
             log_level="warning",
             access_log=False,  # the application logs requests
             server_header=False,
+            timeout_keep_alive=IDLE,
             timeout_graceful_shutdown=LAST_BYTES,
         )
         self._listener, self._client, self._process = listener, client, process
