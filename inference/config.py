@@ -32,6 +32,10 @@ class EngineConfig(Strict):
             model's type on a GPU.
         prefix_cache: Keep K and V of what requests have computed as long as there is room, so that
             others that begin with the same tokens need not compute them.
+        target_itl_ms: Wanted milliseconds between two tokens of a request: in a step that has
+            others, prompts are computed in chunks for which there is that much time, by what past
+            steps took. Default: as many tokens as fit a step. On a GPU, how a prompt is cut may
+            change the last bits of its logits.
         eager: On a GPU, launch kernels one by one and wait for every step: no CUDA graphs, and no
             step before the tokens of the last are known. Slower, with equal tokens.
     """
@@ -43,6 +47,7 @@ class EngineConfig(Strict):
     kv_memory: float | None = Field(default=None, gt=0, lt=1)
     kv_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     prefix_cache: bool = True
+    target_itl_ms: float | None = Field(default=None, gt=0)
     eager: bool = False
 
     def sizes(self, positions: int) -> tuple[int, int]:

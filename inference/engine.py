@@ -106,6 +106,8 @@ class Engine:
             sizes.max_batch_size,
             sizes.max_batched_tokens,
             root=self._blocks.new_root(),  # what a variant computes is another's
+            span=self.model.config.attention_span,
+            target_s=None if sizes.target_itl_ms is None else sizes.target_itl_ms / 1000,
         )
         self._requests = ActiveRequests(self._scheduler, partial(change_blocks, self.pools))
         self._backlog: list[RequestOutput] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -30,6 +31,7 @@ class HostLoop:
 
     def step(self) -> StepResult:
         """Run a step and tell its tokens."""
+        start = time.perf_counter()
         work = self._scheduler.schedule()
         if not len(work):
             return StepResult()
@@ -37,7 +39,11 @@ class HostLoop:
         logits = self.forward(plan_step(work))
         self._scheduler.advance(work)
         which = np.flatnonzero(work.rows)
-        return self._requests.take_logits(work, which, logits) if len(which) else StepResult()
+        result = StepResult()
+        if len(which):
+            result = self._requests.take_logits(work, which, logits)
+        self._scheduler.note_time(work, time.perf_counter() - start)
+        return result
 
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary]."""

@@ -7,6 +7,7 @@ waits for the host. A sequence that turns out to have ended has then one row too
 is dropped when it arrives. Whenever the next step depends on more than where tokens go (blocks run
 short, a request's next token is chosen on the host), the step on its way is waited for first. Who
 waits for a place is admitted with what is free by then: a step later than it could be, at the most.
+A step of many tokens of prompts is waited for, too, so that who arrives meanwhile is in the next.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.step_result import StepResult
 from inference.scheduling.work import Work
+
+LONG = 768  # tokens of prompts; launching a step takes a small part of the time of so many
 
 
 class DeviceLoop:
@@ -48,6 +51,7 @@ class DeviceLoop:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
         self._ahead, self.waited = ahead, 0.0
         self._on_its_way: Launched | None = None
+        self._collected = 0.0  # when the last step was there
 
     def step(self) -> StepResult:
         """Launch a step, and tell the tokens of the one before it."""
@@ -68,7 +72,10 @@ class DeviceLoop:
             return StepResult()
         start = time.perf_counter()
         tokens, work = launched.tokens(), launched.work
-        self.waited += time.perf_counter() - start
+        now = time.perf_counter()
+        self.waited += now - start
+        self._scheduler.note_time(work, now - max(self._collected, launched.at))
+        self._collected = now
         alive = work.alive()  # others have ended since
         device = alive & work.samples & ~work.host
         result = self._requests.take_tokens(work.places[device], tokens[device])
@@ -97,7 +104,9 @@ class DeviceLoop:
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""
-        scheduler = self._scheduler
+        scheduler, now = self._scheduler, self._on_its_way
+        if now is not None and now.work.tokens - now.work.singles > LONG:
+            return False
         on_device = scheduler.batch.on_device(scheduler.order)
         return self._ahead and bool(on_device.all()) and scheduler.unhindered
 

@@ -15,8 +15,9 @@ Without, the same tensors go through the same kernels one by one: the tokens are
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -71,11 +72,13 @@ class Launched:
     Attributes:
         work: What runs, sequences of one token first.
         executed: What it gives, in that order.
+        at: When it was launched, seconds of `time.perf_counter`.
     """
 
     work: Work
     executed: Executed
     _places: Ints
+    at: float = field(default_factory=time.perf_counter)
 
     def tokens(self) -> Ints:
         """Wait for the step: the next token of each sequence, negative where logits were not

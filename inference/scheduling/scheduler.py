@@ -27,7 +27,8 @@ import numpy as np
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.prefix_tree import Key
-from inference.scheduling.prompt_share import Prompt, share_tokens
+from inference.scheduling.prompt_rate import PromptRate
+from inference.scheduling.prompt_share import Prompt, rounded_down, share_tokens
 from inference.scheduling.sequence import Sequence
 from inference.scheduling.work import Work
 
@@ -43,6 +44,7 @@ class Scheduler:
         max_batched_tokens: Most tokens of a step.
         root: Under which the cache finds what this model computes; see `BlockManager`.
         span: Beyond so many tokens, chunks of a prompt get smaller; see `share_tokens`.
+        target_s: Seconds that a step of some decodes and some prompts should take; None: no matter.
 
     Attributes:
         beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
@@ -61,7 +63,9 @@ class Scheduler:
         max_batched_tokens: int,
         root: int = 0,
         span: float = math.inf,
+        target_s: float | None = None,
     ) -> None:
+        self._target_s, self._rate = target_s, PromptRate()
         self.blocks, self.root, self.span = blocks, root, span
         self.beside_decodes: int | None = None
         self.max_batch_size, self.max_batched_tokens = max_batch_size, max_batched_tokens
@@ -160,6 +164,12 @@ class Scheduler:
         batch.computed[places] = work.starts + work.counts
         for place in places[work.starts < batch.promised[places]].tolist():
             self.blocks.note_computed(batch.names[place], int(batch.computed[place]))
+
+    def note_time(self, work: Work, seconds: float) -> None:
+        """Learn how long a step took, to choose how many tokens of prompts the next ones have."""
+        if self._target_s is not None:
+            self._rate.note(work.singles, work.tokens - work.singles, seconds)
+            self.beside_decodes = rounded_down(self._rate.tokens_in(self._target_s))
 
     @property
     def unhindered(self) -> bool:

@@ -204,6 +204,7 @@ def _sizes(arguments: argparse.Namespace) -> EngineConfig:
         kv_blocks=arguments.kv_blocks,
         kv_memory=arguments.kv_memory or SHARES[kind],
         prefix_cache=not arguments.no_prefix_cache,
+        target_itl_ms=arguments.target_itl,
     )
 
 
@@ -315,6 +316,13 @@ def _add_size_arguments(group: argparse._ArgumentGroup) -> None:
         default=EngineConfig().max_batched_tokens,
         metavar="N",
         help="most tokens of a step; default 2048",
+    )
+    add(
+        "--target-itl",
+        type=count,
+        metavar="MS",
+        help="wanted time between two tokens: beside requests that are answered, prompts are "
+        "computed in smaller chunks",
     )
     add("--no-prefix-cache", action="store_true", help="compute equal beginnings of prompts again")
     add(

@@ -119,6 +119,26 @@ def test_whatever_is_shared_everyone_gets_what_he_gets_alone(tiny_llama, seed):
     assert [list(o.token_ids) for o in wanted] == [tokens for _, _, tokens in client.got]
 
 
+def test_a_wanted_time_between_tokens_cuts_prompts_and_changes_no_token(tiny_llama):
+    hurried, calm = engine_of(tiny_llama, target_itl_ms=0.01), engine_of(tiny_llama)
+    params = SamplingParams(max_tokens=25, ignore_eos=True, logprobs=2)
+    outputs = []
+    for engine in (hurried, calm):
+        first = engine.add_request(ids(20, 0), params)
+        engine.step()
+        second = engine.add_request(ids(300, 1), params)
+        steps = 0
+        while not (told := engine.advance()).names.count(second):
+            assert first in told.names, "it has a token in every step"
+            steps += 1
+        assert steps == (300 // 16 if engine is hurried else 0)
+        engine.abort(first)
+        outputs.append([engine.abort(second), *engine.generate([ids(310, 2)], params)])
+    (mine, again), (other, wanted) = outputs
+    assert mine.logprobs == other.logprobs
+    assert again.logprobs == wanted.logprobs
+
+
 def first_token_s(engine: Engine, prompt: list[int]) -> tuple[float, int]:
     """Seconds until the first token of a prompt, and that token."""
     start = time.perf_counter()
