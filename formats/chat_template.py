@@ -122,3 +122,21 @@ def render_chat(
     ) as error:  # a template is a program: whatever it does wrong is its refusal
         told = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"the chat template cannot render it ({told})") from error
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Check that a tokenizer's template can be read; one that cannot refuses every chat.
+
+    Raises:
+        ValueError: it is no Jinja; says in which line.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "Hello"}])
+    except ValueError as error:
+        fault = error.__cause__
+        if isinstance(fault, TemplateSyntaxError):
+            raise ValueError(
+                f"line {fault.lineno} of the chat template: {fault.message}"
+            ) from error

@@ -58,6 +58,7 @@ def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
 
     Raises:
         CheckpointError: the tokenizer cannot be loaded.
+        RequestError: the chat template cannot be read.
     """
     served = ServedModel(client, settings)
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from formats.command import CommandParser, count, run_command
 from formats.errors import RequestError
 from formats.later import later
+from formats.stored.folder import read_config
 from formats.stored.other_kinds import locate_model
 from inference.arguments import add_engine_arguments
 from inference.config import EngineConfig
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_extra()
     key, template = _key(arguments), _template(arguments)
     folder = locate_model(arguments.checkpoint, arguments.revision)
+    read_config(folder)  # a folder of something else is told at once
     with listen(arguments.host, arguments.port) as listener:
         process = EngineProcess(EngineSource(folder, _sizes(arguments), arguments.device))
         try:

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from formats.chat_template import (
     brings_chat_template,
+    check_chat_template,
     has_chat_template,
     read_messages,
     render_chat,
@@ -100,3 +101,11 @@ def test_a_template_that_fails_is_a_refusal(tokenizer, template, words):
     with pytest.raises(ValueError, match="the chat template cannot render it") as caught:
         render_chat(tokenizer, HELLO)
     assert words in str(caught.value)
+
+
+def test_a_template_that_cannot_be_read_is_told_apart_from_one_that_refuses(tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('no users') }}"
+    check_chat_template(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}\n{{ m. }}{% endfor %}"
+    with pytest.raises(ValueError, match="line 2 of the chat template: "):
+        check_chat_template(tokenizer)

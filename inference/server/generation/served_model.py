@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from formats.chat_template import has_chat_template, render_chat
+from formats.chat_template import check_chat_template, has_chat_template, render_chat
 from formats.errors import RequestError
 from inference.prompts import PromptFormat
 from inference.scheduling.request import check_tokens
@@ -45,6 +45,10 @@ class ServedModel:
         metrics: What is counted and timed.
         has_template: Whether chats can be rendered.
         tools: What chats can do with tools.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be loaded.
+        RequestError: the chat template cannot be read.
     """
 
     def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
@@ -56,6 +60,8 @@ class ServedModel:
         if settings.chat_template is not None:
             self._encoder.chat_template = settings.chat_template
         self.has_template = has_chat_template(self._encoder)
+        if self.has_template:
+            _check_template(self._encoder)
         self.tools = tool_support(self._encoder, settings.tool_format)
         self._format = PromptFormat.of(self._encoder, raw=True)
         self._longest = max(map(len, self._encoder.get_vocab()))
@@ -191,6 +197,13 @@ class ServedModel:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_template(tokenizer: Any) -> None:
+    try:
+        check_chat_template(tokenizer)
+    except ValueError as error:
+        raise RequestError(f"{error}. Mend it, or give another: --chat-template FILE") from error
 
 
 def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from formats.errors import RequestError
 from inference.scheduling.request import SamplingParams
+from inference.server.app import create_app
 from tests.inference.server.fake_engine import FakeEngine, counting
-from tests.inference.server.http_client import events, post, tokenizer
+from tests.inference.server.http_client import events, post, settings, tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -44,6 +46,12 @@ def test_messages_are_written_by_the_template(messages, text):
     message = {"role": "assistant", "content": tokenizer().decode(tokens), "refusal": None}
     assert choice["message"] == message
     assert choice["token_ids"] == tokens
+
+
+def test_a_template_that_cannot_be_read_is_refused_before_anybody_chats():
+    broken = settings(chat_template="{% for m in messages %}")
+    with pytest.raises(RequestError, match=r"line 1 of the chat template: .*--chat-template FILE"):
+        create_app(FakeEngine().client, broken)
 
 
 def test_an_answer_may_go_on_with_the_last_message():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 import subprocess
@@ -56,6 +57,12 @@ class TestRefusals:
     def test_a_folder_that_is_not_there(self, capsys):
         assert "no such folder" in refusal(capsys, "not/there")
 
+    def test_a_folder_of_something_else(self, capsys, tiny_llama, tmp_path):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "checkpoint").symlink_to(tiny_llama)
+        told = refusal(capsys, str(tmp_path / "run"))
+        assert f"did you mean {tmp_path / 'run' / 'checkpoint'}?" in told
+
     def test_missing_libraries(self, capsys, tiny_llama, monkeypatch):
         monkeypatch.setattr(command, "find_spec", lambda name: None)
         assert "pip install 'ptq[serve]'" in refusal(capsys, str(tiny_llama))
@@ -97,9 +104,9 @@ def test_a_key_comes_from_a_file_before_the_command_line_before_the_environment(
 def test_the_greeting_quotes_for_a_shell_and_shows_no_key():
     told = greeting(INFO, settings(model="it's"), "http://127.0.0.1:1", chat=False)
     line = next(line for line in told.splitlines() if "curl" in line)
-    assert (
-        shlex.split(line)[-1] == '{"model": "it\'s", "prompt": "def add(a, b):", "max_tokens": 32}'
-    )
+    body = json.loads(shlex.split(line)[-1])
+    asked = {"prompt": "def add(a, b):", "max_tokens": 32, "temperature": 0}
+    assert body == {"model": "it's"} | asked
     secret = greeting(INFO, settings(api_key="s3cret"), "http://127.0.0.1:1", chat=True)
     assert "s3cret" not in secret
     assert "Authorization: Bearer $PTQ_API_KEY" in secret
