@@ -15,15 +15,18 @@ from formats.namespace import join_kernels, require_own_packages
 
 if TYPE_CHECKING:
     from formats.checkpoint.read import Checkpoint
+    from inference.beam_search import BeamParams, beam_search
     from inference.engine import Engine
     from inference.scheduling.request import SamplingParams
     from ptq.api import quantize
 
-__all__ = ["Checkpoint", "Engine", "SamplingParams", "quantize"]
+__all__ = ["BeamParams", "Checkpoint", "Engine", "SamplingParams", "beam_search", "quantize"]
 _HOMES = {
+    "BeamParams": "inference.beam_search",
     "Checkpoint": "formats.checkpoint.read",
     "Engine": "inference.engine",
     "SamplingParams": "inference.scheduling.request",
+    "beam_search": "inference.beam_search",
     "quantize": "ptq.api",
 }
 
