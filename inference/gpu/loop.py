@@ -78,7 +78,8 @@ class DeviceLoop:
         self._collected = now
         alive = work.alive()  # others have ended since
         device = alive & work.samples & ~work.host
-        result = self._requests.take_tokens(work.places[device], tokens[device])
+        told = launched.logprobs()
+        result = self._requests.take_tokens(work.places[device], tokens[device], told)
         read = np.flatnonzero(alive & work.host & (work.rows > 0))
         if len(read):
             result += self._requests.take_logits(work, read, launched.logits_of(read))

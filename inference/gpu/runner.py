@@ -36,8 +36,9 @@ from inference.gpu.sizes import (
     size_of,
     whole_size,
 )
-from inference.gpu.steps import StepPlan, places, step_shapes, write_step
+from inference.gpu.steps import StepPlan, places, step_shapes, told_rows, write_step
 from inference.scheduling.batch import Ints, RunningBatch
+from inference.scheduling.sampler import rank
 from inference.scheduling.sequence import PENDING
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KVPool
@@ -57,12 +58,14 @@ class Executed:
             them.
         tokens: int64, the next token of each row that samples, on the host; negative where logits
             were not finite.
-        done: When `tokens` are there; None where they are.
+        done: When `tokens` and `told` are there; None where they are.
+        told: As `inference.scheduling.sampler.rank`, on the host, of the rows of a plan's `told`.
     """
 
     logits: Tensor | None
     tokens: Tensor
     done: torch.cuda.Event | None
+    told: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -88,6 +91,18 @@ class Launched:
         found = np.zeros(len(self.work), np.int64)
         samples = self.work.samples
         found[samples] = self.executed.tokens.numpy()[self._places[samples]]
+        return found
+
+    def logprobs(self) -> dict[int, dict[int, float]]:
+        """Of a step that was waited for: what the device tells with new tokens, by place."""
+        if self.executed.told is None:
+            return {}
+        which, found = self.work.logprobs >= 0, {}
+        rows = zip(*(tensor.tolist() for tensor in self.executed.told), strict=True)
+        own = zip(self.work.places[which].tolist(), self.work.logprobs[which].tolist(), strict=True)
+        for (place, count), (index, values) in zip(own, rows, strict=True):
+            best = dict(zip(index[:count], values, strict=False))
+            found[place] = best | {index[-1]: values[-1]}
         return found
 
     def logits_of(self, which: Ints) -> Tensor:
@@ -176,13 +191,17 @@ class GpuRunner:
                 logits, chosen = self._whole(plan.size, plan.block)
             else:
                 logits, chosen = self._padded(plan.size, plan.block)
+            found = [chosen]
+            if plan.told is not None:
+                assert logits is not None
+                rows, own = (self._moved(t) for t in (plan.told.logits, plan.told.tokens))
+                found += rank(logits[rows], chosen[own].clamp(min=0), plan.told.count)
             if not self._on_gpu:
-                return Executed(logits, chosen, None)
-            tokens = torch.empty(len(chosen), dtype=torch.int64, pin_memory=True)
-            tokens.copy_(chosen, non_blocking=True)
+                return Executed(logits, chosen, None, _pair(found))
+            found = [_to_host(tensor) for tensor in found]
             done = torch.cuda.Event()
             done.record()
-            return Executed(logits, tokens, done)
+            return Executed(logits, found[0], done, _pair(found))
 
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
@@ -206,6 +225,10 @@ class GpuRunner:
         """The graph of a decode step of so many sequences."""
         return self._graph_of(decodes_of(sequences)).graph
 
+    def _moved(self, indices: Tensor) -> Tensor:
+        """Indices on the device, without waiting."""
+        return indices.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else indices
+
     def _asks_nothing(self, size: Size) -> bool:
         """Whether a step of a size asks nothing of the host, and so can be captured."""
         tokens = size.tokens if size.prompts else None
@@ -226,7 +249,7 @@ class GpuRunner:
             else:
                 block = self._blocks.next(size, lambda: step_shapes(size, self._width))
         write_step(block.arrays, work, size)
-        return StepPlan(size, block.bytes), block
+        return StepPlan(size, block.bytes, told_rows(work, size)), block
 
     def _padded(self, size: Size, block: Tensor) -> tuple[Tensor | None, Tensor]:
         """A padded step: logits, if they are kept, and a next token for each of its rows."""
@@ -320,3 +343,14 @@ class GpuRunner:
         )
         self._tokens.index_copy_(0, x["sample_index"], chosen)
         return chosen
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Its numbers in memory of the host, as soon as the device is there."""
+    own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return own.copy_(tensor, non_blocking=True)
+
+
+def _pair(found: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """What `rank` gave, if it was asked."""
+    return (found[1], found[2]) if len(found) > 1 else None

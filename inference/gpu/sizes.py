@@ -65,7 +65,8 @@ def size_of(work: Work) -> Size | None:
     if not prompts and work.samples.all() and not work.whole.any():
         return decodes_of(decodes)
     tokens = work.tokens - decodes
-    if work.host.any() or work.whole.any() or prompts > PROMPTS or tokens > MOST_TOKENS:
+    read = work.host.any() or work.whole.any() or work.tells  # logits of decodes alone are kept
+    if read or prompts > PROMPTS or tokens > MOST_TOKENS:
         return None
     return Size(_power(decodes) if decodes else 0, PROMPTS, _rounded(tokens))
 

@@ -27,16 +27,33 @@ GREEDY = asdict(Draw())
 
 
 @dataclass(frozen=True)
+class ToldRows:
+    """Rows of a step whose log probabilities are told.
+
+    Attributes:
+        logits: int64, the rows among those of logits.
+        tokens: int64, the rows among those of next tokens.
+        count: How many of the likeliest tokens each needs at most.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    count: int
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """A step as the device is told of it.
 
     Attributes:
         size: Says which arrays there are, and of which shapes.
         block: The arrays: uint8 on the host.
+        told: Whose log probabilities are told; None where nobody wants them.
     """
 
     size: Size | WholeSize
     block: Tensor
+    told: ToldRows | None = None
 
 
 def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:
@@ -121,6 +138,15 @@ def places(work: Work, size: Size | WholeSize) -> Ints:
     rows = np.arange(len(work))
     rows[work.singles :] += size.decodes - work.singles
     return rows
+
+
+def told_rows(work: Work, size: Size | WholeSize) -> ToldRows | None:
+    """Whose log probabilities the device tells, in the order of the slices."""
+    if not work.tells:
+        return None
+    which = work.logprobs >= 0
+    logits, tokens = (np.cumsum(work.rows) - 1)[which], places(work, size)[which]
+    return ToldRows(torch.from_numpy(logits), torch.from_numpy(tokens), int(work.logprobs.max()))
 
 
 def write_whole(arrays: Arrays, work: Work) -> None:

@@ -34,6 +34,7 @@ from inference.scheduling.work import Work
 
 MakeMatcher = Callable[[Sequence[int]], Matcher]
 NOT_FINITE = "the model's logits hold NaN or infinity; check the checkpoint"
+Told = dict[int, dict[int, float]]  # log probabilities by place
 PATIENCE = 0.005  # seconds for which an idle engine waits for a constraint to be compiled
 
 
@@ -102,7 +103,7 @@ class ActiveRequest:
         plain = params.repetition_penalty == 1.0 and not (
             params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_p
         )
-        free = params.logprobs is None and params.constraint is None and self.told is None
+        free = params.constraint is None and self.told is None
         least = prompt + params.min_tokens if self._ends else 0
         return Terms(
             last=min(prompt + params.max_tokens, limit) - 1,
@@ -111,6 +112,7 @@ class ActiveRequest:
             host_until=least if plain and free else NEVER,
             greedy=params.temperature == 0,
             watched=bool(params.stop or params.constraint) or params.prompt_logprobs is not None,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
         )
 
     @property
@@ -310,12 +312,13 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         told, self.candidates = self.candidates, {}
         return told
 
-    def take_tokens(self, places: Ints, tokens: Ints) -> StepResult:
+    def take_tokens(self, places: Ints, tokens: Ints, told: Told) -> StepResult:
         """Give running requests their next tokens.
 
         Args:
             places: Whose.
             tokens: The token of each; negative where its logits were not finite.
+            told: By place, the log probabilities of those that want them.
         """
         finite = tokens >= 0
         result = StepResult()
@@ -323,6 +326,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             result.finished += [self._fail(place) for place in places[~finite].tolist()]
             places, tokens = places[finite], tokens[finite]
         batch = self._scheduler.batch
+        for place in places[batch.logprobs[places] >= 0].tolist():
+            own = result.logprobs[batch.names[place]] = told[place]
+            self._at(place).note_logprobs(own)
         watched = batch.take(places, tokens, time.perf_counter())
         result.names = [batch.names[place] for place in places.tolist()]
         result.tokens = tokens.tolist()
@@ -353,11 +359,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             self.candidates[name] = likeliest(logits[ends[i] - 1], request.told)
         tokens = np.full(len(which), -1)
         last = logits[torch.from_numpy(ends[takes] - 1)] if takes.sum() < len(logits) else logits
-        tokens[takes], logprobs = self._choose(places[takes], last)
-        told = takes | ~finite
-        result = self.take_tokens(places[told], tokens[told])
-        result.logprobs |= logprobs
-        return result
+        tokens[takes], told = self._choose(places[takes], last)
+        heard = takes | ~finite
+        return self.take_tokens(places[heard], tokens[heard], told)
 
     def finish(
         self,
@@ -399,22 +403,18 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self._by_name.clear()
         self.candidates.clear()
 
-    def _choose(self, places: Ints, logits: Tensor) -> tuple[Ints, dict[str, dict[int, float]]]:
+    def _choose(self, places: Ints, logits: Tensor) -> tuple[Ints, Told]:
         """The next tokens of requests from a row of logits each, and what is told of them."""
         batch = self._scheduler.batch
         tokens = logits.argmax(dim=1).numpy()
-        wanted: dict[int, list[int]] = {}  # rows, by how many log probabilities are wanted
         for i in np.flatnonzero(~(batch.greedy[places] & batch.on_device(places))).tolist():
-            request = self._at(int(places[i]))
-            tokens[i] = request.choose(logits[i])
-            if (count := request.params.logprobs) is not None:
-                wanted.setdefault(count, []).append(i)
-        told: dict[str, dict[int, float]] = {}
-        for count, rows in wanted.items():
-            found = top_logprobs(logits[rows], tokens[rows].tolist(), count)
-            told |= {batch.names[places[i]]: own for i, own in zip(rows, found, strict=True)}
-        for name, own in told.items():
-            self[name].note_logprobs(own)
+            tokens[i] = self._at(int(places[i])).choose(logits[i])
+        told: Told = {}
+        counts = batch.logprobs[places]
+        for count in set(counts[counts >= 0].tolist()):
+            rows = np.flatnonzero(counts == count)
+            found = top_logprobs(logits[torch.from_numpy(rows)], tokens[rows].tolist(), count)
+            told |= zip(places[rows].tolist(), found, strict=True)
         return tokens, told
 
     def _look_at(self, request: ActiveRequest, result: StepResult) -> None:

@@ -41,7 +41,7 @@ class RunningBatch:
         computed: Of how many K and V are in the cache.
         promised: How many of its first tokens others can find as soon as they are computed.
         prompt: Tokens of its prompt.
-        last: See `Terms.last`, as for `host_until`, `greedy` and `watched`.
+        last: See `Terms.last`, as for `host_until`, `greedy`, `watched` and `logprobs`.
         ends: int64 [places + 1, most of a sequence], tokens that end each, else `NO_END`.
         whole: Whether the logits of all its tokens are wanted.
         held_by_client: Whether a client chooses its tokens.
@@ -62,6 +62,7 @@ class RunningBatch:
         self.computed, self.prompt, self.last = (np.zeros(rows, np.int64) for _ in range(3))
         self.host_until, self.promised = (np.zeros(rows, np.int64) for _ in range(2))
         self.greedy, self.watched, self.whole = (np.zeros(rows, np.bool_) for _ in range(3))
+        self.logprobs = np.full(rows, -1, np.int64)
         self.held_by_client = np.zeros(rows, np.bool_)
         self.serial = np.full(rows, -1, np.int64)
         self.draws = {f.name: np.zeros(rows, DRAW_TYPES[f.name]) for f in fields(Draw)}
@@ -84,6 +85,7 @@ class RunningBatch:
         self.computed[place], self.prompt[place] = computed, sequence.prompt
         self.last[place], self.host_until[place] = terms.last, terms.host_until
         self.greedy[place], self.watched[place] = terms.greedy, terms.watched
+        self.logprobs[place] = terms.logprobs
         self.whole[place], self.serial[place] = sequence.whole, self._arrivals
         self.promised[place], self.held_by_client[place] = sequence.promised, sequence.held
         for name, column in self.draws.items():

@@ -170,13 +170,29 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict
     """
     found: list[dict[int, float]] = []
     for start in range(0, len(tokens), ROWS_AT_ONCE):
-        own = torch.tensor(tokens[start : start + ROWS_AT_ONCE], device=logits.device)[:, None]
-        logprobs = torch.log_softmax(logits[start : start + len(own)], dim=1)
-        index = torch.cat([logprobs.topk(min(count, logprobs.shape[1])).indices, own], dim=1)
-        values = logprobs.gather(1, index).clamp(min=torch.finfo(torch.float32).min)
+        own = torch.tensor(tokens[start : start + ROWS_AT_ONCE], device=logits.device)
+        index, values = rank(logits[start : start + len(own)], own, count)
         rows = zip(index.tolist(), values.tolist(), strict=True)
         found += [dict(zip(*row, strict=True)) for row in rows]
     return found
+
+
+def rank(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`top_logprobs` as tensors, without waiting for a device.
+
+    Args:
+        logits: fp32 [rows, vocabulary].
+        tokens: int64 [rows].
+        count: Tokens beside them.
+
+    Returns:
+        The `count` most likely tokens of each row, most likely first, and its own behind them:
+        int64 and fp32, both [rows, min(count, vocabulary) + 1].
+    """
+    logprobs = torch.log_softmax(logits, dim=1)
+    best = logprobs.topk(min(count, logprobs.shape[1])).indices
+    index = torch.cat([best, tokens[:, None]], dim=1)
+    return index, logprobs.gather(1, index).clamp(min=torch.finfo(torch.float32).min)
 
 
 def likeliest(logits: Tensor, count: int) -> dict[int, float]:

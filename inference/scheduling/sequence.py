@@ -35,6 +35,8 @@ class Terms:
         host_until: Its tokens are chosen on the host while it has fewer than so many.
         greedy: Whether, from then on, the most likely token is chosen.
         watched: Whether each of its tokens has to be looked at.
+        logprobs: How many of the likeliest tokens are told with each of its tokens; -1: none, and
+            no log probability.
     """
 
     last: int = NEVER
@@ -43,6 +45,7 @@ class Terms:
     host_until: int = 0
     greedy: bool = True
     watched: bool = False
+    logprobs: int = -1
 
 
 class Sequence:

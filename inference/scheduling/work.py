@@ -41,6 +41,8 @@ class Work:
         samples: Whether the last of them is the sequence's last, so that a new one follows.
         host: Whether that is chosen on the host.
         whole: Whether the logits of all the tokens are wanted.
+        logprobs: How many of the likeliest tokens the device is to tell with the new one; -1: none,
+            or the host finds them.
     """
 
     batch: RunningBatch
@@ -51,20 +53,23 @@ class Work:
     samples: Bools
     host: Bools
     whole: Bools
+    logprobs: Ints
 
     @classmethod
     def of(cls, batch: RunningBatch, places: Ints, counts: Ints) -> Work:
         """The next so many tokens of the sequences at some places."""
         starts = batch.computed[places]
+        samples, host = starts + counts == batch.length[places], ~batch.on_device(places)
         return cls(
             batch,
             places,
             starts,
             counts,
             serials=batch.serial[places],
-            samples=starts + counts == batch.length[places],
-            host=~batch.on_device(places),
+            samples=samples,
+            host=host,
             whole=batch.whole[places],
+            logprobs=np.where(samples & ~host, batch.logprobs[places], -1),
         )
 
     @classmethod
@@ -89,6 +94,11 @@ class Work:
         return int(np.count_nonzero(self.counts == 1))
 
     @cached_property
+    def tells(self) -> bool:
+        """Whether the device is to tell log probabilities of any."""
+        return bool((self.logprobs >= 0).any())
+
+    @cached_property
     def tokens(self) -> int:
         """Tokens of all of them."""
         return int(self.counts.sum())
@@ -107,5 +117,5 @@ class Work:
         if self.singles in (0, len(self)):
             return self
         order = np.argsort(self.counts > 1, kind="stable")
-        names = ("places", "starts", "counts", "serials", "samples", "host", "whole")
+        names = ("places", "starts", "counts", "serials", "samples", "host", "whole", "logprobs")
         return replace(self, **{name: getattr(self, name)[order] for name in names})

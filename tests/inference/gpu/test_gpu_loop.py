@@ -19,6 +19,7 @@ from formats.errors import EngineError
 from inference.config import EngineConfig
 from inference.gpu import runner, sizes
 from inference.gpu.backend import TritonBackend
+from inference.gpu.loop import DeviceLoop
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.request import SamplingParams
@@ -83,7 +84,7 @@ def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingPar
     kinds = [
         *[{}] * 4,
         *[{"temperature": 1.0, "seed": rng.randint(0, 99)}] * 3,
-        {"logprobs": 2},
+        *[{"logprobs": 2}, {"logprobs": 0, "temperature": 1.0, "seed": rng.randint(0, 99)}],
         {"prompt_logprobs": 1},
         {"frequency_penalty": 1.0},
         {"min_tokens": min(most, rng.randint(1, 6))},
@@ -91,6 +92,28 @@ def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingPar
     ]
     params = SamplingParams(max_tokens=most, ignore_eos=rng.random() < 0.7, **rng.choice(kinds))
     return [rng.randint(1, V - 1) for _ in range(min(length, limit - 1))], params
+
+
+def make_loop(
+    config: EngineConfig, rng: random.Random, shortages: float = 0.0
+) -> tuple[ActiveRequests, DeviceLoop, BlockManager]:
+    """A loop on the fakes."""
+    assert config.kv_blocks is not None
+    model: Any = SimpleNamespace(layers=[])
+    cache: Any = {}
+    blocks = BlockManager(config.kv_blocks)
+    scheduler = Scheduler(blocks, config.max_batch_size, config.max_batched_tokens)
+    active = ActiveRequests(scheduler, lambda changes: None)
+    loop = TritonBackend(CPU, torch.float16).loop(model, cache, scheduler, config, active)
+    execute = loop.runner.execute  # a plan is all that it needs: another process could have made it
+
+    def copied(plan: Any) -> Any:
+        if rng.random() < shortages:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return execute(pickle.loads(pickle.dumps(plan)))
+
+    loop.runner.execute = copied
+    return active, loop, blocks
 
 
 def serve(
@@ -102,21 +125,7 @@ def serve(
 ) -> dict:
     """Tokens and reasons of requests that arrive when they like, by number."""
     assert config.max_model_len is not None
-    assert config.kv_blocks is not None
-    model: Any = SimpleNamespace(layers=[])
-    cache: Any = {}
-    blocks = BlockManager(config.kv_blocks)
-    scheduler = Scheduler(blocks, config.max_batch_size, config.max_batched_tokens)
-    active = ActiveRequests(scheduler, lambda blocks: None)
-    loop = TritonBackend(CPU, torch.float16).loop(model, cache, scheduler, config, active)
-    execute = loop.runner.execute  # a plan is all that it needs: another process could have made it
-
-    def copied(plan: Any) -> Any:
-        if rng.random() < shortages:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return execute(pickle.loads(pickle.dumps(plan)))
-
-    loop.runner.execute = copied
+    active, loop, blocks = make_loop(config, rng, shortages)
     todo, found, idle = list(enumerate(requests)), {}, 0
     gained: dict[str, list[int]] = {}
     hurry = rng.choice([0.1, 0.5, 1.0])
@@ -143,7 +152,9 @@ def serve(
             assert told is None or len(told) == len(output.prompt_token_ids)
             assert output.token_ids == gained.get(output.request_id, [])
             assert len(output.token_times) == len(output.token_ids)
-            found[int(output.request_id)] = (output.token_ids, output.finish_reason)
+            assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)
+            own = (output.token_ids, output.finish_reason, output.logprobs, told)
+            found[int(output.request_id)] = own
         blocks.check()
     assert blocks.free == blocks.total
     return found
@@ -173,7 +184,7 @@ def test_requests_get_in_any_company_what_they_get_alone(seed, monkeypatch):
 def test_steps_without_memory_leave_nothing_wrong_behind(seed):
     rng = random.Random(seed)
     requests = [some_request(rng, 200) for _ in range(12)]
-    sizes = {"max_model_len": 200, "kv_blocks": 12}
+    sizes: dict[str, Any] = {"max_model_len": 200, "kv_blocks": 12}
     alone = EngineConfig(max_batch_size=1, eager=True, **sizes)
     wanted = serve(requests, rng, alone)
     crowded = EngineConfig(max_batch_size=5, max_batched_tokens=64, **sizes)
@@ -182,3 +193,18 @@ def test_steps_without_memory_leave_nothing_wrong_behind(seed):
     whole = {number: end for number, end in found.items() if end[1] != "error"}
     assert whole == {number: wanted[number] for number in whole}
     assert len(whole) > 2
+
+
+@pytest.mark.parametrize("kind", [{}, {"logprobs": 3}, {"temperature": 1.0, "seed": 4}])
+def test_the_device_has_its_next_step_before_the_host_knows_the_tokens(kind):
+    """Log probabilities are told from there as well; who waits for a place changes nothing."""
+    config = EngineConfig(max_batch_size=2, max_model_len=99, kv_blocks=9)
+    active, loop, _ = make_loop(config, random.Random(0))
+    for i, params in enumerate([kind, {}, {}]):
+        asked = SamplingParams(max_tokens=20, ignore_eos=True, **params)
+        active.add(ActiveRequest(str(i), [i + 1] * 5, asked, Letters(), frozenset(), 99))
+    assert not loop.step(), "the first step is on its way"
+    for _ in range(10):
+        result = loop.step()
+        assert result.names == ["0", "1"]
+        assert set(result.logprobs) == ({"0"} if "logprobs" in kind else set())

@@ -174,7 +174,7 @@ class Running:
         self._places = scheduler.schedule().places
 
     def accept(self, token: int) -> None:
-        self._requests.take_tokens(self._places, np.array([token]))
+        self._requests.take_tokens(self._places, np.array([token]), {})
 
     def abort(self) -> RequestOutput:
         return self._requests.finish(self.request, "abort")
