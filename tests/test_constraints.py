@@ -16,7 +16,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 OURS = {"calibrate", "formats", "inference", "kernels", "ptq", "recipes"}
 NAMES = {"yaml": "pyyaml"}  # of packages whose distribution has another
-BROUGHT = {"pydantic_core", "tokenizers", "triton"}  # by pydantic, transformers and torch
+BROUGHT = {"pydantic_core", "starlette", "tokenizers", "triton"}
+"""By pydantic, fastapi, transformers and torch."""
 FILE = ROOT / "tests/constraints.txt"
 
 
