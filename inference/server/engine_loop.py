@@ -46,6 +46,7 @@ class EngineLoop:
         self._names: set[str] = set()  # of requests that have not ended
         self._beams: dict[str, BeamSearch] = {}
         self._failures = self._failed_steps = self._corrupted = 0
+        self._last_stats = EngineStats()
 
     def run(self) -> NoReturn:
         """Answer messages for good.
@@ -96,7 +97,11 @@ class EngineLoop:
         self._failures = 0
         for search in self._beams.values():
             search.take(result)
-        self._channel.send(self._told(result))  # now, since searches that end give blocks back
+        told = self._told(result)  # now, since searches that end give blocks back
+        news = told.names or told.finished or told.prompt_logprobs
+        if news or told.stats != self._last_stats:
+            self._channel.send(told)
+        self._last_stats = told.stats
         for search in [search for search in self._beams.values() if search.done]:
             self._end_beam(search)
 

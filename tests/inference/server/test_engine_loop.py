@@ -132,6 +132,12 @@ def test_a_step_is_one_message(http):
     assert [m.stats.blocks_free for m in sent] == [6, 7, 7]
 
 
+def test_a_step_that_gave_nothing_is_no_message(http):
+    http.send(submit("a"))
+    sent, _, _ = http.drive(tokens, lambda _: StepResult(), lambda _: StepResult(), tokens)
+    assert [m.names for m in sent] == [["a"], ["a"]]
+
+
 def test_an_abort_comes_before_the_next_step(http):
     def leave(names: list[str]) -> StepResult:
         http.send(Abort(["a", "never heard of"]))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from formats.errors import RequestError
+from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
@@ -118,6 +120,29 @@ def test_a_reader_that_does_not_read_holds_nobody_up(engine):
         assert delta.finish_reason == "length"
 
     engine.run(run())
+
+
+def test_beams_are_those_of_the_engine(engine, tiny_llama):
+    params = BeamParams(beam_width=3, n=2, max_tokens=8)
+    found = engine.run(engine.client.beam([40, 41], params))
+    own = Engine.from_pretrained(tiny_llama, config=SIZES)
+    assert found == beam_search(own, [[40, 41]], params)[0]
+
+    async def leave() -> None:
+        search = asyncio.create_task(
+            engine.client.beam([40, 41], BeamParams(beam_width=3, max_tokens=250, ignore_eos=True))
+        )
+        while not engine.client.stats.running:
+            await asyncio.sleep(0.001)
+        search.cancel()
+        await asyncio.wait([search])
+        await idle(engine.client)
+
+    engine.run(leave())
+    assert engine.client.stats.blocks_used == 0
+    assert not engine.client.in_flight
+    with pytest.raises(RequestError, match="beam"):
+        engine.run(engine.client.beam([40], BeamParams(beam_width=30)))
 
 
 def test_it_tells_what_engine_it_is(engine):
