@@ -91,7 +91,7 @@ class DeviceLoop:
         return self.runner.score(work)
 
     def warm_up(self) -> None:
-        """Compile and capture the steps of decodes alone and of prompts alone.
+        """Compile and capture the steps of decodes, of prompts and of both.
 
         Raises:
             EngineError: memory is too small for them.

@@ -32,7 +32,7 @@ from inference.gpu.sizes import (
     Size,
     WholeSize,
     decodes_of,
-    prompt_sizes,
+    padded_sizes,
     size_of,
     whole_size,
 )
@@ -209,17 +209,17 @@ class GpuRunner:
         return self.launch(work).logits_of(np.arange(len(work)))
 
     def warm_up(self, sequences: int, tokens: int) -> None:
-        """Compile and capture the steps of up to so many decodes, and of prompts' tokens alone.
+        """Compile and capture the steps of up to so many decodes and tokens of prompts.
 
         Raises:
             EngineError: memory is too small for them.
         """
-        decodes = dict.fromkeys(decodes_of(n) for n in range(1, sequences + 1))
-        prompts = filter(self._asks_nothing, prompt_sizes(tokens))
+        sizes = padded_sizes(sequences, tokens) if self._graphs else []
         with memory_for("warming up", self._device, 0, OF_STEPS), launches_on(self._device):
-            for size in (*decodes, *prompts) if self._graphs else ():
-                self._seen.add(size)
-                self._graph_for(size)
+            for size in sizes:
+                if not size.prompts or self._asks_nothing(size):
+                    self._seen.add(size)
+                    self._graph_for(size)
 
     def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
         """The graph of a decode step of so many sequences."""

@@ -71,10 +71,15 @@ def size_of(work: Work) -> Size | None:
     return Size(_power(decodes) if decodes else 0, PROMPTS, _rounded(tokens))
 
 
-def prompt_sizes(most: int) -> list[Size]:
-    """Sizes of steps of prompts alone, of at most so many tokens."""
-    counts = range(1, min(most, MOST_TOKENS) + 1)
-    return [Size(0, PROMPTS, tokens) for tokens in sorted({_rounded(n) for n in counts})]
+def padded_sizes(sequences: int, most: int) -> list[Size]:
+    """Sizes of steps of up to so many decodes, of at most so many tokens of prompts, and of both.
+
+    The largest come first: what they need of memory is enough for the others.
+    """
+    decodes = sorted({_power(n) for n in range(1, sequences + 1)}, reverse=True)
+    tokens = sorted({_rounded(n) for n in range(1, min(most, MOST_TOKENS) + 1)}, reverse=True)
+    both = [Size(beside, PROMPTS, count) for count in tokens for beside in (*decodes, 0)]
+    return [Size(count) for count in decodes] + both
 
 
 def whole_size(work: Work) -> WholeSize:

@@ -14,7 +14,7 @@ from inference.gpu.sizes import (
     PROMPTS,
     Size,
     decodes_of,
-    prompt_sizes,
+    padded_sizes,
     size_of,
     whole_size,
 )
@@ -106,9 +106,21 @@ def test_sizes():
     assert size_of(some_work(0, [3], 2)) == Size(0, PROMPTS, 16)
     assert size_of(some_work(1, [2] * (PROMPTS + 1), 3)) is None
     assert size_of(some_work(1, [MOST_TOKENS + 1], 4)) is None
-    counts = [size.tokens for size in prompt_sizes(300)]
-    assert counts == [16, 32, 48, 64, 96, 128, 192, 256, 384]
-    assert max(size.tokens for size in prompt_sizes(10**6)) == MOST_TOKENS
+    sizes = padded_sizes(5, 300)
+    assert sizes[:4] == [Size(8), Size(4), Size(2), Size(1)]
+    counts = [size.tokens for size in sizes if size.prompts and size.decodes == 0]
+    assert counts == [384, 256, 192, 128, 96, 64, 48, 32, 16]
+    assert {size.decodes for size in sizes if size.tokens == 48} == {0, 1, 2, 4, 8}
+    assert max(size.tokens for size in padded_sizes(1, 10**6)) == MOST_TOKENS
+
+
+def test_every_padded_step_is_among_the_sizes():
+    """What is captured at the start is all that steps of a server are padded to."""
+    sizes = padded_sizes(20, 500)
+    for seed, (ones, counts) in enumerate(
+        [(0, [3]), (1, [2, 497]), (20, []), (13, [100]), (7, [])]
+    ):
+        assert size_of(some_work(ones, counts, seed)) in sizes
 
 
 def test_what_the_host_reads_is_not_padded():
