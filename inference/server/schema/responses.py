@@ -144,10 +144,16 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Body):
-    """Not supported; clients send it empty."""
+def _no_effort(value: Any) -> Any:
+    if value not in (None, "none"):
+        raise ValueError("this server has no such control; 'none' is all there is")
+    return value
 
-    effort: Annotated[None, refused("this server has no such control")] = None
+
+class Reasoning(Body):
+    """Not supported; clients send it empty, or ask for none."""
+
+    effort: Annotated[Literal["none"] | None, BeforeValidator(_no_effort)] = None
     summary: Annotated[None, refused("this server has no such control")] = None
 
 
