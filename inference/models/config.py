@@ -25,7 +25,6 @@ NEEDED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )  # transformers has defaults for them, which are another model's
-LEAST_SPAN = 8192  # tokens; in small models other things take the time
 
 
 def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
@@ -88,13 +87,13 @@ class ModelConfig:
 
     @property
     def attention_span(self) -> float:
-        """Tokens in the cache beyond which attention takes longer than all else, roughly.
+        """Tokens in the cache for which attention takes as long as all else, roughly.
 
         A block's linear layers have about 12 H^2 weights, and attention multiplies 2 H numbers for
         each token in the cache, about half as fast as integers: they are equal at 3 H tokens.
         """
         full = sum(window is None for window in self.windows)
-        return max(LEAST_SPAN, 3 * self.hidden_size * self.layers / full) if full else math.inf
+        return 3 * self.hidden_size * self.layers / full if full else math.inf
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:

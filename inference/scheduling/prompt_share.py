@@ -2,9 +2,9 @@
 
 One alone takes all. Of several the shortest comes first, so that a short prompt need not wait for a
 long one; the one that has waited longest keeps half of the step's tokens, so that no stream of
-short ones starves it. In a step of short prompts that leave room, it takes no more than they do: a
-step lasts as long as its tokens, and theirs are waited for. In every other such step it takes all
-the room, which gives it half of the time, too.
+short ones starves it. A step of short prompts that leave room it leaves to them: a step lasts as
+long as its tokens, and theirs are waited for. In every other such step it takes all the room, which
+gives it half of the time, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LEAST = 256  # tokens of a chunk that attention would make smaller; fewer are a waste of a step
+SHORT = 8192  # computed tokens; up to there no chunk is made smaller
 
 
 class Prompt(NamedTuple):
@@ -37,10 +38,10 @@ def share_tokens(
     Args:
         prompts: In any order.
         tokens: Of all of them together, at most.
-        span: Beyond so many computed tokens, attention to them is what a token costs most for: a
-            chunk is as much shorter as its tokens have more to attend to, so that a step of a long
-            prompt's end takes little longer than others.
-        yielding: Whether the oldest takes no more than the shorter ones together.
+        span: Attention to so many computed tokens takes as long as all else that a token needs.
+            Beyond it a chunk is as much shorter as its tokens have more to attend to, so that a
+            step of a long prompt's end takes little longer than others.
+        yielding: Whether the oldest leaves the step to shorter ones if these leave room.
     """
     counts = [0] * len(prompts)
     if not prompts:
@@ -54,19 +55,18 @@ def share_tokens(
             continue
         counts[i] = _chunk(prompts[i], room, span)
         room -= counts[i]
-    if kept:
-        used = tokens - kept - room
-        most = min(kept + room, used) if yielding else kept + room
-        counts[oldest] = _chunk(prompts[oldest], most, span)
+    if kept and not (yielding and room):
+        counts[oldest] = _chunk(prompts[oldest], kept + room, span)
     return counts
 
 
 def _chunk(prompt: Prompt, tokens: int, span: float) -> int:
     """Tokens of a prompt where there is room for so many."""
-    affordable = tokens
-    if prompt.computed > span:
-        affordable = min(tokens, max(LEAST, rounded_down(int(tokens * span / prompt.computed))))
-    return min(prompt.left, affordable)
+    longest = max(span, SHORT)
+    if prompt.computed > longest:
+        affordable = rounded_down(int(tokens * longest / prompt.computed))
+        tokens = min(tokens, max(LEAST, affordable))
+    return min(prompt.left, tokens)
 
 
 def rounded_down(tokens: int) -> int:

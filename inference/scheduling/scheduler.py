@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.blocks import BlockManager
+from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.prefix_tree import Key
 from inference.scheduling.prompt_rate import PromptRate
 from inference.scheduling.prompt_share import Prompt, rounded_down, share_tokens
@@ -43,7 +43,7 @@ class Scheduler:
         max_batch_size: Most running sequences.
         max_batched_tokens: Most tokens of a step.
         root: Under which the cache finds what this model computes; see `BlockManager`.
-        span: Beyond so many tokens, chunks of a prompt get smaller; see `share_tokens`.
+        span: Attention to so many tokens takes as long as all else; see `share_tokens`.
         target_s: Seconds that a step of some decodes and some prompts should take; None: no matter.
 
     Attributes:
@@ -264,6 +264,7 @@ class Scheduler:
     def _first_to_start(self) -> list[Sequence]:
         """The first of the waiting sequences that would find places and need not wait."""
         room = self.max_batch_size - len(self.running) - self._kept
+        blocks = self.blocks.available if self.running else math.inf
         found: list[Sequence] = []
         begun: set[Key | None] = set()  # what they will have promised
         for sequence in self.waiting if room > 0 else ():
@@ -271,6 +272,9 @@ class Scheduler:
                 break
             if self._awaits_another(sequence) or sequence.beginning.following in begun:
                 continue
+            blocks -= blocks_for(len(sequence) + 1 - sequence.beginning.computed)
+            if blocks < 0:  # it would soon push others out; who comes later does not pass it
+                break
             found.append(sequence)
             room -= sequence.places
             begun |= {sequence.beginning.following} - {None}

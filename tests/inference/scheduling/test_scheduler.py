@@ -53,8 +53,8 @@ def test_who_waits_for_another_lets_the_rest_by():
     added(scheduler, "c", [7] * 130)
     steps = [step(scheduler) for _ in range(6)]
     assert steps[:2] == [{"a": 50, "c": 50}] * 2
-    assert steps[2:4] == [{"a": 30, "c": 30}, {"a": 99, "c": 1}]  # the latter chooses a token
-    assert steps[4:] == [{"a": 71, "c": 1}, {"a": 1, "b": 44, "c": 1}]
+    assert steps[2] == {"c": 30}, "nothing holds up what ends with this step"
+    assert steps[3:] == [{"a": 99, "c": 1}, {"a": 99, "c": 1}, {"a": 2, "b": 44, "c": 1}]
 
 
 def test_a_shared_beginning_is_waited_for_and_no_more():
@@ -145,7 +145,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_that_hardly_notices(count):
     scheduler = scheduler_of(2000, max_batched_tokens=2048)
     found = finish_times(scheduler, {0: ("long", 60_000), 7: ("short", count)}, 64)
     waited = found["short", "first"] - found["short", "arrival"]
-    assert waited <= 2.2 * alone(count)
+    assert waited <= 2.1 * alone(count)
     assert found["long", "first"] <= 1.1 * alone(60_000)
 
 
@@ -191,7 +191,7 @@ def test_decodes_come_before_prompts_that_began_earlier():
     added(scheduler, "long", list(range(1000)))
     assert step(scheduler) == {"long": 100}
     added(scheduler, "short", [7] * 10)
-    assert step(scheduler) == {"long": 10, "short": 10}
+    assert step(scheduler) == {"short": 10}
     assert [step(scheduler) for _ in range(3)] == [{"long": 99, "short": 1}] * 3
 
 
