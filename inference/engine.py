@@ -199,6 +199,7 @@ class Engine:
             EngineError: the cache's bookkeeping is broken.
         """
         self._blocks.check()
+        self._scheduler.check()
         if not self._requests and self._blocks.available != self._blocks.total:
             raise EngineError(f"no request is left, but {self.stats()} says that blocks are held")
 

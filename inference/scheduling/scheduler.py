@@ -24,6 +24,7 @@ from functools import cached_property
 
 import numpy as np
 
+from formats.errors import EngineError
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.prefix_tree import Key
@@ -189,6 +190,20 @@ class Scheduler:
         """Take that place and its blocks back; `seen` as in `BlockManager.release`."""
         self.batch.leave(sequence)
         self.blocks.release(sequence.name, seen=seen)
+
+    def check(self) -> None:
+        """Check that running sequences stand in their rows with the blocks that they hold.
+
+        Raises:
+            EngineError: they do not.
+        """
+        for sequence in self.running:
+            place, table = sequence.place, self.blocks.table(sequence.name)
+            row = (
+                [] if place is None else self.batch.tables[place, : self.batch.held[place]].tolist()
+            )
+            if place is None or self.batch.sequences[place] is not sequence or row != table:
+                raise EngineError(f"{sequence.name} holds blocks {table}, its row says {row}")
 
     def _missing(self, tokens: Ints) -> Ints:
         """Blocks that running sequences lack to hold so many tokens each, the last one written."""

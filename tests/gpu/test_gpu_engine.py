@@ -198,6 +198,29 @@ def test_steps_do_not_wait_for_the_host(shape, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_log_probabilities_are_told_by_the_device():
+    """Beside others, ahead of their tokens: the same tokens, and what scoring them gives."""
+    prompts, plain = (
+        [[5 + i] * 30 for i in range(4)],
+        SamplingParams(max_tokens=12, ignore_eos=True),
+    )
+    asked = [plain.model_copy(update={"logprobs": 2 + i}) if i % 2 else plain for i in range(4)]
+    engine = random_engine("small", "a8w8c8", prefix_cache=False)
+    wanted = [out.token_ids for out in engine.generate(prompts, plain)]
+    outputs = engine.generate(prompts, asked)
+    assert [out.token_ids for out in outputs] == wanted
+    for i in (1, 3):
+        told = outputs[i].logprobs
+        assert told is not None
+        assert [max(own, key=own.__getitem__) for own in told] == wanted[i]
+        assert {len(own) for own in told} == {2 + i}
+        rows = torch.log_softmax(engine.score([*prompts[i], *wanted[i]]), dim=1)[29:-1]
+        found = torch.tensor([own[token] for own, token in zip(told, wanted[i], strict=True)])
+        own = rows.gather(1, torch.tensor(wanted[i])[:, None])[:, 0]
+        assert (found - own).abs().max() < 0.1
+    assert outputs[0].logprobs is None
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_experts_as_one_and_one_by_one(scheme, monkeypatch):
     """A prompt through all at once, and through each in turn, as large ones go."""

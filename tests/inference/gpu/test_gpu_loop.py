@@ -156,6 +156,7 @@ def serve(
             own = (output.token_ids, output.finish_reason, output.logprobs, told)
             found[int(output.request_id)] = own
         blocks.check()
+        loop._scheduler.check()
     assert blocks.free == blocks.total
     return found
 

@@ -23,6 +23,7 @@ def step(scheduler: Scheduler, token: int = 1) -> dict[str, int]:
         if part.samples:
             part.sequence.append(token)
     scheduler.blocks.check()
+    scheduler.check()
     return {part.sequence.name: part.count for part in slices}
 
 
