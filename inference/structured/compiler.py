@@ -45,6 +45,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
         self._bounds, self._info = bounds or Bounds(), None
         self._kept: OrderedDict[Constraint, tuple[MakeMatcher, int]] = OrderedDict()
+        self._coming: dict[Constraint, Future[MakeMatcher]] = {}
         self._lock, self._sender = Lock(), ThreadPoolExecutor(1, "constraints")
         self.link: HelperLink | None = None
 
@@ -63,6 +64,10 @@ class GrammarCompiler:
                 self._kept.move_to_end(constraint)
                 future.set_result(kept[0])
                 return future
+            coming = self._coming.setdefault(constraint, future)
+        if coming is not future:  # another request has asked for the same
+            return coming
+        future.add_done_callback(lambda _: self._coming.pop(constraint))
         self._sender.submit(self._send, constraint, future)
         return future
 

@@ -163,6 +163,14 @@ def test_compiled_grammars_are_kept_and_the_oldest_forgotten(compiler, monkeypat
     assert not compiler.compile(b).done()
 
 
+def test_what_is_asked_for_twice_is_compiled_once(compiler):
+    constraint = Constraint.regex("asked for twice")
+    first, second = compiler.compile(constraint), compiler.compile(constraint)
+    assert first is second
+    assert first.result(60)(()).mask(ends=False) is not None
+    assert compiler.compile(constraint) is not first  # which is kept, and known at once
+
+
 def sentencepiece(vocabulary: list[str]):
     """A tokenizer as Llama 2's: blanks are ▁, and unknown characters are bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
