@@ -5,9 +5,10 @@
 The device is given the next step before the host knows the tokens of the last one, so that it never
 waits for the host. A sequence that turns out to have ended has then one row too many on its way; it
 is dropped when it arrives. Whenever the next step depends on more than where tokens go (blocks run
-short, a request's next token is chosen on the host), the step on its way is waited for first. Who
-waits for a place is admitted with what is free by then: a step later than it could be, at the most.
-A step of many tokens of prompts is waited for, too, so that who arrives meanwhile is in the next.
+short, a request's next token is chosen on the host, or from those that its constraint allows), the
+step on its way is waited for first. Who waits for a place is admitted with what is free by then: a
+step later than it could be, at the most. A step of many tokens of prompts is waited for, too, so
+that who arrives meanwhile is in the next.
 """
 
 from __future__ import annotations
@@ -108,8 +109,9 @@ class DeviceLoop:
         scheduler, now = self._scheduler, self._on_its_way
         if now is not None and now.work.tokens - now.work.singles > LONG:
             return False
-        on_device = scheduler.batch.on_device(scheduler.order)
-        return self._ahead and bool(on_device.all()) and scheduler.unhindered
+        order, batch = scheduler.order, scheduler.batch
+        free = batch.on_device(order) & ~batch.masked[order]  # a mask needs the token before it
+        return self._ahead and bool(free.all()) and scheduler.unhindered
 
     def _launch(self, work: Work) -> Launched:
         self._requests.prepare_cache()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from inference.gpu.decoder import GpuBatch, GpuDecoder, forward
+from inference.gpu.edit_tables import EditTables
 from inference.gpu.feed_forward import as_one
 from inference.gpu.fields import Fields, HostBlock, HostBlocks
 from inference.gpu.layers import workspace_on
@@ -158,6 +159,7 @@ class GpuRunner:
         self._graphs = graphs and self._on_gpu and self._asks_nothing(decodes_of(places - 1))
         self._tokens = torch.zeros(places, dtype=torch.int64, device=self._device)
         self._blocks = HostBlocks(pinned=self._on_gpu)
+        self._edits = EditTables(batch, device, pinned=self._on_gpu)
         self._captured: dict[Size, Captured] = {}
         self._seen: set[Size] = set()  # steps of prompts that ran
         self._short: set[Size] = set()  # those for whose graph there was no memory
@@ -181,12 +183,16 @@ class GpuRunner:
             free = free_bytes(self._device)
             raise too_small("a step", self._device, free, 0, OF_STEPS) from error
         block.moved = executed.done
+        if plan.edits is not None:
+            self._edits.note(work, plan.edits)
         return Launched(work, executed, places(work, plan.size))
 
     def execute(self, plan: StepPlan) -> Executed:
         """Start a planned step; nothing is waited for."""
         with launches_on(self._device):
             self._workspace = workspace_on(self._device)  # held, so that all kernels share it
+            if plan.edits is not None:
+                self._edits.put(plan.edits)
             if isinstance(plan.size, WholeSize):
                 logits, chosen = self._whole(plan.size, plan.block)
             else:
@@ -249,7 +255,8 @@ class GpuRunner:
             else:
                 block = self._blocks.next(size, lambda: step_shapes(size, self._width))
         write_step(block.arrays, work, size)
-        return StepPlan(size, block.bytes, told_rows(work, size)), block
+        edits = self._edits.new_for(work)
+        return StepPlan(size, block.bytes, told_rows(work, size), edits), block
 
     def _padded(self, size: Size, block: Tensor) -> tuple[Tensor | None, Tensor]:
         """A padded step: logits, if they are kept, and a next token for each of its rows."""
@@ -340,6 +347,8 @@ class GpuRunner:
             x["seeds"],
             x["steps"],
             workspace_on(logits.device),
+            log_min_p=x["log_min_p"],
+            edits=self._edits.of(x, logits.shape[1]),
         )
         self._tokens.index_copy_(0, x["sample_index"], chosen)
         return chosen

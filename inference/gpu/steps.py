@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference.gpu.edit_tables import NewEdits
 from inference.gpu.fields import Arrays, Shape
 from inference.gpu.sizes import Size, WholeSize
 from inference.scheduling.batch import Ints
@@ -49,11 +50,13 @@ class StepPlan:
         size: Says which arrays there are, and of which shapes.
         block: The arrays: uint8 on the host.
         told: Whose log probabilities are told; None where nobody wants them.
+        edits: What is put into the device's tables before it runs; None where nothing is.
     """
 
     size: Size | WholeSize
     block: Tensor
     told: ToldRows | None = None
+    edits: NewEdits | None = None
 
 
 def step_shapes(size: Size | WholeSize, width: int) -> dict[str, Shape]:
@@ -78,8 +81,10 @@ def shapes_of(tokens: int, sequences: int, samples: int, width: int) -> dict[str
         "temperature": (torch.float32, (samples,)),
         "top_p": (torch.float32, (samples,)),
         "top_k": (torch.int32, (samples,)),
+        "log_min_p": (torch.float32, (samples,)),
         "seeds": (torch.int64, (samples,)),
         "steps": (torch.int64, (samples,)),
+        **dict.fromkeys(("bias_start", "bias_end", "mask_row"), (torch.int32, (samples,))),
     }
 
 
@@ -111,6 +116,7 @@ def write_padded(arrays: Arrays, work: Work, size: Size) -> None:
     ones, gap = work.singles, size.decodes
     blank = GREEDY | {
         "slots": -1,
+        "mask_row": -1,
         **dict.fromkeys(("batch_index", "sample_index"), work.batch.spare),
     }
     for name, values in (_of_slices(work) | _of_draws(work, slice(None))).items():
@@ -177,7 +183,14 @@ def _of_draws(work: Work, which: Ints | slice) -> dict[str, NDArray]:
     """How the next tokens of sequences are chosen, and where they are kept."""
     batch, owners = work.batch, work.places[which]
     made = work.starts[which] + work.counts[which] - batch.prompt[owners]
+    late = (made >= batch.bias_until[owners]).astype(np.int64)
+    here = work.samples[which] & ~work.host[which]
+    spans = batch.bias_spans[owners, late] * here[:, None]
+    masked = work.masked
     return {
+        "bias_start": spans[:, 0],
+        "bias_end": spans[:, 1],
+        "mask_row": np.where(masked, np.cumsum(masked) - 1, -1)[which],
         "sample_index": np.where(work.samples[which], owners, batch.spare),
         "steps": np.maximum(made, 0),
         **{name: column[owners] for name, column in batch.draws.items()},

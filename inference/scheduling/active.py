@@ -25,9 +25,15 @@ from inference.scheduling.request import (
     RequestOutput,
     SamplingParams,
 )
-from inference.scheduling.sampler import likeliest, sample, top_logprobs
+from inference.scheduling.sampler import (
+    biases_of,
+    likeliest,
+    log_min_p,
+    sample,
+    top_logprobs,
+)
 from inference.scheduling.scheduler import Scheduler
-from inference.scheduling.sequence import NEVER, Draw, Terms
+from inference.scheduling.sequence import MOST_BIASES, NEVER, Draw, Terms
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.step_result import Logprobs, StepResult
 from inference.scheduling.work import Work
@@ -91,28 +97,38 @@ class ActiveRequest:
                 seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
             else:
                 self._generator.manual_seed(params.seed)
-        draw = Draw(params.temperature, params.top_p, params.top_k, seed)
+        least = log_min_p(params.min_p)
+        draw = Draw(params.temperature, params.top_p, params.top_k, least, seed)
         terms = self._terms(draw, limit)
         whole = self.wants_prompt_logits
         self.sequence = TokenSequence(name, list(prompt), terms, whole=whole, held=told is not None)
         self.sequence.takes_hits = params.prompt_logprobs is None
+        self.sequence.next_mask = self.next_mask
 
     def _terms(self, draw: Draw, limit: int) -> Terms:
         """What the batch has to know of it."""
         params, prompt = self.params, len(self.prompt)
         plain = params.repetition_penalty == 1.0 and not (
-            params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_p
+            params.presence_penalty or params.frequency_penalty
         )
-        free = params.constraint is None and self.told is None
-        least = prompt + params.min_tokens if self._ends else 0
+        biases = biases_of(params, self._ends)
+        edited = bool(params.logit_bias) or params.constraint is not None
+        told = params.logprobs is not None  # of logits as the model gave them: not edited in place
+        fits = biases is None or len(biases.tokens) <= MOST_BIASES
+        free = self.told is None and fits and not (edited and told)
+        least = prompt + params.min_tokens if biases and told else 0
+        if least or not (plain and free):
+            biases = None
         return Terms(
             last=min(prompt + params.max_tokens, limit) - 1,
             ends=tuple(sorted(self._ends)),
             draw=draw,
             host_until=least if plain and free else NEVER,
-            greedy=params.temperature == 0,
+            greedy=params.temperature == 0 and biases is None and not edited,
             watched=bool(params.stop or params.constraint) or params.prompt_logprobs is not None,
             logprobs=-1 if params.logprobs is None else params.logprobs,
+            biases=biases,
+            masked=params.constraint is not None,
         )
 
     @property
@@ -154,11 +170,17 @@ class ActiveRequest:
     def choose(self, logits: Tensor) -> int:
         """The next token, from logits [vocabulary]."""
         params, tokens = self.params, self.tokens
-        early = len(tokens) < params.min_tokens
-        forbidden, mask = sorted(self._ends) if early else (), None
+        early, mask = len(tokens) < params.min_tokens, None
+        forbidden = sorted(self._ends) if early and self.matcher is None else ()
         if self.matcher is not None:
-            forbidden, mask = (), self.matcher.mask(ends=not (early or params.ignore_eos))
+            mask = self.next_mask()
         return sample(logits, self.prompt, tokens, params, forbidden, self._generator, mask)
+
+    def next_mask(self) -> np.ndarray:
+        """Which tokens its constraint lets come next, as `Matcher.mask`."""
+        assert self.matcher is not None
+        early = self.params.ignore_eos or len(self.tokens) < self.params.min_tokens
+        return self.matcher.mask(ends=not early)
 
     def ending(self) -> FinishReason | None:
         """The reason where its newest token, which is looked at once, is its last."""

@@ -13,13 +13,14 @@ from dataclasses import fields
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.scheduling.sequence import PENDING, Draw, Sequence
+from inference.scheduling.sequence import PENDING, Draw, Sequence, Terms
 from kernels.attention_inputs import KV_BLOCK
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 NO_END = -2  # is no token, and not what stands for logits that are not finite
-DRAW_TYPES = {"temperature": np.float32, "top_p": np.float32, "top_k": np.int32, "seeds": np.int64}
+FLOATS = dict.fromkeys(("temperature", "top_p", "log_min_p"), np.float32)
+DRAW_TYPES = FLOATS | {"top_k": np.int32, "seeds": np.int64}
 
 
 class RunningBatch:
@@ -47,6 +48,9 @@ class RunningBatch:
         held_by_client: Whether a client chooses its tokens.
         serial: A number that changes with who is at a place; -1 where there is nobody.
         draws: How the tokens of each are chosen: a column for each field of `Draw`.
+        bias_spans: int32 [places + 1, 2, 2], `Biases.early` and `late`.
+        bias_until: How long the former holds, in tokens of the output.
+        masked: Whose next token has to be one of a mask's.
     """
 
     def __init__(self, places: int) -> None:
@@ -66,6 +70,8 @@ class RunningBatch:
         self.held_by_client = np.zeros(rows, np.bool_)
         self.serial = np.full(rows, -1, np.int64)
         self.draws = {f.name: np.zeros(rows, DRAW_TYPES[f.name]) for f in fields(Draw)}
+        self.bias_spans, self.bias_until = np.zeros((rows, 2, 2), np.int32), np.zeros(rows, int)
+        self.masked = np.zeros(rows, np.bool_)
         self._free = list(range(places))
         self._arrivals = 0
 
@@ -90,9 +96,15 @@ class RunningBatch:
         self.promised[place], self.held_by_client[place] = sequence.promised, sequence.held
         for name, column in self.draws.items():
             column[place] = getattr(terms.draw, name)
+        self._note_edits(place, terms)
         self._arrivals += 1
         sequence.enter(self, place)
         return place
+
+    def _note_edits(self, place: int, terms: Terms) -> None:
+        biases, self.masked[place] = terms.biases, terms.masked
+        self.bias_spans[place] = (biases.early, biases.late) if biases else 0
+        self.bias_until[place] = biases.until if biases else 0
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence's place back; it keeps the tokens that are known."""

@@ -11,13 +11,14 @@ are normalized, so that without top_p its place does not matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from inference.scheduling.request import SamplingParams
+from inference.scheduling.sequence import Biases
 
 FIRST_CANDIDATES = 64  # tokens that top_p looks at first; more where they are not enough
 ROWS_AT_ONCE = 256  # rows whose log probabilities are in memory together
@@ -75,6 +76,27 @@ def permit(
         bits = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
         logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
     return logits
+
+
+def biases_of(params: SamplingParams, ends: Collection[int]) -> Biases | None:
+    """What is added to a request's logits: its bias, and what forbids its ends at first.
+
+    Args:
+        params: The request's.
+        ends: Tokens that end it.
+    """
+    early = sorted(ends) if params.min_tokens and params.constraint is None else []
+    own = sorted(params.logit_bias, key=lambda pair: pair[0] in early)  # those of ends come last
+    if not (early or own):
+        return None
+    always = sum(token not in early for token, _ in own)
+    return Biases(
+        tokens=(*early, *(token for token, _ in own)),
+        values=(*[-math.inf] * len(early), *(value for _, value in own)),
+        early=(0, len(early) + always),
+        late=(len(early), len(early) + len(own)),
+        until=params.min_tokens,
+    )
 
 
 def keep_likely(logits: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inference.scheduling.blocks import Beginning
 
@@ -12,6 +17,7 @@ if TYPE_CHECKING:
 
 PENDING = -1  # a token that is being computed, and not known yet
 NEVER = 2**62  # a length that no sequence reaches
+MOST_BIASES = 512  # of a sequence on a device
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,28 @@ class Draw:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    log_min_p: float = -math.inf
     seeds: int = 0
+
+
+@dataclass(frozen=True)
+class Biases:
+    """What is added to logits before a token is chosen, where a device chooses it.
+
+    Attributes:
+        tokens: Whose logits; at most `MOST_BIASES`.
+        values: What is added to each.
+        early: The first of them, and one more than the last, that count while the output has fewer
+            than `until` tokens: those that forbid an end, and biases of other tokens.
+        late: Likewise from then on: all biases.
+        until: Least tokens of the output.
+    """
+
+    tokens: tuple[int, ...]
+    values: tuple[float, ...]
+    early: tuple[int, int]
+    late: tuple[int, int]
+    until: int
 
 
 @dataclass(frozen=True)
@@ -37,6 +64,8 @@ class Terms:
         watched: Whether each of its tokens has to be looked at.
         logprobs: How many of the likeliest tokens are told with each of its tokens; -1: none, and
             no log probability.
+        biases: What is added to its logits on a device.
+        masked: Whether a mask says which tokens may come: `Sequence.next_mask` does.
     """
 
     last: int = NEVER
@@ -46,6 +75,8 @@ class Terms:
     greedy: bool = True
     watched: bool = False
     logprobs: int = -1
+    biases: Biases | None = None
+    masked: bool = False
 
 
 class Sequence:
@@ -73,6 +104,7 @@ class Sequence:
         places: Places that it keeps while it runs: its own, and those of what is forked from it.
         order: When it arrived, or what it was forked from; of preempted ones the first goes first.
         place: Its row, None while it waits.
+        next_mask: Which tokens may come next, where that is said; see `constraint.Matcher.mask`.
     """
 
     def __init__(
@@ -92,6 +124,7 @@ class Sequence:
         self._tokens, self._times, self._computed, self._whole = tokens, [], 0, whole
         self._batch: RunningBatch | None = None
         self.place: int | None = None
+        self.next_mask: Callable[[], NDArray[np.int32]] | None = None
 
     def __len__(self) -> int:
         row = self._row

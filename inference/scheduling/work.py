@@ -108,6 +108,11 @@ class Work:
         """Rows of logits that each needs."""
         return np.where(self.whole, self.counts, self.samples)
 
+    @cached_property
+    def masked(self) -> Bools:
+        """Whose next token a device chooses from those that a mask lets come."""
+        return self.batch.masked[self.places] & self.samples & ~self.host
+
     def alive(self) -> Bools:
         """Which of the sequences are still where they were."""
         return self.batch.serial[self.places] == self.serials

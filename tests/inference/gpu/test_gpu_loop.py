@@ -11,6 +11,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from inference.gpu.backend import TritonBackend
 from inference.gpu.loop import DeviceLoop
 from inference.scheduling.active import ActiveRequest, ActiveRequests
 from inference.scheduling.blocks import BlockManager, blocks_for
+from inference.scheduling.constraint import Constraint
 from inference.scheduling.request import SamplingParams
 from inference.scheduling.scheduler import Scheduler
 
@@ -64,11 +66,18 @@ def fake_forward(model: Any, cache: Any, batch: Any) -> torch.Tensor:
     return logits if batch.rows is None else logits[batch.rows]
 
 
-def fake_sample(logits, temperature, top_k, top_p, seeds, numbers, workspace) -> torch.Tensor:
-    """Greedy, or a token of the seed and its number."""
+def fake_sample(
+    logits, temperature, top_k, top_p, seeds, numbers, workspace, *, log_min_p, edits
+) -> torch.Tensor:
+    """Greedy, or the first from a token of the seed and its number on that is not forbidden."""
+    edits.check(*logits.shape)
+    logits = edits.applied(logits)
     chosen = logits.argmax(1)
-    drawn = (seeds * 7919 + numbers * 104_729 + chosen) % V
-    return torch.where(temperature > 0, drawn, chosen)
+    least = (log_min_p.exp() * 100).round().long()
+    drawn = (seeds * 7919 + numbers * 104_729 + chosen + least) % V
+    turned = (drawn[:, None] + torch.arange(V)) % V
+    first = (logits.gather(1, turned) > -torch.inf).int().argmax(1)
+    return torch.where(temperature > 0, turned.gather(1, first[:, None])[:, 0], chosen)
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +85,26 @@ def fakes(monkeypatch):
     monkeypatch.setattr(runner, "forward", fake_forward)
     monkeypatch.setattr(runner, "sample", fake_sample)
     monkeypatch.setattr(runner, "workspace_on", lambda device: SimpleNamespace())
+
+
+class Multiples:
+    """A matcher that lets only multiples of a number come, of another one each time."""
+
+    done = False
+
+    def __init__(self, first: int) -> None:
+        self.next = first
+
+    def accept(self, token: int) -> bool:
+        fits = token % self.next == 0
+        self.next = self.next % 9 + 1
+        return fits
+
+    def mask(self, *, ends: bool = True) -> np.ndarray:
+        bits = np.zeros(64, np.uint8)
+        bits[:: self.next] = 1
+        bits[END] = ends
+        return np.packbits(bits, bitorder="little").view(np.int32)[: -(-V // 32)]
 
 
 def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingParams]:
@@ -88,6 +117,9 @@ def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingPar
         {"prompt_logprobs": 1},
         {"frequency_penalty": 1.0},
         {"min_tokens": min(most, rng.randint(1, 6))},
+        {"min_p": 0.3, "temperature": 2.0, "seed": 5, "min_tokens": min(most, 4)},
+        {"logit_bias": {END: 5.0, rng.randint(1, 9): 0.5}, "min_tokens": min(most, 9)},
+        *[{"constraint": Constraint.regex(str(rng.randint(2, 9)))}] * 3,
         {"stop": (rng.choice("abc"), "de")},
     ]
     params = SamplingParams(max_tokens=most, ignore_eos=rng.random() < 0.7, **rng.choice(kinds))
@@ -134,7 +166,10 @@ def serve(
             number, (prompt, params) = todo.pop()
             ends = frozenset(() if params.ignore_eos else (END,))
             limit = config.max_model_len
-            active.add(ActiveRequest(str(number), prompt, params, Letters(), ends, limit))
+            request = ActiveRequest(str(number), prompt, params, Letters(), ends, limit)
+            if params.constraint is not None:
+                request.matcher = Multiples(int(params.constraint.text))
+            active.add(request)
         if active and rng.random() < aborts:
             active.finish(active[rng.choice(list(active))], "abort")
         try:
