@@ -64,10 +64,10 @@ FLOORS = {
         server""",
     "inference.server": """
         settings messages measures page
-        schema token_stream channel
-        tools open_requests text_stream engine_loop
-        engine_client
-        engine_process metrics
+        schema token_stream
+        tools open_requests text_stream
+        engine_client arguments
+        engine metrics
         http
         generation serving
         routes

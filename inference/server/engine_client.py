@@ -1,7 +1,7 @@
 """The engine process as the HTTP process sees it: what goes there, what comes back, to whom.
 
 Nothing here waits for the engine, and the engine waits for nothing here.
-`inference.server.engine_process` carries the messages; tests put a fake engine in its place.
+`inference.server.engine.process` carries the messages; tests put a fake engine in its place.
 """
 
 from __future__ import annotations

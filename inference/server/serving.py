@@ -14,8 +14,8 @@ from typing import Any
 import uvicorn
 
 from formats.errors import EngineError
+from inference.server.engine.process import EngineProcess
 from inference.server.engine_client import EngineClient, Unavailable
-from inference.server.engine_process import EngineProcess
 from inference.server.http.protocol import bounded_protocol
 from inference.server.messages import EngineInfo
 

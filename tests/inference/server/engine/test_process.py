@@ -16,8 +16,8 @@ from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.request import SamplingParams
+from inference.server.engine.process import EngineProcess, EngineSource
 from inference.server.engine_client import EngineClient, Unavailable
-from inference.server.engine_process import EngineProcess, EngineSource
 
 SIZES = EngineConfig(max_batch_size=4, kv_blocks=16, max_batched_tokens=64)
 

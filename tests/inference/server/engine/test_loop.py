@@ -12,9 +12,9 @@ from inference.scheduling.active import NOT_FINITE
 from inference.scheduling.blocks import KVStats
 from inference.scheduling.request import RequestOutput, SamplingParams
 from inference.scheduling.step_result import StepResult
-from inference.server import engine_loop
-from inference.server.channel import Channel, HttpGone, Unframer, frame
-from inference.server.engine_loop import MOST_FAILURES, EngineLoop
+from inference.server.engine import loop as loops
+from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
+from inference.server.engine.loop import MOST_FAILURES, EngineLoop
 from inference.server.messages import Abort, EngineInfo, Failed, Ready, Refused, Submit
 
 INFO = EngineInfo(max_model_len=64, max_positions=64, vocab_size=99, max_batch_size=4)
@@ -85,7 +85,7 @@ def ends(name: str, error: str | None = None) -> Action:
 @pytest.fixture
 def http(monkeypatch):
     """The HTTP process's end of the socket; the engine's is its `engine_end`."""
-    monkeypatch.setattr(engine_loop, "describe", lambda _: INFO)
+    monkeypatch.setattr(loops, "describe", lambda _: INFO)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Http(theirs, ours)

@@ -13,7 +13,7 @@ from inference.beam_search import BeamSearch
 from inference.engine import Engine
 from inference.scheduling.active import NOT_FINITE
 from inference.scheduling.step_result import StepResult
-from inference.server.channel import Channel
+from inference.server.engine.channel import Channel
 from inference.server.messages import (
     Abort,
     BeamDone,

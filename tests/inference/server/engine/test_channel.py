@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from inference.server.channel import Channel, HttpGone, Unframer, frame
+from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.messages import Abort, EngineStats, Failed, Step
 
 

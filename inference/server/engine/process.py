@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING
 from formats.errors import PTQError
 from formats.later import later
 from inference.config import EngineConfig
-from inference.server.channel import Channel, HttpGone, Unframer, frame
+from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine_client import EngineClient
 from inference.server.messages import Dead, ToEngine
 
 if TYPE_CHECKING:
     from inference import engine as engines
-    from inference.server import engine_loop
+    from inference.server.engine import loop as loops
 else:
     engines = later("inference.engine")
-    engine_loop = later("inference.server.engine_loop")
+    loops = later("inference.server.engine.loop")
 
 BUFFER = 2**20  # bytes that the socket holds for a reader, where the system allows so many
 LAST_WORDS = 2.0  # seconds in which the parent has to take why the engine died
@@ -159,7 +159,7 @@ def _serve(channel: Channel, source: EngineSource) -> None:
     engine.warm_up()
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection looks at it again
-    engine_loop.EngineLoop(engine, channel).run()
+    loops.EngineLoop(engine, channel).run()
 
 
 def _end_with(parent: int) -> None:

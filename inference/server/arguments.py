@@ -1,0 +1,148 @@
+"""The arguments of `ptq serve`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from formats.command import CommandParser, count
+from inference.arguments import add_engine_arguments
+from inference.config import EngineConfig
+from inference.server.open_requests import QueueLimits
+from inference.server.tools.tool_format import tool_formats
+
+KEY = "PTQ_API_KEY"  # a key on a command line is seen by everybody who may list processes
+BATCH_SIZES = {"cpu": 64, "cuda": 256}
+SHARES = {"cpu": 0.25, "cuda": 0.9}  # of free memory; a GPU has nobody else to serve
+
+
+def sizes(arguments: argparse.Namespace) -> EngineConfig:
+    """The sizes of the engine that the arguments ask for."""
+    kind = arguments.device.partition(":")[0]
+    return EngineConfig(
+        max_batch_size=arguments.max_batch_size or BATCH_SIZES[kind],
+        max_batched_tokens=arguments.max_batched_tokens,
+        max_model_len=arguments.max_model_len,
+        kv_blocks=arguments.kv_blocks,
+        kv_memory=arguments.kv_memory or SHARES[kind],
+        prefix_cache=not arguments.no_prefix_cache,
+        target_itl_ms=arguments.target_itl,
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq serve`."""
+    made = CommandParser(
+        prog="ptq serve",
+        description="Answer HTTP requests as OpenAI's API does, with a page to try the model on. "
+        "Ctrl-C or SIGTERM stops it when what runs has finished.",
+    )
+    add_engine_arguments(made)
+    _add_http_arguments(made.add_argument_group("HTTP"))
+    _add_size_arguments(made.add_argument_group("sizes"))
+    return made
+
+
+def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="default 127.0.0.1: this machine alone; 0.0.0.0 is all")
+    add("--port", type=_port, default=8000, help="default 8000; 0 takes a free one")
+    add("--api-key", metavar="KEY", help=f"what clients have to show; better in {KEY} or a file")
+    add("--api-key-file", type=Path, metavar="FILE", help="holds the key")
+    add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web page's that may call from a browser, such as https://example.org; repeatable",
+    )
+    add(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what clients call the model; default: CHECKPOINT as given; repeatable",
+    )
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja, in the place of the model's own")
+    add(
+        "--tool-format",
+        choices=sorted(tool_formats()),
+        help="how the model writes calls of tools; default: as its chat template tells",
+    )
+    add(
+        "--drain-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="in which what runs may finish when the server is stopped; default 30",
+    )
+    add("--log-requests", action="store_true", help="a line for each request, without its texts")
+    add("--log-texts", action="store_true", help="prompts and answers, too")
+    add("--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_size_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--max-batch-size", type=count, metavar="N", help="requests at once; default 64, GPUs 256")
+    add(
+        "--max-batched-tokens",
+        type=count,
+        default=EngineConfig().max_batched_tokens,
+        metavar="N",
+        help="most tokens of a step; default 2048",
+    )
+    add(
+        "--target-itl",
+        type=count,
+        metavar="MS",
+        help="wanted time between two tokens: beside requests that are answered, prompts are "
+        "computed in smaller chunks",
+    )
+    add("--no-prefix-cache", action="store_true", help="compute equal beginnings of prompts again")
+    add(
+        "--kv-memory",
+        type=_share,
+        metavar="SHARE",
+        help="of the memory that is free beside the weights, for the cache; default 0.25, GPUs 0.9",
+    )
+    add("--kv-blocks", type=count, metavar="N", help="instead: blocks of 64 tokens in the cache")
+    add(
+        "--max-queue",
+        type=count,
+        default=QueueLimits().requests,
+        metavar="N",
+        help="requests that may wait; one more is told to come back (429); default 1024",
+    )
+    add(
+        "--max-queued-tokens",
+        type=count,
+        default=QueueLimits().tokens,
+        metavar="N",
+        help="tokens of prompts that may wait; default 1048576",
+    )
+    add("--max-body-mb", type=count, default=32, metavar="MB", help="of a request; default 32")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"found {text!r}; seconds from 0 on are needed")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a share between 0 and 1 is needed")
+    return value
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a port is 0 to 65535")
+    return int(text)

@@ -1,0 +1,1 @@
+"""The process that owns the engine, and the socket between it and HTTP."""
