@@ -11,12 +11,16 @@ from inference.server.http.body import read_body
 from inference.server.http.responses import Json, unless_gone
 from inference.server.schema.chat import template_messages
 from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
+from inference.server.schema.tools import ToolFields
+from inference.server.tools.use import ToolUse
 
 
 async def tokenize(request: Request, served: ServedModel) -> Response:
     """Answer `POST /tokenize`."""
     body = await read_body(request, TokenizeBody, served.settings.limits)
     served.check_model(body.model)
+
+    tools = ToolUse.of(ToolFields(tools=body.tools), served.tools)
 
     def work() -> list[int]:
         if body.messages is None:
@@ -27,6 +31,7 @@ async def tokenize(request: Request, served: ServedModel) -> Response:
             body.chat_template_kwargs,
             answer=body.add_generation_prompt,
             go_on=body.continue_final_message,
+            tools=tools and tools.tools,
         )
 
     tokens = await unless_gone(request, served.in_thread(work))

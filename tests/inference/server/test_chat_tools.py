@@ -202,3 +202,13 @@ def test_the_format_may_be_set():
         tool_format="hermes",
     )
     assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_tokens_of_a_chat_with_tools_are_those_of_its_prompt():
+    body = {"messages": HELLO, "tools": TOOLS}
+    told = post("/tokenize", body, make=saying(""), chat_template=templates.HERMES).json()
+    assert told["tokens"] == list(sent({}).prompt)
+    plain = post("/tokenize", {"messages": HELLO}, make=saying(""), chat_template=templates.HERMES)
+    assert plain.json()["count"] < told["count"]
+    refused = post("/tokenize", {"prompt": "x", "tools": TOOLS}, make=saying(""))
+    assert "tools belong to messages" in refused.json()["error"]["message"]
