@@ -9,6 +9,10 @@ before it, and gives back the last one first; so the end of a text goes before i
 Blocks are shared in two ways: `take_prefix` gives a request whole blocks that another one has
 computed, `fork` gives it all blocks of another. What two hold nobody writes to: of a block that is
 partly filled, the first one to write gets a copy.
+
+What may hold NaN does no harm: a request whose logits were not finite takes with it what nobody has
+had finite logits of, after a failed step nothing is cached, and a block that nobody has looked at
+is cleared before another request writes to it.
 """
 
 from __future__ import annotations
