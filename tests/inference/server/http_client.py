@@ -68,7 +68,7 @@ def talk(
     async def run() -> Any:
         engine = make()
         async with client_of(engine, **values) as client:
-            return await asyncio.wait_for(scenario(client, engine), 20)
+            return await asyncio.wait_for(scenario(client, engine), 60)
 
     return asyncio.run(run())
 

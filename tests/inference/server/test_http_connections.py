@@ -35,7 +35,7 @@ servers: list[uvicorn.Server] = []
 
 async def until(condition: Callable[[], Any]) -> None:
     """Wait for something that is to come soon."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.002)
 
@@ -60,7 +60,7 @@ def serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await scenario(engine, listener.getsockname()[1])
         finally:
             server.force_exit = server.should_exit = True
@@ -199,7 +199,7 @@ def test_a_long_silence_is_filled_with_comments(monkeypatch):
 
 
 def test_a_whole_answer_that_nobody_reads_is_dropped_too():
-    body = {"prompt": [1], "max_tokens": 20_000, "logprobs": 5}
+    body = {"prompt": [1], "max_tokens": 4000, "logprobs": 5}
 
     async def scenario(engine: FakeEngine, port: int) -> None:
         stalled = socket.socket()
@@ -231,8 +231,8 @@ def test_a_whole_answer_that_nobody_reads_is_dropped_too():
 def test_what_is_no_request_or_never_becomes_one_is_told_so(data, status):
     async def scenario(engine: FakeEngine, port: int) -> None:
         for before in (b"", request("/v1/completions", {"prompt": [1]})):
-            if before and not data:
-                continue  # uvicorn itself closes a connection that is used no more
+            if before and status == b"408":
+                continue
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             if before:
                 writer.write(before)
@@ -243,7 +243,7 @@ def test_what_is_no_request_or_never_becomes_one_is_told_so(data, status):
             assert told.split()[1] == status
             assert set(json.loads(told.partition(b"\r\n\r\n")[2])) == {"error"}
 
-    serve(scenario, limits=Limits(read_seconds=0.2))
+    serve(scenario, limits=Limits(read_seconds=0.2 if status == b"408" else 30))
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
