@@ -288,7 +288,7 @@ def test_a_busy_server_is_asked_again(site, visit, monkeypatch):
 
     monkeypatch.setattr(site.engine.client, "submit", full_at_first)
     answer = ask(page, "Is there room?")
-    expect(page.locator("#state")).to_have_text("Busy, asks again in 1 s")
+    expect(page.locator("#state")).to_have_text("Busy, again in 1 s")
     expect(answer).to_contain_text("at last")
     expect(page.locator("#state")).to_have_text("Ready")
     assert len(tries) == 2
