@@ -23,4 +23,5 @@ def test_whoever_stays_gets_what_is_right_and_nothing_is_lost(make_quantized):
     assert report.blocks["used"] == 0
     assert report.blocks["free"] + report.blocks["cached"] == report.blocks["total"]
     assert report.exit_code == 0
-    assert max(map(report.growth, ("http", "engine"))) < 30  # megabytes
+    growth = {name: report.growth(name) for name in report.megabytes}
+    assert max(growth.values()) < 64, growth  # ten minutes are flat; the first one still grows
