@@ -86,7 +86,8 @@ def random_engine(shape: str, scheme: str, device: str = "cuda", **config) -> En
     SHAPES["small"] = SHAPES["llama-3-8b"] | {"num_hidden_layers": 2, "vocab_size": 4096}
     SHAPES["mixture"] = {k: v for k, v in SHAPES["small"].items() if k != "head_dim"} | MIXTURE
     checkpoint = RandomCheckpoint(shape, scheme, device, quantize_head=scheme != "float")
-    sizes = EngineConfig(**({"max_model_len": 1024, "max_batch_size": 16} | config))
+    plain = {"max_model_len": 1024, "max_batch_size": 16, "prefix_cache": False}  # equal runs
+    sizes = EngineConfig(**(plain | config))
     return Engine(checkpoint, random_tokenizer(4096), sizes, choose_backend(device, checkpoint))
 
 
@@ -111,6 +112,19 @@ def test_graphs_give_the_tokens_of_steps_one_by_one(shape, scheme):
         torch.cuda.empty_cache()
     assert tokens[0] == tokens[1]
     assert [len(own) for own in tokens[0]] == [8 + i for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w8c8_dynamic", "fp8_c8"])
+def test_what_is_found_in_the_cache_gives_the_logits_of_what_is_computed(scheme):
+    """But for last bits: another number of rows share the step."""
+    prompt, other = [(37 * i) % 4000 + 1 for i in range(300)], [5] * 200
+    params = SamplingParams(max_tokens=1, logprobs=0, ignore_eos=True)
+    engine = random_engine("small", scheme, prefix_cache=True)
+    miss, _, hit = (engine.generate([p], params)[0] for p in (prompt, other, prompt))
+    assert engine.stats().hit_tokens == 256
+    first, second = (max(o.logprobs[0].values()) for o in (miss, hit))
+    assert first == pytest.approx(second, abs=0.1)
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w8c8_dynamic", "fp8_c8"])
