@@ -88,3 +88,7 @@ def of_sampling(workspace: Workspace) -> Iterator[BenchCase]:
     for rows in (1, 16, 64):
         for kind in gpu_rows.SAMPLINGS:
             yield gpu_rows.sampling(rows, 128256, kind, workspace)
+    for rows in (1, 64, 256):
+        yield gpu_rows.sampling(rows, 128256, "temperature", workspace)
+        for kind in gpu_rows.EDITS:
+            yield gpu_rows.edited_sampling(rows, 128256, kind, workspace)

@@ -4,6 +4,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -18,6 +19,7 @@ from kernels.bench.shapes import Gemm, Rows
 from kernels.bench.timing import copies_of
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import Workspace
+from kernels.triton.sampling.edits import LISTED, Edits
 from kernels.triton.sampling.sample import sample
 
 READ = {"norm": 6, "silu": 4, "quantize": 2}  # bytes of an element; two of norm's are its sum
@@ -78,6 +80,36 @@ SAMPLINGS = {  # temperature, top_k, top_p, standard deviation of the logits
     "top_k 50, top_p 0.9": (0.8, 50, 0.9, 4.0),
     "top_p 0.9, nearly even": (1.0, 0, 0.9, 0.5),
 }
+
+
+EDITS = ("nothing", "bias", "min_p", "mask", "all")  # of the rows, where the sampler may edit them
+
+
+def edited_sampling(rows: int, vocabulary: int, kind: str, workspace: Workspace) -> BenchCase:
+    """`sampling` with temperature, where each row asks for so much; beside it, `sampling` itself.
+
+    Biases are of 300 tokens and zero, so that a row stays as it is from call to call.
+    """
+    logits = torch.randn(rows, vocabulary, device="cuda") * 4.0
+    seeds, steps = (torch.arange(rows, device="cuda") + i for i in (2**40, 7))
+    full = partial(torch.full, (rows,), device="cuda")
+    rest = (full(0.8), full(0).int(), full(1.0), seeds, steps)
+    least = full(0.05).log() if kind in ("min_p", "all") else full(-torch.inf)
+    ids = torch.rand(rows, vocabulary, device="cuda").topk(LISTED).indices.int()
+    words = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32)), device="cuda").int()
+    numbers = torch.arange(rows, device="cuda")
+    edits = Edits(
+        ids, torch.zeros(rows, LISTED, device="cuda"), words, lists=numbers,
+        starts=full(0).int(), ends=full(300 if kind in ("bias", "all") else 0).int(),
+        mask_rows=numbers.int() if kind in ("mask", "all") else full(-1).int(),
+    )  # fmt: skip
+    wanted = twins.sample(edits.applied(logits), *rest, least)
+    return BenchCase(
+        f"sample, edits: {kind} ({rows}, {vocabulary})",
+        Rows("sample", rows, vocabulary, logits.nbytes),
+        lambda i, cut: sample(logits, *rest, workspace, log_min_p=least, edits=edits), 1,
+        logits.nbytes, lambda y: (y != wanted).double().mean().item(), 1e-9,
+    )  # fmt: skip
 
 
 def sampling(rows: int, vocabulary: int, kind: str, workspace: Workspace) -> BenchCase:

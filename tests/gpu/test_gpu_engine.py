@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from inference.backend import choose_backend
 from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.scheduling.constraint import Constraint
 from inference.scheduling.request import SamplingParams
 from ptq.commands.run import main
 from ptq.recipe.reading import load_recipe
@@ -112,6 +114,42 @@ def test_graphs_give_the_tokens_of_steps_one_by_one(shape, scheme):
         torch.cuda.empty_cache()
     assert tokens[0] == tokens[1]
     assert [len(own) for own in tokens[0]] == [8 + i for i in range(len(prompts))]
+
+
+def test_constraints_biases_and_min_p_in_graphs_are_those_of_steps_one_by_one():
+    """Beside requests that ask for none of it, and get what they get alone with their kind."""
+    pytest.importorskip("xgrammar")
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 2, "maxItems": 4}
+    constraint = Constraint.json_schema(schema)
+    kinds = [
+        {},
+        {"constraint": constraint, "max_tokens": 200},
+        {"logit_bias": {7: 100.0, 9: -100.0}, "min_tokens": 5},
+        {"min_p": 0.2, "temperature": 1.5},
+        {"constraint": constraint, "temperature": 1.0, "min_p": 0.01, "max_tokens": 200},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05},
+    ]
+    params = [
+        SamplingParams(**({"max_tokens": 24, "seed": i, "ignore_eos": True} | kind))
+        for i, kind in enumerate(kinds)
+    ]
+    found, grammars = [], None
+    for eager in (True, False):
+        sizes = EngineConfig(max_model_len=512, eager=eager)
+        engine = Engine.from_pretrained(
+            ROOT / "recipes" / "tiny-python", device="cuda", config=sizes
+        )
+        engine._grammars = grammars or engine._grammars
+        grammars = engine._grammars
+        grammars.compile(constraint).result(60)  # so that both runs begin with the same batch
+        found.append(engine.generate(["def add(a, b):"] * len(params), params))
+        engine.check_integrity()
+    for eager, graphs in zip(*found, strict=True):
+        assert eager.token_ids == graphs.token_ids
+    for constrained in (found[1][1], found[1][4]):
+        assert constrained.finish_reason == "stop"
+        assert set(json.loads(constrained.text)) <= {"red", "blue"}
+    assert set(found[1][2].token_ids) == {7}
 
 
 @pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w8c8_dynamic", "fp8_c8"])
