@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from formats.errors import RequestError
 from inference.scheduling.constraint import Constraint, read_json
+from inference.scheduling.json_schema import check_schema
 from inference.server.schema.tools import Function, NamedTool, ToolChoice
 from inference.server.tools.tool_format import ToolFormat
 
@@ -23,9 +25,10 @@ def tool_constraint(
 ) -> Constraint | None:
     """The constraint of an answer, or None where it is free.
 
-    A model that has to call writes calls alone, and their arguments follow their schemas. One that
-    may call is free, but if a function is `strict`: the arguments of its calls then follow its
-    schema, and those of the others are JSON objects.
+    A model that has to call writes calls alone, and their arguments follow their schemas; where a
+    schema has a keyword that is not kept, they are JSON objects, unless its function is `strict`.
+    One that may call is free, but if a function is `strict`: the arguments of its calls then follow
+    its schema, and those of the others are JSON objects.
 
     Args:
         tool_format: How calls are written.
@@ -57,7 +60,16 @@ def tool_constraint(
 
 def _tag(tool_format: ToolFormat, function: Function, free: bool) -> dict[str, Any]:
     """A call of a function."""
-    schema = {"type": "object"} if free and not function.strict else function.schema_
+    promised = function.strict or (not free and _is_kept(function.schema_))
+    schema = function.schema_ if promised else {"type": "object"}
     content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_WHITESPACE}
     begin, end = tool_format.begin(function.name), tool_format.end
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _is_kept(schema: dict[str, Any]) -> bool:
+    try:
+        check_schema(schema)
+    except RequestError:
+        return False
+    return True

@@ -100,7 +100,8 @@ def test_a_schema_that_cannot_be_compiled_is_refused_by_name(client):
     response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == "response_format"
-    tool = {"type": "function", "function": {"name": "keep", "parameters": schema}}
+    function = {"name": "keep", "parameters": schema, "strict": True}
+    tool = {"type": "function", "function": function}
     body = {"messages": HELLO, "tools": [tool], "tool_choice": "required"}
     response = client.post("/v1/chat/completions", json=body)
     assert response.status_code == 400, response.text

@@ -155,3 +155,14 @@ def test_what_a_constraint_says_is_json_with_the_schema():
         ADD["parameters"],
         {"type": "object"},
     ]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_a_schema_that_is_not_kept_is_refused_only_where_it_was_promised(choice):
+    odd = {"name": "odd", "parameters": {"type": "object", "no such keyword": 1}}
+    use = ToolUse.of(fields(odd, tool_choice="required"), support("hermes"))
+    [tag] = json.loads(use.constraint.text)["format"]["tags"]
+    assert tag["content"]["json_schema"] == {"type": "object"}
+    with pytest.raises(RequestError, match="no such keyword") as error:
+        ToolUse.of(fields({**odd, "strict": True}, tool_choice=choice), support("hermes"))
+    assert error.value.param == "tools"
