@@ -1,6 +1,7 @@
 """How the prompts of a step share its tokens.
 
-One alone takes all. Of several the shortest comes first, so that a short prompt need not wait for a
+One alone takes all, or half while it is long: a step that it is alone in is what the next to come
+waits for. Of several the shortest comes first, so that a short prompt need not wait for a
 long one; the one that has waited longest keeps half of the step's tokens, so that no stream of
 short ones starves it. A step of short prompts that leave room it leaves to them: a step lasts as
 long as its tokens, and theirs are waited for. In every other such step it takes all the room, which
@@ -12,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST = 256  # tokens of a chunk that attention would make smaller; fewer are a waste of a step
-SHORT = 8192  # computed tokens; up to there no chunk is made smaller
+LEAST = 512  # tokens of a chunk that attention would make smaller; fewer leave a GPU half idle
+SHORT = 8192  # computed tokens; up to there no chunk is made smaller for attention
+MANY = 4  # chunks; a prompt of more has steps half as long, so that who comes meanwhile waits less
 
 
 class Prompt(NamedTuple):
@@ -62,11 +64,13 @@ def share_tokens(
 
 def _chunk(prompt: Prompt, tokens: int, span: float) -> int:
     """Tokens of a prompt where there is room for so many."""
-    longest = max(span, SHORT)
-    if prompt.computed > longest:
-        affordable = rounded_down(int(tokens * longest / prompt.computed))
-        tokens = min(tokens, max(LEAST, affordable))
-    return min(prompt.left, tokens)
+    chunk, longest = tokens, max(span, SHORT)
+    if prompt.left > MANY * tokens:
+        chunk = tokens // 2
+    if prompt.computed > longest:  # a power of two: what a GPU's attention has no idle rest at
+        affordable = max(1, int(tokens * longest / prompt.computed))
+        chunk = min(chunk, 1 << (affordable.bit_length() - 1))
+    return min(prompt.left, max(chunk, min(LEAST, tokens)))
 
 
 def rounded_down(tokens: int) -> int:
