@@ -22,6 +22,7 @@ from inference.scheduling.request import SamplingParams
 from tests.e2e.installed import environment
 from tests.inference.server.real_server import RealServer
 
+LENGTH = 2048  # most tokens of the shared server's model
 Pair = tuple[list[int], list[int]]  # tokens of a context and of its continuation
 
 
@@ -56,15 +57,25 @@ def post(server: RealServer, prompts: list) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_llama) -> Engine:
-    return Engine.from_pretrained(tiny_llama)
+def engine(make_model) -> Engine:
+    """Of the model that the shared server has."""
+    return Engine.from_pretrained(make_model(max_position_embeddings=LENGTH))
 
 
 @pytest.fixture(scope="module")
 def pairs(engine) -> list[Pair]:
     """Of any lengths up to the longest; some continuations are the likeliest."""
     rng = random.Random(0)
-    lengths = [(1, 1), (1, 510), (510, 1), (63, 1), (64, 2), (65, 130), (7, 3), (300, 20)]
+    lengths = [
+        (1, 1),
+        (1, LENGTH - 2),
+        (LENGTH - 2, 1),
+        (63, 1),
+        (64, 2),
+        (65, 130),
+        (7, 3),
+        (300, 20),
+    ]
     made = [([rng.randrange(384) for _ in range(n)], rng.choices(range(384), k=m)) for n, m in lengths]  # fmt: skip
     contexts = [context for context, _ in made if len(context) < 400]
     likeliest = engine.generate(contexts, SamplingParams(max_tokens=9, ignore_eos=True))
@@ -100,10 +111,10 @@ def test_texts_are_scored_as_their_tokens(server, engine):
 
 
 def test_a_prompt_without_room_for_its_token_is_refused(server):
-    body = {"prompt": [1] * 512, "max_tokens": 1, "logprobs": 1, "echo": True}
+    body = {"prompt": [1] * LENGTH, "max_tokens": 1, "logprobs": 1, "echo": True}
     answer = httpx.post(f"{server.address}/v1/completions", json=body)
     assert answer.status_code == 400
-    assert "512" in answer.json()["error"]["message"]
+    assert str(LENGTH) in answer.json()["error"]["message"]
 
 
 TASKS = {
