@@ -10,7 +10,7 @@ from formats.command import count, device
 from formats.later import later
 from inference.beam_search import BeamParams
 from inference.config import EngineConfig
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 if TYPE_CHECKING:
     from inference import engine as engines

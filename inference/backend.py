@@ -25,9 +25,9 @@ from inference.cpu.backend import CpuBackend
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import L, LayerFactory, X
+from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
-from inference.scheduling.step_result import StepResult
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KVPool
 from kernels.devices import check_device

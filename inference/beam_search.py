@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from formats.errors import EngineError, RequestError
-from inference.scheduling.request import RequestParams
-from inference.scheduling.step_result import Logprobs, StepResult
+from inference.requests.request import RequestParams
+from inference.requests.step_result import Logprobs, StepResult
 
 if TYPE_CHECKING:
     from inference.engine import Engine

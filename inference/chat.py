@@ -31,7 +31,7 @@ from inference.arguments import (
     sampling_params,
 )
 from inference.prompts import PromptFormat
-from inference.scheduling.request import RequestOutput, SamplingParams
+from inference.requests.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from formats import tokenizer as tokenizers

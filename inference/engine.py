@@ -30,13 +30,14 @@ from inference.config import EngineConfig
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder, Layer
 from inference.models.kv_cache import CacheShape, change_blocks
-from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.requests.request import RequestOutput, SamplingParams, check_prompt, check_tokens
+from inference.requests.step_result import StepResult
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager, KVStats
 from inference.scheduling.held import Held, check_beams
-from inference.scheduling.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence as TokenSequence
-from inference.scheduling.step_result import StepResult
 from inference.scheduling.work import Work
 from inference.structured.compiler import GrammarCompiler
 from kernels.attention_inputs import KVPool

@@ -45,6 +45,7 @@ from inference.arguments import (
 )
 from inference.beam_search import BeamParams, beam_search
 from inference.prompts import PromptFormat
+from inference.requests.request import SamplingParams
 from inference.rows import (
     Row,
     answer_rows,
@@ -54,7 +55,6 @@ from inference.rows import (
     summary,
     write_rows,
 )
-from inference.scheduling.request import SamplingParams
 
 if TYPE_CHECKING:
     from inference.engine import Engine

@@ -28,8 +28,8 @@ from formats.files import replace_file, writing
 from formats.progress import bar
 from inference.beam_search import BeamParams, BeamSearch
 from inference.prompts import PromptFormat
-from inference.scheduling.request import RequestOutput, SamplingParams
-from inference.scheduling.step_result import StepResult
+from inference.requests.request import RequestOutput, SamplingParams
+from inference.requests.step_result import StepResult
 
 if TYPE_CHECKING:
     from inference.engine import Engine

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from formats.checkpoint.read import Checkpoint
     from inference.beam_search import BeamParams, beam_search
     from inference.engine import Engine
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
     from ptq.api import quantize
 
 __all__ = ["BeamParams", "Checkpoint", "Engine", "SamplingParams", "beam_search", "quantize"]
@@ -25,7 +25,7 @@ _HOMES = {
     "BeamParams": "inference.beam_search",
     "Checkpoint": "formats.checkpoint.read",
     "Engine": "inference.engine",
-    "SamplingParams": "inference.scheduling.request",
+    "SamplingParams": "inference.requests.request",
     "beam_search": "inference.beam_search",
     "quantize": "ptq.api",
 }

@@ -12,7 +12,7 @@ from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from ptq.methods.gptq import GPTQSpec
 from ptq.pipeline.driver import quantize_tokens
 from tests.ptq.quantizing import SMOOTH, make_plan, random_tokens

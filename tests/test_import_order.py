@@ -1,7 +1,7 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
     ptq          text, output < methods < result, recipe < plan < pipeline, peers < report < commands
-    inference    scheduling < config < models < cpu, gpu < backend < engine < bench
+    inference    requests < scheduling < config < models < cpu, gpu < backend < engine < bench, server
     calibrate    from a model and text to statistics
     formats      scheme < families < stored < foreign < checkpoint
     kernels      numerics < reference < cpu < ops < triton < bench
@@ -52,6 +52,7 @@ FLOORS = {
         checkpoint
         tokenizer""",
     "inference": """
+        requests
         scheduling
         config structured
         models
@@ -179,7 +180,17 @@ def test_only_families_ask_for_a_model_type():
 
 def test_only_backends_ask_for_a_device():
     asks = re.compile(r"\.is_cuda|device(\.type)? [!=]= |[!=]= \"(cuda|cpu)\"")
-    for room in ("scheduling", "models", "engine", "predict", "chat", "rows", "accuracy", "config"):
+    for room in (
+        "requests",
+        "scheduling",
+        "models",
+        "engine",
+        "predict",
+        "chat",
+        "rows",
+        "accuracy",
+        "config",
+    ):
         for path in sources(f"inference/{room}").values():
             found = asks.search(path.read_text(encoding="utf-8"))
             assert not found, f"{path} asks for a device: {found}"

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.requests.request import SamplingParams
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager, blocks_for
-from inference.scheduling.request import SamplingParams
 from inference.scheduling.scheduler import Scheduler
 from kernels.attention_inputs import KV_BLOCK
 

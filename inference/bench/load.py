@@ -15,8 +15,8 @@ from pydantic import Field
 from formats.errors import EngineError, RequestError
 from formats.scheme import Strict
 from inference.engine import Engine
+from inference.requests.request import SamplingParams
 from inference.scheduling.blocks import blocks_for
-from inference.scheduling.request import SamplingParams
 
 SEED = 0
 

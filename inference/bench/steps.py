@@ -20,8 +20,8 @@ from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.bench.steps_table import PROMPT, PROMPTS, SHORT, Figures, Step
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.requests.request import SamplingParams
 from inference.scheduling.blocks import blocks_for
-from inference.scheduling.request import SamplingParams
 
 WARM_UP, STEPS = 8, 32
 

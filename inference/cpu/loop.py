@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor
 
 from inference.cpu.batch import Batch, plan_step
+from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
-from inference.scheduling.step_result import StepResult
 from inference.scheduling.work import Work
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from torch import Tensor
 
 from inference.gpu.runner import GpuRunner, Launched
+from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
-from inference.scheduling.step_result import StepResult
 from inference.scheduling.work import Work
 
 LONG = 768  # tokens of prompts; launching a step takes a small part of the time of so many

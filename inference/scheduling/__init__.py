@@ -1,1 +1,1 @@
-"""Requests, the scheduler and the sampler: what the engine keeps of a request; no model."""
+"""Which requests run when, in which blocks of the cache, and how tokens are chosen; no model."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.scheduling.sequence import Biases
 
 FIRST_CANDIDATES = 64  # tokens that top_p looks at first; more where they are not enough

@@ -14,7 +14,7 @@ from typing import Literal
 
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, Hypothesis
-from inference.scheduling.request import FinishReason, SamplingParams, check_prompt, check_tokens
+from inference.requests.request import FinishReason, SamplingParams, check_prompt, check_tokens
 from inference.server.measures import Measures
 from inference.server.messages import (
     Abort,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
-from inference.scheduling.request import FinishReason, SamplingParams
+from inference.requests.request import FinishReason, SamplingParams
 
 Logprobs = dict[int, float]  # token: its log probability; holds the chosen token
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from inference.scheduling.detokenizer import Detokenizer
-from inference.scheduling.request import FinishReason
+from inference.requests.detokenizer import Detokenizer
+from inference.requests.request import FinishReason
 from inference.server.messages import Logprobs
 from inference.server.token_stream import TokenDelta, TokenStream
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from formats.errors import PTQError, RequestError
-from inference.scheduling.request import FinishReason
+from inference.requests.request import FinishReason
 from inference.server.messages import Logprobs
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from weakref import finalize
 
 from formats.errors import RequestError
+from inference.requests.constraint import Constraint
 from inference.scheduling.active import MakeMatcher
-from inference.scheduling.constraint import Constraint
 from inference.structured.helper import Bounds
 from inference.structured.link import Compiled, HelperLink, refused
 from inference.structured.matcher import GrammarMatcher

@@ -13,7 +13,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from formats.errors import RequestError
-from inference.scheduling.constraint import Constraint
+from inference.requests.constraint import Constraint
 from inference.structured.helper import Answer, Bounds
 
 Compiled = tuple[Any, int]  # xgrammar's, and its bytes as JSON

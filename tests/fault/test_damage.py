@@ -35,7 +35,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError, PTQError, RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from tests.conftest import write_model, write_quantized
 from tests.fault.damage import damage
 

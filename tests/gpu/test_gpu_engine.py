@@ -18,8 +18,8 @@ from inference.backend import choose_backend
 from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.constraint import Constraint
-from inference.scheduling.request import SamplingParams
+from inference.requests.constraint import Constraint
+from inference.requests.request import SamplingParams
 from ptq.commands.run import main
 from ptq.recipe.reading import load_recipe
 

@@ -10,7 +10,7 @@ import torch
 
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from tests.inference.server.real_server import RealServer, gone
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,7 +8,7 @@ from typing import Any
 
 from inference import predict
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 SHORT = ["--max-tokens", "6"]
 

@@ -13,8 +13,8 @@ from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamParams, BeamSearch, Hypothesis, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.requests.request import SamplingParams
 from inference.scheduling.blocks import BlockManager, blocks_for
-from inference.scheduling.request import SamplingParams
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
 from tests.inference.logits_engine import LogitsEngine

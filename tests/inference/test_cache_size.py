@@ -7,7 +7,7 @@ import pytest
 from formats import memory
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 GB = 10**9
 

@@ -24,7 +24,7 @@ from inference import chat
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.prompts import PromptFormat
-from inference.scheduling.request import RequestOutput, SamplingParams
+from inference.requests.request import RequestOutput, SamplingParams
 from tests.interrupts import take_interrupts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import torch
 from formats.errors import CheckpointError, EngineError, RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 PROMPTS = [
     "def add(a, b):\n",

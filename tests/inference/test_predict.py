@@ -12,7 +12,7 @@ from formats.command import run_command
 from inference import predict
 from inference.beam_search import BeamParams, beam_search
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from tests.inference.predicting import SHORT, answers, greedy, run, write
 
 

@@ -12,7 +12,7 @@ from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.models.kv_cache import CacheShape, copy_blocks
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 KINDS = {
     "float": None,

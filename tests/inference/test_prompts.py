@@ -14,7 +14,7 @@ from formats.command import run_command
 from inference import predict
 from inference.engine import Engine
 from inference.prompts import PromptFormat
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from tests.inference.predicting import SHORT, answers, run, write
 
 

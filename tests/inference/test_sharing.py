@@ -10,7 +10,7 @@ import torch
 
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 
 def ids(count: int, seed: int) -> list[int]:

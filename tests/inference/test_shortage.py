@@ -6,7 +6,7 @@ import pytest
 
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 PROMPTS = [[40 + i, *range(60, 140 + i)] for i in range(6)]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=3)

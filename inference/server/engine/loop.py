@@ -11,8 +11,8 @@ from typing import NoReturn
 from formats.errors import EngineError, RequestError
 from inference.beam_search import BeamSearch
 from inference.engine import Engine
+from inference.requests.step_result import StepResult
 from inference.scheduling.active import NOT_FINITE
-from inference.scheduling.step_result import StepResult
 from inference.server.engine.channel import Channel
 from inference.server.messages import (
     Abort,

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from formats.errors import EngineError, PTQError, RequestError
-from inference.scheduling.request import FinishReason, SamplingParams
+from inference.requests.request import FinishReason, SamplingParams
 from inference.server.engine_client import Overloaded, Unavailable
 from inference.server.generation.sampling import for_each
 from inference.server.generation.served_model import ServedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from inference.scheduling.request import FinishReason
+from inference.requests.request import FinishReason
 from inference.server.tools.deltas import ContentDelta, Delta
 from inference.server.tools.parser import ToolParser
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from inference.scheduling.constraint import Constraint
-from inference.scheduling.request import SamplingParams
+from inference.requests.constraint import Constraint
+from inference.requests.request import SamplingParams
 from inference.server.schema.generation import GenerationBody
 from inference.server.schema.response_format import constraint_of
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from formats.chat_template import check_chat_template, has_chat_template, render_chat
 from formats.errors import RequestError
 from inference.prompts import PromptFormat
-from inference.scheduling.request import check_tokens
+from inference.requests.request import check_tokens
 from inference.server.engine_client import EngineClient
 from inference.server.generation.token_text import TokenTexts
 from inference.server.http.errors import ApiError

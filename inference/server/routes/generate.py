@@ -12,7 +12,7 @@ from contextlib import aclosing
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.generation.choices import answers, deltas, submit
 from inference.server.generation.chunks import Usage
 from inference.server.generation.served_model import ServedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inference.scheduling.request import check_tokens
+from inference.requests.request import check_tokens
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import read_body
 from inference.server.http.responses import Json, unless_gone

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from inference.scheduling.request import MOST_BIASES
+from inference.requests.request import MOST_BIASES
 from inference.server.schema.common import (
     LIMITS,
     Body,

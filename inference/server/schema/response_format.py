@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from formats.errors import RequestError
-from inference.scheduling.constraint import Constraint
+from inference.requests.constraint import Constraint
 from inference.server.schema.common import Body, JsonObject
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from formats.errors import RequestError
-from inference.scheduling.constraint import Constraint, read_json
-from inference.scheduling.json_schema import check_schema
+from inference.requests.constraint import Constraint, read_json
+from inference.requests.json_schema import check_schema
 from inference.server.schema.tools import Function, NamedTool, ToolChoice
 from inference.server.tools.tool_format import ToolFormat
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import RequestError
-from inference.scheduling.constraint import Constraint
+from inference.requests.constraint import Constraint
 from inference.server.schema.response_format import named_error
 from inference.server.schema.tools import NamedTool, ToolChoice, ToolFields
 from inference.server.tools.constraint import tool_constraint

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from formats.scheme import Strict
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 PROMPT, NEW = 48, 48  # tokens
 

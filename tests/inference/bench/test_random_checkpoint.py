@@ -18,7 +18,7 @@ from inference.bench.random_model import random_tokenizer
 from inference.bench.shapes import SHAPES, read_shape
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from kernels.numerics import dequantize
 from kernels.two_level import two_level
 from tests.experts import MOE

@@ -14,7 +14,7 @@ from inference.bench import steps, steps_command
 from inference.bench.steps_table import Figures, Step, describe, table, to_json
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 
 STEPS = [Step(1, 2.0, 1.9, 0.1), Step(16, 4.0, 3.0, 0.2)]
 FIGURES = Figures("a8w8c8", STEPS, 100.0, 6.25, 8 * 10**9, 2 * 10**9, 11 * 10**9)

@@ -10,7 +10,7 @@ from formats.checkpoint.read import Checkpoint
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from kernels.cpu import native
 
 if native.library() is None:

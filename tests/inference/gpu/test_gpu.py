@@ -130,7 +130,7 @@ def compare(path: str, tolerance: float):
 
 def run(path: str, requests: list, *, eager: bool, **config) -> list:
     """Tokens and reasons of requests (prompt, parameters); all arrive at once."""
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
 
     engine = engine_of(path, eager=eager, **config)
     names = [engine.add_request(p, SamplingParams(**params)) for p, params in requests]
@@ -185,7 +185,7 @@ def test_what_needs_logits_is_chosen_on_the_host(tmp_path):
 
 @interpreted
 def on_the_host(path: str):
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
 
     engine, tokens = engine_of(path), prompt(9, 1)
     plain = engine.generate([tokens], SamplingParams(max_tokens=6, ignore_eos=True))[0]
@@ -218,7 +218,7 @@ def test_numbers_that_are_not_finite_end_a_request(tmp_path, scheme):
 
 @interpreted
 def not_finite(path: str):
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
 
     engine, params = engine_of(path), SamplingParams(max_tokens=2, ignore_eos=True)
     engine.model.embedding[prompt(5)[4], 3] = float("nan")
@@ -237,7 +237,7 @@ def test_what_a_request_that_failed_left_in_the_cache_harms_no_other(tmp_path, t
 @interpreted
 def others_live(path: str, triton: bool):
     """0 times NaN is NaN: pages have room behind a sequence's last token."""
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
 
     engine = engine_of(path, triton=triton, kv_blocks=3, max_batched_tokens=100)
     params = SamplingParams(max_tokens=3)
@@ -265,7 +265,7 @@ def no_memory_for_graphs(path: str):
     from unittest.mock import patch
 
     from inference.gpu.runner import GpuRunner
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
 
     engine, params = engine_of(path), SamplingParams(max_tokens=1)
     wanted = engine.generate([prompt(20)], params)[0].token_ids
@@ -321,7 +321,7 @@ def owns_its_workspace(path: str):
     from unittest.mock import patch
 
     from inference.gpu import layers
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
     from kernels.triton.common import Workspace
 
     gc.collect()  # engines of tests before
@@ -349,7 +349,7 @@ def on_their_device(path: str):
     from unittest.mock import patch
 
     from inference.gpu import runner
-    from inference.scheduling.request import SamplingParams
+    from inference.requests.request import SamplingParams
 
     inside: list[torch.device] = []
     forward, seen = runner.forward, []

@@ -13,10 +13,11 @@ pytest.importorskip("triton", reason="Triton is not installed (it is in the `tes
 from inference.beam_search import BeamParams, BeamSearch
 from inference.config import EngineConfig
 from inference.gpu.backend import TritonBackend
-from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.requests.request import SamplingParams
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.held import Held
-from inference.scheduling.request import SamplingParams
 from inference.scheduling.scheduler import Scheduler
 from tests.inference.gpu.test_gpu_loop import Letters, V, fakes, logits_after  # noqa: F401
 from tests.inference.logits_engine import LogitsEngine

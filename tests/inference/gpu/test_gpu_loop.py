@@ -21,10 +21,11 @@ from inference.config import EngineConfig
 from inference.gpu import runner, sizes
 from inference.gpu.backend import TritonBackend
 from inference.gpu.loop import DeviceLoop
-from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.requests.constraint import Constraint
+from inference.requests.request import SamplingParams
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager, blocks_for
-from inference.scheduling.constraint import Constraint
-from inference.scheduling.request import SamplingParams
 from inference.scheduling.scheduler import Scheduler
 
 V, END = 40, 0

@@ -13,7 +13,7 @@ from inference.config import EngineConfig
 from inference.cpu.decoder import feed_forward
 from inference.engine import Engine
 from inference.models.feed_forward import MixtureOfExperts
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from kernels.numerics import dequantize, fake_quantize
 from tests.experts import MOE, rewrite, split_model
 

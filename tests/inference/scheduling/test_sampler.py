@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from inference.scheduling.active import ActiveRequest, ActiveRequests
+from inference.requests.detokenizer import Detokenizer
+from inference.requests.request import RequestOutput, SamplingParams
+from inference.scheduling.active import ActiveRequests
+from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager
-from inference.scheduling.detokenizer import Detokenizer
-from inference.scheduling.request import RequestOutput, SamplingParams
 from inference.scheduling.sampler import (
     ROWS_AT_ONCE,
     keep_likely,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inference.beam_search import BeamParams, Hypothesis
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.engine_client import EngineClient
 from inference.server.messages import (
     Abort,

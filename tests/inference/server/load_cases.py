@@ -8,8 +8,8 @@ from typing import Any
 
 from inference.beam_search import BeamParams, beam_search
 from inference.engine import Engine
-from inference.scheduling.constraint import Constraint
-from inference.scheduling.request import SamplingParams
+from inference.requests.constraint import Constraint
+from inference.requests.request import SamplingParams
 
 CASES = 96  # different requests
 TEXTS = [

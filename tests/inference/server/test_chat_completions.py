@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from formats.errors import RequestError
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.app import create_app
 from tests.inference.server.fake_engine import FakeEngine, counting
 from tests.inference.server.http_client import events, post, settings, tokenizer

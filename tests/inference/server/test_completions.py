@@ -7,7 +7,7 @@ import json
 import pytest
 
 from inference.beam_search import BeamParams, Hypothesis
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from tests.inference.server.fake_engine import FakeEngine, counting
 from tests.inference.server.http_client import events, post, tokenizer
 

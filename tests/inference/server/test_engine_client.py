@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from formats.errors import RequestError
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.engine_client import EngineClient, Overloaded, Unavailable
 from inference.server.open_requests import QueueLimits
 from tests.inference.server.fake_engine import INFO, FakeEngine, counting

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from tests.e2e.installed import environment
 from tests.inference.server.real_server import RealServer
 

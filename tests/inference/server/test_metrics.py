@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.engine_client import Overloaded
 from inference.server.measures import Histogram
 from inference.server.metrics import Metrics

@@ -8,7 +8,7 @@ import pytest
 
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.text_stream import TextStream
 from tests.inference.server.fake_engine import FakeEngine
 

@@ -13,7 +13,7 @@ import pytest
 
 from formats.errors import RequestError
 from formats.tokenizer import load_tokenizer
-from inference.scheduling.constraint import Constraint
+from inference.requests.constraint import Constraint
 from inference.structured import compiler as compiling
 from inference.structured.compiler import GrammarCompiler, tokenizer_info
 from inference.structured.helper import Bounds, compile_one

@@ -12,8 +12,8 @@ import pytest
 from formats.errors import RequestError
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.constraint import Constraint
-from inference.scheduling.request import SamplingParams
+from inference.requests.constraint import Constraint
+from inference.requests.request import SamplingParams
 
 pytest.importorskip("xgrammar")
 

@@ -10,7 +10,7 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from formats.scheme import KVCacheSpec, Scheme, WeightSpec
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from tests.ptq.quantizing import make_plan, random_tokens

@@ -13,7 +13,7 @@ from formats.errors import CheckpointError, RecipeError
 from formats.hub import ROOT, _download
 from inference import predict
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from ptq import cli
 from ptq.plan.plan import plan_recipe
 from ptq.recipe.reading import read_recipe, resolved_yaml

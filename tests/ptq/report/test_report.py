@@ -22,7 +22,7 @@ from formats.errors import CheckpointError, RequestError
 from formats.namespace import ROOT
 from inference.accuracy import compare
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from ptq.commands import compare as runs
 from ptq.commands import report as command
 from ptq.methods.common.events import Event

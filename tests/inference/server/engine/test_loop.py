@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from formats.errors import EngineError, RequestError
+from inference.requests.request import RequestOutput, SamplingParams
+from inference.requests.step_result import StepResult
 from inference.scheduling.active import NOT_FINITE
 from inference.scheduling.blocks import KVStats
-from inference.scheduling.request import RequestOutput, SamplingParams
-from inference.scheduling.step_result import StepResult
 from inference.server.engine import loop as loops
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine.loop import MOST_FAILURES, EngineLoop

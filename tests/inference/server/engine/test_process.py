@@ -15,7 +15,7 @@ from formats.errors import RequestError
 from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.engine.process import EngineProcess, EngineSource
 from inference.server.engine_client import EngineClient, Unavailable
 

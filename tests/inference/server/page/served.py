@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from formats.tokenizer import load_tokenizer
-from inference.scheduling.request import SamplingParams
+from inference.requests.request import SamplingParams
 from inference.server.app import create_app
 from inference.server.settings import ServerSettings
 from tests.inference.server.fake_engine import INFO, FakeEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from inference.scheduling.request import RequestOutput
+from inference.requests.request import RequestOutput
 
 Logprobs = Mapping[int, float]
 

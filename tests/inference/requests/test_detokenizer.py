@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inference.scheduling.detokenizer import Detokenizer, LateText, decodes_bytes
+from inference.requests.detokenizer import Detokenizer, LateText, decodes_bytes
 
 TEXT = "naïve 你好 🙂 don't stop , now . \ufffd x"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())

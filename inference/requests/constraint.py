@@ -13,7 +13,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args
 
 from formats.errors import RequestError, suggestion
-from inference.scheduling.json_schema import check_schema
+from inference.requests.json_schema import check_schema
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,7 +77,7 @@ class Constraint:
 
         Raises:
             RequestError: it is too large or too deep, no JSON, or has a keyword that is not kept;
-                see `inference.scheduling.json_schema`. What shows only when it is compiled, the
+                see `inference.requests.json_schema`. What shows only when it is compiled, the
                 engine tells.
         """
         return cls("json_schema", schema if isinstance(schema, str) else write_json(schema))

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from formats.errors import RequestError
 from formats.scheme import Strict
-from inference.scheduling.constraint import Constraint
+from inference.requests.constraint import Constraint
 
 Item = TypeVar("Item")
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from formats.errors import RequestError
-from inference.scheduling.constraint import MOST_DEPTH, Constraint
-from inference.scheduling.request import SamplingParams
+from inference.requests.constraint import MOST_DEPTH, Constraint
+from inference.requests.request import SamplingParams
 
 
 def nested(depth: int) -> dict:

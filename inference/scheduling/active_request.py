@@ -1,0 +1,245 @@
+"""One request while it runs: its tokens, its text, and what ends it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.requests.constraint import Matcher
+from inference.requests.detokenizer import Detokenizer, LateText
+from inference.requests.request import (
+    FinishReason,
+    Item,
+    ListView,
+    RequestOutput,
+    SamplingParams,
+)
+from inference.scheduling.sampler import (
+    biases_of,
+    log_min_p,
+    sample,
+    top_logprobs,
+)
+from inference.scheduling.sequence import MOST_BIASES, NEVER, Draw, Terms
+from inference.scheduling.sequence import Sequence as TokenSequence
+
+
+class ActiveRequest:
+    """State of one request between its arrival and its end.
+
+    Args:
+        name: The request's.
+        prompt: Its token ids.
+        params: How it is decoded.
+        tokenizer: A transformers tokenizer.
+        ends: Tokens that end it.
+        limit: Most tokens of prompt and output.
+        told: If it is held: how many of the likeliest tokens are told whenever the next one is to
+            come, which its client then chooses (`Engine.hold`).
+
+    Attributes:
+        sequence: Its tokens, for the scheduler.
+        prompt: Its token ids.
+        params: How it is decoded.
+        logprobs: Of each generated token; None where they are not wanted.
+        prompt_logprobs: Of the prompt's tokens, as far as they are known; None likewise.
+        told: How many tokens are told; None where it is not held.
+        matcher: Says which tokens may come, where it has a constraint.
+    """
+
+    matcher: Matcher | None = None
+
+    def __init__(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Any,
+        ends: frozenset[int],
+        limit: int,
+        told: int | None = None,
+    ) -> None:
+        self.prompt, self.params, self._ends, self.told = list(prompt), params, ends, told
+        self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[dict[int, float] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self._tokens: list[int] = []
+        self._times: list[float] = []
+        self._arrival = time.perf_counter()
+        self._detokenizer = Detokenizer(tokenizer, params.stop)
+        self._told = 0  # pieces of the text that outputs have told
+        self._generator: torch.Generator | None = None
+        seed = params.seed or 0
+        if params.temperature > 0:
+            self._generator = torch.Generator()
+            if params.seed is None:
+                seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
+            else:
+                self._generator.manual_seed(params.seed)
+        least = log_min_p(params.min_p)
+        draw = Draw(params.temperature, params.top_p, params.top_k, least, seed)
+        terms = self._terms(draw, limit)
+        whole = self.wants_prompt_logits
+        self.sequence = TokenSequence(name, list(prompt), terms, whole=whole, held=told is not None)
+        self.sequence.takes_hits = params.prompt_logprobs is None
+        self.sequence.next_mask = self.next_mask
+
+    def _terms(self, draw: Draw, limit: int) -> Terms:
+        """What the batch has to know of it."""
+        params, prompt = self.params, len(self.prompt)
+        plain = params.repetition_penalty == 1.0 and not (
+            params.presence_penalty or params.frequency_penalty
+        )
+        biases = biases_of(params, self._ends)
+        edited = bool(params.logit_bias) or params.constraint is not None
+        told = params.logprobs is not None  # of logits as the model gave them: not edited in place
+        fits = biases is None or len(biases.tokens) <= MOST_BIASES
+        free = self.told is None and fits and not (edited and told)
+        least = prompt + params.min_tokens if biases and told else 0
+        if least or not (plain and free):
+            biases = None
+        return Terms(
+            last=min(prompt + params.max_tokens, limit) - 1,
+            ends=tuple(sorted(self._ends)),
+            draw=draw,
+            host_until=least if plain and free else NEVER,
+            greedy=params.temperature == 0 and biases is None and not edited,
+            watched=bool(params.stop or params.constraint) or params.prompt_logprobs is not None,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            biases=biases,
+            masked=params.constraint is not None,
+        )
+
+    @property
+    def tokens(self) -> list[int]:
+        """What it has generated; a list that is only ever appended to."""
+        self._tokens += self.sequence.known_from(len(self.prompt) + len(self._tokens))
+        return self._tokens
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether log probabilities of the prompt are wanted and not yet complete."""
+        found = self.prompt_logprobs
+        return found is not None and len(found) < len(self.prompt)
+
+    def note_prompt(self, start: int, logits: Tensor) -> None:
+        """Take the log probabilities of prompt tokens from the logits of those from `start` on."""
+        found = self.prompt_logprobs
+        assert found is not None
+        tokens = self.prompt[len(found) : start + len(logits) + 1]
+        known = len(found) - start - 1  # rows, from before a preemption
+        rows = logits[known : known + len(tokens)]
+        found += top_logprobs(rows, tokens, self.params.prompt_logprobs or 0)
+        self.sequence.whole = self.wants_prompt_logits
+        self.sequence.takes_hits = not self.sequence.whole
+
+    def note_logprobs(self, own: dict[int, float]) -> None:
+        """Take the log probabilities of its next token."""
+        assert self.logprobs is not None
+        self.logprobs.append(own)
+
+    def fork(self, name: str, token: int) -> ActiveRequest:
+        """A held request with the tokens of this one and one more."""
+        other = copy.copy(self)
+        other._tokens, other._times = [], []
+        other.sequence = self.sequence.fork(name)
+        other.sequence.append(token)
+        return other
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token, from logits [vocabulary]."""
+        params, tokens = self.params, self.tokens
+        early, mask = len(tokens) < params.min_tokens, None
+        forbidden = sorted(self._ends) if early and self.matcher is None else ()
+        if self.matcher is not None:
+            mask = self.next_mask()
+        return sample(logits, self.prompt, tokens, params, forbidden, self._generator, mask)
+
+    def next_mask(self) -> np.ndarray:
+        """Which tokens its constraint lets come next, as `Matcher.mask`."""
+        assert self.matcher is not None
+        early = self.params.ignore_eos or len(self.tokens) < self.params.min_tokens
+        return self.matcher.mask(ends=not early)
+
+    def ending(self) -> FinishReason | None:
+        """The reason where its newest token, which is looked at once, is its last."""
+        tokens, matcher = self.tokens, self.matcher
+        if tokens[-1] in self._ends:
+            return "stop"
+        if matcher is not None and not matcher.accept(tokens[-1]):
+            return "error"
+        if self.params.stop:
+            self._read()
+            if self._detokenizer.stopped and len(tokens) >= self.params.min_tokens:
+                return "stop"
+        if matcher is not None and matcher.done:
+            return "stop"
+        return "length" if len(self.prompt) + len(tokens) > self.sequence.terms.last else None
+
+    def close(
+        self, reason: FinishReason, error: str | None = None, param: str | None = None
+    ) -> RequestOutput:
+        """End it; gives its final state, which no more steps change."""
+        tokens = self.tokens
+        text = LateText(self._detokenizer, self._with_text())
+        if self.params.stop:
+            len(text)  # what was held back may complete a stop text
+            if self._detokenizer.stopped and reason == "length":
+                reason = "stop"
+        return RequestOutput(
+            self.sequence.name,
+            self.prompt,
+            token_ids=tokens,
+            pieces=text,
+            told=self._told,
+            finish_reason=reason,
+            error=error,
+            param=param,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            arrival=self._arrival,
+            token_times=self._all_times(),
+        )
+
+    def snapshot(self) -> RequestOutput:
+        """Its state as it is now, safe from later steps; costs the same at any length."""
+        self._read()
+        pieces, told = self._detokenizer.pieces, self._told
+        self._told = len(pieces)
+        return RequestOutput(
+            self.sequence.name,
+            self.prompt,
+            token_ids=_as_now(self.tokens),
+            pieces=_as_now(pieces),
+            told=told,
+            logprobs=None if self.logprobs is None else _as_now(self.logprobs),
+            prompt_logprobs=(
+                None if self.prompt_logprobs is None else _as_now(self.prompt_logprobs)
+            ),
+            arrival=self._arrival,
+            token_times=_as_now(self._all_times()),
+        )
+
+    def _read(self) -> None:
+        """Decode what has come since it was last looked at."""
+        self._detokenizer.extend(self.tokens[self._detokenizer.taken :])
+
+    def _with_text(self) -> list[int]:
+        """Generated tokens but for one that ends it."""
+        tokens = self.tokens
+        return tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+
+    def _all_times(self) -> list[float]:
+        self._times += self.sequence.times_from(len(self._times))
+        return self._times
+
+
+def _as_now(items: list[Item]) -> ListView[Item]:
+    return ListView(items, len(items))
