@@ -290,13 +290,14 @@ class GpuRunner:
             if not (size.prompts and ran_out(error)):
                 raise
             torch.cuda.empty_cache()  # of the attempt
+            if not self._short:  # once: other sizes are likely to lack it too
+                log.warning(
+                    "%s: no memory for the CUDA graph of a step of %d tokens of prompts; such "
+                    "steps run kernel by kernel. A smaller cache (kv_blocks) leaves room",
+                    self._device,
+                    size.tokens,
+                )
             self._short.add(size)
-            log.warning(
-                "%s: no memory for the CUDA graph of a step of %d tokens of prompts; such steps "
-                "run kernel by kernel. A smaller cache (kv_blocks) leaves room",
-                self._device,
-                size.tokens,
-            )
             return None
 
     def _graph_of(self, size: Size) -> Captured:

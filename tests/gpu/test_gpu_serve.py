@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def complete(server: RealServer, prompt: list[int], **values) -> dict:
-    body = {"prompt": prompt} | values
+    body = {"prompt": prompt, "temperature": 0} | values
     answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()

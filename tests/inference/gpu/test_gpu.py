@@ -306,8 +306,9 @@ def warms_up_without_prompts(path: str):
     engine.loop.runner._graphs = True
     with patch.object(GpuRunner, "_capture", capture):
         engine.warm_up()
-    assert [size.decodes for size in asked if not size.prompts] == [1, 2, 4]
+    assert [size.decodes for size in asked if not size.prompts] == [4, 2, 1]
     assert {size.tokens for size in asked if size.prompts} == {16, 32, 48}
+    assert {size.decodes for size in asked if size.prompts} == {0, 1, 2, 4}
     assert engine.loop.runner._short == {size for size in asked if size.prompts}
 
 
