@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LEAST = (
-    1024  # tokens of a chunk that attention would make smaller; fewer leave a large GPU idle
-)
+LEAST = 1024  # tokens of a chunk that attention would make smaller; fewer leave a large GPU idle
 SHORT = 8192  # computed tokens; up to there no chunk is made smaller for attention
 MANY = 4  # chunks; a prompt of more has steps half as long, so that who comes meanwhile waits less
 
