@@ -329,12 +329,12 @@ class Engine:
         Raises:
             EngineError: as `step`.
         """
-        result = self._old_news() if self._backlog else self._run()
+        result = self._kept_back() if self._backlog else self._run()
         result.candidates = self._requests.take_candidates()
         return result
 
-    def _old_news(self) -> StepResult:
-        """What others gained while some were waited for: of each, the first that is not told."""
+    def _kept_back(self) -> StepResult:
+        """Outputs that `_drive` kept back, as one step: of each request the first not yet told."""
         result = StepResult()
         while self._backlog and self._backlog[0].request_id not in result.names:
             output = self._backlog.pop(0)
@@ -408,9 +408,8 @@ class Engine:
             for prompt, one in zip(prompts, each, strict=True):
                 names.append(self.add_request(prompt, one))
             while alone and len(done) < len(names):
-                done |= {
-                    output.request_id: output for output in map(_sound, self.advance().finished)
-                }
+                ended = map(_or_refused, self.advance().finished)
+                done |= {output.request_id: output for output in ended}
             for output in () if alone else self._drive(names):
                 done[output.request_id] = output
         finally:  # of a batch that is refused or interrupted nothing is left
@@ -473,7 +472,7 @@ class Engine:
                     if output.request_id not in pending:
                         others.append(output)
                         continue
-                    if _sound(output).finished:
+                    if _or_refused(output).finished:
                         pending.discard(output.request_id)
                     yield output
         finally:
@@ -501,8 +500,8 @@ class Engine:
         self.loop.drop()
 
 
-def _sound(output: RequestOutput) -> RequestOutput:
-    """An output; RequestError where a parameter turned out to be none after it was queued."""
+def _or_refused(output: RequestOutput) -> RequestOutput:
+    """An output; RequestError where a parameter was found to be wrong after it was queued."""
     if output.param is not None:
         raise RequestError(str(output.error), output.param)
     return output
