@@ -26,8 +26,10 @@ from typing import Any
 
 TRIED = 48  # tokens that a child draws
 MOST_WHITESPACE = 32  # characters of it in a row: else a model may write blanks without end
-LOOSE = r"(([^\"\\\r\n]))"  # a character of a string of bounded length
-TIGHT = r'(([^\0-\x1f\"\\]) | ("\\" [\"\\/bfnrt]))'
+OF_BOUNDED = r"(([^\"\\\r\n]))"  # a character of a string of bounded length, as xgrammar has it
+OF_OTHERS = r"[^\0-\x1f\"\\\r\n]"
+CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"  # halves of a surrogate pair are no UTF-8
+OR_ESCAPED = rf'(({CHARACTER}) | ("\\" [\"\\/bfnrt]))'
 MOST_AT_ONCE = 4  # children
 PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")  # where in xgrammar a message comes from
 
@@ -171,7 +173,8 @@ def compile_one(tokenizer: Any, bounds: Bounds, kind: str, text: str) -> str:
 def grammar_of(kind: str, text: str) -> Any:
     """The grammar of a constraint, with strings as JSON has them.
 
-    In strings whose length is bounded, xgrammar 0.2 allows control characters, and no escapes.
+    xgrammar 0.2 allows halves of surrogate pairs in strings, and in those whose length is bounded
+    control characters, but no escapes.
 
     Raises:
         Exception: xgrammar does not take it.
@@ -188,7 +191,8 @@ def grammar_of(kind: str, text: str) -> Any:
         schema = text or '{"type":"object"}'
         grammar = Grammar.from_json_schema(schema, max_whitespace_cnt=MOST_WHITESPACE)
     rules = str(grammar)
-    return Grammar.from_ebnf(rules.replace(LOOSE, TIGHT)) if LOOSE in rules else grammar
+    mended = rules.replace(OF_BOUNDED, OR_ESCAPED).replace(OF_OTHERS, CHARACTER)
+    return grammar if mended == rules else Grammar.from_ebnf(mended)
 
 
 def try_out(compiled: Any, tokenizer: Any, bounds: Bounds) -> None:

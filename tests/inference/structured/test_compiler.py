@@ -16,7 +16,7 @@ from formats.tokenizer import load_tokenizer
 from inference.requests.constraint import Constraint
 from inference.structured import compiler as compiling
 from inference.structured.compiler import GrammarCompiler, tokenizer_info
-from inference.structured.helper import Bounds, compile_one
+from inference.structured.helper import Bounds, compile_one, grammar_of
 from inference.structured.matcher import GrammarMatcher
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -236,3 +236,20 @@ def test_a_model_without_end_tokens_ends_where_nothing_else_may_come():
     assert len(matcher.mask()) == 128
     assert matcher.accept(tokenizer("a")["input_ids"][0])
     assert matcher.done
+
+
+@pytest.mark.parametrize("schema", [{"type": "string"}, {"type": "string", "maxLength": 4}])
+def test_characters_of_strings_are_those_of_json_in_utf_8(schema):
+    characters = [bytes([i]) for i in range(256)]
+    tokenizer = xgrammar.TokenizerInfo([*characters, b"</s>"], stop_token_ids=256)
+    grammar = grammar_of("json_schema", json.dumps(schema))
+    compiled = xgrammar.GrammarCompiler(tokenizer).compile_grammar(grammar)
+
+    def matches(character: bytes) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return all(map(matcher.accept_token, [*b'"', *character, *b'"', 256]))
+
+    for text in ("a", "\u00e9", "\ud7ff", "\ue000", "\U0001f600", r"\n", r"\""):
+        assert matches(text.encode()), text
+    for half_or_control in (b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\x01", b"\n", b"\xc3"):
+        assert not matches(half_or_control), half_or_control
