@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.sequence import MOST_BIASES
+from inference.scheduling.sequence import MOST_EDITS
 from inference.scheduling.work import Work
 from kernels.triton.sampling.edits import LISTED, Edits
 
-assert MOST_BIASES == LISTED
+assert MOST_EDITS == LISTED
 
 
 @dataclass(frozen=True)

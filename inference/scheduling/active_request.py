@@ -26,7 +26,7 @@ from inference.scheduling.sampler import (
     sample,
     top_logprobs,
 )
-from inference.scheduling.sequence import MOST_BIASES, NEVER, Draw, Terms
+from inference.scheduling.sequence import MOST_EDITS, NEVER, Draw, Terms
 from inference.scheduling.sequence import Sequence as TokenSequence
 
 
@@ -100,7 +100,7 @@ class ActiveRequest:
         biases = biases_of(params, self._ends)
         edited = bool(params.logit_bias) or params.constraint is not None
         told = params.logprobs is not None  # of logits as the model gave them: not edited in place
-        fits = biases is None or len(biases.tokens) <= MOST_BIASES
+        fits = biases is None or len(biases.tokens) <= MOST_EDITS
         free = self.told is None and fits and not (edited and told)
         least = prompt + params.min_tokens if biases and told else 0
         if least or not (plain and free):

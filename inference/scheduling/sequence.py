@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PENDING = -1  # a token that is being computed, and not known yet
 NEVER = 2**62  # a length that no sequence reaches
-MOST_BIASES = 512  # of a sequence on a device
+MOST_EDITS = 512  # logits of a sequence that a device changes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Biases:
     """What is added to logits before a token is chosen, where a device chooses it.
 
     Attributes:
-        tokens: Whose logits; at most `MOST_BIASES`.
+        tokens: Whose logits; at most `MOST_EDITS`.
         values: What is added to each.
         early: The first of them, and one more than the last, that count while the output has fewer
             than `until` tokens: those that forbid an end, and biases of other tokens.

@@ -19,8 +19,6 @@ class Limits:
         stops: Stop texts of one request.
         stop_characters: Of one stop text.
         top_logprobs: Log probabilities of a token.
-        logit_bias: Tokens in `logit_bias`.
-        schema_bytes: Of a JSON schema, a regular expression or a grammar.
         beam_width: Beams of a search.
         read_seconds: In which a request's body must have come.
         write_seconds: In which a client must have read something of what waits for it; one that
@@ -34,8 +32,6 @@ class Limits:
     stops: int = 16
     stop_characters: int = 256
     top_logprobs: int = 20
-    logit_bias: int = 1024
-    schema_bytes: int = 2**16
     beam_width: int = 16
     read_seconds: float = 60.0
     write_seconds: float = 60.0
