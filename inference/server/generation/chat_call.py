@@ -14,10 +14,32 @@ from inference.server.generation.sampling import sampling_params
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.errors import ApiError
 from inference.server.messages import Logprobs
-from inference.server.schema.chat import ChatBody, template_messages
+from inference.server.schema.chat import AnyMessage, ChatBody, template_messages
 from inference.server.schema.response_format import constraint_of
+from inference.server.schema.tokens import TokenizeBody
 from inference.server.tools.deltas import Delta
 from inference.server.tools.use import ToolUse
+
+
+def rendered(
+    served: ServedModel,
+    body: ChatBody | TokenizeBody,
+    messages: Sequence[AnyMessage],
+    tools: ToolUse | None,
+) -> list[int]:
+    """Token ids of a chat, through the model's template.
+
+    Raises:
+        ApiError, RequestError: there is no template, it refuses the chat, it knows no tools, or the
+            chat is too long.
+    """
+    return served.render(
+        template_messages(messages),
+        body.chat_template_kwargs,
+        answer=body.add_generation_prompt,
+        go_on=body.continue_final_message,
+        tools=tools and tools.tools,
+    )
 
 
 @dataclass
@@ -92,13 +114,7 @@ class ChatCall:
             raise ApiError(400, f"{told}; leave out beam_width", "tools", "invalid_value")
 
         def render() -> list[int]:
-            return served.render(
-                template_messages(body.messages),
-                body.chat_template_kwargs,
-                answer=body.add_generation_prompt,
-                go_on=body.continue_final_message,
-                tools=tools and tools.tools,
-            )
+            return rendered(served, body, body.messages, tools)
 
         return cls(served, body, await served.in_thread(render), tools)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from json.encoder import encode_basestring as _c_encode
 from typing import Any
 
+from inference.server.http.errors import ApiError
 from inference.server.http.responses import dumps
 from inference.server.schema.generation import GenerationBody
 
@@ -12,6 +13,16 @@ from inference.server.schema.generation import GenerationBody
 def quote(text: str) -> str:
     """A text as JSON."""
     return _c_encode(text)
+
+
+def check_stream(body: GenerationBody) -> None:
+    """Refuse options of a stream where none is asked for.
+
+    Raises:
+        ApiError: 400.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: they need stream", "stream_options")
 
 
 class Usage:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from inference.server.generation.beams import check_beams
 from inference.server.generation.chat_call import ChatCall, Part
-from inference.server.generation.chunks import Chunks, quote
+from inference.server.generation.chunks import Chunks, check_stream, quote
 from inference.server.generation.logprobs import chat_logprobs
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import read_body
@@ -44,8 +44,7 @@ def _check(body: ChatBody) -> None:
         raise ApiError(400, told, "max_tokens")
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: they need logprobs to be true", "top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: they need stream", "stream_options")
+    check_stream(body)
 
 
 class ChatCompletion:

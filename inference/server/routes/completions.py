@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from inference.server.generation.beams import beam_answers, check_beams
 from inference.server.generation.choices import Answer, answers, deltas, submit
-from inference.server.generation.chunks import Chunks, Usage, quote
+from inference.server.generation.chunks import Chunks, Usage, check_stream, quote
 from inference.server.generation.logprobs import CompletionLogprobs
 from inference.server.generation.sampling import sampling_params
 from inference.server.generation.served_model import ServedModel
@@ -52,8 +52,7 @@ def _check(body: CompletionBody) -> None:
     if body.max_tokens == 0 and not body.echo:
         told = "max_tokens: 0 needs echo, for there is nothing else to tell; give 1 or more"
         raise ApiError(400, told, "max_tokens")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options: they need stream", "stream_options")
+    check_stream(body)
 
 
 class Completion:

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inference.requests.request import check_tokens
+from inference.server.generation.chat_call import rendered
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.body import read_body
 from inference.server.http.responses import Json, unless_gone
-from inference.server.schema.chat import template_messages
 from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
 from inference.server.schema.tools import ToolFields
 from inference.server.tools.use import ToolUse
@@ -26,13 +26,7 @@ async def tokenize(request: Request, served: ServedModel) -> Response:
         if body.messages is None:
             prompt = body.prompt or ""
             return served.encode(prompt, body.add_special_tokens is not False) if prompt else []
-        return served.render(
-            template_messages(body.messages),
-            body.chat_template_kwargs,
-            answer=body.add_generation_prompt,
-            go_on=body.continue_final_message,
-            tools=tools and tools.tools,
-        )
+        return rendered(served, body, body.messages, tools)
 
     tokens = await unless_gone(request, served.in_thread(work))
     told = {

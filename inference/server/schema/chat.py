@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from inference.server.schema.common import (
     LIMITS,
     Body,
     JsonObject,
     kind_of_text,
+    parts_of,
     refused,
     refused_if_true,
 )
@@ -27,14 +28,7 @@ class TextPart(Body):
     text: str
 
 
-def _only_text(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"a part of type {kind!r} is not supported: this model reads text only")
-    return part
-
-
-Part = Annotated[TextPart, BeforeValidator(_only_text)]
+Part = Annotated[TextPart, parts_of("text")]
 Content = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Annotated[list[Part], Field(min_length=1)], Tag("texts")],

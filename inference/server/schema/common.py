@@ -52,6 +52,20 @@ def kind_of_text(value: Any) -> str:
     return "texts" if isinstance(value, list) else "text"
 
 
+def parts_of(*kinds: str) -> BeforeValidator:
+    """Of a part of a message, which is to be of one of these types."""
+
+    def check(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise ValueError(
+                f"a part of type {kind!r} is not supported: this model reads text only"
+            )
+        return part
+
+    return BeforeValidator(check)
+
+
 def _finite(value: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(value, allow_nan=False)

@@ -15,7 +15,14 @@ from inference.server.schema.chat import (
     ToolCall,
     ToolMessage,
 )
-from inference.server.schema.common import LIMITS, Body, kind_of_text, refused, refused_if_true
+from inference.server.schema.common import (
+    LIMITS,
+    Body,
+    kind_of_text,
+    parts_of,
+    refused,
+    refused_if_true,
+)
 from inference.server.schema.response_format import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -38,14 +45,7 @@ class TextPart(Body):
     logprobs: list[Any] | None = None
 
 
-def _only_text(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in ("input_text", "output_text"):
-        raise ValueError(f"a part of type {kind!r} is not supported: this model reads text only")
-    return part
-
-
-Part = Annotated[TextPart, BeforeValidator(_only_text)]
+Part = Annotated[TextPart, parts_of("input_text", "output_text")]
 Content = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Annotated[list[Part], Field(min_length=1)], Tag("texts")],
