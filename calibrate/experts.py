@@ -20,16 +20,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from formats.families.family import Mixture, SwiGLU
+from formats.families.family import GatedMLP, Mixture
 
 OnRoute = Callable[[str, Tensor], None]
 
 
 class Expert(nn.Module):
-    """SwiGLU, its layers named as on disk: down(act(gate(x)) * up(x))."""
+    """A gated MLP, its layers named as on disk: down(act(gate(x)) * up(x))."""
 
     def __init__(
-        self, names: SwiGLU, hidden: int, inner: int, act: Callable[[Tensor], Tensor]
+        self, names: GatedMLP, hidden: int, inner: int, act: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__()
         self._names, self._act = names, act

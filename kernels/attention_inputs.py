@@ -20,7 +20,8 @@ class KVPool:
 
     Attributes:
         k: [blocks, Hkv, 64, D], int8 or e4m3 with scales, float without.
-        v: As `k`; for the GPU's kernels [blocks, Hkv, D, 64].
+        v: As `k`, its heads of a size of their own perhaps; for the GPU's kernels
+            [blocks, Hkv, D, 64].
         k_scale: Static: fp32 [Hkv], or [Hkv, D] with a scale for each channel. Dynamic: one for
             each head of each cached token, [blocks, Hkv, 64], fp32 on a CPU and fp16 on a GPU.
             None without quantization.
@@ -60,6 +61,11 @@ class AttentionInputs:
             each sequence has one query.
         softmax_scale: Factor of q k^T, usually 1 / sqrt(D).
         sliding_window: Positions that a query sees, or None for all.
+        softcap: Bound c of the logits, c tanh(x / c), before what is not seen is masked; or None.
+        sinks: fp32 [Hq], a logit of each head that takes part in the softmax and has no value (its
+            weight goes nowhere); or None.
+        alibi: fp32 [Hq], slopes m of biases m (j - i) of query i's logit of key j (Press et al.
+            2022, arXiv 2108.12409); or None.
     """
 
     pool: KVPool
@@ -68,3 +74,6 @@ class AttentionInputs:
     query_start: Tensor | None
     softmax_scale: float
     sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None

@@ -35,10 +35,21 @@ class Attention:
         stored_merged: Whether checkpoints hold that one layer in place of the three.
         qk_norm: Whether RMSNorms stand between q and k and their rotation, each over one head
             (Qwen3) or over the whole projection (OLMo-2).
+        qk_norm_setting: Key of config.json that says whether they are there; None where always.
         q_norm: Name of the queries' norm.
         k_norm: Name of the keys' norm.
         bias_setting: Key of config.json that gives q, k, v and o a bias each; None where a family
             has no such setting for all four.
+        rotary_pairs: Which channels of a head turn together, as its rows are stored: i and
+            i + R / 2 of the R that turn ("halves"), or 2 i and 2 i + 1 ("interleaved").
+        unrotated_setting: Key of config.json with a number for each layer, 0 where q and k are not
+            rotated (SmolLM3); None where all layers rotate.
+        scale: How the factor of q k^T is given: by the size of a head ("head_size", D ** -0.5), or
+            by a key of config.json: as the factor itself (("attention_multiplier", 1.0)), or to a
+            power (("query_pre_attn_scalar", -0.5)).
+        softcap_setting: Key of config.json of the bound c of attention's logits, c tanh(x / c).
+        sinks: Name of the tensor with a logit for each query head that takes part in its softmax
+            and has no value (gpt-oss); None without one.
     """
 
     module: str = "self_attn"
@@ -49,9 +60,15 @@ class Attention:
     merged: str = "qkv_proj"
     stored_merged: bool = False
     qk_norm: QKNorm = "none"
+    qk_norm_setting: str | None = None
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     bias_setting: str | None = None
+    rotary_pairs: Literal["halves", "interleaved"] = "halves"
+    unrotated_setting: str | None = None
+    scale: Literal["head_size"] | tuple[str, float] = "head_size"
+    softcap_setting: str | None = None
+    sinks: str | None = None
 
     @property
     def qkv(self) -> tuple[str, str, str]:
@@ -65,8 +82,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class SwiGLU:
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202, Eq. 6).
+class GatedMLP:
+    """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202, Eq. 6): SwiGLU, GEGLU.
 
     Attributes:
         gate: Name of the gate projection.
@@ -74,6 +91,7 @@ class SwiGLU:
         down: Name of the down projection.
         merged: Name of gate and up as one layer, for runtimes that multiply them at once.
         stored_merged: Whether checkpoints hold that one layer in place of the two.
+        activation_setting: Key of config.json that names the activation.
     """
 
     gate: str = "gate_proj"
@@ -81,6 +99,7 @@ class SwiGLU:
     down: str = "down_proj"
     merged: str = "gate_up_proj"
     stored_merged: bool = False
+    activation_setting: str = "hidden_act"
 
     @property
     def gate_up(self) -> tuple[str, str]:
@@ -104,7 +123,7 @@ class Mixture:
     """
 
     module: str
-    expert: SwiGLU
+    expert: GatedMLP
     count: str
     normalized: Literal[True] | str
     router: str = "gate"
@@ -126,12 +145,17 @@ class Norms:
         after_attention: Name of the norm of what attention adds.
         before_feed_forward: Name of the norm of what the feed-forward layer reads.
         after_feed_forward: Name of the norm of what it adds.
+        offset: What is added to the stored weight: 1 where a norm multiplies by 1 + w (Gemma).
+            Holds for all RMSNorms of the model, those of q and k and the last one too.
+        eps_setting: Key of config.json of what is added to the mean square.
     """
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_feed_forward: str | None = "post_attention_layernorm"
     after_feed_forward: str | None = None
+    offset: float = 0.0
+    eps_setting: str = "rms_norm_eps"
 
     @property
     def before(self) -> tuple[str, ...]:
@@ -142,6 +166,23 @@ class Norms:
     def after(self) -> tuple[str, ...]:
         """Names of those that stand between a layer and the residual stream it adds to."""
         return tuple(n for n in (self.after_attention, self.after_feed_forward) if n)
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors and bounds outside of attention, each by its key in config.json; None for none.
+
+    Attributes:
+        embedding: Factor of the embedding's rows; "sqrt_hidden_size" is no key but that value.
+        residual: Factor of what attention and the feed-forward layer add.
+        logits: What the logits are divided by.
+        logits_softcap: Bound c of the logits, c tanh(x / c).
+    """
+
+    embedding: str | None = None
+    residual: str | None = None
+    logits: str | None = None
+    logits_softcap: str | None = None
 
 
 @dataclass(frozen=True)
@@ -157,20 +198,22 @@ class Family:
         rope_types: Kinds of scaling of the rotary embedding that are run, as transformers' configs
             name them.
         partial_rotary: Whether config.json may say that only the first part of each head turns.
+        multipliers: Factors and bounds outside of attention.
         paddle: Its name in PaddleNLP's tables of scales; None where these are not known.
     """
 
     model_types: tuple[str, ...]
     attention: Attention = Attention()
-    feed_forward: SwiGLU = SwiGLU()
+    feed_forward: GatedMLP = GatedMLP()
     mixture: Mixture | None = None
     norms: Norms = Norms()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     partial_rotary: bool = False
+    multipliers: Multipliers = Multipliers()
     paddle: str | None = None
 
     @property
-    def feed_forwards(self) -> tuple[SwiGLU, ...]:
+    def feed_forwards(self) -> tuple[GatedMLP, ...]:
         """The kinds of feed-forward layers that its blocks can have."""
         return (self.feed_forward, *((self.mixture.expert,) if self.mixture else ()))
 

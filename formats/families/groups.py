@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from formats.families.family import Family, SwiGLU
+from formats.families.family import Family, GatedMLP
 from formats.families.names import any_expert, expert_of, is_router
 from formats.scheme import Strict
 
@@ -58,7 +58,7 @@ class FeedForwardLayer:
 
 def feed_forward_layers(family: Family, names: Sequence[str]) -> Iterator[FeedForwardLayer]:
     """The feed-forward layers among a block's linear layers, each expert one of them."""
-    kinds: dict[str, SwiGLU] = {kind.gate: kind for kind in family.feed_forwards}
+    kinds: dict[str, GatedMLP] = {kind.gate: kind for kind in family.feed_forwards}
     for name in names:
         module, _, leaf = name.rpartition(".")
         if leaf in kinds:

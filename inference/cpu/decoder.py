@@ -15,7 +15,7 @@ from inference.cpu.batch import Batch
 from inference.cpu.layers import CpuExperts, Linear
 from inference.models.config import Routing
 from inference.models.decoder import Decoder, Layer
-from inference.models.feed_forward import FeedForward, MixtureOfExperts, SwiGLU, by_expert
+from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.ops import apply_rope, paged_attention, rms_norm, silu_mul, write_kv
 
@@ -98,14 +98,14 @@ def feed_forward(own: FeedForward[Linear, CpuExperts], x: Tensor) -> Tensor:
     return _mixture(own, x) if isinstance(own, MixtureOfExperts) else _swiglu(own, x)
 
 
-def _swiglu(own: SwiGLU[Linear], x: Tensor) -> Tensor:
+def _swiglu(own: GatedMLP[Linear], x: Tensor) -> Tensor:
     gate, up = own.gate_up(x).chunk(2, dim=-1)
     return own.down(silu_mul(gate, up))
 
 
 def _mixture(own: MixtureOfExperts[Linear, CpuExperts], x: Tensor) -> Tensor:
     weights, chosen = route(own.router(x), own.routing)
-    experts = [SwiGLU(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
+    experts = [GatedMLP(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
     outputs = by_expert(x, chosen, experts, _swiglu)  # [T, k, H]
     y = outputs[:, 0] * weights[:, :1]
     for i in range(1, own.routing.chosen):  # in order: a sum of torch's may take any

@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.cpu.batch import Batch
 from inference.cpu.decoder import CpuDecoder, CpuLayer
 from inference.cpu.layers import Linear
-from inference.models.feed_forward import SwiGLU
+from inference.models.feed_forward import GatedMLP
 from kernels.attention_inputs import KVPool
 from kernels.cpu.decoder import BlockSpec, DecoderSpec, FusedDecoder, LinearSpec
 from kernels.cpu.weights import NativeWeight
@@ -60,7 +60,7 @@ def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | Non
     own, first, second = layer.feed_forward, layer.before_attention, layer.before_feed_forward
     after = layer.after_attention is not None or layer.after_feed_forward is not None
     whole = layer.q_norm is not None and len(layer.q_norm) != pool.k.shape[3]
-    if not isinstance(own, SwiGLU) or first is None or second is None or after or whole:
+    if not isinstance(own, GatedMLP) or first is None or second is None or after or whole:
         return None
     linears = (layer.qkv, layer.o, own.gate_up, own.down)
     specs = [spec for spec in map(_linear, linears) if spec is not None]

@@ -1,4 +1,4 @@
-"""Feed-forward layers of a step on a GPU: SwiGLU, or a mixture of them.
+"""Feed-forward layers of a step on a GPU: a gated MLP, or a mixture of them.
 
 The experts of a mixture run as one, on rows that are sorted on the device
 (`kernels.triton.experts.sorting`): nothing is asked of the host, and a step can be captured. Only
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from inference.gpu.experts import GpuExperts, MergedExperts
 from inference.gpu.layers import GpuLinear
-from inference.models.feed_forward import MixtureOfExperts, SwiGLU, by_expert
+from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
 from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import silu_mul
 from kernels.triton.linear.weight import InputFormat
 from kernels.triton.tuning import bucket
 
-GpuFeedForward = SwiGLU[GpuLinear] | MixtureOfExperts[GpuLinear, GpuExperts]
+GpuFeedForward = GatedMLP[GpuLinear] | MixtureOfExperts[GpuLinear, GpuExperts]
 MANY_ROWS = 64  # an expert, on average
 LARGE = 16 << 20  # bytes of an expert's gate and up
 
@@ -32,7 +32,7 @@ def as_one(own: GpuFeedForward, tokens: int | None) -> bool:
 
     In one without prompts, `tokens` None, they do wherever they can; dense layers always.
     """
-    if isinstance(own, SwiGLU):
+    if isinstance(own, GatedMLP):
         return True
     gate_up = own.gate_up.merged
     if gate_up is None or own.down.merged is None:
@@ -43,7 +43,7 @@ def as_one(own: GpuFeedForward, tokens: int | None) -> bool:
 
 def inputs_of(own: GpuFeedForward, dtype: torch.dtype) -> InputFormat:
     """How the layer wants its input; mixtures quantize their rows themselves."""
-    return own.gate_up.rows if isinstance(own, SwiGLU) else InputFormat(dtype)
+    return own.gate_up.rows if isinstance(own, GatedMLP) else InputFormat(dtype)
 
 
 def feed_forward(
@@ -58,16 +58,16 @@ def feed_forward(
         dtype: The model's float type.
         padded: Whether the step may be captured.
     """
-    if isinstance(own, SwiGLU):
+    if isinstance(own, GatedMLP):
         return _down(own, own.gate_up.run(rows, scales, dtype))
     return _mixture(own, rows, padded)
 
 
-def _on_floats(own: SwiGLU[GpuLinear], x: Tensor) -> Tensor:
+def _on_floats(own: GatedMLP[GpuLinear], x: Tensor) -> Tensor:
     return _down(own, own.gate_up(x))
 
 
-def _down(own: SwiGLU[GpuLinear], y: Tensor) -> Tensor:
+def _down(own: GatedMLP[GpuLinear], y: Tensor) -> Tensor:
     """The layer from what gate and up say on."""
     down = own.down
     return down.run(*silu_mul(y, down.rows.scale, down.rows.dtype, down.rows.group), y.dtype)
@@ -79,7 +79,7 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
     weights, chosen = route(logits, routing.chosen, routing.normalized)
     gate_up, down = own.gate_up.merged, own.down.merged
     if gate_up is None or down is None or not (padded or as_one(own, len(x))):
-        experts = [SwiGLU(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
+        experts = [GatedMLP(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
         y = by_expert(x, chosen, experts, _on_floats).flatten(0, 1)
     else:
         y = _all_at_once(gate_up, down, x, chosen, routing.experts)

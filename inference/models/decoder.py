@@ -3,8 +3,8 @@
     x = x + after(attention(before(x)))        x = x + after(feed_forward(before(x)))
 
 RMSNorms before or after the sub-layers; grouped-query attention (Ainslie et al. 2023) with rotary
-embedding and perhaps norms of q and k; SwiGLU or a mixture of them. Biases and routers of experts
-are there if the checkpoint has their tensors.
+embedding and perhaps norms of q and k; gated MLPs or mixtures of them. Biases and routers of
+experts are there if the checkpoint has their tensors.
 
 Nothing here runs. Three interpreters read this description: `inference.cpu.fused` (one call of the
 compiled kernels), `inference.cpu.decoder` (op by op) and `inference.gpu.decoder`.

@@ -1,6 +1,7 @@
-"""Feed-forward layers of a decoder block: one SwiGLU, or a mixture of them.
+"""Feed-forward layers of a decoder block: a gated MLP, or a mixture of them.
 
-SwiGLU (Shazeer 2020, arXiv 2002.05202, Eq. 6) with gate and up merged. A mixture of experts
+Gated MLPs (SwiGLU, GEGLU: Shazeer 2020, arXiv 2002.05202, Eq. 6) with gate and up merged. A
+mixture of experts
 (Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, "Mixtral of Experts", arXiv 2401.04088):
 
     p = softmax(x W_router^T)        y = sum over the k largest p_i of p_i E_i(x)
@@ -29,7 +30,7 @@ E = TypeVar("E")
 
 
 @dataclass(frozen=True)
-class SwiGLU(Generic[L]):
+class GatedMLP(Generic[L]):
     """down(silu(gate(x)) * up(x)); gate and up are merged."""
 
     gate_up: L
@@ -58,7 +59,7 @@ class MixtureOfExperts(Generic[L, X]):
     router: L
     gate_up: X
     down: X
-    shared: SwiGLU[L] | None
+    shared: GatedMLP[L] | None
     shared_gate: L | None
 
     @property
@@ -68,7 +69,7 @@ class MixtureOfExperts(Generic[L, X]):
         return sum(part.nbytes for part in parts if part is not None)
 
 
-FeedForward = SwiGLU[L] | MixtureOfExperts[L, X]
+FeedForward = GatedMLP[L] | MixtureOfExperts[L, X]
 
 
 def by_expert(
@@ -118,8 +119,8 @@ def load_feed_forward(
     def linear(*modules: str) -> L:
         return factory.linear(read_linear(checkpoint, modules, factory.device))
 
-    def swiglu(module: str, gate: str, up: str, down: str) -> SwiGLU[L]:
-        return SwiGLU(linear(f"{module}.{gate}", f"{module}.{up}"), linear(f"{module}.{down}"))
+    def swiglu(module: str, gate: str, up: str, down: str) -> GatedMLP[L]:
+        return GatedMLP(linear(f"{module}.{gate}", f"{module}.{up}"), linear(f"{module}.{down}"))
 
     family = family_of(checkpoint.config)
     layer, names = family.feed_forward, family.mixture

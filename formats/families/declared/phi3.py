@@ -4,12 +4,12 @@ Otherwise it is Llama, with rotary embedding of a part of each head (three quart
 and, for long contexts, LongRoPE's frequencies (Ding et al. 2024, arXiv 2402.13753).
 """
 
-from formats.families.family import Attention, Family, SwiGLU
+from formats.families.family import Attention, Family, GatedMLP
 
 FAMILY = Family(
     model_types=("phi3",),
     attention=Attention(stored_merged=True),
-    feed_forward=SwiGLU(stored_merged=True),
+    feed_forward=GatedMLP(stored_merged=True),
     rope_types=("default", "longrope"),
     partial_rotary=True,
 )
