@@ -1,7 +1,7 @@
 """What a device is: the few doors through which the engine reaches the code that runs there.
 
     check, linear, experts   while a decoder is loaded (`inference.models`)
-    cache                    its paged cache, in the layout of the backend's kernels
+    head_sizes, cache        its paged cache, in the layout of the backend's kernels
     loop                     its steps, with the backend's interpreter of the decoder inside
     loading, peak_bytes      memory
 
@@ -70,6 +70,14 @@ class Backend(LayerFactory[L, X], Protocol[L, X]):
 
         Raises:
             EngineError: it did.
+        """
+        ...
+
+    def head_sizes(self, k: int, v: int) -> tuple[int, int]:
+        """Sizes of heads of K and V in the cache, at least as large as the model's.
+
+        Raises:
+            CheckpointError: the kernels take none so large.
         """
         ...
 

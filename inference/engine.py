@@ -85,7 +85,7 @@ class Engine:
         spec = checkpoint.scheme.kv_cache if quantized_kv else None
         self.quantized_kv = spec is not None
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
-        cache = CacheShape.of_model(checkpoint, shape, sizes, spec)
+        cache = CacheShape.of_model(checkpoint, shape, sizes, spec).fitted(backend.head_sizes)
         if config.kv_memory is not None and config.kv_blocks is None:
             each = cache.nbytes(backend.dtype) // blocks
             blocks = config.blocks_within(length, backend.free_bytes(), each)

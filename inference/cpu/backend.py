@@ -52,12 +52,14 @@ class CpuBackend:
         """Pack the same layer of each expert."""
         return CpuExperts([self.linear(one) for stack in stacks for one in stack.unstacked()])
 
+    def head_sizes(self, k: int, v: int) -> tuple[int, int]:
+        """Any, the same for K and V."""
+        return max(k, v), max(k, v)
+
     def cache(self, shape: CacheShape) -> list[KVPool]:
         """Allocate a cache, in the type asked for or the model's."""
         dtype = shape.dtype or self.dtype
-        return shape.allocate(
-            self.device, dtype, v_shape=shape.k_shape, dynamic_scales=torch.float32
-        )
+        return shape.allocate(self.device, dtype, tokens_last=False, dynamic_scales=torch.float32)
 
     def forward(self, model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor]:
         """What runs the steps of a decoder on a cache: logits [R, vocabulary] of a batch."""

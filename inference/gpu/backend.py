@@ -73,6 +73,20 @@ class TritonBackend:
         packed = ((self.linear(stack), stack.names[0][0]) for stack in stacks)
         return side_by_side(packed, count)
 
+    def head_sizes(self, k: int, v: int) -> tuple[int, int]:
+        """The next size that the kernels take, the same for K and V.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        own = next((size for size in HEAD_SIZES if size >= max(k, v)), None)
+        if own is None:
+            raise CheckpointError(
+                f"found heads of {k} (K) and {v} (V) numbers; GPUs run up to {HEAD_SIZES[-1]}, the "
+                "CPU any"
+            )
+        return own, own
+
     def cache(self, shape: CacheShape) -> list[KVPool]:
         """Allocate a cache in the kernels' layout: V lies token by token."""
         if shape.spec is None and shape.dtype not in (None, self.dtype):
@@ -80,13 +94,12 @@ class TritonBackend:
                 f"kv_dtype: found {_name(shape.dtype)}; on a GPU a cache that is not quantized has "
                 f"the model's type, {_name(self.dtype)}. Leave it out"
             )
-        blocks, heads, page, dim = shape.k_shape
-        what = f"a cache of {blocks} blocks of {KV_BLOCK} tokens"
+        what = f"a cache of {shape.blocks} blocks of {KV_BLOCK} tokens"
         with memory_for(what, self.device, shape.nbytes(self.dtype), OF_CACHE):
             pools = shape.allocate(
                 self.device,
                 self.dtype,
-                v_shape=(blocks, heads, dim, page),
+                tokens_last=True,
                 dynamic_scales=torch.float16,
             )
         _check(pools)

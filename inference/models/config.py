@@ -14,6 +14,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import Family, heads_of, needed
 from formats.families.registry import family_of
+from inference.models.model import KVHeads
 from inference.models.rotary import Rotary, read_rotary
 
 NEEDED = (
@@ -94,6 +95,11 @@ class ModelConfig:
         """
         full = sum(window is None for window in self.windows)
         return 3 * self.hidden_size * self.layers / full if full else math.inf
+
+    @property
+    def cached(self) -> tuple[KVHeads, ...]:
+        """What the cache holds of a token, layer by layer."""
+        return (KVHeads(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
+from formats.families.registry import attention_names
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
-from inference.models.config import ModelConfig
+from inference.models.model import KVHeads, ModelShape
 from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import TYPES
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """What a layer's cache has to hold.
+
+    Attributes:
+        heads: K and V of a token.
+        scales: Static scales of K and V; None where there are none.
+    """
+
+    heads: KVHeads
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -24,62 +37,61 @@ class CacheShape:
 
     Attributes:
         blocks: Blocks of 64 tokens.
-        kv_heads: Key and value heads.
-        head_dim: Numbers of a head.
+        layers: What is held of each layer.
         spec: How K and V are quantized, or None.
         dtype: Type of K and V where they are not quantized; None leaves it to the backend.
-        scales: Static scales of K and V, layer by layer; None where there are none.
     """
 
     blocks: int
-    kv_heads: int
-    head_dim: int
-    spec: KVCacheSpec | None
-    dtype: torch.dtype | None
-    scales: Sequence[tuple[Tensor, Tensor] | None]
+    layers: Sequence[LayerCache]
+    spec: KVCacheSpec | None = None
+    dtype: torch.dtype | None = None
 
     @classmethod
     def of_model(
         cls,
         checkpoint: Checkpoint,
-        model: ModelConfig,
+        model: ModelShape,
         sizes: EngineConfig,
         spec: KVCacheSpec | None,
     ) -> CacheShape:
-        """The cache of a decoder.
+        """The cache of a model.
 
         Args:
             checkpoint: Has the static scales.
-            model: The decoder's shape.
+            model: The model's shape.
             sizes: The engine's sizes, all resolved.
             spec: How K and V are quantized, or None.
         """
         assert sizes.kv_blocks is not None
-        names = [f"model.layers.{i}.self_attn" for i in range(model.layers)]
+        names = attention_names(checkpoint.config)
+        scales = [None if spec is None else checkpoint.kv_scales.get(name) for name in names]
         return cls(
             blocks=sizes.kv_blocks,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
+            layers=[LayerCache(*own) for own in zip(model.cached, scales, strict=True)],
             spec=spec,
             dtype=None if sizes.kv_dtype is None else getattr(torch, sizes.kv_dtype),
-            scales=[None if spec is None else checkpoint.kv_scales.get(name) for name in names],
         )
-
-    @property
-    def k_shape(self) -> tuple[int, int, int, int]:
-        """Shape of a layer's keys: [blocks, Hkv, 64, D]."""
-        return self.blocks, self.kv_heads, KV_BLOCK, self.head_dim
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of K and V in all layers, held in `dtype` where they are not quantized."""
-        return 2 * math.prod(self.k_shape) * self._stored(dtype).itemsize * len(self.scales)
+        each = (own.heads.count * (own.heads.k_size + own.heads.v_size) for own in self.layers)
+        return self.blocks * KV_BLOCK * sum(each) * self._stored(dtype).itemsize
+
+    def fitted(self, sizes: Callable[[int, int], tuple[int, int]]) -> CacheShape:
+        """The same with heads of the sizes that kernels take; the numbers behind their own are 0.
+
+        Args:
+            sizes: Gives the sizes of heads of K and V for those of a layer.
+        """
+        return replace(self, layers=[_fitted(own, sizes) for own in self.layers])
 
     def allocate(
         self,
         device: torch.device,
         dtype: torch.dtype,
         *,
-        v_shape: tuple[int, int, int, int],
+        tokens_last: bool,
         dynamic_scales: torch.dtype,
     ) -> list[KVPool]:
         """A pool of zeros for each layer.
@@ -87,30 +99,42 @@ class CacheShape:
         Args:
             device: Where it lies.
             dtype: Of K and V where they are not quantized.
-            v_shape: Shape of a layer's values.
+            tokens_last: Whether values lie as [blocks, Hkv, D, 64], not as [blocks, Hkv, 64, D].
             dynamic_scales: Type of scales that are taken from the data.
         """
         pools = []
-        for scales in self.scales:
+        for layer in self.layers:
+            heads = layer.heads
+            places = (self.blocks, heads.count, KV_BLOCK)
+            own = (KV_BLOCK, heads.v_size)[:: -1 if tokens_last else 1]
             k, v = (
                 torch.zeros(shape, dtype=self._stored(dtype), device=device)
-                for shape in (self.k_shape, v_shape)
+                for shape in ((*places, heads.k_size), (*places[:2], *own))
             )
             if self.spec is None:
                 pools.append(KVPool(k, v))
             elif self.spec.dynamic:
                 k_scale, v_scale = (
-                    torch.ones(self.k_shape[:3], dtype=dynamic_scales, device=device) for _ in "kv"
+                    torch.ones(places, dtype=dynamic_scales, device=device) for _ in "kv"
                 )
                 pools.append(KVPool(k, v, k_scale, v_scale, dynamic=True))
             else:
-                assert scales is not None  # one scale for all heads is a view: contiguous
-                k_scale, v_scale = (scale.to(device).contiguous() for scale in scales)
+                assert layer.scales is not None  # one scale for all heads is a view: contiguous
+                k_scale, v_scale = (scale.to(device).contiguous() for scale in layer.scales)
                 pools.append(KVPool(k, v, k_scale, v_scale))
         return pools
 
     def _stored(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.spec is None else TYPES[self.spec.dtype].storage
+
+
+def _fitted(layer: LayerCache, sizes: Callable[[int, int], tuple[int, int]]) -> LayerCache:
+    heads, scales = layer.heads, layer.scales
+    wider = KVHeads(heads.count, *sizes(heads.k_size, heads.v_size))
+    if scales is not None and scales[0].dim() > 1:  # of each channel of K
+        added = wider.k_size - heads.k_size
+        scales = torch.nn.functional.pad(scales[0], (0, added), value=1.0), scales[1]
+    return LayerCache(wider, scales)
 
 
 def change_blocks(pools: Sequence[KVPool], changes: BlockChanges) -> None:

@@ -12,7 +12,7 @@ from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
-from formats.families.registry import attention_names, family_of
+from formats.families.registry import attention_names
 from formats.tokenizer import load_tokenizer
 from inference.accuracy import compare
 from inference.bench.figures import environment
@@ -207,10 +207,10 @@ def _measure_speed(
 
 def _sizes(original: Engine, quantized: Engine) -> Sizes:
     shape = quantized.model.config
-    elements = 2 * shape.layers * shape.kv_heads * shape.head_dim
-    config = original.checkpoint.config
-    key = f"{attention_names(config)[0]}.{family_of(config).attention.k}.weight"
-    own = original.checkpoint.dtype(key).itemsize
+    elements = sum(own.count * (own.k_size + own.v_size) for own in shape.cached)
+    first, names = attention_names(original.checkpoint.config)[0], original.checkpoint.names()
+    weight = next(n for n in names if n.startswith(f"{first}.") and n.endswith(".weight"))
+    own = original.checkpoint.dtype(weight).itemsize
     return Sizes(
         original_weights=original.checkpoint.nbytes,
         quantized_weights=quantized.checkpoint.nbytes,
@@ -226,7 +226,7 @@ def _cache_bytes(quantized: Engine, elements: int, own: int) -> int:
     spec, shape = quantized.checkpoint.scheme.kv_cache, quantized.model.config
     if not quantized.quantized_kv or spec is None:
         return elements * own
-    scales = 2 * shape.layers * shape.kv_heads * 4 if spec.dynamic else 0
+    scales = sum(2 * own.count * 4 for own in shape.cached) if spec.dynamic else 0
     return elements * spec.bits // 8 + scales
 
 

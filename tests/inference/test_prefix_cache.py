@@ -11,7 +11,7 @@ from formats.errors import EngineError
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.engine import Engine
-from inference.models.kv_cache import CacheShape, copy_blocks
+from inference.models.kv_cache import CacheShape, LayerCache, copy_blocks
 from inference.requests.request import SamplingParams
 
 KINDS = {
@@ -36,7 +36,7 @@ def engine_of(folder, kind: str = "float", **config) -> Engine:
         k, v = (torch.linspace(0.03, 0.04, math.prod(size)).view(size) for size in sizes)
         static = k, v
     blocks = engine.stats().total
-    cache = CacheShape(blocks, heads, dim, spec, None, [static] * shape.layers)
+    cache = CacheShape(blocks, [LayerCache(own, static) for own in shape.cached], spec)
     return engine.variant(engine.model.layers, engine.backend.cache(cache))
 
 

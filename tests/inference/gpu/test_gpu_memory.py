@@ -13,7 +13,8 @@ from formats.errors import EngineError
 from inference.gpu import memory, runner
 from inference.gpu.backend import TritonBackend
 from inference.gpu.runner import GpuRunner
-from inference.models.kv_cache import CacheShape
+from inference.models.kv_cache import CacheShape, LayerCache
+from inference.models.model import KVHeads
 from inference.scheduling.blocks import BlockManager
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence
@@ -48,7 +49,7 @@ def test_other_errors_pass():
 
 
 def test_a_cache_that_does_not_fit(monkeypatch):
-    shape = CacheShape(100, 2, 128, None, None, [None] * 40)
+    shape = CacheShape(100, [LayerCache(KVHeads(2, 128, 128))] * 40)
     pools = TritonBackend(CPU, torch.float16).cache(shape)
     held = sum(pool.k.nbytes + pool.v.nbytes for pool in pools)
     monkeypatch.setattr(CacheShape, "allocate", run_out)
