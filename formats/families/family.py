@@ -108,6 +108,24 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """Experts in groups of neighbours: only those of a token's best groups can be chosen.
+
+    Attributes:
+        best: How many of a group's best scores are added up to its own.
+        count: Key of config.json that says how many groups there are.
+        chosen: Key of config.json that says of how many a token's experts are.
+        only_if: Key of config.json and the value of it with which there are groups; None where
+            there always are.
+    """
+
+    best: int
+    count: str = "n_group"
+    chosen: str = "topk_group"
+    only_if: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
 class Mixture:
     """A mixture of experts in the place of the feed-forward layer, in some or all blocks.
 
@@ -116,19 +134,29 @@ class Mixture:
         expert: Names of an expert's layers.
         count: Key of config.json that says how many experts a block has.
         router: Name of the layer that gives each expert a logit.
-        normalized: Whether the chosen experts' probabilities are divided by their sum: always, or
-            as this key of config.json says.
+        normalized: Whether the chosen experts' scores are divided by their sum: always or never,
+            or as this key of config.json says.
         shared: Name of the expert that sees every token, if there is one; named as a dense layer.
-        shared_gate: Name of the layer that gives its logit.
+        shared_gate: Name of the layer that gives its logit; None where it counts fully.
+        scores: What makes an expert's score of its logit: softmax over all, or its sigmoid.
+        correction: Name of the router's tensor with a bias for each expert, which is added to its
+            score where experts and groups are chosen and not where they are weighed (auxiliary-
+            loss-free balancing, Wang et al. 2024, arXiv 2408.15664); None without one.
+        groups: How experts are grouped; None where all can be chosen together.
+        factor: Key of config.json of what the chosen experts' weights are multiplied by.
     """
 
     module: str
     expert: GatedMLP
     count: str
-    normalized: Literal[True] | str
+    normalized: bool | str
     router: str = "gate"
     shared: str | None = None
     shared_gate: str | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: str | None = None
+    groups: ExpertGroups | None = None
+    factor: str | None = None
 
     @property
     def routers(self) -> tuple[str, ...]:

@@ -74,6 +74,10 @@ class ModelValues(_Values):
     partial_rotary_factor: Share | None = None
     num_experts: Size | None = None
     num_local_experts: Size | None = None
+    n_routed_experts: Size | None = None
+    n_group: Size | None = None
+    topk_group: Size | None = None
+    routed_scaling_factor: Positive | None = None
     num_experts_per_tok: Size | None = None
     moe_intermediate_size: Size | None = None
     shared_expert_intermediate_size: Size | None = None
@@ -97,7 +101,7 @@ class ModelValues(_Values):
             raise ValueError(
                 f"head_dim is {self.head_dim}; rotary embedding turns pairs of channels"
             )
-        experts = self.num_experts or self.num_local_experts
+        experts = self.num_experts or self.num_local_experts or self.n_routed_experts
         if experts and (self.num_experts_per_tok or 0) > experts:
             raise ValueError(f"{self.num_experts_per_tok} num_experts_per_tok of {experts} experts")
         return self

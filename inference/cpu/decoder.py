@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference.cpu.batch import Batch
 from inference.cpu.layers import CpuExperts, Linear
-from inference.models.config import Routing
+from inference.cpu.routing import route, sigmoid
 from inference.models.decoder import Decoder, Layer
 from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert
 from kernels.attention_inputs import AttentionInputs, KVPool
@@ -104,22 +104,13 @@ def _swiglu(own: GatedMLP[Linear], x: Tensor) -> Tensor:
 
 
 def _mixture(own: MixtureOfExperts[Linear, CpuExperts], x: Tensor) -> Tensor:
-    weights, chosen = route(own.router(x), own.routing)
+    weights, chosen = route(own.router(x), own.routing, own.correction)
     experts = [GatedMLP(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
     outputs = by_expert(x, chosen, experts, _swiglu)  # [T, k, H]
     y = outputs[:, 0] * weights[:, :1]
     for i in range(1, own.routing.chosen):  # in order: a sum of torch's may take any
         y = y + outputs[:, i] * weights[:, i : i + 1]
-    if own.shared is not None and own.shared_gate is not None:
-        share = 1.0 / (1.0 + torch.exp(-own.shared_gate(x).float()))
-        y = y + _swiglu(own.shared, x) * share
+    if own.shared is not None:
+        said = _swiglu(own.shared, x)
+        y = y + (said if own.shared_gate is None else said * sigmoid(own.shared_gate(x)))
     return y.to(x.dtype)
-
-
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Probabilities fp32 and numbers int64 of each token's experts, both [T, k], descending."""
-    probabilities = torch.softmax(logits.float(), dim=-1)
-    weights, chosen = torch.topk(probabilities, routing.chosen, dim=-1)
-    if routing.normalized:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, chosen

@@ -76,16 +76,21 @@ def _down(own: GatedMLP[GpuLinear], y: Tensor) -> Tensor:
 def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bool) -> Tensor:
     routing = own.routing
     logits = own.router(x, torch.float32)
-    weights, chosen = route(logits, routing.chosen, routing.normalized)
+    weights, chosen = route(
+        logits, routing.chosen, routing.normalized, sigmoid=routing.scores == "sigmoid",
+        correction=own.correction, groups=routing.groups, chosen_groups=routing.chosen_groups,
+        best_of_group=routing.best_of_group, factor=routing.factor,
+    )  # fmt: skip
     gate_up, down = own.gate_up.merged, own.down.merged
     if gate_up is None or down is None or not (padded or as_one(own, len(x))):
         experts = [GatedMLP(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
         y = by_expert(x, chosen, experts, _on_floats).flatten(0, 1)
     else:
         y = _all_at_once(gate_up, down, x, chosen, routing.experts)
-    if own.shared is None or own.shared_gate is None:
+    if own.shared is None:
         return combine(y, weights)
-    return combine(y, weights, _on_floats(own.shared, x), own.shared_gate(x))
+    gate = None if own.shared_gate is None else own.shared_gate(x)
+    return combine(y, weights, _on_floats(own.shared, x), gate)
 
 
 def _all_at_once(

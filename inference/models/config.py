@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
@@ -47,17 +47,27 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a family's routers choose.
+    """How a family's routers choose; see `formats.families.family.Mixture`.
 
     Attributes:
         experts: How many there are in a block.
         chosen: How many of them a token goes to.
-        normalized: Whether the probabilities of these are divided by their sum.
+        normalized: Whether the scores of these are divided by their sum.
+        scores: What makes an expert's score of its logit.
+        groups: How many groups of neighbours the experts are in.
+        chosen_groups: Of how many of them a token's experts are.
+        best_of_group: How many of a group's best scores are added up to its own.
+        factor: Of the chosen experts' weights.
     """
 
     experts: int
     chosen: int
     normalized: bool
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    chosen_groups: int = 1
+    best_of_group: int = 1
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -143,12 +153,33 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
 
 
 def _routing(family: Family, config: PretrainedConfig) -> Routing | None:
+    """How experts are chosen.
+
+    Raises:
+        CheckpointError: groups do not divide the experts, or hold too few to choose from.
+    """
     names = family.mixture
     if names is None:
         return None
     normalized = names.normalized
-    return Routing(
+    routing = Routing(
         experts=getattr(config, names.count),
         chosen=config.num_experts_per_tok,
         normalized=normalized if isinstance(normalized, bool) else getattr(config, normalized),
+        scores=names.scores,
+        factor=1.0 if names.factor is None else getattr(config, names.factor),
     )
+    groups = names.groups
+    if groups is None or (
+        groups.only_if and getattr(config, groups.only_if[0]) != groups.only_if[1]
+    ):
+        return routing
+    count, chosen = getattr(config, groups.count), getattr(config, groups.chosen)
+    size, uneven = divmod(routing.experts, count)
+    if uneven or size < groups.best or not routing.chosen <= chosen * size <= routing.experts:
+        raise CheckpointError(
+            f"config.json: {routing.chosen} of {routing.experts} experts are to be chosen from "
+            f"{chosen} ({groups.chosen}) of {count} groups ({groups.count}), which does not come "
+            "out even. Correct it, or copy config.json of the original model"
+        )
+    return replace(routing, groups=count, chosen_groups=chosen, best_of_group=groups.best)

@@ -4,10 +4,12 @@ Gated MLPs (SwiGLU, GEGLU: Shazeer 2020, arXiv 2002.05202, Eq. 6) with gate and 
 mixture of experts
 (Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, "Mixtral of Experts", arXiv 2401.04088):
 
-    p = softmax(x W_router^T)        y = sum over the k largest p_i of p_i E_i(x)
+    s = softmax(x W_router^T)        y = f * sum over the k largest s_i of s_i E_i(x)
 
-with p divided by the sum of the chosen ones where the family does so. Qwen2-MoE adds an expert that
-sees every token: y += sigmoid(x W_shared^T) E_shared(x) (Qwen Team 2024, arXiv 2407.10671).
+with s divided by the sum of the chosen ones where the family does so, and a factor f. s may be the
+logits' sigmoid, experts may be chosen by s + b instead, and out of some groups only (DeepSeek-AI
+2024, arXiv 2412.19437, Eq. 12 to 16). Qwen2-MoE adds an expert that sees every token, y +=
+sigmoid(x W_shared^T) E_shared(x) (Qwen Team 2024, arXiv 2407.10671), DeepSeek one without a gate.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class MixtureOfExperts(Generic[L, X]):
         gate_up: Gate and up, merged, of each expert, in the router's order.
         down: Down of each expert.
         shared: Sees every token, or None.
-        shared_gate: Gives its logit.
+        shared_gate: Gives its logit; None where it counts fully.
+        correction: fp32 [experts], added to scores where experts are chosen, or None.
     """
 
     routing: Routing
@@ -61,6 +64,7 @@ class MixtureOfExperts(Generic[L, X]):
     down: X
     shared: GatedMLP[L] | None
     shared_gate: L | None
+    correction: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,12 +147,17 @@ def load_feed_forward(
         return factory.experts(read_stacks(checkpoint, modules, factory.device), found)
 
     shared, shared_gate = f"{moe}.{names.shared}", f"{moe}.{names.shared_gate}"
-    has_shared = f"{shared_gate}.weight" in checkpoint
+    has_gate = names.shared_gate is not None and f"{shared_gate}.weight" in checkpoint
+    has_shared = has_gate if names.shared_gate else names.shared is not None
+    correction = None
+    if names.correction is not None:
+        correction = checkpoint.tensor(f"{router}.{names.correction}").float().to(factory.device)
     return MixtureOfExperts(
         routing=routing,
         gate_up=experts(*names.expert.gate_up),
         down=experts(names.expert.down),
         router=linear(router),
         shared=swiglu(shared, *dense) if has_shared else None,
-        shared_gate=linear(shared_gate) if has_shared else None,
+        shared_gate=linear(shared_gate) if has_gate else None,
+        correction=correction,
     )

@@ -1,11 +1,13 @@
 """Mixtures of experts: which experts a token goes to, and the sum of what they say.
 
-    route     p = softmax(logits);  the k largest, descending, and their experts
-    combine   y[t] = sum_j p[t, j] e[t, j] + sigmoid(g[t]) s[t],   in the order of j, in fp32
+    route     s = softmax(logits) or sigmoid(logits);  the k experts with the largest s + b,
+              descending, and their weights w = f s, or f s / (the sum of theirs)
+    combine   y[t] = sum_j w[t, j] e[t, j] + sigmoid(g[t]) s[t],   in the order of j, in fp32
 
-Of equal probabilities that of the expert with the lower number comes first. The last term is that
-of an expert which every token goes to, where there is one. What lies between is
-`kernels.triton.experts.sorting`.
+Of equal s + b that of the expert with the lower number comes first. Where experts are in groups,
+those of the groups with the largest sums of their best s + b alone can be chosen (DeepSeek-AI 2024,
+arXiv 2412.19437, Eq. 12 to 16). The last term is that of an expert which every token goes to, where
+there is one; without a gate it is s[t]. What lies between is `kernels.triton.experts.sorting`.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -25,32 +27,67 @@ PART = 1024  # of a row of the sum
 
 @triton.jit
 def route_kernel(
-    logits, weights, chosen, E, K,
-    WIDTH: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, OVERLAP: tl.constexpr,
+    logits, correction, weights, chosen, E, K, G, SIZE, CHOSEN_GROUPS, factor,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, BEST: tl.constexpr, LIMITED: tl.constexpr,
+    CHOSEN: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (token); WIDTH and CHOSEN are E and K rounded up to powers of two."""
-    t, e, j = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, CHOSEN)
+    """Program (token); GROUPS, WIDTH and CHOSEN are G groups, the SIZE experts of one, and K
+    rounded up to powers of two. Place i of a row is expert i % WIDTH of group i / WIDTH."""
+    t, i, j = tl.program_id(0), tl.arange(0, GROUPS * WIDTH), tl.arange(0, CHOSEN)
+    e = i // WIDTH * SIZE + i % WIDTH
+    real = (i % WIDTH < SIZE) & (e < E)
+    bias = tl.zeros([GROUPS * WIDTH], tl.float32)
+    if correction is not None:
+        bias = tl.load(correction + e, mask=real, other=0.0)
     wait(OVERLAP)
     announce(OVERLAP)
-    z = tl.load(logits + t * E + e, mask=e < E, other=-float("inf")).to(tl.float32)
-    p = tl.exp(z - tl.max(z, 0))
-    p = tl.where(e < E, tl.div_rn(p, tl.sum(p, 0) + tl.zeros_like(p)), -1.0)
+    z = tl.load(logits + t * E + e, mask=real, other=-float("inf")).to(tl.float32)
+    if SIGMOID:
+        s = tl.div_rn(tl.full([GROUPS * WIDTH], 1.0, tl.float32), 1.0 + tl.exp(-z))
+    else:
+        s = tl.exp(z - tl.max(z, 0))
+        s = tl.div_rn(s, tl.sum(s, 0) + tl.zeros_like(s))
+    rank = tl.where(real, s + bias, -float("inf"))
+    if LIMITED:
+        rank = of_best_groups(rank, G, CHOSEN_GROUPS, GROUPS, WIDTH, BEST)
     values, numbers = tl.zeros([CHOSEN], tl.float32), tl.zeros([CHOSEN], tl.int32)
-    for i in range(K):
-        best = tl.minimum(tl.argmax(p, 0), E - 1)  # of NaN it may be any
-        values = tl.where(j == i, tl.max(p, 0), values)
-        numbers = tl.where(j == i, best, numbers)
-        p = tl.where(e == best, -1.0, p)
+    for n in range(K):
+        best = tl.argmax(rank, 0)
+        values = tl.where(j == n, tl.sum(tl.where(i == best, s, 0.0), 0), values)
+        number = best // WIDTH * SIZE + best % WIDTH
+        numbers = tl.where(j == n, tl.minimum(number, E - 1), numbers)  # of NaN it may be any
+        rank = tl.where(i == best, -float("inf"), rank)
     if NORMALIZED:
-        values = tl.div_rn(values, tl.sum(values, 0) + tl.zeros_like(values))
-    tl.store(weights + t * K + j, values, mask=j < K)
+        values = tl.div_rn(values, tl.sum(values, 0) + 1e-20 + tl.zeros_like(values))
+    tl.store(weights + t * K + j, values * factor, mask=j < K)
     tl.store(chosen + t * K + j, numbers, mask=j < K)
+
+
+@triton.jit
+def of_best_groups(
+    rank, G, CHOSEN_GROUPS, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BEST: tl.constexpr
+):  # fmt: skip
+    """Ranks of the experts of the best groups, -inf of all others."""
+    left, column = tl.reshape(rank, [GROUPS, WIDTH]), tl.arange(0, WIDTH)
+    own = tl.max(left, 1)
+    if BEST == 2:
+        left = tl.where(column[None, :] == tl.argmax(left, 1)[:, None], -float("inf"), left)
+        own += tl.max(left, 1)
+    g = tl.arange(0, GROUPS)
+    own = tl.where(g < G, own, -float("inf"))
+    taken = tl.zeros([GROUPS], tl.int32)
+    for _ in range(CHOSEN_GROUPS):
+        best = tl.argmax(own, 0)
+        taken = tl.where(g == best, 1, taken)
+        own = tl.where(g == best, -float("inf"), own)
+    limited = tl.where(taken[:, None] > 0, tl.reshape(rank, [GROUPS, WIDTH]), -float("inf"))
+    return tl.reshape(limited, [GROUPS * WIDTH])
 
 
 @triton.jit
 def combine_kernel(
     outputs, weights, shared, gate, out, H, K,
-    WIDTH: tl.constexpr, SHARED: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part of WIDTH elements)."""
     t, i = tl.program_id(0), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -61,22 +98,41 @@ def combine_kernel(
     for j in range(1, K):
         e = tl.load(row + j * H, mask=real, other=0.0).to(tl.float32)
         y += e * tl.load(weights + t * K + j)
-    if SHARED:
+    if shared is not None:
         s = tl.load(shared + t.to(tl.int64) * H + i, mask=real, other=0.0).to(tl.float32)
-        y += s * (1.0 / (1.0 + tl.exp(-tl.load(gate + t).to(tl.float32))))
+        if gate is not None:
+            s *= 1.0 / (1.0 + tl.exp(-tl.load(gate + t).to(tl.float32)))
+        y += s
     tl.store(out + t.to(tl.int64) * H + i, y.to(out.dtype.element_ty), mask=real)
 
 
-def route(logits: Tensor, chosen: int, normalized: bool) -> tuple[Tensor, Tensor]:
-    """Probabilities and numbers of each token's experts.
+def route(
+    logits: Tensor,
+    chosen: int,
+    normalized: bool,
+    *,
+    sigmoid: bool = False,
+    correction: Tensor | None = None,
+    groups: int = 1,
+    chosen_groups: int = 1,
+    best_of_group: int = 1,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of each token's experts.
 
     Args:
         logits: Float [T, E], contiguous.
         chosen: k.
-        normalized: Whether probabilities are divided by the sum of those chosen.
+        normalized: Whether weights are divided by the sum of those chosen.
+        sigmoid: Whether a score is the logit's sigmoid; without, softmax over all.
+        correction: fp32 [E], added to scores where experts are chosen, or None.
+        groups: How many groups of neighbours the experts are in.
+        chosen_groups: Of how many of them a token's experts are.
+        best_of_group: How many of a group's best scores, 1 or 2, are added up to its own.
+        factor: Of the weights.
 
     Returns:
-        (fp32 [T, k], int32 [T, k]), descending.
+        (fp32 [T, k], int32 [T, k]), the best first.
 
     Raises:
         ValueError: a shape does not fit.
@@ -86,14 +142,27 @@ def route(logits: Tensor, chosen: int, normalized: bool) -> tuple[Tensor, Tensor
         logits.is_contiguous() and 0 < chosen <= experts <= MOST_EXPERTS,
         f"{chosen} of {experts} experts; needed are contiguous logits of at most {MOST_EXPERTS}",
     )
+    size = experts // groups
+    require(
+        size * groups == experts and 0 < best_of_group <= min(2, size)
+        and chosen <= chosen_groups * size <= experts,
+        f"{chosen} of {experts} experts from {chosen_groups} of {groups} groups by their "
+        f"{best_of_group} best (1 or 2) does not come out even",
+    )  # fmt: skip
+    require(
+        correction is None or (correction.dtype == torch.float32 and correction.numel() == experts),
+        "a correction is fp32, one for each expert",
+    )
     weights = torch.empty((tokens, chosen), dtype=torch.float32, device=logits.device)
     numbers = torch.empty((tokens, chosen), dtype=torch.int32, device=logits.device)
     if tokens:
-        width = triton.next_power_of_2(experts)
+        shape = {"GROUPS": triton.next_power_of_2(groups), "WIDTH": triton.next_power_of_2(size)}
         route_kernel[(tokens,)](
-            logits, weights, numbers, experts, chosen, WIDTH=width,
-            CHOSEN=triton.next_power_of_2(chosen), NORMALIZED=normalized,
-            num_warps=min(8, max(1, width // 256)), enable_fp_fusion=True, **overlap(),
+            logits, correction, weights, numbers, experts, chosen, groups, size, chosen_groups,
+            factor, **shape, BEST=best_of_group, LIMITED=chosen_groups < groups,
+            CHOSEN=triton.next_power_of_2(chosen), SIGMOID=sigmoid, NORMALIZED=normalized,
+            num_warps=min(8, max(1, shape["GROUPS"] * shape["WIDTH"] // 256)),
+            enable_fp_fusion=True, **overlap(),
         )  # fmt: skip
     return weights, numbers
 
@@ -107,7 +176,7 @@ def combine(
         outputs: Float [T k, H], what they say, contiguous.
         weights: fp32 [T, k].
         shared: Like the result, what the expert of all tokens says, or None.
-        gate: Float [T, 1], the logit of its weight, or None.
+        gate: Float [T, 1], the logit of its weight; None where that is 1.
 
     Returns:
         [T, H] in the type of `outputs`.
@@ -122,13 +191,13 @@ def combine(
     )
     fits = shared is None or (shared.shape == (tokens, size) and shared.is_contiguous())
     require(
-        fits and (shared is None) == (gate is None) and (gate is None or gate.numel() == tokens),
-        "an expert of all tokens has a contiguous row and a logit for each",
+        fits and (gate is None or (shared is not None and gate.numel() == tokens)),
+        "an expert of all tokens has a contiguous row, and perhaps a logit, for each",
     )
     out = torch.empty((tokens, size), dtype=outputs.dtype, device=outputs.device)
     if tokens:
         combine_kernel[(tokens, triton.cdiv(size, PART))](
             outputs, weights, shared, gate, out, size, chosen, WIDTH=PART,
-            SHARED=shared is not None, enable_fp_fusion=False, **overlap(),
+            enable_fp_fusion=False, **overlap(),
         )  # fmt: skip
     return out

@@ -151,6 +151,39 @@ def test_routing():
         assert torch.equal(chosen, order[:, :3].int())
     with pytest.raises(ValueError, match="6 of 5 experts"):
         route(torch.zeros(1, 5), 6, False)
+    with pytest.raises(ValueError, match="from 1 of 2 groups"):
+        route(torch.zeros(1, 4), 3, False, groups=2, chosen_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("experts", "routing"),
+    [
+        (60, {"sigmoid": True, "normalized": True, "factor": 2.5}),
+        (40, {"normalized": False, "groups": 5, "chosen_groups": 2, "factor": 16.0}),
+        (48, {"sigmoid": True, "normalized": True, "groups": 8, "best_of_group": 2}),
+    ],
+)
+@interpreted
+def test_routing_by_sigmoids_groups_and_corrections(experts, routing):
+    """The kernel chooses and weighs as torch does, of any kind of routing."""
+    from inference.cpu.routing import route as plain
+    from inference.models.config import Routing
+    from kernels.triton.experts.routing import route
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, experts, generator=generator)
+    routing = {"chosen_groups": 3 if routing.get("groups") == 8 else 1} | routing
+    corrections = [None]
+    if routing.get("sigmoid"):
+        corrections.append(torch.randn(experts, generator=generator) * 0.3 - 1)
+    for correction in corrections:
+        weights, chosen = route(logits, 4, correction=correction, **routing)
+        names = {key: value for key, value in routing.items() if key != "sigmoid"}
+        kind = "sigmoid" if routing.get("sigmoid") else "softmax"
+        described = Routing(experts=experts, chosen=4, scores=kind, **names)
+        wanted, numbers = plain(logits, described, correction)
+        assert torch.equal(chosen, numbers.int())
+        torch.testing.assert_close(weights, wanted)
 
 
 @interpreted
@@ -169,10 +202,14 @@ def test_the_sum_of_a_tokens_experts():
     assert torch.equal(combine(outputs, weights), wanted.half())
     wanted += shared.float() * torch.sigmoid(gate.float())
     torch.testing.assert_close(combine(outputs, weights, shared, gate), wanted.half())
+    wanted = own[:, 0] * weights[:, :1] + own[:, 1] * weights[:, 1:] + shared.float()
+    assert torch.equal(combine(outputs, weights, shared), wanted.half())
     with pytest.raises(ValueError, match=r"contiguous \[8, H\]"):
         combine(outputs[:7], weights)
     with pytest.raises(ValueError, match="an expert of all tokens"):
-        combine(outputs, weights, shared)
+        combine(outputs, weights, shared[:3])
+    with pytest.raises(ValueError, match="an expert of all tokens"):
+        combine(outputs, weights, None, gate)
 
 
 @interpreted
