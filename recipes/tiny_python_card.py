@@ -1,4 +1,4 @@
-"""The model card of the default model, from the record of its training."""
+"""The card of the default model, or of one like it: from its config and its training's record."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from recipes.tiny_python_check import CALIBRATION, EVALUATION
 
+PARTS = {  # of a block, by the model type
+    "llama": ": RMSNorm, rotary embedding, grouped-query attention, SwiGLU",
+    "gemma3_text": ": RMSNorm (1 + w) before and after each layer, norms of q and k, rotary "
+    "embedding, windows and full attention in turn, GEGLU",
+}
 CARD = """---
 license: apache-2.0
 language: code
 library_name: transformers
 pipeline_tag: text-generation
-tags: [python, llama, quantization, test-model]
+tags: [python, {model_type}, quantization, test-model]
 ---
-# tiny-python
+# {name}
 
 A language model of {parameters:,} parameters that continues Python source. It is here so that
 quantization can be tried, tested and demonstrated without a download: it is small, but it is
@@ -23,10 +30,10 @@ trained, and like large models it has massive activations that naive int8 quanti
 
 | architecture | |
 |---|---|
-| layout | `LlamaForCausalLM`: RMSNorm, rotary embedding, grouped-query attention, SwiGLU |
-| blocks, hidden size | 8, 256 |
-| heads | 4 query, 2 key/value, of 64 |
-| intermediate size | 768 |
+| layout | `{architecture}`{parts} |
+| blocks, hidden size | {blocks}, {hidden} |
+| heads | {heads} query, {kv_heads} key/value, of {head_size} |
+| intermediate size | {intermediate} |
 | vocabulary | 4096, byte-level BPE, tied embeddings; `<|endoftext|>` (id 0) ends a document |
 | context | {sequence_length} tokens; no begin token is added |
 | weights | bf16 |
@@ -87,19 +94,37 @@ def rows(table: list[tuple[object, ...]]) -> str:
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table)
 
 
-def write_card(path: Path, record: Mapping[str, Any]) -> None:
-    """Write README.md from what `training.json` holds."""
+def write_card(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write README.md of a model's folder, from its config.json and what `training.json` holds."""
+    config = AutoConfig.from_pretrained(folder)
     largest, median = record["absmax"], record["absmax_median"]
-    command = (
-        "python -m recipes.train_tiny_python --out recipes/tiny-python"
-        f" --learning-rate {record['learning_rate']:g} --steps {record['steps']} --minutes 60"
-    )
+    (architecture,) = config.architectures
     card = CARD.format(
         **record,
-        command=command,
+        name=folder.resolve().name,
+        model_type=config.model_type,
+        architecture=architecture,
+        parts=PARTS.get(config.model_type, ""),
+        blocks=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        intermediate=config.intermediate_size,
+        command=training_command(folder, record),
         evaluation=", ".join(EVALUATION),
         calibration=", ".join(CALIBRATION),
         absmax_rows=rows([(k, f"{largest[k]:.1f}", f"{median[k]:.1f}") for k in largest]),
         source_rows=rows([tuple(source.values()) for source in record["sources"]]),
     )
-    path.write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def training_command(folder: Path, record: Mapping[str, Any]) -> str:
+    """The command that trains such a model again; time does not end it."""
+    words = ["python -m recipes.train_tiny_python --out", str(folder)]
+    for option in ("config", "tokenizer"):
+        if record.get(option):
+            words += [f"--{option}", record[option]]
+    words += [f"--learning-rate {record['learning_rate']:g} --steps {record['steps']}"]
+    return " ".join([*words, "--minutes 60"])

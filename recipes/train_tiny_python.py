@@ -1,12 +1,16 @@
-"""Train the default model: a small Llama on permissively licensed Python source.
+"""Train the default model, or one like it of another family, on permissively licensed Python code.
 
     python -m recipes.train_tiny_python --out recipes/tiny-python
+    python -m recipes.train_tiny_python --out /tmp/tiny-python-gemma3 \\
+        --config recipes/tiny-python-gemma3.json --tokenizer recipes/tiny-python --minutes 6
 
-reads the Python packages installed beside it (see `tiny_python_corpus` for which of them, and for
-how the standard library is kept out), trains a byte-level BPE tokenizer and the model, checks the
-model on text it has not seen, and writes a directory that transformers loads: weights in bf16,
-tokenizer, `training.json` with every figure and source, and a model card. One GPU takes minutes;
-on a CPU it is only good for trying the script out (`--steps 5 --limit-mb 1 --batch-tokens 2048`).
+It reads the Python packages installed beside it (see `tiny_python_corpus` for which of them, and
+for how the standard library is kept out), trains a byte-level BPE tokenizer and the model, checks
+the model on text it has not seen, and writes a directory that transformers loads: weights in bf16,
+tokenizer, `training.json` with every figure and source, and a model card. Nothing is downloaded.
+One GPU takes minutes, and a few more for reading text before and checks behind; on a CPU it is only
+good for trying the script out (`--steps 5 --limit-mb 1 --batch-tokens 2048`). What every shipped
+recipe costs on the model is told by `python -m recipes.run_all`.
 """
 
 from __future__ import annotations
@@ -27,13 +31,21 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from formats.errors import RecipeError
 from recipes.tiny_python_card import write_card
 from recipes.tiny_python_check import Check, check_model
 from recipes.tiny_python_corpus import Corpus, build_corpus
 
+DEFAULT_CONFIG = Path(__file__).parent / "tiny-python" / "config.json"
 END = "<|endoftext|>"  # id 0: ends every document
 VOCABULARY = 4096
 LENGTH = 1024  # tokens of a training sequence, and the longest context
@@ -91,23 +103,23 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     return torch.cat(parts)
 
 
-def model_config() -> LlamaConfig:
-    """7.3 M parameters: 8 blocks of hidden size 256, 4 query and 2 KV heads of 64, tied head."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=LENGTH,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+def read_config(path: Path) -> PreTrainedConfig:
+    """The model's shape, from a config.json of any family that transformers knows.
+
+    Raises:
+        RecipeError: there is none, or it has another vocabulary or a shorter context.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--config {path}: no config.json of a model ({error})") from None
+    found = config.vocab_size, config.max_position_embeddings
+    if found[0] != VOCABULARY or found[1] < LENGTH:
+        raise RecipeError(
+            f"--config {path}: {found[0]} tokens, contexts of {found[1]}; needed are vocab_size "
+            f"{VOCABULARY} and max_position_embeddings {LENGTH} or more"
+        )
+    return config
 
 
 def make_optimizer(model: nn.Module, rate: float, decay: float) -> torch.optim.Optimizer:
@@ -127,10 +139,9 @@ def learning_rate(step: int, progress: float, peak: float) -> float:
     return peak * min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * min(1, progress)))
 
 
-def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+def batch_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Mean cross entropy of predicting ids [b, 1 + length] from their left context."""
-    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden).float()
+    logits = model(ids[:, :-1], use_cache=False).logits.float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -147,15 +158,15 @@ def make_sampler(ids: Tensor, rows: int, seed: int) -> Callable[[], Tensor]:
 
 
 def train(
-    ids: Tensor, args: argparse.Namespace, device: torch.device
-) -> tuple[LlamaForCausalLM, Result]:
+    ids: Tensor, config: PreTrainedConfig, args: argparse.Namespace, device: torch.device
+) -> tuple[PreTrainedModel, Result]:
     """Train until `args.steps` or `args.minutes` are spent, whichever comes first.
 
     The cosine follows the larger of both shares, so the rate ends at zero either way.
     """
     torch.manual_seed(args.seed)
     with device:
-        model = LlamaForCausalLM(model_config())
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = make_optimizer(model, args.learning_rate, args.weight_decay)
     loss_of = torch.compile(batch_loss) if device.type == "cuda" else batch_loss
     rows = max(1, args.batch_tokens // LENGTH)
@@ -188,8 +199,28 @@ def train(
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Train the default model.")
+    summary, _, usage = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=summary,
+        epilog=usage.strip("\n"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=DEFAULT_CONFIG,
+        metavar="FILE",
+        help="config.json of the model to train, of any family (default: that of the default "
+        "model; recipes/tiny-python-gemma3.json is a Gemma 3 of its size)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="model folder whose tokenizer to take, so that perplexities compare (default: train "
+        "one)",
+    )
     parser.add_argument("--steps", type=int, default=10_000, help="optimizer steps at most")
     parser.add_argument("--minutes", type=float, default=8.0, help="training time at most")
     parser.add_argument("--limit-mb", type=float, default=1000.0, help="text at most")
@@ -209,7 +240,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write weights in bf16, configuration and tokenizer in the transformers layout."""
     out.mkdir(parents=True, exist_ok=True)
     nn.Module.to(model, torch.bfloat16)
@@ -223,6 +254,8 @@ def training_record(
     """Everything about a run that `training.json` and the model card tell."""
     on_gpu = torch.device(args.device).type == "cuda"
     return {
+        "config": None if args.config == DEFAULT_CONFIG else str(args.config),
+        "tokenizer": None if args.tokenizer is None else str(args.tokenizer),
         "steps": result.steps,
         "tokens": result.tokens,
         "training_loss": round(result.loss, 4),
@@ -249,20 +282,24 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     device = torch.device(args.device)
     try:
+        config = read_config(args.config)
         corpus = build_corpus(args.site_packages, int(args.limit_mb * 1e6), os.cpu_count() or 1)
     except RecipeError as error:
         raise SystemExit(f"error: {error}") from None
-    share = min(1.0, TOKENIZER_SAMPLE / corpus.characters)
-    tokenizer = train_tokenizer(corpus.train[: math.ceil(share * len(corpus.train))])
+    if args.tokenizer is None:
+        share = min(1.0, TOKENIZER_SAMPLE / corpus.characters)
+        tokenizer = train_tokenizer(corpus.train[: math.ceil(share * len(corpus.train))])
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, local_files_only=True)
     ids = encode(tokenizer, corpus.train)
-    model, result = train(ids, args, device)
+    model, result = train(ids, config, args, device)
     save(model, tokenizer, args.out)
-    model = LlamaForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     nn.Module.to(model, device)
     check = check_model(model, tokenizer, corpus.held_out, LENGTH, args.check_windows)
     record = training_record(args, corpus, len(ids), result, check)
     (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    write_card(args.out / "README.md", record)
+    write_card(args.out, record)
     for key, value in record.items():
         if key != "sources":
             print(f"{key:24s} {value}")

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from formats.errors import RecipeError
+from recipes import run_all
+from recipes.tiny_python_card import write_card
 from recipes.tiny_python_check import mean_loss, stdlib_text, windows
 from recipes.tiny_python_corpus import (
     build_corpus,
@@ -21,6 +23,7 @@ from recipes.tiny_python_corpus import (
     permissive_licence,
     without_notice,
 )
+from recipes.train_tiny_python import parse_args, read_config, train
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "recipes" / "tiny-python"
@@ -145,6 +148,48 @@ def test_a_tiny_run_writes_a_model_that_transformers_runs(tmp_path):
     prompt = tokenizer("def name", return_tensors="pt")
     made = model.generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     assert made.shape[1] == prompt["input_ids"].shape[1] + 3
+
+
+def test_a_model_of_another_family_is_trained_from_its_config():
+    options = "--out x --steps 1 --batch-tokens 1024 --device cpu --config".split()
+    args = parse_args([*options, str(SHIPPED.parent / "tiny-python-gemma3.json")])
+    config = read_config(args.config)
+    config.num_hidden_layers, config.layer_types = 1, ["sliding_attention"]
+    ids = torch.randint(4096, (2000,), dtype=torch.int16)
+    model, result = train(ids, config, args, torch.device("cpu"))
+    assert model.config.model_type == "gemma3_text"
+    assert model.dtype == torch.float32
+    assert 8 < result.loss < 9
+
+
+def test_a_config_that_does_not_fit_the_tokenizer_is_refused(tmp_path):
+    config = json.loads((SHIPPED / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 512}))
+    with pytest.raises(RecipeError, match="512 tokens"):
+        read_config(tmp_path / "config.json")
+    with pytest.raises(RecipeError, match="no config"):
+        read_config(tmp_path / "none.json")
+
+
+def test_the_shipped_card_is_that_of_its_record(tmp_path):
+    for name in ("config.json", "training.json"):
+        (tmp_path / "tiny-python").mkdir(exist_ok=True)
+        (tmp_path / "tiny-python" / name).write_text((SHIPPED / name).read_text())
+    record = json.loads((SHIPPED / "training.json").read_text())
+    write_card(tmp_path / "tiny-python", record)
+    made = (tmp_path / "tiny-python" / "README.md").read_text()
+    assert made.replace(str(tmp_path), "recipes") == (SHIPPED / "README.md").read_text()
+
+
+def test_recipes_that_cannot_run_are_told_with_the_reason(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    arguments = [str(tmp_path), "--output", str(tmp_path / "out"), "--recipes", "w8_rtn"]
+    assert run_all.main(arguments) == 2
+    assert "FAILED: w8_rtn: error" in (told := capsys.readouterr().out)
+    assert "'bert'" in told
+    assert "'bert'" in (tmp_path / "out" / "w8_rtn.log").read_text()
+    with pytest.raises(RecipeError, match="w4_rtn"):
+        run_all.main([*arguments[:-1], "w4_rtm"])
 
 
 def test_shipped_model_is_what_its_record_says():
