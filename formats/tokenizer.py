@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from formats.checkpoint.read import Checkpoint
 from formats.documents import read_document
 from formats.errors import CheckpointError
 from formats.families.values import GenerationValues
+from formats.published.tokenizers import (
+    COMPLETE,
+    SENTENCEPIECE,
+    SETTINGS,
+    native_settings,
+    needs_code,
+)
+from formats.stored.folder import auxiliary_files
 
 GENERATION = "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -32,16 +46,42 @@ def load_tokenizer(folder: Path) -> Any:
     if not has_tokenizer(folder):
         raise _unusable(folder, f"there is none: no {', '.join(VOCABULARIES)}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with _without_code(folder) as readable:
+            tokenizer = AutoTokenizer.from_pretrained(
+                readable, local_files_only=True, trust_remote_code=False
+            )
         tokenizer("a b")  # damaged settings may show no sooner
         words = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    except CheckpointError:
+        raise
     except Exception as error:  # of any kind: tokenizers raises nothing but Exception itself
         raise _unusable(folder, f"{type(error).__name__}: {error}") from error
     if not words:  # what transformers makes of settings without a vocabulary
         raise _unusable(folder, "its vocabulary is empty")
     return tokenizer
+
+
+@contextmanager
+def _without_code(folder: Path) -> Iterator[Path]:
+    """A folder with the same tokenizer, its settings those of a class of transformers."""
+    if not needs_code(folder):
+        yield folder
+        return
+    settings = native_settings(folder)
+    if settings is None:
+        raise CheckpointError(
+            f"{folder}: its tokenizer needs code of its own (auto_map of {SETTINGS}), which is "
+            "never run. Put a tokenizer.json of the same vocabulary beside the weights, such as "
+            "that of a conversion of the model to transformers' own classes (GLM-4-9B-chat: "
+            "zai-org/glm-4-9b-chat-hf)"
+        )
+    if not (folder / COMPLETE).exists() and find_spec("sentencepiece") is None:
+        raise _unusable(folder, f"{SENTENCEPIECE} is read by `pip install sentencepiece protobuf`")
+    with TemporaryDirectory() as made:
+        for file in auxiliary_files(folder):
+            shutil.copyfile(file, Path(made, file.name))
+        Path(made, SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+        yield Path(made)
 
 
 def _unusable(folder: Path, reason: str) -> CheckpointError:

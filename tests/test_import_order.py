@@ -3,7 +3,7 @@
     ptq          text, output < methods < result, recipe < plan < pipeline, peers < report < commands
     inference    requests < scheduling < config < models < cpu, gpu < backend < engine < bench, server
     calibrate    from a model and text to statistics
-    formats      scheme < families < stored < foreign < checkpoint
+    formats      scheme < families < published < stored < foreign < checkpoint
     kernels      numerics < reference < cpu < ops < triton < bench
 
 Each of the five packages imports those below it: `inference` stands beside `calibrate`, and only
@@ -46,7 +46,9 @@ FLOORS = {
         errors
         namespace command later links memory files pack scheme chat_template
         documents lock progress
-        scale_table families hub
+        scale_table families
+        published
+        hub
         stored
         foreign
         checkpoint

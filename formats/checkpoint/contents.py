@@ -18,6 +18,7 @@ from formats.checkpoint.compressed_tensors import (
     read_cache_scheme,
     read_groups,
 )
+from formats.checkpoint.native import native_tensors
 from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
@@ -61,9 +62,11 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
     Raises:
         CheckpointError: it is damaged, or of a kind that is not read here.
     """
-    config, quantization, own = read_config(path)
+    config, quantization, own, published = read_config(path)
     if is_foreign(quantization):
         return _foreign_contents(ForeignFolder(path), to_run)
+    if published is not None:
+        return Contents(config, native_tensors(open_weights(path), published, config))
     files = split_stored(open_weights(path), config)
     if not quantization:
         return Contents(config, files, own=own)

@@ -35,7 +35,7 @@ from torch import Tensor
 from formats.errors import CheckpointError
 from formats.families.family import Mixture, merged_rows
 from formats.families.registry import find_family
-from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
+from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
 SHAPE = "weight_shape"
 ONE_FOR_ALL = "input_scale"
@@ -55,7 +55,7 @@ class RowsOf:
 
     def __init__(
         self,
-        file: SafetensorsFile,
+        file: StoredTensors,
         tensor: str,
         starts: Mapping[str, int],
         shape: tuple[int, ...],
@@ -83,7 +83,7 @@ class ShapeOf:
         rows: Of the layer.
     """
 
-    def __init__(self, file: SafetensorsFile, tensor: str, name: str, rows: int) -> None:
+    def __init__(self, file: StoredTensors, tensor: str, name: str, rows: int) -> None:
         self._file, self._tensor, self._rows = file, tensor, rows
         self.path = file.path
         self.tensors = {name: (torch.int64, (2,))}
@@ -95,7 +95,7 @@ class ShapeOf:
 
 
 def split_stored(
-    files: Mapping[str, SafetensorsFile], config: Mapping[str, Any]
+    files: Mapping[str, StoredTensors], config: Mapping[str, Any]
 ) -> dict[str, TensorFile]:
     """The file of every tensor, layers that are stored as one taken apart by the family's names.
 
@@ -138,7 +138,7 @@ class _Shapes:
 def _split_merged(
     found: dict[str, TensorFile],
     name: str,
-    file: SafetensorsFile,
+    file: StoredTensors,
     merged: Mapping[str, Mapping[str, int]],
 ) -> None:
     """Put the parts of a merged layer's tensor in its place; other tensors are left alone."""
@@ -168,7 +168,7 @@ def _split_merged(
 
 def _split_experts(
     found: dict[str, TensorFile],
-    files: Mapping[str, SafetensorsFile],
+    files: Mapping[str, StoredTensors],
     name: str,
     names: Mixture,
 ) -> None:
@@ -194,7 +194,7 @@ def _split_experts(
 
 
 def _apart(
-    file: SafetensorsFile, name: str, module: str, names: Mixture
+    file: StoredTensors, name: str, module: str, names: Mixture
 ) -> Iterator[tuple[str, RowsOf]]:
     """The layers in a 3-D parameter, by their tensors' names."""
     shape, stacked = file.tensors[name][1], name.rpartition(".")[2]

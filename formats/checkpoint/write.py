@@ -21,6 +21,7 @@ from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
+from formats.published.tokenizers import SETTINGS, native_settings, needs_code
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import KV_SCALES, MANIFEST, OWN_KEY, OwnPart
@@ -188,8 +189,12 @@ class CheckpointWriter:
 
     def _write_documents(self, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
         for file in self._aux_files:
-            shutil.copyfile(file, self._folder / file.name)
-            fsync_path(self._folder / file.name)
+            settings = _tokenizer_settings(file)
+            if settings is None:
+                shutil.copyfile(file, self._folder / file.name)
+                fsync_path(self._folder / file.name)
+            else:
+                write_bytes(self._folder / file.name, _json(settings))
         quantization = quantization_config(self.scheme, self._ignore, self._layers)
         config = self._config | ({"quantization_config": quantization} if quantization else {})
         config |= {OWN_KEY: OwnPart(kv_cache=self.scheme.kv_cache).model_dump()}
@@ -213,6 +218,12 @@ class CheckpointWriter:
             for path, digest in zip(paths, self._pool.map(sha256_file, paths), strict=True)
         }
         write_bytes(self._folder / MANIFEST, _json({"files": files}))
+
+
+def _tokenizer_settings(file: Path) -> dict[str, Any] | None:
+    """What to write in the place of settings that ask for code; None where a file is copied."""
+    asks = file.name == SETTINGS and needs_code(file.parent)
+    return native_settings(file.parent) if asks else None
 
 
 def _is_finite(tensor: Tensor) -> bool:

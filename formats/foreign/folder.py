@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +66,8 @@ class ForeignFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, quantization, _ = read_config(path)
-        self.quantization: dict[str, Any] = quantization or {}
+        found = read_config(path)
+        self.config, self.quantization = found.model, found.quantization or {}
         self._files = open_weights(path)
         self._settings, self.layout = read_layout(self.quantization, self._files)
         self.modules = self._complete_layers()

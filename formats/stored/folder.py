@@ -12,6 +12,8 @@ from formats.errors import CheckpointError
 from formats.families.values import check_model_values
 from formats.files import sha256_file
 from formats.links import find_file
+from formats.published.known import find_layout
+from formats.published.layout import PublishedLayout
 from formats.scheme import KVCacheSpec, Strict
 from formats.stored.other_kinds import refuse_other_kinds
 
@@ -39,17 +41,20 @@ class OwnPart(Strict):
 
 
 class ConfigFile(NamedTuple):
-    """config.json in its three parts.
+    """config.json in its parts.
 
     Attributes:
-        model: What describes the model.
+        model: What describes the model, in the terms of the class of transformers that computes it.
         quantization: The `quantization_config`, if there is one.
         own: What belongs in `quant/`; None in a folder that was not written here.
+        published: What describes the model as it stands in the file, where that is one of the
+            layouts of `formats.published`; else None.
     """
 
     model: dict[str, Any]
     quantization: dict[str, Any] | None
     own: OwnPart | None
+    published: dict[str, Any] | None = None
 
 
 class WrittenFile(Strict):
@@ -125,11 +130,15 @@ def read_config(path: Path) -> ConfigFile:
         guess = f"did you mean {inner[0]}?" if inner else "is this a model folder?"
         raise CheckpointError(f"{path}: found no config.json; {guess}")
     quantization = config.pop("quantization_config", None)
+    layout = find_layout(config)
+    if layout is not None:
+        return _published(path, layout, config, quantization, remedy)
     check_model_values(config, f"{path / CONFIG} is not a valid configuration", remedy)
     if "auto_map" in config:
         raise CheckpointError(
-            f"{path / CONFIG}: the model needs code of its own (auto_map, trust_remote_code), "
-            "which is never run. Convert it to an architecture that transformers knows"
+            f"{path / CONFIG}: model_type {config.get('model_type')!r} needs code of its own "
+            "(auto_map, trust_remote_code), which is never run. Convert it to an architecture that "
+            "transformers knows"
         )
     if quantization is not None and not isinstance(quantization, dict):
         raise CheckpointError(f"{path / CONFIG}: quantization_config is not an object. {remedy}")
@@ -137,6 +146,23 @@ def read_config(path: Path) -> ConfigFile:
     if own is not None:
         own = check_values(own, OwnPart, f"{path / CONFIG}: {OWN_KEY}", remedy)
     return ConfigFile(config, quantization, own)
+
+
+def _published(
+    path: Path, layout: PublishedLayout, config: dict[str, Any], quantization: Any, remedy: str
+) -> ConfigFile:
+    """A configuration that stands for that of another class."""
+    if quantization:
+        raise CheckpointError(
+            f"{path / CONFIG}: weights of model_type {layout.model_type!r} are read in floating "
+            "point alone, and these are quantized. Give the original model"
+        )
+    try:
+        native = layout.native_config(config)
+        check_model_values(native, "as the native class has it", remedy)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return ConfigFile(native, None, None, config)
 
 
 def check_own_cache(

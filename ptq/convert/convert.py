@@ -94,7 +94,7 @@ def _convert(
     refuse_pickle(source)
     if tables is not None:
         return import_tables(source, Path(tables), out, force, shard_bytes, progress)
-    config, quantization, _ = read_config(source)
+    config, quantization, *_ = read_config(source)
     _refuse_stored_merged(source, config)
     if target == "float":
         return to_float(source, out, dtype, force, shard_bytes, progress)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.spec import SplitSpec
@@ -28,7 +28,7 @@ from formats.scheme import KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from kernels.devices import check_device
-from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.float_model import FloatModel, config_of
 from ptq.output import is_taken, kept_bytes
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
@@ -57,7 +57,7 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
     if problems:
         raise recipe_error(problems)
     try:
-        return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        return config_of(checkpoint)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         message = f"{checkpoint.path / 'config.json'} is not a valid configuration: {reason}"

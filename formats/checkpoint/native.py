@@ -1,0 +1,106 @@
+"""Tensors of a published layout by the names that the native class has for them.
+
+Names are changed, and layers that lie in one tensor cut into runs of its rows, when a folder is
+opened; no weight is read for that. What is computed from a weight is computed when it is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.split import RowsOf, split_stored
+from formats.errors import CheckpointError
+from formats.families.family import heads_of
+from formats.published.known import find_layout
+from formats.published.layout import PublishedLayout
+from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
+
+
+class UnitRows:
+    """A matrix whose rows are divided by their length: w / max(||w||, 1e-12), rounded once.
+
+    Args:
+        file: Holds the matrix as it is stored.
+        name: Of the matrix; the divided one has the same.
+    """
+
+    def __init__(self, file: TensorFile, name: str) -> None:
+        self._file = file
+        self.path = file.path
+        self.tensors = {name: file.tensors[name]}
+
+    def held(self, name: str) -> Tensor:
+        """The divided matrix [N, K]."""
+        dtype, shape = self.tensors[name]
+        stored = read_elements({name: self._file}, [name]).reshape(shape)
+        return torch.nn.functional.normalize(stored.float()).to(dtype)
+
+
+def native_tensors(
+    files: Mapping[str, StoredTensors], published: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, TensorFile]:
+    """Where each tensor of the native class is read from.
+
+    Args:
+        files: By the names on disk.
+        published: config.json as it stands there.
+        config: That of the native class.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the configuration says.
+    """
+    layout = find_layout(published)
+    assert layout is not None
+    renamed = dict(_rename(files, layout, config))
+    found = split_stored(renamed, config)
+    for module in layout.unit_rows(published):
+        name = f"{module}.weight"
+        if name in found:
+            found[name] = UnitRows(found[name], name)
+    return found
+
+
+def _rename(
+    files: Mapping[str, StoredTensors], layout: PublishedLayout, config: Mapping[str, Any]
+) -> Iterator[tuple[str, StoredTensors]]:
+    """Each native tensor and its rows; names that the layout does not know stay as they are."""
+    patterns = {
+        re.compile(re.escape(module).replace(r"\{\}", r"(\d+)")): native
+        for module, native in layout.modules.items()
+    }
+    for name, file in files.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf in layout.buffers:
+            continue
+        matches = ((pattern.fullmatch(module), native) for pattern, native in patterns.items())
+        found = [
+            part.format(*match.groups()) for match, native in matches if match for part in native
+        ]
+        if not found:
+            yield name, file
+        for part, (first, shape) in zip(found, _cut(file, name, len(found), config), strict=True):
+            own = f"{part}.{leaf}"
+            yield own, RowsOf(file, name, {own: first}, shape)
+
+
+def _cut(
+    file: StoredTensors, name: str, parts: int, config: Mapping[str, Any]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """First row and shape of what a tensor holds: nothing known, itself, or q, k and v."""
+    shape = file.tensors[name][1]
+    if parts < 2:
+        return [(0, shape)] * parts
+    heads = heads_of(config)
+    rows = [heads.query * heads.size, heads.kv * heads.size, heads.kv * heads.size]
+    if not shape or sum(rows) != shape[0]:
+        raise CheckpointError(
+            f"{file.path}: {name} has shape {list(shape)}; config.json says {sum(rows)} rows, "
+            f"{rows} of q, k and v. The checkpoint and its config.json do not belong together"
+        )
+    firsts = [0, rows[0], rows[0] + rows[1]]
+    return [(first, (count, *shape[1:])) for first, count in zip(firsts, rows, strict=True)]

@@ -1,0 +1,86 @@
+"""Baichuan 1 and 2 of 7B are read as the Llama that they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
+from tests.published import as_baichuan, check_published
+
+
+@pytest.fixture(scope="module")
+def native(make_model):
+    return make_model("llama", num_key_value_heads=4, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def first(native, tmp_path_factory):
+    return as_baichuan(native, tmp_path_factory.mktemp("baichuan") / "first")
+
+
+@pytest.fixture(scope="module")
+def second(native, tmp_path_factory):
+    return as_baichuan(native, tmp_path_factory.mktemp("baichuan") / "second", z_loss_weight=0)
+
+
+def with_unit_head(native, folder):
+    """The native model with rows of its head divided by their length."""
+    shutil.copytree(native, folder)
+    tensors = load_file(native / "model.safetensors")
+    head = torch.nn.functional.normalize(tensors["lm_head.weight"].float())
+    tensors["lm_head.weight"] = head.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_tensors_are_those_of_the_native_class(native, first):
+    ours, theirs = Checkpoint.open(first), Checkpoint.open(native)
+    assert ours.names() == theirs.names()
+    assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in theirs.names())
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "fp8_channel"])
+def test_the_first_is_a_llama(native, first, tmp_path, preset):
+    written = check_published(first, native, tmp_path, preset)
+    config = json.loads((written / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert "auto_map" not in config
+
+
+def test_the_second_has_a_head_of_unit_rows(native, second, tmp_path):
+    written = check_published(second, with_unit_head(native, tmp_path / "native"), tmp_path, "w4")
+    head = load_file(written / "model.safetensors")["lm_head.weight"].float()
+    assert head.norm(dim=1).sub(1).abs().max() < 0.01
+
+
+def test_models_of_13b_are_refused_by_name(first, tmp_path):
+    folder = shutil.copytree(first, tmp_path / "large")
+    config = json.loads((folder / "config.json").read_text())
+    config["model_max_length"] = config.pop("max_position_embeddings")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="baichuan model without max_position_emb.*ALiBi"):
+        Checkpoint.open(folder)
+
+
+def test_rows_that_do_not_fit_the_heads_are_refused(first, tmp_path):
+    folder = shutil.copytree(first, tmp_path / "short")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.W_pack.weight"
+    save_file(tensors | {name: tensors[name][:-1].clone()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} has shape .383, 128.; config.json says 384"):
+        Checkpoint.open(folder)
+
+
+def test_quantized_files_of_the_layout_are_refused(first, tmp_path):
+    folder = shutil.copytree(first, tmp_path / "gptq")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="'baichuan' are read in floating point alone"):
+        Checkpoint.open(folder)
