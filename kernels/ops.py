@@ -23,6 +23,7 @@ from torch import Tensor
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
+from kernels.activations import Activation
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
 from kernels.cpu.weights import Int8Weight, NativeWeight, Weight
@@ -117,9 +118,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _rows().rms_norm(x, weight, eps)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SwiGLU's product silu(gate) * up (Shazeer 2020, Eq. 6): two [T, I] -> [T, I]."""
-    return _rows().silu_mul(gate, up)
+def gated_product(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+    """The product activation(gate) * up of a gated MLP (Shazeer 2020, Eq. 6).
+
+    Args:
+        gate: [T, I].
+        up: [T, I].
+        activation: By its name.
+
+    Returns:
+        [T, I] in the type of `gate`, computed in fp32.
+    """
+    if activation == "silu":
+        return _rows().silu_mul(gate, up)
+    return reference.gated_product(gate, up, activation)
+
+
+def softcapped(x: Tensor, bound: float) -> Tensor:
+    """c tanh(x / c) of numbers in fp32: those far below the bound c hardly change (Gemma 2)."""
+    return reference.softcapped(x, bound)
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

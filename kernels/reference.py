@@ -20,10 +20,14 @@ products of 16 at a time, the last of them padded.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.activations import Activation
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import (
     FP8,
@@ -110,9 +114,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """See `kernels.ops.silu_mul`."""
-    wide = gate.float()
-    return (wide / (1.0 + torch.exp(-wide)) * up.float()).to(gate.dtype)
+    """See `kernels.ops.gated_product`."""
+    return gated_product(gate, up, "silu")
+
+
+def gated_product(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """See `kernels.ops.gated_product`."""
+    return (_ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype)
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1.0 + torch.exp(-x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """x (1 + tanh u) / 2, which is x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    double = (8 / math.pi) ** 0.5 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + torch.exp(-double))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """x Phi(x), Phi(x) = erfc(-x / sqrt 2) / 2."""
+    return x * (0.5 * torch.erfc(x * -(0.5**0.5)))
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+}
+
+
+def softcapped(x: Tensor, bound: float) -> Tensor:
+    """See `kernels.ops.softcapped`."""
+    return torch.tanh(x / bound) * bound
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,9 @@ class Attention:
         softcap_setting: Key of config.json of the bound c of attention's logits, c tanh(x / c).
         sinks: Name of the tensor with a logit for each query head that takes part in its softmax
             and has no value (gpt-oss); None without one.
+        growth_setting: Key of `rope_parameters` of b where q at position p is multiplied by
+            1 + b log(1 + floor(p / L)), L the positions that a model was first trained on
+            (Llama 4, Ministral 3); None where q does not grow.
     """
 
     module: str = "self_attn"
@@ -69,6 +72,7 @@ class Attention:
     scale: Literal["head_size"] | tuple[str, float] = "head_size"
     softcap_setting: str | None = None
     sinks: str | None = None
+    growth_setting: str | None = None
 
     @property
     def qkv(self) -> tuple[str, str, str]:
@@ -202,7 +206,8 @@ class Multipliers:
 
     Attributes:
         embedding: Factor of the embedding's rows; "sqrt_hidden_size" is no key but that value.
-        residual: Factor of what attention and the feed-forward layer add.
+        residual: Factor of what attention and the feed-forward layer add. Only for families whose
+            RMSNorms all read the residual stream.
         logits: What the logits are divided by.
         logits_softcap: Bound c of the logits, c tanh(x / c).
     """
@@ -225,7 +230,8 @@ class Family:
         norms: Where its norms stand.
         rope_types: Kinds of scaling of the rotary embedding that are run, as transformers' configs
             name them.
-        partial_rotary: Whether config.json may say that only the first part of each head turns.
+        partial_rotary: Which part of each head turns, the first, where config.json leaves it out;
+            None where heads turn as a whole.
         multipliers: Factors and bounds outside of attention.
         paddle: Its name in PaddleNLP's tables of scales; None where these are not known.
     """
@@ -236,7 +242,7 @@ class Family:
     mixture: Mixture | None = None
     norms: Norms = Norms()
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    partial_rotary: bool = False
+    partial_rotary: float | None = None
     multipliers: Multipliers = Multipliers()
     paddle: str | None = None
 
@@ -333,10 +339,25 @@ def heads_of(config: Mapping[str, Any]) -> Heads:
 def rotary_channels(family: Family, config: Mapping[str, Any]) -> int:
     """How many channels of each head turn by rotary embedding: the first ones, an even number."""
     size = heads_of(config).size
-    if not family.partial_rotary:
+    if family.partial_rotary is None:
         return size
     key, rope = "partial_rotary_factor", config.get("rope_parameters") or {}
-    return int(size * (rope.get(key) or config.get(key) or 1))
+    return int(size * (rope.get(key) or config.get(key) or family.partial_rotary))
+
+
+def rotary_order(family: Family, config: Mapping[str, Any]) -> list[int]:
+    """A head's channels as runtimes hold those of q and k, by their places as they are stored.
+
+    The channels of turning pair i lie at i and i + D / 2 there, and those that do not turn between.
+    """
+    size, turning = heads_of(config).size, rotary_channels(family, config)
+    turned, passed = list(range(turning)), list(range(turning, size))
+    if family.attention.rotary_pairs == "interleaved":
+        first, second = turned[::2], turned[1::2]
+    else:
+        first, second = turned[: turning // 2], turned[turning // 2 :]
+    half = len(passed) // 2
+    return [*first, *passed[:half], *second, *passed[half:]]
 
 
 def merged_rows(family: Family, config: Mapping[str, Any]) -> dict[str, dict[str, int]]:

@@ -27,7 +27,16 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
     """
     windows = model.config.windows
     parts = [_block(*triple) for triple in zip(model.layers, pools, windows, strict=True)]
-    head = _linear(model.head)
+    head, config, first = _linear(model.head), model.config, model.layers[0]
+    bounds = (config.softcap, config.logits_softcap, model.query_growth)
+    other = (
+        any(bound is not None for bound in bounds)
+        or config.embedding_scale != 1
+        or config.scale != config.head_dim**-0.5
+        or any(layer.cos is not first.cos for layer in model.layers)
+    )
+    if other:
+        return None
     blocks = [part for part in parts if part is not None]
     if model.dtype != torch.float32 or head is None or len(blocks) < len(parts):
         return None
@@ -37,8 +46,8 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
             blocks=blocks,
             norm=model.norm,
             head=head,
-            cos=model.cos,
-            sin=model.sin,
+            cos=model.layers[0].cos,
+            sin=model.layers[0].sin,
             heads=model.config.heads,
             eps=model.config.eps,
         )
@@ -60,7 +69,15 @@ def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | Non
     own, first, second = layer.feed_forward, layer.before_attention, layer.before_feed_forward
     after = layer.after_attention is not None or layer.after_feed_forward is not None
     whole = layer.q_norm is not None and len(layer.q_norm) != pool.k.shape[3]
-    if not isinstance(own, GatedMLP) or first is None or second is None or after or whole:
+    if (
+        not isinstance(own, GatedMLP)
+        or own.activation != "silu"
+        or first is None
+        or second is None
+        or after
+        or whole
+        or layer.sinks is not None
+    ):
         return None
     linears = (layer.qkv, layer.o, own.gate_up, own.down)
     specs = [spec for spec in map(_linear, linears) if spec is not None]

@@ -38,19 +38,26 @@ class TritonBackend:
         self.device, self.dtype = device, dtype
 
     def check(self, config: ModelConfig) -> None:
-        """Refuse what the kernels do not take: some sizes of heads, norms and rotations.
+        """Refuse what the kernels do not take: some sizes of heads, norms, factors and bounds.
 
         Raises:
             CheckpointError: this decoder has such a part.
         """
-        family, turning = config.family, 2 * len(config.rotary.frequency)
-        found = None
+        family, found = config.family, None
         if family.norms.after or len(family.norms.before) < 2:
             found = "norms after the sub-layers"
-        elif family.attention.qk_norm == "projection":
+        elif config.qk_norm == "projection":
             found = "norms of q and k over all heads"
-        elif turning != config.head_dim:
-            found = f"rotary embedding of {turning} of {config.head_dim} channels of each head"
+        elif config.activation != "silu":
+            found = f"the activation {config.activation}"
+        elif config.softcap is not None or config.logits_softcap is not None:
+            found = "logits with a bound (softcap)"
+        elif family.attention.sinks is not None:
+            found = "sinks of attention"
+        elif config.embedding_scale != 1:
+            found = "a factor of the embedding"
+        elif config.growth is not None:
+            found = "queries that grow with their position"
         if found:
             kind = family.model_types[0]
             raise CheckpointError(f"{kind}: found {found}, which GPUs do not run yet; the CPU does")

@@ -111,7 +111,7 @@ def _attend(
     heads = qkv.unflatten(1, (-1, c.head_dim))
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
     q = rope_write(
-        q, k, v, model.cos, model.sin, pool, batch.slots, batch.positions, q_norm=layer.q_norm,
+        q, k, v, layer.cos, layer.sin, pool, batch.slots, batch.positions, q_norm=layer.q_norm,
         k_norm=layer.k_norm, eps=c.eps, metadata_ready=True,
     )  # fmt: skip
     output, dtype = layer.o, model.dtype
@@ -120,7 +120,7 @@ def _attend(
     if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     starts, workspace = batch.query_start, workspace_on(q.device)
-    inputs = AttentionInputs(pool, batch.tables, batch.lengths, starts, c.head_dim**-0.5, window)
+    inputs = AttentionInputs(pool, batch.tables, batch.lengths, starts, c.scale, window)
     if starts is None:
         y = decode_attention(q, inputs, workspace, metadata_ready=True, **fused)
     else:

@@ -83,7 +83,8 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
     )  # fmt: skip
     gate_up, down = own.gate_up.merged, own.down.merged
     if gate_up is None or down is None or not (padded or as_one(own, len(x))):
-        experts = [GatedMLP(*pair) for pair in zip(own.gate_up.each, own.down.each, strict=True)]
+        pairs = zip(own.gate_up.each, own.down.each, strict=True)
+        experts = [GatedMLP(*pair, own.activation) for pair in pairs]
         y = by_expert(x, chosen, experts, _on_floats).flatten(0, 1)
     else:
         y = _all_at_once(gate_up, down, x, chosen, routing.experts)

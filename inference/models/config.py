@@ -12,10 +12,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.family import Family, heads_of, needed
+from formats.families.family import Family, QKNorm, heads_of, needed, rotary_order
 from formats.families.registry import family_of
 from inference.models.model import KVHeads
-from inference.models.rotary import Rotary, read_rotary
+from inference.models.rotary import Growth, Rotary, read_growth, read_rotary
+from kernels.activations import Activation
 
 NEEDED = (
     "hidden_size",
@@ -24,8 +25,14 @@ NEEDED = (
     "num_attention_heads",
     "vocab_size",
     "max_position_embeddings",
-    "rms_norm_eps",
 )  # transformers has defaults for them, which are another model's
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}  # by transformers' names
 
 
 def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
@@ -72,12 +79,28 @@ class Routing:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a decoder.
+    """Shape of a decoder, and the numbers that its layers compute with.
+
+    A factor m of what the sub-layers add is in none of their weights: the residual stream is held
+    divided by it. Then nothing is multiplied, as RMSNorms do not see how long their input is, but
+    for what they add to its mean square, which becomes eps / m^2.
 
     Attributes:
         family: The declaration of its family: names, norms, attention and feed-forward kinds.
+        eps: What all RMSNorms add to the mean square.
+        activation: Of the feed-forward layers: silu, GELU, or GELU by its approximation by tanh
+            (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+        scale: Factor of q k^T.
+        softcap: Bound c of attention's logits, c tanh(x / c), or None.
+        embedding_scale: Factor of the embedding's rows.
+        logits_divisor: What the logits are divided by; the last norm's weight holds it.
+        logits_softcap: Bound c of the logits, c tanh(x / c), or None.
         windows: Sliding window of each layer, None for full attention.
-        rotary: Rotary embedding of q and k.
+        qk_norm: Whether q and k pass norms before they turn: of each head, or of all together.
+        rotary: Rotary embedding of q and k, of each layer; equal ones are one object.
+        growth: How q grows with its position, or None.
+        channels: Channels of a head of q and k as they are held, by their places as they
+            are stored; None where they are alike.
         routing: How experts are chosen; None for dense families.
         tied: Whether the embedding is the head's weight, if there is no other.
     """
@@ -91,8 +114,17 @@ class ModelConfig:
     vocab_size: int
     max_positions: int
     eps: float
+    activation: Activation
+    scale: float
+    softcap: float | None
+    embedding_scale: float
+    logits_divisor: float
+    logits_softcap: float | None
     windows: tuple[int | None, ...]
-    rotary: Rotary
+    qk_norm: QKNorm
+    rotary: tuple[Rotary, ...]
+    growth: Growth | None
+    channels: tuple[int, ...] | None
     routing: Routing | None
     tied: bool
 
@@ -109,7 +141,7 @@ class ModelConfig:
     @property
     def cached(self) -> tuple[KVHeads, ...]:
         """What the cache holds of a token, layer by layer."""
-        return (KVHeads(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
+        return (KVHeads(self.kv_heads, self.head_dim, self.head_dim, self.channels),) * self.layers
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -120,12 +152,16 @@ class ModelConfig:
                 value is missing or none.
         """
         family = family_of(checkpoint.config)
-        for key in NEEDED if family.mixture is None else (*NEEDED, "num_experts_per_tok"):
+        for key in _needed(family):
             needed(checkpoint.config, key)
         config = transformers_config(checkpoint.config)
-        if config.hidden_act != "silu":
-            raise CheckpointError(f"hidden_act {config.hidden_act!r} is not run here, only silu")
-        heads = heads_of(config.to_dict())
+        if getattr(config, "use_bidirectional_attention", False):
+            raise CheckpointError(
+                "config.json: use_bidirectional_attention is true. Models whose tokens see later "
+                "ones do not generate text token by token, and are not run"
+            )
+        heads, factors = heads_of(config.to_dict()), family.multipliers
+        residual = _number(config, factors.residual) or 1.0
         return cls(
             family=family,
             layers=config.num_hidden_layers,
@@ -135,12 +171,73 @@ class ModelConfig:
             head_dim=heads.size,
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
-            eps=config.rms_norm_eps,
+            eps=getattr(config, family.norms.eps_setting) / residual**2,
+            activation=_activation(family, config),
+            scale=_scale(family, config, heads.size),
+            softcap=_number(config, family.attention.softcap_setting),
+            embedding_scale=_embedding_scale(family, config) / residual,
+            logits_divisor=_number(config, factors.logits) or 1.0,
+            logits_softcap=_number(config, factors.logits_softcap),
             windows=_windows(config),
+            qk_norm=_qk_norm(family, config),
             rotary=read_rotary(family, config),
+            growth=read_growth(family, config),
+            channels=_channels(family, config),
             routing=_routing(family, config),
             tied=config.tie_word_embeddings,
         )
+
+
+def _needed(family: Family) -> tuple[str, ...]:
+    """Keys of config.json whose defaults are those of another model."""
+    scale, mixture = family.attention.scale, ("num_experts_per_tok",)
+    return (
+        *NEEDED,
+        family.norms.eps_setting,
+        *(() if scale == "head_size" else scale[:1]),
+        *(() if family.mixture is None else mixture),
+    )
+
+
+def _number(config: PretrainedConfig, key: str | None) -> float | None:
+    """A number of the configuration; None where it has none, or the family no key for it."""
+    value = None if key is None else getattr(config, key)
+    return None if value is None else float(value)
+
+
+def _activation(family: Family, config: PretrainedConfig) -> Activation:
+    setting = family.feed_forward.activation_setting
+    found = ACTIVATIONS.get(getattr(config, setting))
+    if found is None:
+        raise CheckpointError(
+            f"{setting} {getattr(config, setting)!r} is not run here; supported are "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    return found
+
+
+def _scale(family: Family, config: PretrainedConfig, head_dim: int) -> float:
+    scale = family.attention.scale
+    if scale == "head_size":
+        return head_dim**-0.5
+    key, power = scale
+    return float(getattr(config, key)) ** power
+
+
+def _qk_norm(family: Family, config: PretrainedConfig) -> QKNorm:
+    setting = family.attention.qk_norm_setting
+    there = setting is None or getattr(config, setting)
+    return family.attention.qk_norm if there else "none"
+
+
+def _embedding_scale(family: Family, config: PretrainedConfig) -> float:
+    key = family.multipliers.embedding
+    return config.hidden_size**0.5 if key == "sqrt_hidden_size" else _number(config, key) or 1.0
+
+
+def _channels(family: Family, config: PretrainedConfig) -> tuple[int, ...] | None:
+    order = rotary_order(family, config.to_dict())
+    return None if order == sorted(order) else tuple(order)
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
@@ -149,6 +246,13 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # all or none
         return (window,) * count
+    others = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if others or len(kinds) != count:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} values for {count} layers, of the kinds "
+            f"{', '.join(dict.fromkeys(kinds))}; run are full_attention and sliding_attention, one "
+            "for each layer"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -13,8 +13,9 @@ compiled kernels), `inference.cpu.decoder` (op by op) and `inference.gpu.decoder
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 import torch
@@ -27,8 +28,9 @@ from formats.families.registry import block_names
 from formats.memory import release_freed_memory
 from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
+from inference.models.fold import held_heads, held_norm, with_divided_input
 from inference.models.layers import L, LayerFactory, X
-from inference.models.read import read_linear
+from inference.models.read import StoredLinear, read_linear
 from inference.models.shapes import check_shapes
 
 
@@ -36,12 +38,18 @@ from inference.models.shapes import check_shapes
 class Layer(Generic[L, X]):
     """Weights of one decoder block.
 
+    Norms' weights are as they multiply (1 + w where a family's norms do so), and the channels of
+    each head of q and k lie as rotation in two halves wants them (`inference.models.fold`).
+
     Attributes:
+        cos: fp32 [longest, D], of the rotation of q and k; shared by the layers that turn alike.
+        sin: fp32 [longest, D].
         before_attention: Weight of the norm of what attention reads [H], if there is one.
         qkv: q, k and v merged.
         q_norm: Weight of the norm of q before its rotation: of each head [D], or of the whole
             projection [Hq D]; None without one.
         k_norm: The same of k, [D] or [Hkv D].
+        sinks: fp32 [Hq], a logit of each query head that has no value (`AttentionInputs`), or None.
         o: Attention's output projection.
         after_attention: Weight of the norm of what attention adds [H], if there is one.
         before_feed_forward: Weight of the norm of what the feed-forward layer reads, if any.
@@ -49,10 +57,13 @@ class Layer(Generic[L, X]):
         after_feed_forward: Weight of the norm of what it adds, if there is one.
     """
 
+    cos: Tensor
+    sin: Tensor
     before_attention: Tensor | None
     qkv: L
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     o: L
     after_attention: Tensor | None
     before_feed_forward: Tensor | None
@@ -80,8 +91,8 @@ class Decoder(Generic[L, X]):
         layers: Its blocks.
         norm: [hidden], before the head.
         head: Gives the logits.
-        cos: fp32 [longest, R], of the first R channels of each head, which turn.
-        sin: fp32 [longest, R].
+        query_growth: fp32 [longest], what q is multiplied by at each position beside
+            `config.scale`; None where that is 1.
 
     Raises:
         CheckpointError: it is not a decoder of this kind, or tensors are missing.
@@ -96,14 +107,17 @@ class Decoder(Generic[L, X]):
         self._checkpoint, self._factory, self.dtype = checkpoint, factory, factory.dtype
         own = f"{HEAD}.weight" in checkpoint or HEAD in checkpoint.quantized_modules
         tied = config.tied and not own
-        self.head = self._linear(EMBEDDING if tied else HEAD)
-        self.norm = self._vector(FINAL_NORM)
+        scaled = partial(with_divided_input, divisor=config.logits_divisor)
+        self.head = self._linear(EMBEDDING if tied else HEAD, fold=scaled)
+        self.norm = self._vector(FINAL_NORM, config.logits_divisor)
         self.layers: list[Layer[L, X]] = []
-        for block in block_names(checkpoint.config):
-            self.layers.append(self._load_layer(block))
+        longest, device = longest or config.max_positions, factory.device
+        turns = {own: own.table(longest, config.head_dim, device) for own in set(config.rotary)}
+        for block, rotary in zip(block_names(checkpoint.config), config.rotary, strict=True):
+            self.layers.append(self._load_layer(block, *turns[rotary]))
             release_freed_memory()  # else what packing a layer leaves behind may add up
-        cos, sin = config.rotary.table(longest or config.max_positions)
-        self.cos, self.sin = cos.to(factory.device), sin.to(factory.device)
+        growth = None if config.growth is None else config.growth.table(longest)
+        self.query_growth = None if growth is None else growth.to(device)
         # Last: nothing is held any more of what was held beside the packed layers.
         self.embedding = self._embedding(tied=tied)
 
@@ -120,12 +134,22 @@ class Decoder(Generic[L, X]):
         embedding = 0 if self.embedding is self.head.matrix else self.embedding.nbytes
         return embedding + self.head.nbytes + sum(layer.nbytes for layer in self.layers)
 
-    def _linear(self, *modules: str) -> L:
-        return self._factory.linear(read_linear(self._checkpoint, modules, self._factory.device))
+    def _linear(
+        self, *modules: str, fold: Callable[[StoredLinear], StoredLinear] = lambda stored: stored
+    ) -> L:
+        """Linear layers that run as one; what was read of them is held by nobody else."""
+        factory = self._factory
+        return factory.linear(fold(read_linear(self._checkpoint, modules, factory.device)))
 
-    def _vector(self, norm: str) -> Tensor:
-        """Weight of a norm."""
-        return self._finite(f"{norm}.weight").to(self._factory.device, self.dtype)
+    def _vector(self, norm: str, divisor: float = 1.0) -> Tensor:
+        """Weight of a norm as it multiplies; fp32 where that is not what is stored."""
+        weight, offset = self._finite(f"{norm}.weight"), self.config.family.norms.offset
+        if not offset and divisor == 1:
+            return weight.to(self._factory.device, self.dtype)
+        return ((weight.float() + offset) / divisor).to(self._factory.device)
+
+    def _sinks(self, name: str) -> Tensor:
+        return self._finite(name).float().to(self._factory.device)
 
     def _finite(self, name: str) -> Tensor:
         """A tensor whose NaN would be every token's."""
@@ -143,23 +167,32 @@ class Decoder(Generic[L, X]):
         own = self._finite(f"{EMBEDDING}.weight").to(self._factory.device)
         return own if own.dtype in (torch.float32, torch.bfloat16) else own.to(self.dtype)
 
-    def _load_layer(self, block: str) -> Layer[L, X]:
-        names, norms = self.config.family.attention, self.config.family.norms
-        attention, normed = f"{block}.{names.module}", names.qk_norm != "none"
+    def _load_layer(self, block: str, cos: Tensor, sin: Tensor) -> Layer[L, X]:
+        config = self.config
+        names, norms = config.family.attention, config.family.norms
+        attention = f"{block}.{names.module}"
 
         def norm(name: str | None) -> Tensor | None:
             return None if name is None else self._vector(f"{block}.{name}")
 
+        def head_norm(name: str) -> Tensor | None:
+            if config.qk_norm == "none":
+                return None
+            return held_norm(self._vector(f"{attention}.{name}"), config.channels)
+
+        heads = config.heads + config.kv_heads
+        turning = partial(held_heads, heads=heads, channels=config.channels)
         return Layer(
+            cos=cos,
+            sin=sin,
             before_attention=norm(norms.before_attention),
-            qkv=self._linear(*(f"{attention}.{part}" for part in names.qkv)),
-            q_norm=self._vector(f"{attention}.{names.q_norm}") if normed else None,
-            k_norm=self._vector(f"{attention}.{names.k_norm}") if normed else None,
+            qkv=self._linear(*(f"{attention}.{part}" for part in names.qkv), fold=turning),
+            q_norm=head_norm(names.q_norm),
+            k_norm=head_norm(names.k_norm),
+            sinks=self._sinks(f"{attention}.{names.sinks}") if names.sinks else None,
             o=self._linear(f"{attention}.{names.o}"),
             after_attention=norm(norms.after_attention),
             before_feed_forward=norm(norms.before_feed_forward),
             after_feed_forward=norm(norms.after_feed_forward),
-            feed_forward=load_feed_forward(
-                self._checkpoint, block, self.config.routing, self._factory
-            ),
+            feed_forward=load_feed_forward(self._checkpoint, block, config, self._factory),
         )

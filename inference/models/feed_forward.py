@@ -23,20 +23,21 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.registry import family_of
-from inference.models.config import Routing
+from inference.models.config import ModelConfig, Routing
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import read_linear, read_stacks
+from kernels.activations import Activation
 
 E = TypeVar("E")
 
 
 @dataclass(frozen=True)
 class GatedMLP(Generic[L]):
-    """down(silu(gate(x)) * up(x)); gate and up are merged."""
+    """down(activation(gate(x)) * up(x)); gate and up are merged."""
 
     gate_up: L
     down: L
+    activation: Activation
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +56,7 @@ class MixtureOfExperts(Generic[L, X]):
         down: Down of each expert.
         shared: Sees every token, or None.
         shared_gate: Gives its logit; None where it counts fully.
+        activation: Of the experts.
         correction: fp32 [experts], added to scores where experts are chosen, or None.
     """
 
@@ -64,6 +66,7 @@ class MixtureOfExperts(Generic[L, X]):
     down: X
     shared: GatedMLP[L] | None
     shared_gate: L | None
+    activation: Activation
     correction: Tensor | None = None
 
     @property
@@ -105,7 +108,7 @@ def by_expert(
 def load_feed_forward(
     checkpoint: Checkpoint,
     block: str,
-    routing: Routing | None,
+    config: ModelConfig,
     factory: LayerFactory[L, X],
 ) -> FeedForward[L, X]:
     """Read the feed-forward layer of a block; it is a mixture if the checkpoint has its router.
@@ -113,7 +116,7 @@ def load_feed_forward(
     Args:
         checkpoint: Where from.
         block: Full name.
-        routing: How the family's routers choose; None for dense families.
+        config: The decoder's shape, with how its routers choose.
         factory: Makes its layers.
 
     Raises:
@@ -123,18 +126,19 @@ def load_feed_forward(
     def linear(*modules: str) -> L:
         return factory.linear(read_linear(checkpoint, modules, factory.device))
 
-    def swiglu(module: str, gate: str, up: str, down: str) -> GatedMLP[L]:
-        return GatedMLP(linear(f"{module}.{gate}", f"{module}.{up}"), linear(f"{module}.{down}"))
+    def gated(module: str, gate: str, up: str, down: str) -> GatedMLP[L]:
+        merged = linear(f"{module}.{gate}", f"{module}.{up}")
+        return GatedMLP(merged, linear(f"{module}.{down}"), config.activation)
 
-    family = family_of(checkpoint.config)
+    family, routing = config.family, config.routing
     layer, names = family.feed_forward, family.mixture
     dense = (layer.gate, layer.up, layer.down)
     if routing is None or names is None:
-        return swiglu(f"{block}.mlp", *dense)
+        return gated(f"{block}.mlp", *dense)
     moe = f"{block}.{names.module}"
     router = f"{moe}.{names.router}"
     if f"{router}.weight" not in checkpoint:  # these families have dense blocks too
-        return swiglu(f"{block}.mlp", *dense)
+        return gated(f"{block}.mlp", *dense)
     found = checkpoint.shape(f"{router}.weight")[0]
     if found != routing.experts:
         raise CheckpointError(
@@ -157,7 +161,8 @@ def load_feed_forward(
         gate_up=experts(*names.expert.gate_up),
         down=experts(names.expert.down),
         router=linear(router),
-        shared=swiglu(shared, *dense) if has_shared else None,
+        shared=gated(shared, *dense) if has_shared else None,
         shared_gate=linear(shared_gate) if has_gate else None,
+        activation=config.activation,
         correction=correction,
     )

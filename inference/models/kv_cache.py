@@ -12,6 +12,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.families.registry import attention_names
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
+from inference.models.fold import held_scales
 from inference.models.model import KVHeads, ModelShape
 from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
@@ -68,7 +69,10 @@ class CacheShape:
         scales = [None if spec is None else checkpoint.kv_scales.get(name) for name in names]
         return cls(
             blocks=sizes.kv_blocks,
-            layers=[LayerCache(*own) for own in zip(model.cached, scales, strict=True)],
+            layers=[
+                LayerCache(heads, held_scales(own, heads.channels))
+                for heads, own in zip(model.cached, scales, strict=True)
+            ],
             spec=spec,
             dtype=None if sizes.kv_dtype is None else getattr(torch, sizes.kv_dtype),
         )

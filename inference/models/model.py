@@ -15,11 +15,14 @@ class KVHeads:
         count: Heads of K, and of V.
         k_size: Numbers of a head of K.
         v_size: Numbers of a head of V.
+        channels: Places of the numbers of a head of K in what static scales are stored for, in the
+            order in which the cache holds them; None where they are alike.
     """
 
     count: int
     k_size: int
     v_size: int
+    channels: tuple[int, ...] | None = None
 
 
 class ModelShape(Protocol):

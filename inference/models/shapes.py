@@ -45,9 +45,9 @@ def _wanted(checkpoint: Checkpoint, config: ModelConfig, module: str) -> Shape |
     leaf = parts[2]
     if leaf in (*norms.before, *norms.after):
         return (hidden,)
-    if leaf in (attention.q_norm, attention.k_norm) and attention.qk_norm != "none":
+    if leaf in (attention.q_norm, attention.k_norm) and config.qk_norm != "none":
         whole = queries if leaf == attention.q_norm else keys
-        return (config.head_dim if attention.qk_norm == "head" else whole,)
+        return (config.head_dim if config.qk_norm == "head" else whole,)
     rows = {"q": queries, "k": keys, "v": keys}
     match role_of(module):
         case "q" | "k" | "v" as role:

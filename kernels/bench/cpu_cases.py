@@ -124,7 +124,7 @@ def attention(context: int, dtype: torch.dtype) -> BenchCase:
 
 ROW_OPS: dict[str, tuple[OnRows, int]] = {  # and how many tensors [rows, size] are read
     "norm": (lambda x, y, w: ops.rms_norm(x, w, 1e-5), 1),
-    "silu": (lambda x, y, w: ops.silu_mul(x, y), 2),
+    "silu": (lambda x, y, w: ops.gated_product(x, y), 2),
     "quantize": (lambda x, y, w: ops.quantize_per_token(x)[0], 1),
 }
 

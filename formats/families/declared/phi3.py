@@ -11,5 +11,5 @@ FAMILY = Family(
     attention=Attention(stored_merged=True),
     feed_forward=GatedMLP(stored_merged=True),
     rope_types=("default", "longrope"),
-    partial_rotary=True,
+    partial_rotary=1.0,
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.ops import apply_rope, rms_norm, silu_mul
+from kernels.ops import apply_rope, gated_product, rms_norm
 
 
 @pytest.mark.usefixtures("backend")
@@ -26,12 +26,14 @@ def test_rms_norm(size, dtype):
 def test_silu_mul_is_the_same_wherever_an_element_lies():
     torch.manual_seed(0)
     gate, up = torch.randn(37, 301) * 20, torch.randn(37, 301)
-    got = silu_mul(gate, up)
+    got = gated_product(gate, up)
     want = (F.silu(gate.double()) * up.double()).float()
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     for count in (1, 2, 3, 7):
-        assert torch.equal(silu_mul(gate[5 : 5 + count], up[5 : 5 + count]), got[5 : 5 + count])
-    extreme = silu_mul(torch.tensor([[-1e4, 1e4, 0.0]]), torch.ones(1, 3))
+        assert torch.equal(
+            gated_product(gate[5 : 5 + count], up[5 : 5 + count]), got[5 : 5 + count]
+        )
+    extreme = gated_product(torch.tensor([[-1e4, 1e4, 0.0]]), torch.ones(1, 3))
     assert extreme.tolist() == [[0.0, 1e4, 0.0]]
 
 

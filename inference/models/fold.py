@@ -1,0 +1,69 @@
+"""What of a description is folded into tensors where they are read, so that nothing that runs them
+has to know of it.
+
+Rotation turns pairs of channels i and i + D / 2 of a whole head (`inference.models.rotary`). Heads
+that are stored otherwise - pairs side by side, turning channels before those that do not - have
+their channels put in that order: the rows of q and k with their scales, zero points and biases, the
+weights of norms over heads or whole projections, and the scales of K's channels in the cache. q and
+k have one order, so that their products do not change; V and what reads it stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from inference.models.read import StoredLinear
+
+Channels = tuple[int, ...] | None
+
+
+def held_heads(stored: StoredLinear, heads: int, channels: Channels) -> StoredLinear:
+    """A layer that makes q, k and v with the channels of q and k in the order in which they run.
+
+    Args:
+        stored: q, k and v merged: [(Hq + 2 Hkv) D, K].
+        heads: Hq + Hkv.
+        channels: Places of the channels as they are stored; None where nothing moves.
+    """
+    if channels is None:
+        return stored
+    rows = torch.arange(len(stored.weight), device=stored.weight.device)
+    turning = rows[: heads * len(channels)].view(heads, -1)
+    turning.copy_(turning[:, channels])
+    taken = (stored.weight, stored.scale, stored.zero_point, stored.bias)
+    weight, scale, zero_point, bias = (None if t is None else _rows(t, rows) for t in taken)
+    assert weight is not None
+    return replace(stored, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
+
+
+def held_norm(weight: Tensor, channels: Channels) -> Tensor:
+    """The weight of a norm of q or k, of one head [D] or of all [heads D], in the same order."""
+    if channels is None:
+        return weight
+    return weight.unflatten(0, (-1, len(channels)))[:, channels].flatten()
+
+
+def held_scales(
+    pair: tuple[Tensor, Tensor] | None, channels: Channels
+) -> tuple[Tensor, Tensor] | None:
+    """Static scales of K and V: those of K's channels [Hkv, D], if it has any, in that order."""
+    if pair is None or channels is None or pair[0].dim() < 2:
+        return pair
+    return pair[0][:, channels], pair[1]
+
+
+def with_divided_input(stored: StoredLinear, divisor: float) -> StoredLinear:
+    """A layer whose input comes divided by a number, which a static scale of it has to be too."""
+    if stored.input_scale is None or divisor == 1:
+        return stored
+    return replace(stored, input_scale=stored.input_scale / divisor)
+
+
+def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor of any type; e4m3 is moved as bytes."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+    return tensor[rows]
