@@ -30,7 +30,7 @@ ALLOWED = {
 }
 FLOORS = {
     "kernels": """
-        numerics attention_inputs devices
+        numerics attention_inputs activations devices
         two_level reference
         reference_attention
         cpu
