@@ -36,6 +36,8 @@ class SmoothingGroup(Strict):
         routers: Full names of routers that read it. They are multiplied too, and not quantized.
         tied: Name for the groups that get one strength together: the experts of a block. None for
             a group that is searched alone.
+        offset: What the source, if it is a norm, adds to its weight before it multiplies by it: 1
+            for Gemma's 1 + w.
     """
 
     kind: SmoothingKind
@@ -44,6 +46,7 @@ class SmoothingGroup(Strict):
     consumers: tuple[str, ...]
     routers: tuple[str, ...] = ()
     tied: str | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,10 @@ def _attention_groups(family: Family, block: str, kind: SmoothingKind) -> Iterat
         yield SmoothingGroup(kind=kind, block=block, source=source, consumers=consumers)
     elif norm is not None:
         source, consumers = f"{block}.{norm}", tuple(f"{module}.{part}" for part in names.qkv)
-        yield SmoothingGroup(kind=kind, block=block, source=source, consumers=consumers)
+        offset = family.norms.offset
+        yield SmoothingGroup(
+            kind=kind, block=block, source=source, consumers=consumers, offset=offset
+        )
 
 
 def _feed_forward_groups(
@@ -144,5 +150,10 @@ def _feed_forward_groups(
         consumers = tuple(part for layer in layers for part in (layer.gate, layer.up))
         routers = tuple(filter(is_router, names))
         yield SmoothingGroup(
-            kind=kind, block=block, source=f"{block}.{norm}", consumers=consumers, routers=routers
+            kind=kind,
+            block=block,
+            source=f"{block}.{norm}",
+            consumers=consumers,
+            routers=routers,
+            offset=family.norms.offset,
         )

@@ -8,9 +8,10 @@ matrices. With x [tokens, hidden] in the residual stream and a linear layer y = 
          writers (o, down) R1^T W with biases b R1, lm_head W diag(g) R1
     R2   each KV head's values are v R2: v R2^T W with biases b R2, o's columns of each head W R2
 
-where g is the weight of the norm before a reader. RMSNorm(x R1) = RMSNorm(x) R1 only once that
-weight is 1, so it moves into the readers; the final norm's moves into lm_head, which can then no
-longer be the embedding: tied weights are untied. Queries and keys stay as they are, and with them
+where g is what the norm before a reader multiplies by: its weight w, or 1 + w. RMSNorm(x R1) =
+RMSNorm(x) R1 only once that is 1, so it moves into the readers; the final norm's moves into
+lm_head, which can then no longer be the embedding: tied weights are untied. Factors of embedding,
+sub-layers and logits commute with all of it. Queries and keys stay as they are, and with them
 rotary embedding and the norms that some families (Qwen3) have of q and k: R1 cancels inside of the
 projections before them. R2 passes through attention, which mixes tokens and not channels.
 
@@ -167,7 +168,7 @@ class RotatedCheckpoint(FloatModelView):
         stored, (module, leaf) = self.source.tensor(self._origin(name)), _parts(name)
         norms = self.family.norms.before
         if self.r1 is not None and (module in norms or name == FINAL_NORM):
-            return torch.ones_like(stored)
+            return torch.full_like(stored, 1 - self.family.norms.offset)
         rows, columns = self._rotations(name, module)
         if rows is not None:  # [out, in] or, of a bias, [out]
             turned = stored.double()
@@ -189,12 +190,12 @@ class RotatedCheckpoint(FloatModelView):
         return rows, self.r2 if module == attention.o else columns
 
     def _norm(self, name: str, module: str) -> Tensor:
-        """Weight of the norm that a layer takes over, fp64 [in]; 1 where there is none."""
+        """What the norm multiplies by that a layer takes over, fp64 [in]; 1 where there is none."""
         norm = names.FINAL_NORM if name == HEAD else self.family.readers.get(module)
         if self.r1 is None or norm is None:
             return torch.ones((), dtype=torch.float64)
         full = norm if name == HEAD else f"{names.block_of(name)}.{norm}"
-        return self.source.tensor(f"{full}.weight").double()
+        return self.source.tensor(f"{full}.weight").double() + self.family.norms.offset
 
     def _origin(self, name: str) -> str:
         """Name of the tensor in the source: a tied head is the embedding."""

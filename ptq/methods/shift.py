@@ -10,10 +10,11 @@ into v_proj's bias and W z into o_proj's, and both the cached V and the input of
 A KV channel is shared by the query heads of its group. Half of a range is never more than the
 largest magnitude in it: no scale becomes coarser, and there is nothing to search.
 
-Both projections need a bias. Families whose configuration knows `attention_bias` get one
-(`ptq.methods.common.biased`); where there can be none, the block is left alone and an event says
-so. The inputs of q, k, v, gate, up and down cannot be shifted: RMSNorm has no bias to take z, and
-up's output is multiplied before down reads it.
+Attention with sinks (gpt-oss) gives a part of its weight to no value: its weights sum to less than
+1, and it is left alone. Both projections need a bias. Families whose configuration knows
+`attention_bias` get one (`ptq.methods.common.biased`); where there can be none, the block is left
+alone and an event says so. The inputs of q, k, v, gate, up and down cannot be shifted: RMSNorm has
+no bias to take z, and up's output is multiplied before down reads it.
 
 v_proj's bias is stored in the checkpoint's type. The shift that counts is therefore what rounding
 made of it, and o_proj's bias follows that one: its own rounding is all that is lost.
@@ -102,6 +103,11 @@ class Shift(Method):
         self.value = f"{work.block.attention}.{names.v}"
         self.output = f"{work.block.attention}.{names.o}"
         self._weight = self._bias = self._low = self._high = self.z = None
+        if work.block.family.attention.sinks is not None:
+            message = "not shifted: attention's sinks take a part of its weights, which sum to less"
+            event = Event(module=self.value, kind="smoothing_skipped", message=f"{message} than 1")
+            work.events.append(event)
+            return
         bare = [n for n in (self.value, self.output) if work.block.linears[n].bias is None]
         if bare:
             leaves = " and ".join(name.rpartition(".")[2] for name in bare)

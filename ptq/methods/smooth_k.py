@@ -7,8 +7,9 @@ others, in every token; Q has no such outliers. With one factor for each channel
     Z = (Q Lambda) (K Lambda^-1)^T,    lambda_j = max(max|K_j|, max|K_{j + D/2}|)^alpha
 
 K is cached after rotary embedding, which turns the channels j and j + D/2 (D the head's size) into
-each other: it commutes with Lambda where the two have one factor. Where only the first channels of
-a head turn, D is their number here, and each of the others has a factor of its own. So Lambda folds
+each other: it commutes with Lambda where the two have one factor. Families that turn neighbouring
+channels, or only the first ones of a head, or none in some layers, pair them otherwise
+(`formats.families.pairs`); a channel that does not turn has a factor of its own. So Lambda folds
 into the rows of k_proj (divided) and of q_proj (multiplied, in all query heads that read the KV
 head), with their biases. Where q and k pass through norms after their projections (Qwen3), whatever
 a projection multiplies is normed away, and Lambda goes into the weights of the norms, which all
@@ -17,9 +18,10 @@ heads share.
 Factors are divided by their geometric mean, as only ratios matter. Where they go into tensors that
 are stored in floating point (biases, norms, projections that are not quantized) they are rounded to
 powers of two, which cost such a tensor nothing; rows of quantized projections, which have scales of
-their own, take any factor. alpha is fixed, or searched by the squared error of the block's output
-with K passed through the quantized cache and all else in float; where no strength beats leaving K
-alone, it is left alone.
+their own, take any factor. So do norms that multiply by 1 + w: what is stored of (1 + w) lambda - 1
+is rounded whatever the factor. alpha is fixed, or searched by the squared error of the block's
+output with K passed through the quantized cache and all else in float; where no strength beats
+leaving K alone, it is left alone.
 """
 
 from __future__ import annotations
@@ -101,30 +103,27 @@ class SmoothKSpec(MethodSpec):
 
 
 def key_factors(
-    k_absmax: Tensor, alpha: float, *, turning: int | None = None, exact: bool = False
+    k_absmax: Tensor, alpha: float, pairs: Sequence[int], *, exact: bool = False
 ) -> Tensor:
     """The factors above, for the largest magnitudes of K after rotary embedding.
 
     Args:
         k_absmax: [kv heads, D].
         alpha: Strength; at 1 all pairs of channels get the same largest magnitude.
-        turning: How many channels of a head, the first, are turned; all of them by default. The
-            others have a factor each.
+        pairs: A number for each channel of a head, from 0 on; those with one number share a factor.
         exact: Whether to round to powers of two.
 
     Returns:
         lambda [kv heads, D] fp64; 1 where a channel is dead.
     """
-    k_absmax, turned = k_absmax.double(), turning or k_absmax.shape[-1]
-    pairs = k_absmax[:, :turned].unflatten(-1, (2, -1)).amax(dim=-2)
-    peaks = torch.cat((pairs, k_absmax[:, turned:]), dim=-1)  # [kv heads, D - turned / 2]
+    pair = torch.tensor(pairs)
+    peaks = k_absmax.new_zeros(len(k_absmax), max(pairs) + 1).double()
+    peaks.scatter_reduce_(1, pair.expand_as(k_absmax), k_absmax.double(), "amax")
     alive = peaks > 0
     logs = torch.where(alive, peaks, torch.ones_like(peaks)).log2() * alpha
     mean = logs.sum(dim=-1, keepdim=True) / alive.sum(dim=-1, keepdim=True).clamp(min=1)
     logs = torch.where(alive, logs - mean, torch.zeros_like(logs))
-    factors = torch.exp2(logs.round() if exact else logs)
-    half = turned // 2
-    return torch.cat((factors[:, :half], factors), dim=-1)
+    return torch.exp2(logs.round() if exact else logs)[:, pair]
 
 
 class SmoothK(Method):
@@ -154,9 +153,7 @@ class SmoothK(Method):
         alphas = self.spec.alphas if self.spec.alpha == "search" else (self.spec.alpha,)
         exact = any(not _takes_any_factor(work, name) for name in (k, q))
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
-        factors |= {
-            alpha: key_factors(basis, alpha, turning=work.turning, exact=exact) for alpha in alphas
-        }
+        factors |= {alpha: key_factors(basis, alpha, work.pairs, exact=exact) for alpha in alphas}
         reference = [work.block.run(sample) for sample in work.samples(self.spec.search_samples)]
         power = math.fsum(y.double().square().sum().item() for y in reference)
         errors: dict[float | None, float] = {}
@@ -189,14 +186,17 @@ class SmoothK(Method):
 def _stages(work: BlockWork) -> tuple[str, str]:
     """Names of the last modules that K and Q pass before rotary embedding, and that can scale."""
     attention, names = work.block.attention, work.block.family.attention
-    k, q = (names.k, names.q) if names.qk_norm == "none" else (names.k_norm, names.q_norm)
+    normed = any(name == names.k_norm for name, _ in work.module(attention).named_children())
+    k, q = (names.k_norm, names.q_norm) if normed else (names.k, names.q)
     return f"{attention}.{k}", f"{attention}.{q}"
 
 
 def _takes_any_factor(work: BlockWork, name: str) -> bool:
-    """Whether nothing of a module is stored in floating point but the scales of its rows."""
+    """Whether powers of two cost less than other factors in nothing that is stored of a module."""
     module = work.module(name)
-    return name in work.targets and isinstance(module, nn.Linear) and module.bias is None
+    if not isinstance(module, nn.Linear):
+        return work.block.family.norms.offset != 0
+    return name in work.targets and module.bias is None
 
 
 def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
@@ -205,15 +205,18 @@ def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
     A norm's weight is [D], and all rows of the factors are one then.
     """
     module = work.module(name)
+    offset = 0.0 if isinstance(module, nn.Linear) else work.block.family.norms.offset
     for leaf, parameter in list(module.named_parameters()):
         heads = parameter.shape[0] // factors.shape[1]
         repeated = factors.repeat_interleave(max(1, heads // len(factors)), dim=0)
         by_row = repeated.flatten()[: len(parameter)].to(parameter.device)
-        moved = parameter.double() * by_row.view(-1, *(1,) * (parameter.dim() - 1))
-        set_parameter(module, leaf, moved.float())
+        by_row = by_row.view(-1, *(1,) * (parameter.dim() - 1))
+        moved = (parameter.double() + offset) * by_row - offset
         if leaf == "bias" or name not in work.targets:
             full = f"{name}.{leaf}"
-            work.folded[full] = moved.to(work.dtype_of(full)).cpu()
+            moved = moved.to(work.dtype_of(full))
+            work.folded[full] = moved.cpu()
+        set_parameter(module, leaf, moved.float())
 
 
 def _error(work: BlockWork, absmax: Tensor, factors: Tensor, reference: Sequence[Tensor]) -> float:

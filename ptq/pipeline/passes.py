@@ -10,8 +10,9 @@ from torch import Tensor
 from calibrate.block import DecoderBlock, to_host
 from calibrate.statistics import Statistics
 from formats.errors import RecipeError
-from formats.families.family import heads_of, rotary_channels
+from formats.families.family import heads_of
 from formats.families.groups import common_inputs
+from formats.families.pairs import turning_pairs
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import FloatModel
@@ -26,6 +27,7 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
     """A loaded block with what the plan says of it."""
     config = checkpoint.config
     schemes = {name: s for name, s in plan.schemes.items() if name in block.linears}
+    index = int(block.name.rpartition(".")[2])
     return BlockWork(
         block=block,
         scheme=plan.recipe.scheme,
@@ -34,7 +36,7 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
         common_input=common_inputs(block.family, block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
         head_dim=heads_of(config).size,
-        turning=rotary_channels(block.family, config),
+        pairs=turning_pairs(block.family, config, index),
         input_observer=plan.recipe.observers.input,
         dtype_of=checkpoint.dtype,
     )

@@ -67,7 +67,7 @@ class BlockWork:
         common_input: Layers that read one input, by full name: a name for that input.
         groups: Smoothing groups of this block.
         head_dim: Elements of one attention head.
-        turning: How many of them, the first, rotary embedding turns.
+        pairs: A number for each of them; those that rotary embedding turns together have one.
         input_observer: How the clipping range of a static input is found.
         dtype_of: Element type that a tensor has in the checkpoint, by its full name.
         statistics: Of the inputs of the block's linear layers, of K and of V, for the weights as
@@ -88,7 +88,7 @@ class BlockWork:
     common_input: Mapping[str, str]
     groups: tuple[SmoothingGroup, ...]
     head_dim: int
-    turning: int
+    pairs: tuple[int, ...]
     input_observer: ObserverSpec
     dtype_of: Callable[[str], torch.dtype]
     statistics: Statistics | None = None

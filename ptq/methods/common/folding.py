@@ -1,8 +1,9 @@
 """Folding factors into a block: a source is divided, its consumers are multiplied.
 
 Norm weights and biases are stored in the checkpoint's type. The factor that counts is therefore
-not s but old / rounded(old / s): consumers are multiplied by that, and rounding costs nothing. Rows
-of v and up are quantized per output channel, so their scales absorb any factor.
+not s but old / rounded(old / s): consumers are multiplied by that, and rounding costs nothing. Of a
+norm that multiplies by 1 + w, what is divided is 1 + w, and (1 + w) / s - 1 is stored. Rows of v
+and up are quantized per output channel, so their scales absorb any factor.
 
 In a mixture of experts, norm -> gate, up goes to all experts of a block, and to its routers. These
 stay in float and are stored in the checkpoint's type, so here factors are powers of two: they
@@ -36,22 +37,32 @@ else:
     torch = later("torch")
 
 
-def fold_vector(vector: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def fold_vector(
+    vector: Tensor, scale: Tensor, dtype: torch.dtype, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Divide a stored vector by `scale` and find the factor that its rounding made of it.
 
     Args:
         vector: Norm weight or bias [channels], exactly representable in `dtype`.
         scale: Wanted factors [channels].
         dtype: Element type of the checkpoint.
+        offset: What is added to the vector where it is used.
 
     Returns:
-        (vector / scale in `dtype`, effective factors [channels] fp64): their product is `vector`
-        exactly. A channel whose quotient leaves the range of `dtype` keeps its value and factor 1.
+        (v in `dtype` with v + offset near (vector + offset) / scale, effective factors [channels]
+        fp64): (v + offset) times these is vector + offset exactly. A channel whose quotient leaves
+        the range of `dtype` keeps its value and factor 1; one that only the offset hides gets the
+        smallest v + offset of its sign that is surely not hidden.
     """
-    exact = vector.double()
-    folded = (exact / scale).to(dtype)
-    effective = exact / folded.double()
-    out_of_range = (exact != 0) & ((folded == 0) | torch.isinf(folded))
+    exact = vector.double() + offset
+    folded = (exact / scale - offset).to(dtype)
+    if offset:
+        least = exact.sign() * torch.finfo(dtype).eps * offset
+        hidden = (exact != 0) & (folded.double() + offset == 0)
+        folded = torch.where(hidden, least - offset, folded.double()).to(dtype)
+    held = folded.double() + offset
+    effective = exact / held
+    out_of_range = (exact != 0) & ((held == 0) | torch.isinf(folded))
     effective = torch.where(exact == 0, scale.double(), effective)
     return (
         torch.where(out_of_range, vector.to(dtype), folded),
@@ -115,7 +126,8 @@ class SmoothedGroup:
         if self.vector_name is None:
             return Folding(scale, None)
         vector = self.source.get_parameter(self.vector_name.rpartition(".")[2]).cpu()
-        folded, effective = fold_vector(vector, scale, self.work.dtype_of(self.vector_name))
+        dtype = self.work.dtype_of(self.vector_name)
+        folded, effective = fold_vector(vector, scale, dtype, self.group.offset)
         return Folding(effective, folded)
 
     def _exact_for_routers(self, scale: Tensor) -> Tensor:

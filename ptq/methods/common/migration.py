@@ -124,6 +124,11 @@ class Migration(Method):
         for group in work.groups:
             if group.kind not in self.targets:
                 continue
+            if group.routers and group.offset:
+                message = "not smoothed: routers read a norm of 1 + w, which takes no power of two"
+                event = Event(module=group.source, kind="smoothing_skipped", message=message)
+                work.events.append(event)
+                continue
             linear_source = group.source in work.block.linears
             members = (*group.consumers, *((group.source,) if linear_source else ()))
             kept = [name for name in members if name not in work.targets]

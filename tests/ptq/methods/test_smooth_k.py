@@ -45,11 +45,12 @@ def divergence(found: Path, exact: Path) -> float:
 
 def test_factors_are_those_of_the_paper():
     absmax = torch.tensor([[8.0, 1.0, 2.0, 0.5], [0.0, 3.0, 0.0, 3.0]])  # pairs (0, 2), (1, 3)
-    factors = key_factors(absmax, 0.5)
+    factors = key_factors(absmax, 0.5, (0, 1, 0, 1))
     assert factors[0].tolist() == pytest.approx([8**0.25, 8**-0.25] * 2)
     assert factors[1].tolist() == [1.0] * 4  # a dead pair, and one that is alone
-    assert key_factors(absmax, 1.0, exact=True)[0].tolist() == [4.0, 0.25, 4.0, 0.25]
-    part = key_factors(torch.tensor([[8.0, 2.0, 1.0, 1.0]]), 1.0, turning=2)  # one pair, two alone
+    assert key_factors(absmax, 1.0, (0, 1, 0, 1), exact=True)[0].tolist() == [4.0, 0.25, 4.0, 0.25]
+    k = torch.tensor([[8.0, 2.0, 1.0, 1.0]])
+    part = key_factors(k, 1.0, (0, 0, 1, 2))  # one pair, two alone
     assert part.tolist() == [[4.0, 4.0, 0.5, 0.5]]
 
 
@@ -68,7 +69,7 @@ def test_the_function_stays(make_model, tmp_path, family, scheme):
     basis = seen.amax(dim=0, keepdim=True).expand_as(seen) if normed else seen
     factors = method.factors
     assert factors is not None
-    assert torch.equal(factors, key_factors(basis, 1.0, exact=rounded))
+    assert torch.equal(factors, key_factors(basis, 1.0, work.pairs, exact=rounded))
     assert factors.max() / factors.min() > 8
     method.commit(work)
     for sample, expected in enumerate(before):

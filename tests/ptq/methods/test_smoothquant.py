@@ -70,6 +70,24 @@ def test_folding_keeps_channels_that_leave_the_range_of_the_type():
     assert folded.tolist() == [*vector.half().tolist()[:3], 0.5]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_folding_a_norm_of_1_plus_w_loses_nothing(dtype):
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(512, generator=generator).to(dtype).float()
+    w[:3] = torch.tensor([-1.0, 0.0, -3.0])
+    scale = torch.rand(512, generator=generator).double() * 30 + 0.01
+    scale[1:3] = 1e5  # of which 1 + w keeps as much as w can hold
+    folded, effective = fold_vector(w, scale, dtype, 1.0)
+    assert folded.dtype == dtype
+    assert torch.allclose((folded.double() + 1) * effective, w.double() + 1, rtol=1e-14)
+    ordinary = (1 + w.double()).abs() / scale > 0.5
+    assert torch.allclose(effective[ordinary], scale[ordinary], rtol=2**-7)
+    assert effective[1] == effective[2] / 2 or dtype == torch.float32
+    assert (effective[1:3] > 100).all()
+    assert effective.isfinite().all()
+    assert (effective > 0).all()
+
+
 def test_query_heads_of_a_group_read_one_kv_head():
     kv = torch.arange(2 * 3).reshape(2, 3)  # [kv heads, head_dim]
     expected = kv.repeat_interleave(4, dim=0).flatten()  # as transformers' repeat_kv
