@@ -164,7 +164,7 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
 
     Args:
         k: [T, Hkv, D].
-        v: [T, Hkv, D].
+        v: [T, Hkv, Dv]; the sizes may differ.
         pool: Changed in place.
         slots: int64 [T], block * 64 + offset; no two alike.
     """
@@ -180,7 +180,7 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         inputs: What they see.
 
     Returns:
-        [T, Hq, D] in the type of `q`.
+        [T, Hq, Dv] in the type of `q`.
     """
     chosen = reference_attention if native.library() is None else native_attention
     return chosen.paged_attention(q, inputs)

@@ -8,7 +8,8 @@ token has scales of its own, that of K multiplies its score and that of V its we
 
 For a query with scores s_t over its visible positions, out = sum_t e^(s_t - m) v_t / sum_t
 e^(s_t - m) with m = max_t s_t. Scores and products are taken block by block of 64 positions, always
-whole blocks, masked, and the blocks' partial sums are added in order. Invisible positions add
+whole blocks, masked, and the blocks' partial sums are added in order. A head's sink z, which has no
+value, takes part in m and adds e^(z - m) to the denominator. Invisible positions add
 exact zeros, so that neither the length of the longest sequence in the batch nor the cut of a
 prefill into chunks changes a bit.
 """
@@ -29,7 +30,7 @@ SCORES_AT_ONCE = 1 << 22  # elements; bounds the memory of a long prefill
 
 def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """See `kernels.ops.paged_attention`."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = q.new_empty((*q.shape[:2], inputs.pool.v.shape[3]))
     starts, contexts = query_starts(inputs), inputs.context_len.tolist()
     for first, last in _equal_runs(starts):  # sequences with as many queries each
         own, rows = slice(first, last), slice(starts[first], starts[last])
@@ -71,10 +72,18 @@ def _attend_alike(q: Tensor, out: Tensor, contexts: list[int], inputs: Attention
 
 
 def _attend_part(q: Tensor, position: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Attention of queries [S, n, Hq, D] at positions [S, n]: fp32 of the shape of `q`."""
+    """Attention of queries [S, n, Hq, D] at positions [S, n]: fp32 [S, n, Hq, Dv]."""
     pool, table = inputs.pool, inputs.block_tables
     kv_heads = pool.k.shape[1]
     group = q.shape[2] // kv_heads
+
+    def by_row(heads: Tensor | None) -> Tensor | None:
+        """Numbers of heads [Hq] as those of rows, [1, 1, Hkv, n * group, 1]."""
+        if heads is None:
+            return None
+        own = heads.view(1, 1, kv_heads, 1, group).expand(-1, -1, -1, q.shape[1], -1)
+        return own.flatten(3).unsqueeze(-1)
+
     fold = torch.full((kv_heads, 1, 1), inputs.softmax_scale)
     per_token, static_v = None, None
     if pool.k_scale is not None and pool.v_scale is not None:
@@ -89,7 +98,7 @@ def _attend_part(q: Tensor, position: Tensor, inputs: AttentionInputs) -> Tensor
         pool.k[table],  # [S, blocks, Hkv, 64, D]
         pool.v[table],
         position.repeat_interleave(group, dim=1),
-        inputs.sliding_window,
+        replace(inputs, sinks=by_row(inputs.sinks), alibi=by_row(inputs.alibi)),
         per_token,
     )
     if static_v is not None:
@@ -114,7 +123,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     position: Tensor,
-    sliding_window: int | None,
+    inputs: AttentionInputs,
     scales: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Attention of one batch of equally many queries.
@@ -122,25 +131,31 @@ def _attend(
     Args:
         q: fp32 [S, Hkv, R, D], scaled.
         k: [S, B, Hkv, 64, D], as cached.
-        v: [S, B, Hkv, 64, D], as cached.
+        v: [S, B, Hkv, 64, Dv], as cached.
         position: int64 [S, R], position of each row's query.
-        sliding_window: Positions seen, or None.
+        inputs: How they see, with sinks and slopes of each row, [1, 1, Hkv, R, 1].
         scales: Of each token's K and V, fp32 [S, B, Hkv, 64] both, or None.
 
     Returns:
-        fp32 [S, Hkv, R, D], before a static scale of V.
+        fp32 [S, Hkv, R, Dv], before a static scale of V.
     """
     blocks = k.shape[1]
     scores = product(q.unsqueeze(1), k.float().transpose(-1, -2))  # [S, B, Hkv, R, 64]
     if scales is not None:
         scores = scores * scales[0].unsqueeze(3)
+    if inputs.softcap is not None:
+        scores = torch.tanh(scores / inputs.softcap) * inputs.softcap
     key = torch.arange(blocks * KV_BLOCK).view(1, blocks, 1, 1, KV_BLOCK)
     own = position[:, None, None, :, None]
+    if inputs.alibi is not None:
+        scores = scores + inputs.alibi * (key - own)
     hidden = key > own
-    if sliding_window is not None:
-        hidden = hidden | (key <= own - sliding_window)
+    if inputs.sliding_window is not None:
+        hidden = hidden | (key <= own - inputs.sliding_window)
     scores = scores.masked_fill_(hidden, -torch.inf)
     top = scores.amax(dim=(1, 4), keepdim=True).clamp_(min=-1e30)  # finite if all is hidden
+    if inputs.sinks is not None:
+        top = torch.maximum(top, inputs.sinks)
     weights = torch.exp(scores.sub_(top))
     sums = weights.sum(dim=-1, keepdim=True)  # [S, B, Hkv, R, 1]
     if scales is not None:
@@ -150,4 +165,6 @@ def _attend(
     for block in range(1, blocks):
         numerator = numerator + products[:, block]
         denominator = denominator + sums[:, block]
+    if inputs.sinks is not None:
+        denominator = denominator + torch.exp(inputs.sinks - top)[:, 0]
     return numerator / denominator.clamp(min=1e-30)

@@ -39,7 +39,7 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
         ValueError: shapes or types do not fit, a slot is not of the pool, or scales are to be taken
             from NaN or infinity; tokens with such a problem are not written, others may be.
     """
-    if pool.k.dtype not in _POOLS:
+    if pool.k.dtype not in _POOLS or pool.k.shape != pool.v.shape:
         reference.write_kv(k, v, pool, slots)
         return
     kinds = check_pool(pool)
@@ -75,7 +75,12 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         ValueError: shapes or types do not fit, or a sequence needs a block that is not there.
     """
     pool = inputs.pool
-    if pool.k.dtype not in _POOLS:
+    more = (inputs.softcap, inputs.sinks, inputs.alibi)
+    if (
+        pool.k.dtype not in _POOLS
+        or pool.k.shape != pool.v.shape
+        or any(one is not None for one in more)
+    ):
         return reference_attention.paged_attention(q, inputs)
     kinds, starts = check_pool(pool), reference_attention.query_starts(inputs)
     _check_queries(q, inputs, starts)

@@ -27,7 +27,7 @@ class Cache:
     pool: KVPool
     tables: Tensor
 
-    def attend(self, spans, window=None, attention=paged_attention) -> list[Tensor]:
+    def attend(self, spans, window=None, attention=paged_attention, **more) -> list[Tensor]:
         """Attention of positions [begin, end) of sequences: `spans` is (sequence, begin, end)."""
         q = torch.cat([self.q[s][b:e] for s, b, e in spans])
         counts = [e - b for _, b, e in spans]
@@ -38,14 +38,15 @@ class Cache:
             torch.tensor([0, *itertools.accumulate(counts)]),
             q.shape[-1] ** -0.5,
             window,
+            **more,
         )
         return list(attention(q, inputs).split(counts))
 
 
 def naive_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """Softmax of each query over its visible positions, one query and head at a time, in fp64."""
-    out, starts = torch.zeros_like(q), inputs.query_start
-    group, pool = q.shape[1] // inputs.pool.k.shape[1], inputs.pool
+    pool, starts = inputs.pool, inputs.query_start
+    out, group = q.new_zeros(*q.shape[:2], pool.v.shape[3]), q.shape[1] // pool.k.shape[1]
     assert starts is not None
     for s, context in enumerate(inputs.context_len.tolist()):
         k, v = (
@@ -59,6 +60,14 @@ def naive_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
             for head in range(q.shape[1]):
                 keys, values = (x[begin : position + 1, head // group] for x in (k, v))
                 scores = keys @ q[row, head].double() * inputs.softmax_scale
+                if inputs.softcap is not None:
+                    scores = torch.tanh(scores / inputs.softcap) * inputs.softcap
+                if inputs.alibi is not None:
+                    distance = torch.arange(begin - position, 1)
+                    scores = scores + inputs.alibi[head].double() * distance
+                if inputs.sinks is not None:
+                    scores = torch.cat((scores, inputs.sinks[head].double().view(1)))
+                    values = torch.cat((values, torch.zeros_like(values[:1])))
                 out[row, head] = (torch.softmax(scores, dim=0) @ values).to(q.dtype)
     return out
 
@@ -102,7 +111,9 @@ def make_scales(kind, generator, blocks, heads, dim) -> tuple:
     return k, (torch.rand(heads, generator=generator) * 2 + 3) / top
 
 
-def make_cache(lengths, heads=(4, 2), dim=32, kind="int8 per_head", seed=0) -> Cache:
+def make_cache(
+    lengths, heads=(4, 2), dim=32, kind="int8 per_head", seed=0, v_dim: int | None = None
+) -> Cache:
     generator = torch.Generator().manual_seed(seed)
     q_heads, kv_heads = heads
     blocks = [-(-length // KV_BLOCK) for length in lengths]
@@ -111,7 +122,10 @@ def make_cache(lengths, heads=(4, 2), dim=32, kind="int8 per_head", seed=0) -> C
     dtype = STORAGE[kind.split()[0]]
     stale = torch.randint(-127, 128, shape, generator=generator).to(dtype)  # of earlier requests
     scales = make_scales(kind, generator, len(order), kv_heads, dim)
-    pool = KVPool(stale.clone(), stale.flip(0).clone(), *scales, kind.endswith("per_token"))
+    stale_v = stale.flip(0)[..., : v_dim or dim].contiguous()
+    if v_dim is not None and v_dim > dim:
+        stale_v = torch.cat((stale.flip(0), stale), dim=-1)[..., :v_dim].contiguous()
+    pool = KVPool(stale.clone(), stale_v.clone(), *scales, kind.endswith("per_token"))
     tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)
     queries, taken = [], 0
     for s, length in enumerate(lengths):
@@ -120,7 +134,9 @@ def make_cache(lengths, heads=(4, 2), dim=32, kind="int8 per_head", seed=0) -> C
         tables[s, : len(own)] = own
         position = torch.arange(length)
         slots = own[position // KV_BLOCK] * KV_BLOCK + position % KV_BLOCK
-        k, v = (torch.randn(length, kv_heads, dim, generator=generator) for _ in "kv")
+        k, v = (
+            torch.randn(length, kv_heads, size, generator=generator) for size in (dim, v_dim or dim)
+        )
         write_kv(k, v, pool, slots)
         queries.append(torch.randn(length, q_heads, dim, generator=generator) * 3)
     return Cache(queries, pool, tables)
@@ -136,6 +152,34 @@ def test_equals_attention_in_fp64(heads, kind, window):
     want = cache.attend(spans, window, naive_attention)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+EXTRAS = {  # of 6 query heads; what they see is of size 24, 16 or 40
+    "softcap": {"softcap": 4.0},
+    "sinks": {"sinks": torch.linspace(-3, 6, 6)},
+    "alibi": {"alibi": torch.tensor([0.5, 0.25, 0.125, 0.06, 0.03, 0.01])},
+    "all": {
+        "softcap": 9.0,
+        "sinks": torch.linspace(4, -4, 6),
+        "alibi": torch.linspace(0.01, 0.3, 6),
+    },
+    "none": {},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("v_dim", [16, 24, 40])
+def test_bounds_sinks_slopes_and_sizes_of_v(extra, kind, v_dim):
+    cache = make_cache([1, 65, 330], (6, 2), 24, kind, v_dim=v_dim)
+    more, spans = EXTRAS[extra], [(0, 0, 1), (1, 60, 65), (2, 300, 330)]
+    for window in (None, 50):
+        got = cache.attend(spans, window, **more)
+        want = cache.attend(spans, window, naive_attention, **more)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=4e-5, rtol=4e-5)
+    alone = cache.attend([(2, 329, 330)], 50, **more)[0]
+    assert torch.equal(alone, got[2][-1:])
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1), (8, 8)])
