@@ -77,3 +77,8 @@ class AttentionInputs:
     softcap: float | None = None
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the softmax is of more than scaled products and what is not seen."""
+        return any(change is not None for change in (self.softcap, self.sinks, self.alibi))

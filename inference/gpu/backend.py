@@ -23,7 +23,7 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import blocks_for
 from inference.scheduling.scheduler import Scheduler
 from kernels.attention_inputs import KV_BLOCK, KVPool
-from kernels.triton.attention.paged_cache import HEAD_SIZES, check_pages
+from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
 
 
 class TritonBackend:
@@ -61,10 +61,10 @@ class TritonBackend:
         if found:
             kind = family.model_types[0]
             raise CheckpointError(f"{kind}: found {found}, which GPUs do not run yet; the CPU does")
-        if config.head_dim not in HEAD_SIZES:
+        if not is_head_size(config.head_dim):
             raise CheckpointError(
-                f"head_dim: found {config.head_dim}; GPUs run "
-                f"{', '.join(map(str, HEAD_SIZES))}, the CPU any"
+                f"head_dim: found {config.head_dim}; GPUs run multiples of 16 up to "
+                f"{LARGEST_HEAD}, the CPU any"
             )
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
@@ -86,10 +86,10 @@ class TritonBackend:
         Raises:
             CheckpointError: there is none.
         """
-        own = next((size for size in HEAD_SIZES if size >= max(k, v)), None)
-        if own is None:
+        own = (max(k, v) + 15) // 16 * 16
+        if not is_head_size(own):
             raise CheckpointError(
-                f"found heads of {k} (K) and {v} (V) numbers; GPUs run up to {HEAD_SIZES[-1]}, the "
+                f"found heads of {k} (K) and {v} (V) numbers; GPUs run up to {LARGEST_HEAD}, the "
                 "CPU any"
             )
         return own, own

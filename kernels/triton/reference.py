@@ -90,10 +90,23 @@ def prefill_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         age = token[length - len(own) :, None] - token  # [n, t]
         hidden = (age < 0) | (age >= (inputs.sliding_window or length))
         scores = torch.einsum("nhgd,htd->hgnt", own, k) * inputs.softmax_scale
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        scores = _changed(scores, age, inputs).masked_fill(hidden, -torch.inf)
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.double().view(-1, group, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :length]
         v = v.masked_fill(hidden.all(0)[None, :, None], 0.0)  # what nobody sees may be anything
         out[starts[s] : starts[s + 1]] = torch.einsum("hgnt,htd->nhgd", weights, v).flatten(1, 2)
     return out
+
+
+def _changed(logits: Tensor, age: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Logits [Hkv, group, n, t] of keys so many tokens old [n, t], bounded and biased."""
+    if inputs.softcap is not None:
+        logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+    if inputs.alibi is not None:
+        logits = logits - inputs.alibi.double().view(*logits.shape[:2], 1, 1) * age
+    return logits
 
 
 def dequantize_pages(pool: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:

@@ -15,17 +15,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.attention.paged_cache import load_channels
 from kernels.triton.common import absmax_scale, quantize
 
 
 @triton.jit
 def write_keys(
-    a, b, head, slot, written, k_pages, k_scale, HEADS: tl.constexpr, SCALES: tl.constexpr
+    a, b, head, slot, written, k_pages, k_scale,
+    HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Quantize both halves of rotated keys [tokens, heads, DIM / 2] and put them in rows."""
+    """Quantize both halves of rotated keys and put them in rows; `rope_cache.halves` gives them."""
     TYPE: tl.constexpr = k_pages.dtype.element_ty
-    half: tl.constexpr = a.shape[2]
-    i = tl.arange(0, half)[None, None, :]
+    half: tl.constexpr = DIM // 2
+    WHOLE: tl.constexpr = a.shape[2] == half
+    i = tl.arange(0, a.shape[2])[None, None, :]
     line = ((slot // 64)[:, None] * HEADS + head[None, :]) * 64 + (slot % 64)[:, None]
     place = k_pages + line[:, :, None] * (2 * half) + i
     if SCALES > 0:
@@ -38,20 +41,25 @@ def write_keys(
             scale_a += own.to(tl.float32)[:, :, None]
             scale_b += own.to(tl.float32)[:, :, None]
         elif SCALES == 2:
-            scale_a += tl.load(k_scale + head[None, :, None] * (2 * half) + i)
-            scale_b += tl.load(k_scale + head[None, :, None] * (2 * half) + half + i)
+            places = k_scale + head[None, :, None] * (2 * half) + i
+            scale_a += load_channels(places, i < half, WHOLE)
+            scale_b += load_channels(places + half, i < half, WHOLE)
         else:
             scale_a += tl.load(k_scale + head)[None, :, None]
             scale_b += tl.load(k_scale + head)[None, :, None]
         a, b = quantize(a, scale_a, TYPE), quantize(b, scale_b, TYPE)
-    tl.store(place, a.to(TYPE), mask=written[:, None, None])
-    tl.store(place + half, b.to(TYPE), mask=written[:, None, None])
+    mask = written[:, None, None]
+    if not WHOLE:
+        mask = mask & (i < half)
+    tl.store(place, a.to(TYPE), mask=mask)
+    tl.store(place + half, b.to(TYPE), mask=mask)
 
 
 @triton.jit
 def values_of(
     token, head, v, slots, v_scale, T, pitch,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr, TYPE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SCALES: tl.constexpr,
+    TYPE: tl.constexpr,
 ):  # fmt: skip
     """Where the values of tokens lie and go, and their scales, which are stored if they are new.
 
@@ -66,7 +74,11 @@ def values_of(
     line, place = ((slot // 64) * HEADS + head) * 64, slot % 64
     scale = (token * 0).to(tl.float32)
     if SCALES == 3:
-        x = tl.load(rows + tl.arange(0, DIM)[None, :], mask=written[:, None], other=0.0)
+        d = tl.arange(0, WIDE)[None, :]
+        inside = written[:, None]
+        if WIDE != DIM:
+            inside = inside & (d < DIM)
+        x = tl.load(rows + d, mask=inside, other=0.0)
         absmax = tl.max(tl.abs(x.to(tl.float32)), 1)
         own = absmax_scale(absmax, TYPE).to(v_scale.dtype.element_ty)
         tl.store(v_scale + line + place, own, mask=written)
@@ -78,7 +90,7 @@ def values_of(
 
 @triton.jit
 def columns_of(rows, d, written, scale, SCALES: tl.constexpr, TYPE: tl.constexpr):
-    """Channels d of tokens, quantized: [channels, tokens]."""
+    """Channels d of tokens, all of them in their heads, quantized: [channels, tokens]."""
     x = tl.load(rows + d[None, :], mask=written[:, None], other=0.0).to(tl.float32)
     y = quantize(x, scale[:, None], TYPE) if SCALES > 0 else x.to(TYPE)
     return tl.trans(y)
@@ -99,18 +111,19 @@ def run_at(slots, first, T):
 @triton.jit
 def write_run(
     v, v_pages, slots, v_scale, first, at, head, T, pitch,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Values of 64 tokens in a run that starts at place `at` of a page: whole pieces of 16.
 
     Some channels at a time: few registers leave an SM room for many programs.
     """
     TYPE: tl.constexpr = v_pages.dtype.element_ty
-    WIDTH: tl.constexpr = 32 if DIM > 32 else DIM
+    WIDTH: tl.constexpr = 32 if DIM % 32 == 0 else 16
     j = tl.arange(0, 64)
     rows, _, _, written, scale = values_of(
-        first + (j - at + 64) % 64, head, v, slots, v_scale, T, pitch, HEADS, DIM, SCALES, TYPE
-    )
+        first + (j - at + 64) % 64, head, v, slots, v_scale, T, pitch, HEADS, DIM, WIDE, SCALES,
+        TYPE,
+    )  # fmt: skip
     page_a, page_b = tl.load(slots + first) // 64, tl.load(slots + first + 63) // 64
     head_a = v_pages + (page_a.to(tl.int64) * HEADS + head) * (64 * DIM)
     head_b = v_pages + (page_b.to(tl.int64) * HEADS + head) * (64 * DIM)
@@ -126,7 +139,8 @@ def write_run(
 @triton.jit
 def write_values(
     v, v_pages, slots, v_scale, first, head, T, pitch,
-    HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """Quantize a head's values of TOKENS tokens, 16 or 64, from `first` on; write columns."""
     TYPE: tl.constexpr = v_pages.dtype.element_ty
@@ -135,14 +149,20 @@ def write_values(
         at = run_at(slots, first, T)
         begin, count = at * 0, at * 0 + 4
         if at >= 0:
-            write_run(v, v_pages, slots, v_scale, first, at, head, T, pitch, HEADS, DIM, SCALES)
+            write_run(
+                v, v_pages, slots, v_scale, first, at, head, T, pitch, HEADS, DIM, WIDE, SCALES
+            )
             begin, count = 64 - at % 16, (at % 16 != 0).to(tl.int32)
-    d = tl.arange(0, DIM)
+    d = tl.arange(0, WIDE)
+    channel = d % DIM if WIDE != DIM else d  # what stands behind a head's last is not written
     for group in range(count):
         token = first + (begin + group * 16 + tl.arange(0, 16)) % 64
         rows, line, place, written, scale = values_of(
-            token, head, v, slots, v_scale, T, pitch, HEADS, DIM, SCALES, TYPE
+            token, head, v, slots, v_scale, T, pitch, HEADS, DIM, WIDE, SCALES, TYPE
         )
-        columns = columns_of(rows, d, written, scale, SCALES, TYPE)
+        columns = columns_of(rows, channel, written, scale, SCALES, TYPE)
         cells = (line * DIM + place)[None, :] + (d * 64)[:, None]
-        tl.store(v_pages + cells, columns, mask=written[None, :])
+        inside = written[None, :]
+        if WIDE != DIM:
+            inside = inside & (d < DIM)[:, None]
+        tl.store(v_pages + cells, columns, mask=inside)

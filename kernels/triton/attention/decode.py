@@ -5,7 +5,8 @@ e^(s_t - m), m the running maximum (Milakov and Gimelshein 2018), powers of 2 in
 cache is that of `kernels.triton.attention.paged_cache`. The products are S^T = K q^T and O^T = V^T
 P^T, where the small side, padded to 8, is the queries that share a KV head. The scale of K goes
 into the scores (that of a channel into q), the scale of V into the weights (of a token, times 2^8,
-which keeps them out of fp16's subnormal numbers) or the result.
+which keeps them out of fp16's subnormal numbers) or the result. A sink is what the first run starts
+with: a maximum and a sum of one, of no value.
 
 A sequence's pages are cut into at most SPLITS equal runs, on the device, where lengths are;
 programs without a run end at once. The last program of a (sequence, head) to finish combines the
@@ -35,9 +36,11 @@ from kernels.triton.attention.paged_cache import (
     PER_TOKEN,
     UNLIMITED,
     as_operand,
+    capped,
     check_pages,
     check_queries,
     finish,
+    load_channels,
     operand_type,
     result,
     scale_kind,
@@ -50,12 +53,15 @@ from kernels.triton.versions import run_gluon
 @triton.jit(do_not_specialize=["window", "width"])
 def decode_kernel(
     q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
-    softmax_scale, window, width,
+    softmax_scale, window, width, softcap, sinks, alibi,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-    SPLITS: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
-    METADATA_READY: tl.constexpr,
+    WIDE: tl.constexpr, SPLITS: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
 ):  # fmt: skip
-    """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale, or 0."""
+    """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale, or 0.
+
+    WIDE is DIM rounded up to a power of two.
+    """
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if not METADATA_READY:
         wait(OVERLAP)
@@ -70,31 +76,42 @@ def decode_kernel(
         wait(OVERLAP)
     OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)
     first = oldest // 64 + split * share
-    d, t, h = tl.arange(0, DIM), tl.arange(0, 64), tl.arange(0, PADDED)
+    d, t, h = tl.arange(0, WIDE), tl.arange(0, 64), tl.arange(0, PADDED)
     rows = ((sequence * HEADS + head) * GROUP + h) * DIM
     real = (h < GROUP)[None, :]
+    if WIDE != DIM:
+        real = real & (d < DIM)[:, None]
     qt = tl.load(q + rows[None, :] + d[:, None], mask=real, other=0.0).to(tl.float32)
     factor = softmax_scale * LOG2_E
+    if softcap is not None:
+        factor *= 2.0 / softcap
     if SCALES == PER_HEAD:
         factor *= tl.load(k_scale + head)
     if SCALES == PER_CHANNEL:
-        qt *= tl.load(k_scale + head * DIM + d)[:, None]
-    qt = qt.to(OPERAND)  # [DIM, PADDED]
+        qt *= load_channels(k_scale + head * DIM + d, d < DIM, WIDE == DIM)[:, None]
+    qt = qt.to(OPERAND)  # [WIDE, PADDED]
     m = tl.full([PADDED], LOWEST, tl.float32)
     l = tl.zeros([PADDED], tl.float32)  # noqa: E741
-    acc = tl.zeros([DIM, PADDED], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head * GROUP + h, mask=h < GROUP, other=0.0) * LOG2_E
+        m = tl.where(split == 0, sink, m)
+        l = tl.where(split == 0, 1.0, l)  # noqa: E741
+    slopes = None
+    if alibi is not None:
+        slopes = tl.load(alibi + head * GROUP + h, mask=h < GROUP, other=0.0) * LOG2_E
+    acc = tl.zeros([WIDE, PADDED], tl.float32)
     for p in tl.range(first, tl.minimum(first + share, pages), num_stages=STAGES):
         page = tl.load(tables + sequence * width + p).to(tl.int64) * HEADS + head
         m, l, acc = attend(  # noqa: E741
-            m, l, acc, qt, factor, page, p * 64, t, d, oldest, length, k_pages, v_pages, k_scale,
-            v_scale, DIM, SCALES,
+            m, l, acc, qt, factor, softcap, slopes, page, p * 64, t, d, oldest, length, k_pages,
+            v_pages, k_scale, v_scale, DIM, SCALES,
         )  # fmt: skip
     last = runs == 1
     if SPLITS > 1:  # noqa: SIM102  (known when compiled; the other is not)
         if runs > 1:
             item = sequence * HEADS + head
             last, l, acc = sum_runs(  # noqa: E741
-                m, l, acc, parts, arrivals, item, split, h, d, runs, SPLITS, PADDED, DIM
+                m, l, acc, parts, arrivals, item, split, h, d, runs, SPLITS, PADDED, WIDE
             )
     if last:
         y = tl.where(l > 0, 1.0 / l, 0.0)[None, :] * acc
@@ -107,19 +124,26 @@ def decode_kernel(
 
 @triton.jit
 def attend(
-    m, l, acc, qt, factor, page, start, t, d, oldest, length, k_pages, v_pages,  # noqa: E741
-    k_scale, v_scale,
+    m, l, acc, qt, factor, softcap, slopes, page, start, t, d, oldest, length,  # noqa: E741
+    k_pages, v_pages, k_scale, v_scale,
     DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) after the page from token `start` on; oldest .. length - 1 are seen.
 
     `t` and `d` are the tokens of a page and the channels, `page` is its number times heads.
     """
-    k = tl.load(k_pages + page * (64 * DIM) + t[:, None] * DIM + d[None, :])
-    v = tl.load(v_pages + page * (64 * DIM) + d[:, None] * 64 + t[None, :])
+    WHOLE: tl.constexpr = d.shape[0] == DIM
+    k_places = k_pages + page * (64 * DIM) + t[:, None] * DIM + d[None, :]
+    k = load_channels(k_places, (d < DIM)[None, :], WHOLE)
+    v_places = v_pages + page * (64 * DIM) + d[:, None] * 64 + t[None, :]
+    v = load_channels(v_places, (d < DIM)[:, None], WHOLE)
     s = tl.dot(as_operand(k), qt) * factor  # [64, PADDED]
     if SCALES == PER_TOKEN:
         s *= tl.load(k_scale + page * 64 + t).to(tl.float32)[:, None]
+    if softcap is not None:
+        s = capped(s, softcap)
+    if slopes is not None:
+        s += slopes[None, :] * (start + t - length + 1).to(tl.float32)[:, None]
     seen = (start + t < length) & (start + t >= oldest)
     s = tl.where(seen[:, None], s, HIDDEN)
     top = tl.maximum(m, tl.max(s, 0))
@@ -136,39 +160,39 @@ def attend(
 @triton.jit
 def sum_runs(
     m, l, acc, parts, arrivals, item, split, h, d, runs,  # noqa: E741
-    SPLITS: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    SPLITS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Leave a run's sums; the last of its (sequence, head) to arrive gets those of all runs.
 
     Returns:
         (whether the caller is last, l, acc), the sums only if it is.
     """
-    run: tl.constexpr = PADDED * (DIM + 2)  # a run's acc, m and l
+    run: tl.constexpr = PADDED * (WIDE + 2)  # a run's acc, m and l
     place = parts + (item * SPLITS + split).to(tl.int64) * run
-    tl.store(place + h[None, :] * DIM + d[:, None], acc)
-    tl.store(place + PADDED * DIM + h, m)
-    tl.store(place + PADDED * DIM + PADDED + h, l)
+    tl.store(place + h[None, :] * WIDE + d[:, None], acc)
+    tl.store(place + PADDED * WIDE + h, m)
+    tl.store(place + PADDED * WIDE + PADDED + h, l)
     tl.debug_barrier()
     last = tl.atomic_add(arrivals + item, 1, sem="acq_rel") == runs - 1
     if last:
         tl.debug_barrier()
         place = parts + (item * SPLITS).to(tl.int64) * run
-        m, l, acc = combine(place, h, d, runs, PADDED, DIM)  # noqa: E741
+        m, l, acc = combine(place, h, d, runs, PADDED, WIDE)  # noqa: E741
         tl.store(arrivals + item, 0)
     return last, l, acc
 
 
 @triton.jit
-def combine(place, h, d, runs, PADDED: tl.constexpr, DIM: tl.constexpr):
+def combine(place, h, d, runs, PADDED: tl.constexpr, WIDE: tl.constexpr):
     """(m, l, acc) over all runs of one (sequence, head), added in order."""
     m = tl.full([PADDED], LOWEST, tl.float32)
     l = tl.zeros([PADDED], tl.float32)  # noqa: E741
-    acc = tl.zeros([DIM, PADDED], tl.float32)
+    acc = tl.zeros([WIDE, PADDED], tl.float32)
     for i in range(runs):
-        own = place + i * PADDED * (DIM + 2)
-        part_m = tl.load(own + PADDED * DIM + h, cache_modifier=".cg")
-        part_l = tl.load(own + PADDED * DIM + PADDED + h, cache_modifier=".cg")
-        part = tl.load(own + h[None, :] * DIM + d[:, None], cache_modifier=".cg")
+        own = place + i * PADDED * (WIDE + 2)
+        part_m = tl.load(own + PADDED * WIDE + h, cache_modifier=".cg")
+        part_l = tl.load(own + PADDED * WIDE + PADDED + h, cache_modifier=".cg")
+        part = tl.load(own + h[None, :] * WIDE + d[:, None], cache_modifier=".cg")
         top = tl.maximum(m, part_m)
         old, new = tl.exp2(m - top), tl.exp2(part_m - top)
         l = l * old + part_l * new  # noqa: E741
@@ -231,11 +255,12 @@ def _launch(
     """Run the kernel that is for this cache on what `decode_attention` has checked."""
     (sequences, q_heads, dim), pool = q.shape, inputs.pool
     heads, width, kind = pool.k.shape[1], inputs.block_tables.shape[1], scale_kind(pool)
-    split = split or kv_split(q.device, sequences, heads, width, kind)
+    window = inputs.sliding_window or UNLIMITED
+    split = split or kv_split(q.device, sequences, heads, min(width, window // 64 + 2), kind)
     group, items = q_heads // heads, sequences * heads
-    padded = max(8, triton.next_power_of_2(group))
+    padded, wide = max(8, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     if split.splits > 1:
-        workspace.check(items * split.splits * padded * (dim + 2), items)
+        workspace.check(items * split.splits * padded * (wide + 2), items)
     if split.stages == 0 and _fits_stated_layouts(inputs, group, kind):
 
         def launch() -> None:
@@ -248,10 +273,11 @@ def _launch(
     stages = split.stages or 3
     decode_kernel[(split.splits, heads, sequences)](
         q, pool.k, pool.v, inputs.block_tables, inputs.context_len, pool.k_scale, pool.v_scale,
-        out, out_scale, workspace.parts, workspace.arrivals, inputs.softmax_scale,
-        inputs.sliding_window or UNLIMITED, width, HEADS=heads, GROUP=group, PADDED=padded,
-        DIM=dim, SPLITS=split.splits, SCALES=kind, STAGES=stages, num_warps=4, num_stages=stages,
-        METADATA_READY=metadata_ready, enable_fp_fusion=True, **overlap(early=False),
+        out, out_scale, workspace.parts, workspace.arrivals, inputs.softmax_scale, window, width,
+        inputs.softcap, inputs.sinks, inputs.alibi, HEADS=heads, GROUP=group, PADDED=padded,
+        DIM=dim, WIDE=wide, SPLITS=split.splits, SCALES=kind, STAGES=stages, num_warps=4,
+        num_stages=stages, METADATA_READY=metadata_ready, enable_fp_fusion=True,
+        **overlap(early=False),
     )  # fmt: skip
 
 
@@ -259,7 +285,12 @@ def _fits_stated_layouts(inputs: AttentionInputs, group: int, kind: int) -> bool
     """Whether `decode_hopper` is for this cache; `kind` is the number of dimensions of its scales.
 
     It is not for heads of another size than 128, more than 8 queries a KV head, a sliding window,
-    16 bits or scales of channels, nor is it interpreted.
+    what changes logits, 16 bits or scales of channels, nor is it interpreted.
     """
     plain = inputs.sliding_window is not None or triton.knobs.runtime.interpret
-    return not plain and inputs.pool.k.shape[3] == 128 and group <= 8 and kind in (1, 3)
+    return (
+        not (plain or inputs.changes_logits)
+        and inputs.pool.k.shape[3] == 128
+        and group <= 8
+        and kind in (1, 3)
+    )

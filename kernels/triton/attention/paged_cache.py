@@ -6,6 +6,8 @@ V lies token by token, so that K q^T and V^T P^T both read whole lines. Eight bi
 heads ([Hkv]), of K's channels ([Hkv, D], V's of heads), or of each token's head
 ([pages, Hkv, 64]); 16 bits have none. In a product, 8-bit pages become fp16, which is exact, and
 16-bit pages stay as they are: so do q and the weights of V, which are rounded to that type.
+
+Tiles are powers of two: of a head of another size the channels behind its last one are read as 0.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -21,7 +23,7 @@ from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.triton.common import eight_bits_to_fp16, has_e4m3, quantize, require
 
 UNLIMITED = 1 << 30  # positions that no sliding window ends
-HEAD_SIZES = (16, 32, 64, 128, 256)
+LARGEST_HEAD = 256  # of multiples of 16
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
 TYPES = (*QUANTIZED, torch.bfloat16, torch.float16)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -48,6 +50,21 @@ def as_operand(x):
 
 
 @triton.jit
+def load_channels(places, inside, WHOLE: tl.constexpr):
+    """What lies at pointers, 0 outside of a head; WHOLE where the tile is the head."""
+    if WHOLE:
+        return tl.load(places)
+    return tl.load(places, mask=inside, other=0.0)
+
+
+@triton.jit
+def capped(s, softcap):
+    """c tanh(x / c) log2 e of logits x, of which s is 2 x log2 e / c."""
+    bound = softcap * LOG2_E
+    return bound - 2.0 * bound / (tl.exp2(s) + 1.0)
+
+
+@triton.jit
 def finish(y, out, out_scale):
     """y in the type of `out`, quantized with one scale if that has eight bits."""
     TYPE: tl.constexpr = out.dtype.element_ty
@@ -69,6 +86,11 @@ def check_fp8(dtype: torch.dtype, device: torch.device) -> None:
     )
 
 
+def is_head_size(dim: int) -> bool:
+    """Whether there are kernels for heads of so many channels."""
+    return dim % 16 == 0 and 0 < dim <= LARGEST_HEAD
+
+
 def check_pages(pool: KVPool) -> None:
     """Raise ValueError where pages and scales do not fit each other."""
     pages, heads, page, dim = pool.k.shape
@@ -84,7 +106,8 @@ def check_pages(pool: KVPool) -> None:
         f"v is {tuple(pool.v.shape)}; needed is {(pages, heads, dim, page)}, tokens last",
     )
     require(
-        dim in HEAD_SIZES, f"head size {dim} is not supported: {', '.join(map(str, HEAD_SIZES))}"
+        is_head_size(dim),
+        f"head size {dim} is not supported: multiples of 16 up to {LARGEST_HEAD} are",
     )
     k_scale, v_scale = pool.k_scale, pool.v_scale
     if pool.k.dtype not in QUANTIZED:
@@ -118,6 +141,16 @@ def check_queries(q: Tensor, inputs: AttentionInputs) -> None:
         tables.shape[0] == lengths.shape[0] and tables.is_contiguous() and lengths.is_contiguous(),
         f"{tables.shape[0]} block tables and {lengths.shape[0]} contexts; needed are as many, "
         "contiguous",
+    )
+    for name, x in (("sinks", inputs.sinks), ("alibi", inputs.alibi)):
+        require(
+            x is None or (tuple(x.shape) == (q.shape[1],) and x.dtype == torch.float32),
+            f"{name} is {x is not None and (x.dtype, tuple(x.shape))}; needed is fp32 "
+            f"[{q.shape[1]}]",
+        )
+    require(
+        inputs.softcap is None or inputs.softcap > 0,
+        f"softcap is {inputs.softcap}; needed is a positive number",
     )
 
 

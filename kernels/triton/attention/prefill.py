@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.attention_inputs import AttentionInputs
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
@@ -42,9 +42,11 @@ from kernels.triton.attention.paged_cache import (
     PER_TOKEN,
     UNLIMITED,
     as_operand,
+    capped,
     check_pages,
     check_queries,
     finish,
+    load_channels,
     operand_type,
     result,
     scale_kind,
@@ -68,29 +70,40 @@ def sequence_of(tile, query_start, base, begin, end, QUERIES: tl.constexpr):
 
 @triton.jit
 def walk(
-    m, l, acc, x, position, begin, end, factor, window,  # noqa: E741
+    m, l, acc, x, position, begin, end, factor, window, softcap, slopes,  # noqa: E741
     k_pages, v_pages, k_scale, v_scale, table, head,
     HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr,
     MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) after blocks begin .. end - 1 of TOKENS tokens, a page or a part of one."""
-    d, t = tl.arange(0, DIM), tl.arange(0, TOKENS)
+    WIDE: tl.constexpr = x.shape[1]
+    CHANGED: tl.constexpr = softcap is not None or slopes is not None  # logits, once scaled
+    d, t = tl.arange(0, WIDE), tl.arange(0, TOKENS)
     PARTS: tl.constexpr = 64 // TOKENS
     for b in tl.range(begin, end, num_stages=STAGES):
         page = tl.load(table + b // PARTS).to(tl.int64) * HEADS + head
         at = b % PARTS * TOKENS + t
-        k = tl.load(k_pages + page * (64 * DIM) + at[:, None] * DIM + d[None, :])
-        v = tl.load(v_pages + page * (64 * DIM) + d[:, None] * 64 + at[None, :])
+        k_places = k_pages + page * (64 * DIM) + at[:, None] * DIM + d[None, :]
+        k = load_channels(k_places, (d < DIM)[None, :], WIDE == DIM)
+        v_places = v_pages + page * (64 * DIM) + d[:, None] * 64 + at[None, :]
+        v = load_channels(v_places, (d < DIM)[:, None], WIDE == DIM)
         s = tl.dot(x, tl.trans(as_operand(k)))  # [ROWS, TOKENS]
         if SCALES == PER_TOKEN:
             s *= tl.load(k_scale + page * 64 + at).to(tl.float32)[None, :]
+        token = b * TOKENS + t
+        if CHANGED:
+            s *= factor
+        if softcap is not None:
+            s = capped(s, softcap)
+        if slopes is not None:
+            s += slopes[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
         if MASKED:
-            token = b * TOKENS + t
             seen = token[None, :] <= position[:, None]
             seen = seen & (token[None, :] > position[:, None] - window)
             s = tl.where(seen, s, HIDDEN)
-        top = tl.maximum(m, tl.max(s, 1) * factor)
-        weights = tl.exp2(s * factor - top[:, None])
+        rest = 1.0 if CHANGED else factor
+        top = tl.maximum(m, tl.max(s, 1) * rest)
+        weights = tl.exp2(s * rest - top[:, None])
         shrink = tl.exp2(m - top)
         l = l * shrink + tl.sum(weights, 1)  # noqa: E741
         m = top
@@ -107,11 +120,12 @@ def walk(
 @triton.jit(do_not_specialize=["decodes", "S", "window", "width"])
 def prefill_kernel(
     q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
-    softmax_scale, decodes, S, window, width,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
+    softmax_scale, decodes, S, window, width, softcap, sinks, alibi,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, tile of queries); SCALES as for decode."""
+    """Program (KV head, tile of queries); SCALES and WIDE as for decode."""
     QUERIES: tl.constexpr = ROWS // GROUP
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     base = tl.load(query_start + decodes).to(tl.int32)
@@ -122,36 +136,48 @@ def prefill_kernel(
     if first >= count:
         return
     OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)
-    r, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    r, d = tl.arange(0, ROWS), tl.arange(0, WIDE)
     query = first + r // GROUP
     real = (query < count) & (r < QUERIES * GROUP)
     cells = ((start + query).to(tl.int64) * HEADS + head) * GROUP + r % GROUP
     cells = cells[:, None] * DIM + d[None, :]
-    x = tl.load(q + cells, mask=real[:, None], other=0.0)
+    inside = real[:, None]
+    if WIDE != DIM:
+        inside = inside & (d < DIM)[None, :]
+    x = tl.load(q + cells, mask=inside, other=0.0)
     factor = softmax_scale * LOG2_E
+    if softcap is not None:
+        factor *= 2.0 / softcap
     if SCALES == PER_HEAD:
         factor *= tl.load(k_scale + head)
     if SCALES == PER_CHANNEL:
-        x = x.to(tl.float32) * tl.load(k_scale + head * DIM + d)[None, :]
-    x = x.to(tl.float32).to(OPERAND)  # [ROWS, DIM]
+        own = load_channels(k_scale + head * DIM + d, d < DIM, WIDE == DIM)
+        x = x.to(tl.float32) * own[None, :]
+    x = x.to(tl.float32).to(OPERAND)  # [ROWS, WIDE]
     old = tl.load(lengths + sequence).to(tl.int32) - count
     position = old + query
     end = tl.cdiv(old + tl.minimum(first + QUERIES, count), TOKENS)
     m = tl.full([ROWS], LOWEST, tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+    if sinks is not None:  # a maximum and a sum of one, of no value
+        m = tl.load(sinks + head * GROUP + r % GROUP) * LOG2_E
+        l += 1.0  # noqa: E741
+    slopes = None
+    if alibi is not None:
+        slopes = tl.load(alibi + head * GROUP + r % GROUP) * LOG2_E
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
     table = tables + sequence * width
     if WINDOWED:
         whole = tl.maximum(old + first + 1 - window, 0) // TOKENS  # where the walk begins
     else:
         whole = (old + first + 1) // TOKENS
         m, l, acc = walk(  # noqa: E741
-            m, l, acc, x, position, 0, whole, factor, window, k_pages, v_pages, k_scale, v_scale,
-            table, head, HEADS, DIM, TOKENS, SCALES, False, STAGES,
+            m, l, acc, x, position, 0, whole, factor, window, softcap, slopes, k_pages, v_pages,
+            k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, False, STAGES,
         )  # fmt: skip
     m, l, acc = walk(  # noqa: E741
-        m, l, acc, x, position, whole, end, factor, window, k_pages, v_pages, k_scale, v_scale,
-        table, head, HEADS, DIM, TOKENS, SCALES, True, STAGES,
+        m, l, acc, x, position, whole, end, factor, window, softcap, slopes, k_pages, v_pages,
+        k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, True, STAGES,
     )  # fmt: skip
     unit = 1.0
     if SCALES == PER_TOKEN:
@@ -159,7 +185,7 @@ def prefill_kernel(
     elif SCALES > 0:
         unit = tl.load(v_scale + head)
     y = acc * tl.where(l > 0, unit / l, 0.0)[:, None]
-    tl.store(out + cells, finish(y, out, out_scale), mask=real[:, None])
+    tl.store(out + cells, finish(y, out, out_scale), mask=inside)
 
 
 def prefill_attention(
@@ -224,12 +250,12 @@ def _launch(
 ) -> None:
     """Attention of the sequences that come after those that decode."""
     (tokens, q_heads, dim), pool, kind = q.shape, inputs.pool, scale_kind(inputs.pool)
-    heads, sequences = pool.k.shape[1], inputs.context_len.shape[0]
+    heads, sequences, wide = pool.k.shape[1], len(inputs.context_len), triton.next_power_of_2(dim)
     if dim > 128 and kind:
         q = q.half()  # converted in the kernel, it would be held in registers that there are not
-    tile = tile or prefill_tile(q.device, (tokens - decodes) * q_heads, dim, kind)
+    tile = tile or prefill_tile(q.device, (tokens - decodes) * q_heads, wide, kind)
     group, window = q_heads // heads, inputs.sliding_window or UNLIMITED
-    if tile.stages == 0 and _fits_hopper(pool, group, kind):
+    if tile.stages == 0 and _fits_hopper(inputs, group, kind):
 
         def launch() -> None:
             from kernels.triton.attention import prefill_hopper
@@ -239,26 +265,27 @@ def _launch(
         if run_gluon("prefill attention", launch):
             return
     if tile.stages == 0:
-        tile = prefill_rule(True, dim, capability())
+        tile = prefill_rule(True, wide, capability())
     queries = tile.rows // group
     require(queries > 0, f"{group} query heads a KV head; the most are {tile.rows}")
     prefill_kernel[(heads, (tokens - decodes) // queries + sequences - decodes)](
         q, pool.k, pool.v, inputs.block_tables, inputs.query_start, inputs.context_len,
         pool.k_scale, pool.v_scale, out, out_scale, inputs.softmax_scale, decodes, sequences,
-        window, inputs.block_tables.shape[1], HEADS=heads, GROUP=group, DIM=dim, ROWS=tile.rows,
-        TOKENS=tile.tokens, SCALES=kind, WINDOWED=inputs.sliding_window is not None,
+        window, inputs.block_tables.shape[1], inputs.softcap, inputs.sinks, inputs.alibi,
+        HEADS=heads, GROUP=group, DIM=dim, WIDE=wide, ROWS=tile.rows, TOKENS=tile.tokens,
+        SCALES=kind, WINDOWED=inputs.sliding_window is not None,
         STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def _fits_hopper(pool: KVPool, group: int, kind: int) -> bool:
+def _fits_hopper(inputs: AttentionInputs, group: int, kind: int) -> bool:
     """Whether `prefill_hopper` is for this cache; `kind` is the number of dimensions of its scales.
 
-    It is not for heads of another size than 128, more than 128 queries a KV head, 16 bits, where
-    there is nothing to convert, scales of channels, nor for other GPUs than Hopper, nor is it
-    interpreted.
+    It is not for heads of another size than 128, more than 128 queries a KV head, what changes
+    logits, 16 bits, where there is nothing to convert, scales of channels, nor for other GPUs than
+    Hopper, nor is it interpreted.
     """
-    device = pool.k.device
-    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-    fits = pool.k.shape[3] == 128 and group <= 128 and kind in (1, 3)
+    k = inputs.pool.k
+    hopper = k.device.type != "cuda" or torch.cuda.get_device_capability(k.device)[0] == 9
+    fits = k.shape[3] == 128 and group <= 128 and kind in (1, 3) and not inputs.changes_logits
     return fits and hopper and not triton.knobs.runtime.interpret

@@ -25,24 +25,28 @@ from torch import Tensor
 
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.cache_write import write_keys, write_values
-from kernels.triton.attention.paged_cache import check_pages, scale_kind
+from kernels.triton.attention.paged_cache import check_pages, load_channels, scale_kind
 from kernels.triton.common import EARLY_ROWS, announce, overlap, require, wait
 
 FEW = 256  # tokens up to which programs are kept small
 
 
 @triton.jit
-def halves(x, weight, eps, cos, sin, place, real, NORM: tl.constexpr):
-    """Both halves of normed, rotated rows, fp32 [tokens, heads, DIM / 2], from x + place."""
-    half: tl.constexpr = cos.shape[2]
+def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of normed, rotated rows, fp32 [tokens, heads, HALF], from x + place.
+
+    HALF is DIM / 2 rounded up to a power of two; there are zeros behind each half.
+    """
+    half: tl.constexpr = DIM // 2
+    WHOLE: tl.constexpr = cos.shape[2] == half
     a = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
     b = tl.load(x + place + half, mask=real, other=0.0).to(tl.float32)
     if NORM:
-        i = tl.arange(0, half)[None, None, :]
+        i = tl.arange(0, cos.shape[2])[None, None, :]
         mean = (tl.sum(a * a, 2) + tl.sum(b * b, 2)) / (2 * half)
         one = (1.0 / tl.sqrt_rn(mean + eps))[:, :, None]
-        a = a * one * tl.load(weight + i).to(tl.float32)
-        b = b * one * tl.load(weight + half + i).to(tl.float32)
+        a = a * one * load_channels(weight + i, i < half, WHOLE).to(tl.float32)
+        b = b * one * load_channels(weight + half + i, i < half, WHOLE).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
 
 
@@ -50,11 +54,14 @@ def halves(x, weight, eps, cos, sin, place, real, NORM: tl.constexpr):
 def rope_write_kernel(
     q, k, v, cos, sin, positions, q_norm, k_norm, eps, out, k_pages, v_pages, slots, k_scale,
     v_scale, T, q_pitch, k_pitch, v_pitch,
-    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
-    PER: tl.constexpr, V_TOKENS: tl.constexpr, SCALES: tl.constexpr, TABLES: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
+    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    TOKENS: tl.constexpr, PER: tl.constexpr, V_TOKENS: tl.constexpr, SCALES: tl.constexpr,
+    TABLES: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
 ):  # fmt: skip
-    """Programs (block of TOKENS tokens, PER heads of q or k), then (block of V_TOKENS, v head)."""
+    """Programs (block of TOKENS tokens, PER heads of q or k), then (block of V_TOKENS, v head).
+
+    WIDE is DIM rounded up to a power of two.
+    """
     if not METADATA_READY:
         wait(OVERLAP)
         announce(OVERLAP)
@@ -67,7 +74,7 @@ def rope_write_kernel(
         block, head = (tl.program_id(0) - rotating) // HEADS, (tl.program_id(0) - rotating) % HEADS
         write_values(
             v, v_pages, slots, v_scale, (block * V_TOKENS).to(tl.int64), head, T, v_pitch,
-            HEADS, DIM, V_TOKENS, SCALES,
+            HEADS, DIM, WIDE, V_TOKENS, SCALES,
         )  # fmt: skip
         return
     token = (tl.program_id(0) // GROUPS * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -77,7 +84,9 @@ def rope_write_kernel(
     row = token
     if TABLES:
         row = tl.load(positions + token, mask=token < T, other=0).to(tl.int64)
-    i = tl.arange(0, DIM // 2)[None, None, :]
+    i = tl.arange(0, WIDE // 2)[None, None, :]
+    if WIDE != DIM:
+        real = real & (i < DIM // 2)
     t, angle = token[:, None, None], row[:, None, None] * DIM + i
     c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
@@ -87,17 +96,17 @@ def rope_write_kernel(
         announce(OVERLAP)
     if start < Q_HEADS:
         h = head[None, :, None]
-        a, b = halves(q, q_norm, eps, c, s, t * q_pitch + h * DIM + i, real, NORM)
+        a, b = halves(q, q_norm, eps, c, s, t * q_pitch + h * DIM + i, real, DIM, NORM)
         cells = out + (t * Q_HEADS + h) * DIM + i
         tl.store(cells, a.to(out.dtype.element_ty), mask=real)
         tl.store(cells + DIM // 2, b.to(out.dtype.element_ty), mask=real)
     else:
         own = head - Q_HEADS
         place = t * k_pitch + own[None, :, None] * DIM + i
-        a, b = halves(k, k_norm, eps, c, s, place, real, NORM)
+        a, b = halves(k, k_norm, eps, c, s, place, real, DIM, NORM)
         written = slot >= 0
         slot = tl.where(written, slot, 0)
-        write_keys(a, b, own, slot, written, k_pages, k_scale, HEADS, SCALES)
+        write_keys(a, b, own, slot, written, k_pages, k_scale, HEADS, DIM, SCALES)
 
 
 def rope_write(
@@ -175,14 +184,14 @@ def _launch(
 ) -> None:
     """Run the kernel on what `rope_write` has checked; many tokens take large programs."""
     (tokens, q_heads, dim), heads = q.shape, pool.k.shape[1]
-    many = tokens > FEW
+    many, wide = tokens > FEW, triton.next_power_of_2(dim)
     per = math.gcd(8, math.gcd(q_heads, heads)) if many else 1
-    block, v_block = (max(1, 4096 // (per * dim)), 64) if many else (16, 16)
+    block, v_block = (max(1, 4096 // (per * wide)), 64) if many else (16, 16)
     blocks, v_blocks = triton.cdiv(tokens, block), triton.cdiv(tokens, v_block)
     rope_write_kernel[(blocks * (q_heads + heads) // per + v_blocks * heads,)](
         q, k, v, cos, sin, positions, q_norm, k_norm, eps, out, pool.k, pool.v, slots,
         pool.k_scale, pool.v_scale, tokens, q.stride(0), k.stride(0), v.stride(0),
-        Q_HEADS=q_heads, HEADS=heads, DIM=dim, TOKENS=block, PER=per, V_TOKENS=v_block,
+        Q_HEADS=q_heads, HEADS=heads, DIM=dim, WIDE=wide, TOKENS=block, PER=per, V_TOKENS=v_block,
         SCALES=scale_kind(pool), TABLES=positions is not None, NORM=q_norm is not None,
         num_warps=4, num_stages=1, enable_fp_fusion=False, METADATA_READY=metadata_ready,
         **overlap(tokens <= EARLY_ROWS),

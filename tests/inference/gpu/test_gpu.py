@@ -147,7 +147,9 @@ def test_what_attention_does_not_take_is_refused_at_once(tmp_path):
 
 @interpreted
 def refused_at_once(path: str):
-    with pytest.raises(CheckpointError, match="head_dim: found 24; GPUs run 16, 32, 64, 128, 256"):
+    with pytest.raises(
+        CheckpointError, match="head_dim: found 24; GPUs run multiples of 16 up to 256"
+    ):
         engine_of(path)
     assert torch.isfinite(engine_of(path, triton=False).score(prompt(5))).all()
 

@@ -76,6 +76,45 @@ def test_decode_attention(storage, dims, shape):
     assert not workspace.arrivals.any()
 
 
+SINKS = torch.tensor([3.0, -2.0, 0.5, 30.0])
+
+
+@pytest.mark.parametrize(
+    ("storage", "dims", "shape", "changes"),
+    [
+        ("int8", 1, (4, 2, 256, None), {"softcap": 2.0}),
+        ("int8", 3, (4, 1, 16, 70), {"softcap": 5.0, "sinks": SINKS}),
+        ("fp16", 0, (4, 2, 96, 70), {"sinks": SINKS, "softmax_scale": 0.31}),
+        ("fp8", 3, (4, 4, 80, None), {"alibi": 2.0 ** -torch.arange(1, 5)}),
+        ("int8", 2, (4, 2, 48, 64), {"alibi": 2.0 ** -torch.arange(1, 5), "sinks": SINKS}),
+    ],
+)
+@interpreted
+def test_attention_of_heads_of_any_size_whose_logits_are_changed(storage, dims, shape, changes):
+    """Bounded, biased or beside a sink, of which a run that is added to others has none."""
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import KVSplit, PrefillTile
+
+    q_heads, heads, dim, window = shape
+    inputs = make_inputs(storage, dims, heads, dim, sliding_window=window, **changes)
+    workspace = Workspace.on("cpu", 1 << 17, 64)
+    q = torch.randn(69, q_heads, dim, generator=torch.Generator().manual_seed(1))
+    few, wanted = q[: len(LENGTHS)], twins.decode_attention(q[: len(LENGTHS)], inputs)
+    plain = replace(inputs, softcap=None, sinks=None, alibi=None)
+    assert distance(twins.decode_attention(few, plain), wanted) > 1e-2, "the change matters"
+    for splits in (1, 3):
+        got = decode_attention(few, inputs, workspace, split=KVSplit(4, splits))
+        assert distance(got, wanted) < 8e-4
+        assert not got[2].any()
+    starts = torch.tensor([0, 1, 34, 34, 67, 69]).int()
+    inputs = replace(inputs, query_start=starts)
+    got = prefill_attention(q, inputs, workspace, 1, tile=PrefillTile(64, 32, 4, 2))
+    assert distance(got, twins.prefill_attention(q, inputs)) < 8e-4
+
+
 @interpreted
 def test_sequences_that_are_not_split_need_no_workspace():
     import kernels.triton.reference as twins
@@ -181,6 +220,15 @@ def test_attention_refuses_what_does_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             decode_attention(q, replace(inputs, pool=other), workspace)
+    for changes, message in (
+        ({"softcap": 0.0}, "softcap is 0.0; needed is a positive number"),
+        ({"sinks": torch.zeros(2)}, r"sinks is .*; needed is fp32 \[4\]"),
+        ({"alibi": torch.zeros(4).half()}, r"alibi is .*; needed is fp32 \[4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(q, replace(inputs, **changes), workspace)
+    with pytest.raises(ValueError, match="head size 24 is not supported: multiples of 16 up to"):
+        decode_attention(q[:, :, :24], make_inputs("int8", 1, 2, 24), workspace)
     with pytest.raises(ValueError, match="5 block tables for 4"):
         decode_attention(q[:4], inputs, workspace)
     with pytest.raises(ValueError, match="make a larger one"):
@@ -201,26 +249,29 @@ def slots_of(tokens: int, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("storage", "dims", "tokens", "kind", "norm"),
+    ("storage", "dims", "tokens", "kind", "norm", "dim"),
     [
-        ("int8", 1, 21, "anywhere", False),
-        ("int8", 1, 21, "anywhere", True),
-        ("int8", 2, 21, "anywhere", True),
-        ("int8", 3, 21, "anywhere", False),
-        ("int8", 3, 258, "anywhere", True),  # from here on 64 tokens and two heads a program
-        ("int8", 1, 258, "0", False),
-        ("int8", 3, 258, "37", True),
-        ("fp16", 0, 258, "48", False),
-        ("bf16", 0, 21, "anywhere", True),
+        ("int8", 1, 21, "anywhere", False, 16),
+        ("int8", 1, 21, "anywhere", True, 16),
+        ("int8", 2, 21, "anywhere", True, 16),
+        ("int8", 3, 21, "anywhere", False, 16),
+        ("int8", 3, 258, "anywhere", True, 16),  # from here on 64 tokens, two heads a program
+        ("int8", 1, 258, "0", False, 16),
+        ("int8", 3, 258, "37", True, 16),
+        ("fp16", 0, 258, "48", False, 16),
+        ("bf16", 0, 21, "anywhere", True, 16),
+        ("int8", 2, 21, "anywhere", True, 48),
+        ("int8", 3, 258, "37", True, 80),
+        ("fp16", 0, 258, "37", False, 96),
     ],
 )
 @interpreted
-def test_rotation_and_cache_write(storage, dims, tokens, kind, norm):
+def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
     import kernels.triton.reference as twins
     from kernels.attention_inputs import KVPool
     from kernels.triton.attention.rope_cache import rope_write
 
-    heads, dim, generator = 2, 16, torch.Generator().manual_seed(2)
+    heads, generator = 2, torch.Generator().manual_seed(2)
     joint = torch.randn(tokens, 8, dim, generator=generator).half()
     q, k, v = joint.split([4, heads, heads], dim=1)
     angle = (torch.rand(tokens, dim // 2, generator=generator) * 6).repeat(1, 2)

@@ -209,6 +209,32 @@ def test_decode_attention(capability, dims, storage, result):
             assert "bar.sync" not in loop
 
 
+@pytest.mark.parametrize(
+    ("capability", "dims", "storage", "dim"),
+    [(80, 0, torch.bfloat16, 256), (90, 1, torch.int8, 256), (90, 0, torch.bfloat16, 96)],
+)
+@compiled
+def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim):
+    """Of the largest heads, and of such as fill no tile."""
+    from dataclasses import replace
+
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import KVSplit, prefill_rule
+
+    q, workspace = torch.zeros(256, 16, dim).bfloat16(), Workspace.on("cpu", 1 << 20, 64)
+    inputs = make_inputs(make_pool(storage, dims, dim), torch.tensor([0, 128, 256]))
+    inputs = replace(inputs, sliding_window=100, softcap=50.0, sinks=torch.zeros(16))
+    tile = prefill_rule(True, 256 if dim > 128 else 128, capability)
+    with building_for(capability) as built:
+        decode_attention(q[:2], inputs, workspace, split=KVSplit(4, 4, 3))
+        prefill_attention(q, inputs, workspace, tile=tile)
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.shared <= (232448 if capability == 90 else 101376), binary.shared
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
 def test_rows_quantized_by_runs(capability):
