@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from formats.families.family import LatentAttention
+
 ATTENTION = "ptq_observed"  # the name that transformers knows it by
 QUERIES = 128  # that are attended to at once
 _CALLBACK = "ptq_on_kv"
@@ -39,6 +41,39 @@ def watched(attention: nn.Module, on_kv: OnKV | None, cache: Cache | None) -> It
     finally:
         for name in names:
             delattr(attention, name)
+
+
+@contextmanager
+def watched_latent(
+    attention: nn.Module, names: LatentAttention, on_kv: OnKV | None
+) -> Iterator[None]:
+    """For a while, show what a module of latent attention caches; see `watched`.
+
+    In the place of K stands the rotated part of the keys [tokens, 1, rotated], the pairs that turn
+    together in two halves; in that of V the latent after its norm [tokens, 1, rank].
+    """
+    if on_kv is None:
+        yield
+        return
+    norm = attention.get_submodule(names.kv_norm)
+    rows = attention.get_submodule(names.kv_a).get_parameter("weight").shape[0]
+    rotated, latents = rows - len(norm.get_parameter("weight")), list[Tensor]()
+
+    def on_keys(k: Tensor, _: Tensor) -> None:
+        part = k[:, :1, -rotated:]  # all heads have the same
+        if names.watched_pairs == "interleaved":
+            part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        on_kv(part, latents.pop().flatten(0, -2)[:, None])
+
+    def on_latent(_: nn.Module, __: tuple[Tensor, ...], latent: Tensor) -> None:
+        latents.append(latent)
+
+    handle = norm.register_forward_hook(on_latent)
+    try:
+        with watched(attention, on_keys, None):
+            yield
+    finally:
+        handle.remove()
 
 
 def _attend(
