@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from calibrate.plain_attention import QUERIES, plain_attention
 from formats.families.family import LatentAttention
 
 ATTENTION = "ptq_observed"  # the name that transformers knows it by
-QUERIES = 128  # that are attended to at once
+BESIDE = {"softcap": "softcap", "s_aux": "sinks", "alibi": "alibi"}  # by transformers' names
 _CALLBACK = "ptq_on_kv"
 _CACHE = "ptq_cache"
 
@@ -86,6 +87,12 @@ def _attend(
     if cache is not None:
         cached = cache(key[0].transpose(0, 1), value[0].transpose(0, 1))
         key, value = (x.transpose(0, 1)[None] for x in cached)
+    window = kwargs.get("sliding_window") if mask is None else None
+    beside = {ours: kwargs[name] for name, ours in BESIDE.items() if kwargs.get(name) is not None}
+    if beside or (window is not None and window < query.shape[2]):
+        scale = kwargs.get("scaling")
+        out = plain_attention(query, key, value, mask, scale, window=window, **beside)
+        return out.transpose(1, 2), None
     if mask is None and query.device.type == "cpu" and not kwargs.get("dropout"):
         return causal_attention(query, key, value, kwargs.get("scaling")).transpose(1, 2), None
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
