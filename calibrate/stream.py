@@ -3,7 +3,7 @@
 The model is built from transformers' own modelling code on the meta device. One pass with blocks
 that only record tells what the model hands to each of them (positions, masks, windows), so families
 need no code of their own here; layers that transformers holds merged are taken apart
-(`calibrate.layers`). Then blocks are loaded, run on every sample and freed in turn.
+(`formats.modeling.model`). Then blocks are loaded, run on every sample and freed in turn.
 
 Every sample is run alone and without padding. What is observed can therefore not depend on batch
 size, and padding cannot enter it.
@@ -21,10 +21,10 @@ from transformers import PretrainedConfig
 
 from calibrate.attention import ATTENTION
 from calibrate.block import DecoderBlock, to_host
-from calibrate.layers import meta_model
 from formats.errors import CheckpointError
 from formats.families.names import EMBEDDING
 from formats.families.registry import block_names, family_of
+from formats.modeling.model import meta_model
 
 
 class _Recorder(nn.Module):

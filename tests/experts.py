@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from calibrate.experts import split_experts
 from formats.families.registry import find_family
+from formats.modeling.experts import split_experts
 
 SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 MOE = {  # overrides of `make_model` by family; one has a dense block, two normalize

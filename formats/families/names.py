@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Literal, get_args
 
-from formats.families.family import Role
 from formats.families.registry import FAMILIES
 
+Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
-_BLOCK = re.compile(r"model\.layers\.\d+(?=\.)")
+_BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 _IN_BLOCK = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:(.+)\.)?([^.]+)")
 _EXPERT = re.compile(r"\.experts\.(\d+)(?=\.)")
 _MIXTURES = tuple(family.mixture for family in FAMILIES if family.mixture)
@@ -21,11 +22,9 @@ _EXPERT_LEAVES = {leaf for m in _MIXTURES for leaf in (*m.expert.gate_up, m.expe
 _ROUTERS = {f"{mixture.module}.{router}" for mixture in _MIXTURES for router in mixture.routers}
 _ROLES: dict[str, Role] = {}
 for _family in FAMILIES:
-    _ROLES |= _family.attention.roles
+    _ROLES |= zip(_family.attention.linears, get_args(Role)[:4], strict=True)
     for _layer in _family.feed_forwards:
-        _ROLES |= {_layer.gate: "gate", _layer.up: "up", _layer.down: "down"}
-_WEIGHT_ONLY = {leaf for family in FAMILIES for leaf in family.weight_only}
-_LINEARS = {leaf for family in FAMILIES for leaf in family.attention.roles}
+        _ROLES |= zip((*_layer.gate_up, _layer.down), get_args(Role)[4:], strict=True)
 MERGED: dict[str, tuple[str, ...]] = dict(
     sorted({row for family in FAMILIES for row in family.merged}, reverse=True)
 )
@@ -83,14 +82,7 @@ def role_of(module: str) -> Role | None:
 def is_projection(module: str) -> bool:
     """Whether a full name is that of a linear layer of a decoder block that can be quantized."""
     leaf = module.rpartition(".")[2]
-    if leaf.endswith("_proj") or leaf in _LINEARS:
-        return True
-    return leaf in _EXPERT_LEAVES and expert_of(module) is not None
-
-
-def is_weight_only(module: str) -> bool:
-    """Whether a full name is that of a layer of which the weight alone can be quantized."""
-    return module.rpartition(".")[2] in _WEIGHT_ONLY
+    return leaf.endswith("_proj") or (leaf in _EXPERT_LEAVES and expert_of(module) is not None)
 
 
 def is_router(module: str) -> bool:

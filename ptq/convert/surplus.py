@@ -13,9 +13,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from calibrate.layers import meta_model
 from formats.errors import CheckpointError
 from formats.families import names
+from formats.modeling.model import meta_model
 from ptq.convert.conversion import Source
 
 HEAD, EMBEDDINGS = f"{names.HEAD}.weight", f"{names.EMBEDDING}.weight"

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from formats.scale_table import Role
-from formats.scheme import CacheRole
 from kernels.numerics import TYPES, fake_quantize
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
@@ -25,7 +24,7 @@ from ptq.result import ModuleRow
 
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event
 
-CACHES: tuple[CacheRole, CacheRole] = ("k_cache", "v_cache")
+CACHES: tuple[Role, Role] = ("k_cache", "v_cache")
 Powers = tuple[float, float]  # of a signal and of its error
 
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import pandas as pd
 from transformers import PretrainedConfig
 
-from calibrate.layers import meta_model
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import Family
 from formats.families.groups import SmoothingGroup, SmoothingKind, smoothing_groups
 from formats.families.names import by_block
 from formats.families.registry import BY_TYPE, block_names, family_of
+from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.registry import view_of

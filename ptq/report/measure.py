@@ -233,9 +233,7 @@ def _cache_bytes(quantized: Engine, elements: int, own: int) -> int:
 def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
     return tuple(
         KVScales(
-            module=name,
-            k=tuple(k.reshape(len(k), -1).amax(dim=1).tolist()),
-            v=tuple(v.reshape(len(v), -1).amax(dim=1).tolist()),
+            module=name, k=tuple(k.reshape(len(v), -1).amax(dim=1).tolist()), v=tuple(v.tolist())
         )
         for name, (k, v) in checkpoint.kv_scales.items()
     )

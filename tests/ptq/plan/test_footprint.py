@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from calibrate.layers import meta_model
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
+from formats.modeling.model import meta_model
 from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
 from ptq.recipe.reading import read_recipe

@@ -1,0 +1,1 @@
+"""A checkpoint's model in transformers' own code: on the meta device, looked at, and loaded."""

@@ -1,0 +1,313 @@
+"""From the run of a model's code on shapes alone to its structure, or why it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+
+from formats.errors import CheckpointError
+from formats.families.names import block_of
+from formats.modeling.experts import Experts
+from formats.modeling.model import found_model
+from formats.modeling.stored_names import named_modules, tied_names
+from formats.modeling.structure import AttentionSite, BlockStructure, Structure
+from formats.modeling.trace import PROBE, Call, Key, Seen, is_stack, key_of, run
+
+NEUTRAL = frozenset(  # arguments that change no number, or whose meaning is kept elsewhere
+    """dropout scaling sliding_window is_causal position_ids use_cache cache_position layer_idx
+    output_attentions output_hidden_states output_router_logits logits_to_keep""".split()
+)
+FAULTS = (  # of others' code, run on tensors without data
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def found_structure(values: Mapping[str, Any]) -> Structure:
+    """The structure of config.json's model; errors as of `formats.modeling.layers.structure_of`."""
+    config = transformers_config(values)
+    kind = str(values.get("model_type"))
+    if config.is_encoder_decoder:
+        raise _refused(kind, "it is an encoder and a decoder; only decoders are run here")
+    model, stored = _model(kind, config)
+    _refuse_other_states(kind, model, config)
+    try:
+        seen = run(model)
+    except FAULTS as error:
+        reason = " ".join(str(error).split())
+        why = f"its code does not run on shapes alone ({type(error).__name__}: {reason})"
+        raise _refused(kind, why) from error
+    names = named_modules(model)
+    blocks = _calls_by_block(kind, model, seen, names)
+    renamed = {name: own for name, own in stored.items() if name != own}
+    modules = _stored_modules(names, stored)
+    return Structure(
+        blocks=tuple(_blocks(model, blocks, seen, modules)),
+        list=next(iter(blocks)).rpartition(".")[0],
+        embedding=modules[model.get_input_embeddings()],
+        norm=_last_norm(model, seen, modules),
+        head=modules[model.get_output_embeddings()],
+        stored=renamed,
+        tied={stored.get(a, a): stored.get(b, b) for a, b in tied_names(model).items()},
+    )
+
+
+def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
+    """config.json as transformers reads it.
+
+    Raises:
+        CheckpointError: it knows no such model, or a value is not valid.
+    """
+    rest = dict(values)
+    kind = str(rest.pop("model_type", None))
+    if "auto_map" in values:
+        raise _refused(kind, "it needs code of its own (auto_map), which is never run")
+    try:
+        return AutoConfig.for_model(kind, **rest)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"config.json: transformers takes it for none: {reason}") from error
+
+
+def _refused(kind: str, why: str) -> CheckpointError:
+    return CheckpointError(f"config.json: model_type {kind!r} is not supported: {why}")
+
+
+def _model(kind: str, config: PretrainedConfig) -> tuple[Any, dict[str, str]]:
+    """The model with the attention that writes down; the stored names of its tensors."""
+    try:
+        model, stored = found_model(config, PROBE)
+    except KeyError as error:
+        if error.args == (PROBE,):
+            why = "its attention does not go through transformers' attention interface"
+            raise _refused(kind, why) from error
+        raise _refused(kind, f"transformers cannot build it (KeyError: {error})") from error
+    except FAULTS as error:
+        reason = " ".join(str(error).split())
+        raise _refused(kind, f"transformers cannot build a causal LM of it: {reason}") from error
+    return model.eval(), stored
+
+
+def _refuse_other_states(kind: str, model: nn.Module, config: PretrainedConfig) -> None:
+    """Refuse blocks that keep another state between tokens than K and V."""
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    others = {t for t in layers if "attention" not in str(t) or "linear" in str(t)}
+    others |= {
+        type(part).__name__
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Conv1d) and block_of(f"{name}.weight")
+    }
+    if others:
+        raise _refused(
+            kind,
+            f"its blocks keep another state than K and V ({', '.join(sorted(map(str, others)))}): "
+            "it is a hybrid or no attention model",
+        )
+
+
+def _calls_by_block(
+    kind: str, model: nn.Module, seen: Seen, names: Mapping[nn.Module, str]
+) -> dict[str, Call]:
+    """The attention of each block, by the block's name in the code, in their order.
+
+    Raises:
+        CheckpointError: attention is called nowhere, outside of blocks, or not once in each.
+    """
+    if not seen.calls:
+        why = "its attention does not go through transformers' attention interface"
+        raise _refused(kind, why)
+    found: dict[str, Call] = {}
+    for call in seen.calls:
+        block = block_of(f"{names[call.module]}.q")
+        if block is None or block in found:
+            raise _refused(kind, "its blocks do not call attention once each")
+        found[block] = call
+    parents = {block.rpartition(".")[0] for block in found}
+    if len(parents) > 1:
+        raise _refused(kind, f"its attention lies in several lists: {', '.join(sorted(parents))}")
+    every = model.get_submodule(parents.pop())
+    if len(list(every.children())) != len(found):
+        why = f"only {len(found)} of {len(list(every.children()))} blocks have attention: a hybrid"
+        raise _refused(kind, why)
+    for call in found.values():
+        if _sees_later_tokens(call, seen):
+            raise _refused(kind, "its tokens see later ones: it is an encoder")
+    return found
+
+
+def _allowed(call: Call, seen: Seen, query: int, key: int) -> bool | None:
+    """Whether a query may see a key, by positions; None where the mask is none that is known."""
+    rule = None if call.mask is None else seen.masks.get(key_of(call.mask)[0])
+    if rule is None:
+        return None
+    try:
+        return bool(rule(*map(torch.tensor, (0, 0, query, key))))
+    except (RuntimeError, IndexError):  # it asks for a tensor's data
+        return None
+
+
+def _sees_later_tokens(call: Call, seen: Seen) -> bool:
+    causal = call.arguments.get("is_causal")
+    causal = getattr(call.module, "is_causal", True) if causal is None else causal
+    seen_later = _allowed(call, seen, 0, 1)
+    return not causal if seen_later is None else seen_later
+
+
+def _stored_modules(
+    names: Mapping[nn.Module, str], stored: Mapping[str, str]
+) -> dict[nn.Module, str]:
+    """Names of modules as the names of their tensors in the files have them."""
+    renamed: dict[str, str] = {}
+    for tensor, own in stored.items():
+        here, there = tensor, own
+        while here and here.rpartition(".")[2] == there.rpartition(".")[2]:
+            here, there = here.rpartition(".")[0], there.rpartition(".")[0]
+            renamed.setdefault(here, there)
+    return {module: renamed.get(name, name) for module, name in names.items()}
+
+
+def _last_norm(model: Any, seen: Seen, modules: Mapping[nn.Module, str]) -> str | None:
+    """What made the input of the head, if it is a norm."""
+    read = seen.reads.get(model.get_output_embeddings())
+    maker = None if read is None else seen.maker(read)
+    return modules[maker] if maker is not None and is_norm(maker) else None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module without others has a weight for each channel."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 1
+
+
+def _blocks(
+    model: nn.Module,
+    calls: Mapping[str, Call],
+    seen: Seen,
+    modules: Mapping[nn.Module, str],
+) -> Iterator[BlockStructure]:
+    for name, call in calls.items():
+        block = model.get_submodule(name)
+        routers = {part for part in _routers(block) if part in seen.reads}
+        linears = [
+            part
+            for part in block.modules()
+            if is_linear(part) and part in seen.reads and part not in routers
+        ]
+        readers = [part for part in block.modules() if part in routers or part in set(linears)]
+        inputs, norms = _inputs(readers, seen, modules)
+        yield BlockStructure(
+            name=modules[block],
+            attention=_site(call, linears, seen, modules),
+            linears=tuple(modules[part] for part in linears),
+            routers=tuple(modules[part] for part in readers if part in routers),
+            inputs=inputs,
+            norms=norms,
+            whole=tuple(modules[part] for part in block.modules() if is_stack(part)),
+        )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer and computes as one."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _routers(block: nn.Module) -> Iterator[nn.Module]:
+    """Modules beside experts that give each of them, or a shared one, its weight."""
+    for module in block.modules():
+        stacks = [part for part in module.children() if isinstance(part, Experts) or is_stack(part)]
+        for stack in stacks:
+            count = len(stack) if isinstance(stack, Experts) else _experts(stack)
+            inside = set(stack.modules())
+            for part in set(module.modules()) - inside:
+                if _shape(part)[:-1] in ((1,), (count,)):
+                    yield part
+
+
+def _shape(module: nn.Module) -> tuple[int, ...]:
+    """That of a module's weight; empty without one."""
+    weight = getattr(module, "weight", None)
+    return tuple(weight.shape) if isinstance(weight, Tensor) else ()
+
+
+def _experts(stack: nn.Module) -> int:
+    return stack.get_parameter("down_proj").shape[0]
+
+
+def _inputs(
+    readers: Sequence[nn.Module], seen: Seen, modules: Mapping[nn.Module, str]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """A name for what each layer reads, and which of these names are norms'."""
+    first: dict[Key, str] = {}
+    norms: dict[str, None] = {}
+    for part in readers:
+        read = seen.reads[part]
+        maker = seen.maker(read)
+        if maker is not None and is_norm(maker):
+            norms[modules[maker]] = None
+            first.setdefault(key_of(read), modules[maker])
+        first.setdefault(key_of(read), modules[part])
+    return {modules[part]: first[key_of(seen.reads[part])] for part in readers}, tuple(norms)
+
+
+def _site(
+    call: Call, linears: Sequence[nn.Module], seen: Seen, modules: Mapping[nn.Module, str]
+) -> AttentionSite:
+    outputs = {key_of(seen.reads[part]): part for part in linears}
+    value, output = seen.maker(call.value), outputs.get(key_of(call.out))
+    window, other = _window(call, seen)
+    arguments = [
+        name
+        for name, given in call.arguments.items()
+        if name not in NEUTRAL and given is not None and given is not False
+    ]
+    return AttentionSite(
+        module=modules[call.module],
+        query_heads=call.query.shape[1],
+        kv_heads=call.key.shape[1],
+        key_size=call.key.shape[-1],
+        value_size=call.value.shape[-1],
+        window=window,
+        arguments=tuple(arguments + other),
+        value=modules[value] if value is not None and value in linears else None,
+        output=modules[output] if output is not None else None,
+    )
+
+
+def _window(call: Call, seen: Seen) -> tuple[int | None, list[str]]:
+    """Tokens that a query sees, None for all; and ["mask"] where a mask says something else."""
+    size = call.arguments.get("sliding_window")
+    far = 1 << 24
+    sees_first = _allowed(call, seen, far, 0)
+    if call.mask is not None and sees_first is None:
+        return size, ["mask"]
+    if call.mask is None or sees_first:
+        return size, []
+    if size is None:
+        size = _reach(call, seen, far)
+    seen_whole = _allowed(call, seen, far, far - size + 1)
+    return (
+        (size, []) if seen_whole and not _allowed(call, seen, far, far - size) else (size, ["mask"])
+    )
+
+
+def _reach(call: Call, seen: Seen, far: int) -> int:
+    """How many tokens a query at `far` sees, if it sees the last ones."""
+    low, high = 1, far
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _allowed(call, seen, far, far - middle + 1):
+            low = middle
+        else:
+            high = middle - 1
+    return low

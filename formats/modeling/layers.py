@@ -1,0 +1,96 @@
+"""Which blocks, attention modules and linear layers a model has, declared or found.
+
+Code that needs these names asks here. Of a declared family they follow from config.json alone, and
+neither torch nor transformers is imported; of others they come from transformers' code
+(`formats.modeling.found`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from formats.families import registry
+from formats.families.family import heads_of
+from formats.families.names import EMBEDDING, HEAD, is_projection
+from formats.families.registry import find_family
+from formats.modeling.structure import Structure
+
+
+@dataclass(frozen=True)
+class CacheHeads:
+    """Sizes of what one block caches of a token.
+
+    Attributes:
+        heads: Heads of K, and of V.
+        key: Elements of a head of K.
+        value: Elements of a head of V.
+    """
+
+    heads: int
+    key: int
+    value: int
+
+
+def structure_of(config: Mapping[str, Any]) -> Structure:
+    """What the code of config.json's model says of it; built once and kept.
+
+    Raises:
+        CheckpointError: it is no causal decoder whose attention goes through transformers'
+            attention interface; the message says what it is instead.
+    """
+    return _structure_of(json.dumps(dict(config), sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=16)
+def _structure_of(text: str) -> Structure:
+    from formats.modeling.found import found_structure  # imports torch and transformers
+
+    return found_structure(json.loads(text))
+
+
+def block_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Full names of a model's decoder blocks, in their order.
+
+    Raises:
+        CheckpointError: it is not run here, or config.json gives no number of blocks.
+    """
+    if find_family(config) is not None:
+        return registry.block_names(config)
+    return tuple(block.name for block in structure_of(config).blocks)
+
+
+def attention_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Full names of the attention modules of a model's blocks, in their order; errors likewise."""
+    if find_family(config) is not None:
+        return registry.attention_names(config)
+    return tuple(block.attention.module for block in structure_of(config).blocks)
+
+
+def cache_heads(config: Mapping[str, Any]) -> tuple[CacheHeads, ...]:
+    """What each block caches, in their order; errors as of `block_names`."""
+    if find_family(config) is not None:
+        heads = heads_of(config)
+        return (CacheHeads(heads.kv, heads.size, heads.size),) * len(block_names(config))
+    sites = (block.attention for block in structure_of(config).blocks)
+    return tuple(CacheHeads(s.kv_heads, s.key_size, s.value_size) for s in sites)
+
+
+def embedding_name(config: Mapping[str, Any]) -> str:
+    """Full name of the token embedding; errors as of `block_names`."""
+    return EMBEDDING if find_family(config) is not None else structure_of(config).embedding
+
+
+def head_name(config: Mapping[str, Any]) -> str:
+    """Full name of the layer that gives logits; errors as of `block_names`."""
+    return HEAD if find_family(config) is not None else structure_of(config).head
+
+
+def is_quantizable(config: Mapping[str, Any], module: str) -> bool:
+    """Whether a full name is that of a linear layer of a block that can be quantized."""
+    if find_family(config) is not None:
+        return is_projection(module)
+    return module in structure_of(config).quantizable

@@ -1,0 +1,107 @@
+"""Gives modules on the meta device their data: weights from files, buffers by their own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from formats.errors import CheckpointError
+
+Read = Callable[[str], Tensor]
+
+
+def materialize(
+    module: nn.Module,
+    read: Read,
+    *,
+    owner: Any,
+    prefix: str = "",
+    stored: Mapping[str, str] | None = None,
+    skip: Collection[nn.Module] = (),
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Load a module in place.
+
+    Parameters and persistent buffers are read by name; each is freed from the file's type at once.
+    What no file holds (a rotary embedding's frequencies, a factor of the embedding) is computed by
+    the code of its model, as transformers does after it has built one on the meta device.
+
+    Args:
+        module: On the meta device; one of the modules of `owner`, or a copy of it.
+        read: Gives a tensor of the files by its name.
+        owner: The transformers model, whose code makes buffers.
+        prefix: Full name of `module` in `owner`; "" for the model itself.
+        stored: Name in the files of each tensor of the code, where the two differ
+            (`Structure.stored`).
+        skip: Modules that are left as they are, with all in them.
+        device: Where to.
+        dtype: Type of floating-point weights; integers keep their own.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the code.
+    """
+    left = {part for root in skip for part in root.modules()}
+    renamed = stored or {}
+    for path, part in module.named_modules():
+        if part in left:
+            continue
+        name = ".".join(filter(None, (prefix, path)))
+        kept = part.state_dict(keep_vars=True)
+        for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is None or not (
+                leaf in kept and leaf not in part._non_persistent_buffers_set
+            ):
+                continue
+            own = f"{name}.{leaf}" if name else leaf
+            value = _value(renamed.get(own, own), tensor, read, device, dtype)
+            _put(part, leaf, value)
+        _make_buffers(part, owner, device)
+
+
+def _value(
+    name: str, meta: Tensor, read: Read, device: torch.device | str, dtype: torch.dtype
+) -> Tensor:
+    tensor = read(name)
+    check_shape(name, tensor, meta.shape)
+    tensor = tensor.to(device)  # narrow over the bus, wide there
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Refuse a tensor of another shape than the model's code has.
+
+    Raises:
+        CheckpointError: it has.
+    """
+    if tuple(tensor.shape) != tuple(shape):
+        raise CheckpointError(
+            f"{name}: found shape {tuple(tensor.shape)}; the model's configuration says "
+            f"{tuple(shape)}. The checkpoint and its config.json do not belong together"
+        )
+
+
+def _put(part: nn.Module, leaf: str, value: Tensor) -> None:
+    if leaf in part._parameters:
+        part._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    else:
+        part._buffers[leaf] = value
+
+
+@torch.no_grad()
+def _make_buffers(part: nn.Module, owner: Any, device: torch.device | str) -> None:
+    """Compute the buffers of one module that are on the meta device still, by its model's code."""
+    missing = {name: x for name, x in part._buffers.items() if x is not None and x.is_meta}
+    if not missing:
+        return
+    for name, x in missing.items():
+        part._buffers[name] = torch.zeros_like(x, device=device)
+    loaded = [x for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
+    fresh = {id(part._buffers[name]) for name in missing}
+    for tensor in loaded:  # transformers leaves alone what is marked so
+        tensor._is_hf_initialized = id(tensor) not in fresh  # pyright: ignore[reportAttributeAccessIssue]
+    with torch.device(device):
+        owner._init_weights(part)

@@ -1,0 +1,102 @@
+"""What a model's own code says of it: its blocks, what their layers read, and what it caches.
+
+Nothing is declared here: the model is built on the meta device from transformers' class and run
+there once (`formats.modeling.trace`), which tells what calls attention and who reads what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """Attention of one block, as its module calls transformers' attention function.
+
+    Attributes:
+        module: Full name of the module that calls it.
+        query_heads: Heads of the queries.
+        kv_heads: Heads of K, and of V.
+        key_size: Elements of a head of the queries and of K.
+        value_size: Elements of a head of V.
+        window: Tokens that a query sees, itself among them; None for all before it.
+        arguments: Names of the other arguments that change it, such as `softcap` and `s_aux`.
+        value: Full name of the linear layer whose output is V as it is; None where none is.
+        output: Full name of the linear layer that reads what attention gives; None where none does.
+    """
+
+    module: str
+    query_heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    window: int | None
+    arguments: tuple[str, ...] = ()
+    value: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True)
+class BlockStructure:
+    """One decoder block.
+
+    Attributes:
+        name: Full name.
+        attention: Its attention.
+        linears: Full names of the linear layers that can be quantized, experts' layers among them.
+        routers: Full names of what gives experts their weights: linear layers that stay in float.
+        inputs: Of linear layers and routers, a name for what each reads: that of the module that
+            made it, or of the first layer that reads it.
+        norms: Names among those of `inputs` that are norms with a weight for each channel.
+        whole: Full names of expert stacks that are stored as they are computed, and stay in float.
+    """
+
+    name: str
+    attention: AttentionSite
+    linears: tuple[str, ...]
+    routers: tuple[str, ...]
+    inputs: Mapping[str, str]
+    norms: tuple[str, ...]
+    whole: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A decoder as its code has it. Names are those of the checkpoint's files.
+
+    Attributes:
+        blocks: Its blocks in their order.
+        list: Name, in the code, of the module that holds the blocks.
+        embedding: Full name of the token embedding.
+        norm: Full name of the norm after the last block; None where there is none.
+        head: Full name of the layer that gives logits.
+        stored: Name in the files of each tensor of the code, where the two differ.
+        tied: Tensors that may be missing from the files, and the one that each is then.
+    """
+
+    blocks: tuple[BlockStructure, ...]
+    list: str
+    embedding: str
+    norm: str | None
+    head: str
+    stored: Mapping[str, str]
+    tied: Mapping[str, str]
+
+    @property
+    def window(self) -> bool:
+        """Whether any block sees a window of tokens only."""
+        return any(block.attention.window is not None for block in self.blocks)
+
+    @property
+    def quantizable(self) -> frozenset[str]:
+        """Full names of the linear layers of all blocks that can be quantized."""
+        return frozenset(name for block in self.blocks for name in block.linears)
+
+    def block(self, name: str) -> BlockStructure:
+        """The block of that full name."""
+        return next(block for block in self.blocks if block.name == name)
+
+    def stored_name(self, tensor: str) -> str:
+        """Name in the files of a tensor of the code."""
+        return self.stored.get(tensor, tensor)

@@ -1,0 +1,177 @@
+"""One run of a model's code on the meta device: who calls attention, and who reads what.
+
+The code runs on tensors without data, so a model of any size takes seconds. Attention is a function
+of ours that writes down what it gets; modules without others write down what they read and give.
+Two tensors are the same values if they share a storage from the same element on: all of them are
+kept until the run ends, so that no storage is used twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from formats.modeling.experts import Experts
+
+PROBE = "ptq_probe"
+TOKENS = 8
+Key = tuple[Any, ...]  # storage, first element, elements
+
+
+def key_of(x: Tensor) -> Key:
+    """What two tensors share that hold the same values, whatever their shapes."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.numel()
+
+
+@dataclass
+class Call:
+    """One call of attention.
+
+    Attributes:
+        module: That calls it.
+        query: [1, heads, tokens, head size].
+        key: [1, KV heads, tokens, head size].
+        value: [1, KV heads, tokens, head size of V].
+        out: [1, tokens, heads, head size of V].
+        mask: What `Seen.masks` knows by its storage; None where the module gives none.
+        arguments: All others, by name.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    mask: Tensor | None
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Seen:
+    """What the run has shown.
+
+    Attributes:
+        calls: Calls of attention, in their order.
+        reads: What each module without others reads.
+        makers: The module that made a tensor.
+        masks: Of each mask's storage, whether (batch, head, query, key) may be seen.
+        kept: Tensors that must not be freed before the run ends.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    reads: dict[nn.Module, Tensor] = field(default_factory=dict)
+    makers: dict[Key, nn.Module] = field(default_factory=dict)
+    masks: dict[int, Callable[..., Any]] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+
+    def maker(self, x: Tensor) -> nn.Module | None:
+        """The module that made a tensor, or one of the same values."""
+        return self.makers.get(key_of(x))
+
+
+_SEEN: list[Seen] = []  # the run that is under way
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function, of shapes only."""
+    batch, heads, tokens, _size = query.shape
+    out = query.new_empty(batch, tokens, heads, value.shape[-1])
+    _SEEN[-1].calls.append(Call(module, query, key, value, out, attention_mask, given))
+    return out, None
+
+
+def _mask(
+    batch_size: int, q_length: Any, kv_length: int, *_: Any, mask_function: Any, **__: Any
+) -> Tensor:
+    """transformers' mask function: a mask without data, known by its storage."""
+    tokens = q_length if isinstance(q_length, int) else len(q_length)
+    mask = torch.empty(batch_size, 1, tokens, kv_length, dtype=torch.bool, device="meta")
+    _SEEN[-1].kept.append(mask)
+    _SEEN[-1].masks[key_of(mask)[0]] = mask_function
+    return mask
+
+
+ALL_ATTENTION_FUNCTIONS.register(PROBE, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, _mask)
+
+
+def run(model: Any) -> Seen:
+    """Run a model that was built on the meta device with the attention `PROBE`."""
+    seen, handles = Seen(), []
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor):
+            seen.reads[module] = args[0]
+
+    def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if isinstance(out, Tensor):
+            seen.kept.append(out)
+            if not args or not isinstance(args[0], Tensor) or key_of(args[0]) != key_of(out):
+                seen.makers[key_of(out)] = module
+
+    for module in model.modules():
+        if next(module.children(), None) is None:
+            handles.append(module.register_forward_pre_hook(before))
+            handles.append(module.register_forward_hook(after))
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    _SEEN.append(seen)
+    try:
+        with torch.no_grad(), _shapes_only(model):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        _SEEN.pop()
+        for handle in handles:
+            handle.remove()
+    for stack in model.modules():
+        if isinstance(stack, Experts) and next(stack[0].children()) in seen.reads:
+            _read_alike(stack, seen)
+    return seen
+
+
+def _read_alike(stack: Experts, seen: Seen) -> None:
+    """Note of all experts what the run has shown of the first one."""
+    shown, *others = ([*expert.children()] for expert in stack)
+    for layers in others:
+        for layer, first in zip(layers, shown, strict=True):
+            read = seen.reads[first]
+            of_all = key_of(read) == key_of(seen.reads[shown[0]])
+            seen.reads[layer] = read if of_all else torch.empty_like(read)
+
+
+@contextmanager
+def _shapes_only(model: nn.Module) -> Iterator[None]:
+    """Let experts run whatever the router says, which has no data."""
+    stacks = [part for part in model.modules() if isinstance(part, Experts) or is_stack(part)]
+    for stack in stacks:
+
+        def forward(x: Tensor, *_: Any, stack: nn.Module = stack, **__: Any) -> Tensor:
+            if isinstance(stack, Experts):
+                stack[0](x)  # which tells of all of them
+            return torch.empty_like(x)
+
+        stack.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for stack in stacks:
+            del stack.__dict__["forward"]
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether a module computes all experts of a block from 3-D parameters."""
+    shapes = [p.dim() for _, p in module.named_parameters(recurse=False)]
+    return 3 in shapes and hasattr(module, "down_proj")
