@@ -29,8 +29,8 @@ class _Values(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
 
-class RopeValues(_Values):
-    """`rope_parameters`, or `rope_scaling` as older files name it."""
+class RotationValues(_Values):
+    """The rotation of one kind of layers."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -48,6 +48,14 @@ class RopeValues(_Values):
     truncate: bool | None = None
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
+    llama_4_scaling_beta: Annotated[Finite, Field(ge=0)] | None = None
+
+
+class RopeValues(RotationValues):
+    """`rope_parameters`, or `rope_scaling` as older files name it; maybe by kind of layers."""
+
+    full_attention: RotationValues | None = None
+    sliding_attention: RotationValues | None = None
 
 
 class ModelValues(_Values):
@@ -63,12 +71,24 @@ class ModelValues(_Values):
     max_position_embeddings: Size | None = None
     rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
     hidden_act: str | None = None
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    use_bidirectional_attention: bool | None = None
+    embedding_multiplier: Positive | None = None
+    attention_multiplier: Positive | None = None
+    residual_multiplier: Positive | None = None
+    logits_scaling: Positive | None = None
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Size | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
     rope_theta: Positive | None = None
+    rope_local_base_freq: Positive | None = None
     rope_parameters: RopeValues | None = None
     rope_scaling: RopeValues | None = None
     partial_rotary_factor: Share | None = None
