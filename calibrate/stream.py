@@ -108,7 +108,10 @@ class BlockStream:
         decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(self._device)
         shape = (config.vocab_size, config.hidden_size)
         weight = self._weight(f"{EMBEDDING}.weight", shape)
-        decoder.embed_tokens = nn.Embedding.from_pretrained(weight)
+        scale = getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0)  # Gemma's
+        decoder.embed_tokens = nn.Embedding.from_pretrained(
+            weight if scale == 1 else weight * scale
+        )
         self.inputs = []
         for ids in sequences:
             decoder(input_ids=ids[None].to(self._device), use_cache=False)

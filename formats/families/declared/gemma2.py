@@ -20,7 +20,5 @@ FAMILY = Family(
         after_feed_forward="post_feedforward_layernorm",
         offset=1.0,
     ),
-    multipliers=Multipliers(
-        embedding="sqrt_hidden_size", logits_softcap="final_logit_softcapping"
-    ),
+    multipliers=Multipliers(embedding="sqrt_hidden_size", logits_softcap="final_logit_softcapping"),
 )

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786), text: Gemma 2 with norms of q and k in the place of attention's bound.
+"""Gemma 3 (arXiv 2503.19786), text: Gemma 2 with norms of q and k for the bound of attention.
 
 Five of six layers have a window, and rotation angles of their own.
 """

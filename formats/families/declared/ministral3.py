@@ -1,4 +1,4 @@
-"""Ministral 3 and the text of Mistral Small 3.2 and later: Mistral whose queries grow with position.
+"""Ministral 3 (Mistral AI 2025), text: Mistral whose queries grow with their position.
 
 They do beyond the length that the model was first trained on (`Attention.growth_setting`), as
 Llama 4's; the rotation is scaled by YaRN.
