@@ -12,8 +12,11 @@ from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from calibrate.plain_attention import QUERIES, plain_attention
+from formats.families.family import LatentAttention
+
 ATTENTION = "ptq_observed"  # the name that transformers knows it by
-QUERIES = 128  # that are attended to at once
+BESIDE = {"softcap": "softcap", "s_aux": "sinks", "alibi": "alibi"}  # by transformers' names
 _CALLBACK = "ptq_on_kv"
 _CACHE = "ptq_cache"
 
@@ -41,6 +44,39 @@ def watched(attention: nn.Module, on_kv: OnKV | None, cache: Cache | None) -> It
             delattr(attention, name)
 
 
+@contextmanager
+def watched_latent(
+    attention: nn.Module, names: LatentAttention, on_kv: OnKV | None
+) -> Iterator[None]:
+    """For a while, show what a module of latent attention caches; see `watched`.
+
+    In the place of K stands the rotated part of the keys [tokens, 1, rotated], the pairs that turn
+    together in two halves; in that of V the latent after its norm [tokens, 1, rank].
+    """
+    if on_kv is None:
+        yield
+        return
+    norm = attention.get_submodule(names.kv_norm)
+    rows = attention.get_submodule(names.kv_a).get_parameter("weight").shape[0]
+    rotated, latents = rows - len(norm.get_parameter("weight")), list[Tensor]()
+
+    def on_keys(k: Tensor, _: Tensor) -> None:
+        part = k[:, :1, -rotated:]  # all heads have the same
+        if names.watched_pairs == "interleaved":
+            part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        on_kv(part, latents.pop().flatten(0, -2)[:, None])
+
+    def on_latent(_: nn.Module, __: tuple[Tensor, ...], latent: Tensor) -> None:
+        latents.append(latent)
+
+    handle = norm.register_forward_hook(on_latent)
+    try:
+        with watched(attention, on_keys, None):
+            yield
+    finally:
+        handle.remove()
+
+
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> Any:
@@ -51,6 +87,12 @@ def _attend(
     if cache is not None:
         cached = cache(key[0].transpose(0, 1), value[0].transpose(0, 1))
         key, value = (x.transpose(0, 1)[None] for x in cached)
+    window = kwargs.get("sliding_window") if mask is None else None
+    beside = {ours: kwargs[name] for name, ours in BESIDE.items() if kwargs.get(name) is not None}
+    if beside or (window is not None and window < query.shape[2]):
+        scale = kwargs.get("scaling")
+        out = plain_attention(query, key, value, mask, scale, window=window, **beside)
+        return out.transpose(1, 2), None
     if mask is None and query.device.type == "cpu" and not kwargs.get("dropout"):
         return causal_attention(query, key, value, kwargs.get("scaling")).transpose(1, 2), None
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)

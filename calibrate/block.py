@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from calibrate.attention import Cache, OnKV, watched
+from calibrate.attention import Cache, OnKV, watched, watched_latent
 from formats.errors import RecipeError
-from formats.families.family import Family
+from formats.families.family import Family, LatentAttention
 from formats.modeling.experts import Experts, OnRoute
 
 OnInput = Callable[[str, Tensor], None]
@@ -78,7 +78,8 @@ class DecoderBlock:
             sample: Index into `inputs`.
             on_input: Called with each linear layer's full name and its input [tokens, in]; layers
                 of experts see every token.
-            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim].
+            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim]; of latent
+                attention with what is cached in their place.
             on_route: Called with the full name of the experts and how many tokens the router sends
                 to each of them: int64 [experts].
             cache: Makes of the same what attention reads of them.
@@ -144,5 +145,10 @@ class DecoderBlock:
                 if isinstance(experts, Experts):
                     name = f"{self.name}.{path}"
                     stack.enter_context(experts.watched(name, on_input is not None, on_route))
-            stack.enter_context(watched(attention, on_kv, cache))
+            names = self.family.attention
+            if isinstance(names, LatentAttention):
+                assert cache is None  # no method replaces what is cached there
+                stack.enter_context(watched_latent(attention, names, on_kv))
+            else:
+                stack.enter_context(watched(attention, on_kv, cache))
             yield

@@ -139,6 +139,9 @@ class ActivationSpec(Strict):
         return f"{'dynamic' if self.dynamic else 'static'} {self.dtype} inputs {self.granularity}"
 
 
+CacheRole = Literal["k_cache", "v_cache"]
+
+
 class KVCacheSpec(Strict):
     """How K (after RoPE) and V are stored in the cache.
 
@@ -151,6 +154,11 @@ class KVCacheSpec(Strict):
     """`per_head` and `per_tensor` have scales fixed at calibration. `per_channel` has
     one, fixed too, for each channel of K, for keys with outlying channels, and one for each head of
     V. `per_token_head` scales each head of each token when it is written, and needs no data.
+
+    Latent attention (DeepSeek) caches one rotated key part and one latent for all heads, which
+    stand here for K and V: scales of the key part are as above. The latent has a scale for each of
+    its channels (but one with `per_tensor`), which differ widely and cost nothing: its scales are
+    multiplied with queries and results. They are fixed at calibration; `per_token_head` is refused.
     """
 
     @property
@@ -163,11 +171,24 @@ class KVCacheSpec(Strict):
         """Bits of one cached element."""
         return BITS[self.dtype]
 
-    def scale_shape(self, role: Literal["k_cache", "v_cache"], heads: int, dim: int) -> tuple:
+    def by_channel(self, role: CacheRole, *, latent: bool = False) -> bool:
+        """Whether each channel of K or V has a static scale; `latent` for latent attention."""
+        if role == "v_cache":
+            return latent and self.granularity != "per_tensor"
+        return self.granularity == "per_channel"
+
+    def scale_shape(
+        self,
+        role: CacheRole,
+        heads: int,
+        dim: int,
+        *,
+        latent: bool = False,
+    ) -> tuple:
         """Shape of the static scales of K or V, for KV heads of `dim` elements."""
         if self.granularity == "per_tensor":
             return (1,)
-        return (heads, dim) if self.granularity == "per_channel" and role == "k_cache" else (heads,)
+        return (heads, dim) if self.by_channel(role, latent=latent) else (heads,)
 
 
 class LayerScheme(Strict):
@@ -193,6 +214,17 @@ class LayerScheme(Strict):
         if self.weights is not None and (message := _mismatch(self.weights, self.activations)):
             raise ValueError(message)
         return self
+
+    @property
+    def weights_alone(self) -> LayerScheme:
+        """The same for a layer whose input is not quantized.
+
+        fp8 weights whose kind needs quantized inputs have a scale for each output channel instead.
+        """
+        spec = self.weights
+        if spec is not None and spec.granularity in ("block", "per_tensor"):
+            spec = spec.model_copy(update={"granularity": "per_channel"})
+        return LayerScheme(weights=spec)
 
     @property
     def static_input(self) -> bool:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from formats.checkpoint.check import same_names
 from formats.errors import CheckpointError
-from formats.families.family import heads_of
-from formats.families.registry import attention_names
+from formats.families.family import cached_of
+from formats.families.registry import attention_names, find_family
 from formats.links import find_file
 from formats.scheme import KVCacheSpec
 from formats.stored.folder import KV_SCALES
@@ -40,7 +40,7 @@ class CacheScales:
         spec: How it is quantized; None where it is not.
         files: Where each scale is read from, by `A.k_scale` and `A.v_scale`.
         by_attention: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by
-            channel), of each attention module by its full name.
+            channel; of a latent [1, R] likewise), of each attention module by its full name.
     """
 
     spec: KVCacheSpec | None = None
@@ -128,11 +128,12 @@ def _scale(
     config: Mapping[str, Any],
 ) -> Tensor:
     """One scale in fp32, by head."""
-    heads, shape = heads_of(config), files[name].tensors[name][1]
-    wanted = spec.scale_shape(role, heads.kv, heads.size)
+    own, shape = cached_of(find_family(config), config), files[name].tensors[name][1]
+    size = own.k if role == "k_cache" else own.v
+    wanted = spec.scale_shape(role, own.heads, size, latent=own.latent)
     scale = read_elements(files, [name]).reshape(shape)
     if shape in ((*wanted, 1, 1), ()) and scale.numel() == math.prod(wanted):  # served so
         scale = scale.reshape(wanted)
     check_scale(name, scale, (wanted,))
     scale = scale.float()
-    return scale.expand(heads.kv) if scale.numel() == 1 else scale
+    return scale.expand(own.heads) if scale.numel() == 1 else scale

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from formats.errors import CheckpointError
 
 QKNorm = Literal["none", "head", "projection"]
+Role = Literal["q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"]
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,90 @@ class Attention:
         return self.q, self.k, self.v
 
     @property
-    def linears(self) -> tuple[str, str, str, str]:
-        """Names of all its linear layers."""
-        return self.q, self.k, self.v, self.o
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the layers that read the attention's input."""
+        return self.qkv
+
+    @property
+    def merges(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Layers that runtimes multiply as one: its name, those of its parts."""
+        return ((self.merged, self.qkv),)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """What each of its linear layers is."""
+        return {self.q: "q", self.k: "k", self.v: "v", self.o: "o"}
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+        c = norm(x W_a)        k_h = [c W_h^UK, rotated(x W^KR)]        v_h = c W_h^UV
+
+    One latent c of a token and one rotated key part stand for K and V of all heads, and are all
+    that is cached. q is one projection of x, or two with a norm between them where config.json
+    gives `q_lora_rank`; a head of q has channels that meet c W^UK, then those that are rotated.
+
+    Attributes:
+        module: Name of the module in its block.
+        q: Name of the query projection, where it is one.
+        q_a: Name of the first of two query projections.
+        q_norm: Name of the norm between them.
+        q_b: Name of the second, with the rows of each head.
+        kv_a: Name of the projection to the latent, and behind it to the key part that is rotated.
+        kv_norm: Name of the latent's norm.
+        kv_b: Name of the projection from the latent: of each head the rows of W^UK, then of W^UV.
+            Runtimes multiply queries by the one and results by the other, so that its input, which
+            lies in the cache, is none of a linear layer: its weight alone is quantized.
+        o: Name of the output projection.
+        bias_setting: Key of config.json that gives q_a, kv_a and o a bias each.
+        rotary_pairs: Which channels turn together, as in `Attention`.
+        interleaved_setting: Key of config.json that says whether they are interleaved; None where
+            `rotary_pairs` always holds.
+        watched_pairs: Which channels of rotated keys are a pair in transformers' own code, which
+            calibration watches.
+        norm_eps: What both norms add to the mean square, whatever config.json says of others.
+    """
+
+    module: str = "self_attn"
+    q: str = "q_proj"
+    q_a: str = "q_a_proj"
+    q_norm: str = "q_a_layernorm"
+    q_b: str = "q_b_proj"
+    kv_a: str = "kv_a_proj_with_mqa"
+    kv_norm: str = "kv_a_layernorm"
+    kv_b: str = "kv_b_proj"
+    o: str = "o_proj"
+    bias_setting: str | None = "attention_bias"
+    rotary_pairs: Literal["halves", "interleaved"] = "interleaved"
+    interleaved_setting: str | None = None
+    watched_pairs: Literal["halves", "interleaved"] = "halves"
+    norm_eps: float = 1e-6
+    # what other families have in `Attention`, and no family that caches a latent
+    qk_norm: ClassVar[QKNorm] = "none"
+    qk_norm_setting: ClassVar[None] = None
+    unrotated_setting: ClassVar[None] = None
+    growth_setting: ClassVar[None] = None
+    scale: ClassVar[Literal["head_size"]] = "head_size"
+    softcap_setting: ClassVar[None] = None
+    sinks: ClassVar[None] = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the layers that read the attention's input; a model has q or q_a."""
+        return self.q, self.q_a, self.kv_a
+
+    @property
+    def merges(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Layers that runtimes multiply as one: its name, those of its parts."""
+        return (("fused_qkv_a_proj", (self.q_a, self.kv_a)), ("q_kv_a_proj", (self.q, self.kv_a)))
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        """What each of its linear layers is."""
+        last: dict[str, Role] = {self.q_b: "q_b", self.kv_a: "kv_a", self.kv_b: "kv_b", self.o: "o"}
+        return {self.q: "q", self.q_a: "q_a", **last}
 
 
 @dataclass(frozen=True)
@@ -237,7 +319,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
-    attention: Attention = Attention()
+    attention: Attention | LatentAttention = Attention()
     feed_forward: GatedMLP = GatedMLP()
     mixture: Mixture | None = None
     norms: Norms = Norms()
@@ -262,13 +344,13 @@ class Family:
         inner = [name for layer in self.feed_forwards for name in layer.gate_up]
         inner += self.mixture.routers if self.mixture else ()
         first, second = self.norms.before_attention, self.norms.before_feed_forward
-        return dict.fromkeys(self.attention.qkv, first) | dict.fromkeys(inner, second)
+        return dict.fromkeys(self.attention.inputs, first) | dict.fromkeys(inner, second)
 
     @property
     def merged(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Layers that runtimes multiply as one outside of experts: its name, those of its parts."""
         return (
-            (self.attention.merged, self.attention.qkv),
+            self.attention.merges[0],  # other runtimes know no other of latent attention
             (self.feed_forward.merged, self.feed_forward.gate_up),
         )
 
@@ -276,7 +358,13 @@ class Family:
     def stored_merged(self) -> tuple[str, ...]:
         """Names of the layers that checkpoints hold in the place of their parts."""
         layers = (self.attention, self.feed_forward)
-        return tuple(layer.merged for layer in layers if layer.stored_merged)
+        parts = (layer for layer in layers if not isinstance(layer, LatentAttention))
+        return tuple(layer.merged for layer in parts if layer.stored_merged)
+
+    @property
+    def weight_only(self) -> tuple[str, ...]:
+        """Names of the layers whose weight may be quantized and whose input is not."""
+        return (self.attention.kv_b,) if isinstance(self.attention, LatentAttention) else ()
 
 
 @dataclass(frozen=True)
@@ -292,6 +380,45 @@ class Heads:
     query: int
     kv: int
     size: int
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of a model's latent attention.
+
+    Attributes:
+        heads: Query heads.
+        rank: Elements R of the latent.
+        plain: Channels of a head of q and k that are not rotated.
+        rotated: Channels of a head of q and k that are.
+        value: Elements of a head of V.
+        query_rank: Elements between the two projections of q; None where it is one.
+    """
+
+    heads: int
+    rank: int
+    plain: int
+    rotated: int
+    value: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What a block's attention caches of a token.
+
+    Attributes:
+        heads: Heads of K, and of V.
+        k: Elements of a head of K.
+        v: Elements of a head of V.
+        latent: Whether it is that of latent attention: "K" is the rotated part of the keys and "V"
+            the latent, one of each for all heads.
+    """
+
+    heads: int
+    k: int
+    v: int
+    latent: bool = False
 
 
 def needed(config: Mapping[str, Any], key: str) -> Any:
@@ -336,13 +463,48 @@ def heads_of(config: Mapping[str, Any]) -> Heads:
     return Heads(query, kv, size_in(config, "head_dim"))
 
 
+def latent_sizes(config: Mapping[str, Any]) -> LatentSizes:
+    """The sizes of latent attention, from config.json.
+
+    Raises:
+        CheckpointError: a size is none, or it is not there.
+    """
+    keys = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+    sizes = [size_in(config, key) for key in (*keys, "v_head_dim")]
+    lora = config.get("q_lora_rank")
+    return LatentSizes(*sizes, query_rank=None if lora is None else size_in(config, "q_lora_rank"))
+
+
+def cached_of(family: Family | None, config: Mapping[str, Any]) -> Cached:
+    """What attention caches of a token, from config.json; None is a family like Llama.
+
+    Raises:
+        CheckpointError: a size is none, or it is not there.
+    """
+    if family is not None and isinstance(family.attention, LatentAttention):
+        sizes = latent_sizes(config)
+        return Cached(1, sizes.rotated, sizes.rank, latent=True)
+    heads = heads_of(config)
+    return Cached(heads.kv, heads.size, heads.size)
+
+
 def rotary_channels(family: Family, config: Mapping[str, Any]) -> int:
     """How many channels of each head turn by rotary embedding: the first ones, an even number."""
+    if isinstance(family.attention, LatentAttention):
+        return latent_sizes(config).rotated
     size = heads_of(config).size
     if family.partial_rotary is None:
         return size
     key, rope = "partial_rotary_factor", config.get("rope_parameters") or {}
     return int(size * (rope.get(key) or config.get(key) or family.partial_rotary))
+
+
+def interleaved(family: Family, config: Mapping[str, Any]) -> bool:
+    """Whether channels that turn together are stored side by side."""
+    own = family.attention
+    if isinstance(own, LatentAttention) and own.interleaved_setting is not None:
+        return bool(config.get(own.interleaved_setting, True))
+    return own.rotary_pairs == "interleaved"
 
 
 def rotary_order(family: Family, config: Mapping[str, Any]) -> list[int]:
@@ -352,7 +514,7 @@ def rotary_order(family: Family, config: Mapping[str, Any]) -> list[int]:
     """
     size, turning = heads_of(config).size, rotary_channels(family, config)
     turned, passed = list(range(turning)), list(range(turning, size))
-    if family.attention.rotary_pairs == "interleaved":
+    if interleaved(family, config):
         first, second = turned[::2], turned[1::2]
     else:
         first, second = turned[: turning // 2], turned[turning // 2 :]
@@ -366,7 +528,7 @@ def merged_rows(family: Family, config: Mapping[str, Any]) -> dict[str, dict[str
     Parts are in the order in which they are stored, one below the other.
     """
     merged: dict[str, dict[str, int]] = {}
-    if family.attention.stored_merged:
+    if isinstance(family.attention, Attention) and family.attention.stored_merged:
         heads, names = heads_of(config), family.attention
         sizes = (heads.query * heads.size, heads.kv * heads.size, heads.kv * heads.size)
         merged[names.merged] = dict(zip(names.qkv, sizes, strict=True))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from formats.families.family import Family, GatedMLP
+from formats.families.family import Family, GatedMLP, LatentAttention
 from formats.families.names import any_expert, expert_of, is_router
 from formats.scheme import Strict
 
@@ -75,9 +75,10 @@ def merged_layers(family: Family, block: str, names: Sequence[str]) -> dict[str,
 
     Parts must share their input's scale and their type.
     """
-    attention = family.attention
-    whole = f"{block}.{attention.module}.{attention.merged}"
-    merged = {f"{block}.{attention.module}.{part}": whole for part in attention.qkv}
+    module, present, merged = f"{block}.{family.attention.module}", set(names), dict[str, str]()
+    for whole, parts in family.attention.merges:
+        full = [f"{module}.{part}" for part in parts]
+        merged |= dict.fromkeys(full, f"{module}.{whole}") if present.issuperset(full) else {}
     for layer in feed_forward_layers(family, names):
         merged |= dict.fromkeys((layer.gate, layer.up), layer.merged)
     return merged
@@ -92,7 +93,7 @@ def common_inputs(family: Family, block: str, names: Sequence[str]) -> dict[str,
     attention, norms = family.attention, family.norms
     first = f"{block}.{norms.before_attention or attention.module}"
     second = f"{block}.{norms.before_feed_forward or 'mlp'}"
-    common = {f"{block}.{attention.module}.{part}": first for part in attention.qkv}
+    common = {f"{block}.{attention.module}.{part}": first for part in attention.inputs}
     layers = feed_forward_layers(family, names)
     readers = [part for layer in layers for part in (layer.gate, layer.up)]
     readers += filter(is_router, names)
@@ -114,24 +115,35 @@ def smoothing_groups(
     """
     for kind in kinds:
         if kind.startswith("attention"):
-            yield from _attention_groups(family, block, kind)
+            yield from _attention_groups(family, block, names, kind)
         else:
             yield from _feed_forward_groups(family, block, names, kind)
 
 
-def _attention_groups(family: Family, block: str, kind: SmoothingKind) -> Iterator[SmoothingGroup]:
-    """norm -> q, k, v, or v -> o: attention mixes tokens, not channels."""
-    norm, names = family.norms.before_attention, family.attention
-    module = f"{block}.{names.module}"
-    if kind == "attention_output":
-        source, consumers = f"{module}.{names.v}", (f"{module}.{names.o}",)
+def _attention_groups(
+    family: Family, block: str, names: Sequence[str], kind: SmoothingKind
+) -> Iterator[SmoothingGroup]:
+    """norm -> q, k, v, or v -> o: attention mixes tokens, not channels.
+
+    Of latent attention norm -> q and kv_a, or the norm between the two projections of q -> q_b.
+    What reads the latent multiplies what is cached and has no input of its own to be smoothed.
+    """
+    norm, attention = family.norms.before_attention, family.attention
+    module = f"{block}.{attention.module}"
+    if kind == "attention_input":
+        if norm is not None:
+            inputs = (f"{module}.{part}" for part in attention.inputs)
+            consumers = tuple(name for name in inputs if name in names)
+            source, offset = f"{block}.{norm}", family.norms.offset
+            yield SmoothingGroup(
+                kind=kind, block=block, source=source, consumers=consumers, offset=offset
+            )
+        if isinstance(attention, LatentAttention) and f"{module}.{attention.q_b}" in names:
+            source, consumers = f"{module}.{attention.q_norm}", (f"{module}.{attention.q_b}",)
+            yield SmoothingGroup(kind=kind, block=block, source=source, consumers=consumers)
+    elif not isinstance(attention, LatentAttention):
+        source, consumers = f"{module}.{attention.v}", (f"{module}.{attention.o}",)
         yield SmoothingGroup(kind=kind, block=block, source=source, consumers=consumers)
-    elif norm is not None:
-        source, consumers = f"{block}.{norm}", tuple(f"{module}.{part}" for part in names.qkv)
-        offset = family.norms.offset
-        yield SmoothingGroup(
-            kind=kind, block=block, source=source, consumers=consumers, offset=offset
-        )
 
 
 def _feed_forward_groups(

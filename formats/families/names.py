@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal, get_args
 
+from formats.families.family import Role
 from formats.families.registry import FAMILIES
 
-Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 _BLOCK = re.compile(r"(?:[^.]+\.)*?\d+(?=\.)")
 _IN_BLOCK = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:(.+)\.)?([^.]+)")
@@ -22,9 +21,11 @@ _EXPERT_LEAVES = {leaf for m in _MIXTURES for leaf in (*m.expert.gate_up, m.expe
 _ROUTERS = {f"{mixture.module}.{router}" for mixture in _MIXTURES for router in mixture.routers}
 _ROLES: dict[str, Role] = {}
 for _family in FAMILIES:
-    _ROLES |= zip(_family.attention.linears, get_args(Role)[:4], strict=True)
+    _ROLES |= _family.attention.roles
     for _layer in _family.feed_forwards:
-        _ROLES |= zip((*_layer.gate_up, _layer.down), get_args(Role)[4:], strict=True)
+        _ROLES |= {_layer.gate: "gate", _layer.up: "up", _layer.down: "down"}
+_WEIGHT_ONLY = {leaf for family in FAMILIES for leaf in family.weight_only}
+_LINEARS = {leaf for family in FAMILIES for leaf in family.attention.roles}
 MERGED: dict[str, tuple[str, ...]] = dict(
     sorted({row for family in FAMILIES for row in family.merged}, reverse=True)
 )
@@ -82,7 +83,14 @@ def role_of(module: str) -> Role | None:
 def is_projection(module: str) -> bool:
     """Whether a full name is that of a linear layer of a decoder block that can be quantized."""
     leaf = module.rpartition(".")[2]
-    return leaf.endswith("_proj") or (leaf in _EXPERT_LEAVES and expert_of(module) is not None)
+    if leaf.endswith("_proj") or leaf in _LINEARS:
+        return True
+    return leaf in _EXPERT_LEAVES and expert_of(module) is not None
+
+
+def is_weight_only(module: str) -> bool:
+    """Whether a full name is that of a layer of which the weight alone can be quantized."""
+    return module.rpartition(".")[2] in _WEIGHT_ONLY
 
 
 def is_router(module: str) -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from formats.checkpoint.split import split_shapes
-from formats.families.family import heads_of
-from formats.families.names import HEAD, is_projection
-from formats.families.registry import attention_names
+from formats.families.family import cached_of
+from formats.families.names import HEAD, is_projection, is_weight_only
+from formats.families.registry import attention_names, find_family
 from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme
 from formats.stored.weights import StoredWeight, storage_format
 from kernels.numerics import (
@@ -52,7 +52,11 @@ def quantized_layers(
     """Schemes of the linear layers that are quantized."""
     modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     own = scheme.of_layers
-    layers = {m: own for m in modules if own.weights and is_projection(m)}
+    layers = {
+        m: own.weights_alone if is_weight_only(m) else own
+        for m in modules
+        if own.weights and is_projection(m)
+    }
     return layers | ({HEAD: HEAD_SCHEME} if quantize_head else {})
 
 
@@ -100,8 +104,11 @@ def kv_scales(config: dict[str, Any], scheme: Scheme) -> dict[str, tuple[Tensor,
     spec = scheme.kv_cache
     if spec is None or spec.dynamic:
         return {}
-    heads = heads_of(config)
-    k, v = (spec.scale_shape(role, heads.kv, heads.size) for role in ROLES)
+    own = cached_of(find_family(config), config)
+    k, v = (
+        spec.scale_shape(role, own.heads, size, latent=own.latent)
+        for role, size in zip(ROLES, (own.k, own.v), strict=True)
+    )
     kind = TYPES[spec.dtype]
     return {
         name: (choose_scale(torch.full(k, ABSMAX), kind), choose_scale(torch.full(v, ABSMAX), kind))

@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 
 from formats.errors import RecipeError
 from formats.families import names
-from formats.families.family import heads_of
+from formats.families.family import LatentAttention, heads_of
 from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
 from formats.later import later
@@ -185,9 +185,10 @@ class RotatedCheckpoint(FloatModelView):
         if name in (EMBEDDING, HEAD):
             return None, self.r1
         family, attention = self.family, self.family.attention
-        rows = self.r1 if module in family.writers else self.r2 if module == attention.v else None
+        role = attention.roles.get(module)
+        rows = self.r1 if module in family.writers else self.r2 if role == "v" else None
         columns = self.r1 if module in family.readers else None
-        return rows, self.r2 if module == attention.o else columns
+        return rows, self.r2 if role == "o" else columns
 
     def _norm(self, name: str, module: str) -> Tensor:
         """What the norm multiplies by that a layer takes over, fp64 [in]; 1 where there is none."""
@@ -203,13 +204,22 @@ class RotatedCheckpoint(FloatModelView):
 
     def _check_names(self) -> None:
         family, attention = self.family, self.family.attention
+        if self.spec.values and isinstance(attention, LatentAttention):
+            raise RecipeError(
+                f"rotation: {self.path} has latent attention, whose heads share one latent in the "
+                "place of V. Set values: false"
+            )
         if self.spec.residual and family.norms.after:
             raise RecipeError(
                 f"rotation: {', '.join(family.norms.after)} of {self.path} stand between a layer "
                 "and the residual stream that it adds to, and their weights cannot be folded into "
                 "it. Set residual: false"
             )
-        untouched = (attention.q_norm, attention.k_norm, "rotary_emb", *family.norms.after)
+        untouched = {"rotary_emb", *family.norms.after}
+        if isinstance(attention, LatentAttention):
+            untouched |= {attention.q_norm, attention.q_b, attention.kv_norm, attention.kv_b}
+        else:
+            untouched |= {attention.q_norm, attention.k_norm}
         known = {*family.readers, *family.writers, *family.norms.before, *untouched}
         top = {EMBEDDING, FINAL_NORM, HEAD}
         for name in self.source.names():

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from formats.families.family import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.later import later
@@ -100,6 +101,13 @@ class Shift(Method):
     def prepare(self, work: BlockWork) -> None:
         """Find the two layers; where one has no bias, say so."""
         names = work.block.family.attention
+        if isinstance(names, LatentAttention):
+            message = "not shifted: heads of latent attention share one latent in the place of V"
+            own = Event(module=work.block.attention, kind="smoothing_skipped", message=message)
+            work.events.append(own)
+            self.value = self.output = ""
+            self._weight = self._bias = self._low = self._high = self.z = None
+            return
         self.value = f"{work.block.attention}.{names.v}"
         self.output = f"{work.block.attention}.{names.o}"
         self._weight = self._bias = self._low = self._high = self.z = None

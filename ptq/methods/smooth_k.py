@@ -32,11 +32,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from formats.families.family import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.later import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, set_parameter
+from ptq.methods.common.events import Event
 from ptq.methods.common.method import Method
 from ptq.methods.common.migration import Choice, best_of, smoothing_row
 from ptq.methods.common.spec import Alpha, MethodSpec, Stage, fixed_alpha
@@ -139,11 +141,19 @@ class SmoothK(Method):
         self.needs = "samples" if spec.alpha == "search" else "statistics"
 
     def prepare(self, work: BlockWork) -> None:
-        """Find what makes K."""
-        self.key, self.factors = _stages(work)[0], None
+        """Find what makes K; where no projection makes it alone, say so."""
+        self.key, self.factors = "", None
+        if not isinstance(work.block.family.attention, LatentAttention):
+            self.key = _stages(work)[0]
+            return
+        message = "not smoothed: one layer makes the latent and the keys that are cached with it"
+        own = Event(module=work.block.attention, kind="smoothing_skipped", message=message)
+        work.events.append(own)
 
     def solve(self, work: BlockWork) -> None:
         """Try no factors and every strength on the first samples; without any, take the one."""
+        if isinstance(work.block.family.attention, LatentAttention):
+            return
         k, q = _stages(work)
         absmax = work.observed(work.block.attention, "k_cache").channel_absmax  # [kv heads, D]
         if len(work.module(k).get_parameter("weight")) == work.head_dim:  # all heads have one norm
@@ -186,6 +196,7 @@ class SmoothK(Method):
 def _stages(work: BlockWork) -> tuple[str, str]:
     """Names of the last modules that K and Q pass before rotary embedding, and that can scale."""
     attention, names = work.block.attention, work.block.family.attention
+    assert not isinstance(names, LatentAttention)  # `prepare` has skipped it
     normed = any(name == names.k_norm for name, _ in work.module(attention).named_children())
     k, q = (names.k_norm, names.q_norm) if normed else (names.k, names.q)
     return f"{attention}.{k}", f"{attention}.{q}"

@@ -9,6 +9,7 @@ from calibrate.observers import choose_absmax, clip_fraction
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.checkpoint.write import CheckpointWriter
+from formats.families.family import LatentAttention
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
 from formats.stored.weights import weight_tensors
@@ -104,14 +105,17 @@ def kv_scales(
     if spec.dynamic:
         return {}, []
     attention, entries = work.block.attention, []
+    latent = isinstance(work.block.family.attention, LatentAttention)
+    by_channel = {role: spec.by_channel(role, latent=latent) for role in CACHES}
     found: dict[Role, tuple[Tensor, float]] = {
-        r: kv_scale(work.observed(attention, r), r, spec, observer) for r in CACHES
+        role: kv_scale(work.observed(attention, role), spec, observer, by_channel=by_channel[role])
+        for role in CACHES
     }
     ratios = cache_ratios(work, {role: scale for role, (scale, _) in found.items()})
     for role, (scale, clipped) in found.items():
         stats = work.observed(attention, role)
-        by_head = spec.granularity == "per_channel" and role == "v_cache"
-        granularity = "per_head" if by_head else spec.granularity
+        by_head = "per_tensor" if spec.granularity == "per_tensor" else "per_head"
+        granularity = "per_channel" if by_channel[role] else by_head
         entries.append(
             _entry(
                 f"{attention}.{role[0]}_scale",
@@ -130,14 +134,14 @@ def kv_scales(
 
 
 def kv_scale(
-    stats: TensorStatistics, role: Role, spec: KVCacheSpec, observer: ObserverSpec
+    stats: TensorStatistics, spec: KVCacheSpec, observer: ObserverSpec, *, by_channel: bool
 ) -> tuple[Tensor, float]:
     """Static scale of K or V, and the share of values that it cuts off.
 
-    Channels of K are scaled by their absmax, whatever the observer: a channel has no histogram.
+    Channels are scaled by their absmax, whatever the observer: a channel has no histogram.
     """
     kind = TYPES[spec.dtype]
-    if spec.granularity == "per_channel" and role == "k_cache":
+    if by_channel:
         absmax = stats.channel_absmax.reshape(stats.heads, -1)
         return choose_scale(absmax, kind), 0.0
     parts = [stats]

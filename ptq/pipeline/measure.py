@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from formats.scale_table import Role
+from formats.scheme import CacheRole
 from kernels.numerics import TYPES, fake_quantize
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
@@ -24,7 +25,7 @@ from ptq.result import ModuleRow
 
 WORSE_DB = 0.1  # a layer noisier than its baseline by more is an event
 
-CACHES: tuple[Role, Role] = ("k_cache", "v_cache")
+CACHES: tuple[CacheRole, CacheRole] = ("k_cache", "v_cache")
 Powers = tuple[float, float]  # of a signal and of its error
 
 

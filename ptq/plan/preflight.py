@@ -22,9 +22,9 @@ from calibrate.spec import SplitSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, suggestion
-from formats.families.family import heads_of
+from formats.families.family import cached_of
 from formats.families.registry import find_family, unsupported
-from formats.scheme import KVCacheSpec, LayerScheme
+from formats.scheme import CacheRole, KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from kernels.devices import check_device
@@ -246,10 +246,12 @@ def predict_checkpoint(
         else:
             total += math.prod(shape) * dtype.itemsize
     if kv_cache is not None and not kv_cache.dynamic:
-        heads = heads_of(config.to_dict())
-        for role in ("k_cache", "v_cache"):
-            scales = math.prod(kv_cache.scale_shape(role, heads.kv, heads.size))
-            total += config.num_hidden_layers * 4 * scales
+        values = config.to_dict()
+        own = cached_of(find_family(values), values)
+        sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}
+        for role, size in sizes.items():
+            scales = kv_cache.scale_shape(role, own.heads, size, latent=own.latent)
+            total += config.num_hidden_layers * 4 * math.prod(scales)
     return total
 
 

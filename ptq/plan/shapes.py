@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from formats.families.family import Family, heads_of
+from formats.families.family import Family, cached_of, heads_of
 from formats.families.groups import (
     SmoothingGroup,
     SmoothingKind,
@@ -36,7 +36,7 @@ class BlockShape:
         elements: Of all its tensors.
         hidden: Width of the residual stream.
         query: Elements of all query heads of a token.
-        cached: Elements of K of a token, and of V.
+        cached: Elements of K of a token, and of V: the more of the two.
         kv_heads: Heads of K, and of V.
         share: Part of the experts that a token is sent to; 1 without experts.
     """
@@ -115,7 +115,8 @@ def block_shapes(
         blocks: Full names of its blocks.
     """
     elements, names, targets = by_block(source.names()), by_block(layers), by_block(quantized)
-    family, heads = family_of(source.config), heads_of(config.to_dict())
+    family, values = family_of(source.config), config.to_dict()
+    heads, own = heads_of(values), cached_of(family, values)
     for block in blocks:
         routers = tuple(filter(is_router, names[block]))
         experts = {expert_of(name) for name in names[block]} - {None}
@@ -128,7 +129,7 @@ def block_shapes(
             elements=sum(math.prod(source.shape(name)) for name in elements.get(block, ())),
             hidden=config.hidden_size,
             query=heads.query * heads.size,
-            cached=heads.kv * heads.size,
-            kv_heads=heads.kv,
+            cached=own.heads * max(own.k, own.v),
+            kv_heads=own.heads,
             share=config.num_experts_per_tok / len(experts) if experts else 1.0,
         )

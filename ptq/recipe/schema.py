@@ -45,6 +45,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from calibrate.spec import DatasetSpec, ObserverSpec
 from formats.checkpoint.targets import is_ignored
+from formats.families.names import is_weight_only
 from formats.hub import find_model
 from formats.scheme import LayerScheme, Scheme, Strict
 from formats.stored.other_kinds import locate_model
@@ -313,9 +314,13 @@ class Recipe(Strict):
         return layers
 
     def scheme_of(self, name: str) -> LayerScheme:
-        """What `layers` and `scheme` want of a linear layer, by its full name."""
+        """What `layers` and `scheme` want of a linear layer, by its full name.
+
+        Of a layer that reads what latent attention caches that is its weight's part.
+        """
         entry = self.entry_of(name)
-        return self.scheme.of_layers if entry is None else self.layers[entry].scheme
+        own = self.scheme.of_layers if entry is None else self.layers[entry].scheme
+        return own.weights_alone if is_weight_only(name) else own
 
     def entry_of(self, name: str) -> int | None:
         """Index of the entry of `layers` that decides on a linear layer, if one does."""

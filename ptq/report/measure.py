@@ -233,7 +233,9 @@ def _cache_bytes(quantized: Engine, elements: int, own: int) -> int:
 def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:
     return tuple(
         KVScales(
-            module=name, k=tuple(k.reshape(len(v), -1).amax(dim=1).tolist()), v=tuple(v.tolist())
+            module=name,
+            k=tuple(k.reshape(len(k), -1).amax(dim=1).tolist()),
+            v=tuple(v.reshape(len(v), -1).amax(dim=1).tolist()),
         )
         for name, (k, v) in checkpoint.kv_scales.items()
     )

@@ -92,7 +92,7 @@ FIRST = {  # of the layers that read an input
     name
     for family in FAMILIES
     for name in (
-        *(family.attention.q, family.attention.o),
+        *(name for name, role in family.attention.roles.items() if role in ("q", "q_a", "o")),
         *(family.feed_forward.gate, family.feed_forward.down),
     )
 }

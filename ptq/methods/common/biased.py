@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from formats.families.family import LatentAttention
 from formats.families.registry import attention_names, family_of
 from formats.later import later
 from ptq.methods.common.float_model import FloatModel, FloatModelView
@@ -22,12 +23,13 @@ class BiasedCheckpoint(FloatModelView):
     def __init__(self, source: FloatModel) -> None:
         super().__init__(source)
         config, attention = source.config, family_of(source.config).attention
-        self.setting = attention.bias_setting
+        # latent attention has no V of its own to be shifted
+        self.setting = None if isinstance(attention, LatentAttention) else attention.bias_setting
         adds = self.setting is not None and not config.get(self.setting, False)
         self.added = {
             f"{module}.{layer}.bias": f"{module}.{layer}.weight"
             for module in (attention_names(config) if adds else ())
-            for layer in attention.linears
+            for layer in attention.roles
         }
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from formats.families.family import LatentAttention
 from formats.families.registry import FAMILIES
 from ptq.report.data import ReportData
 from ptq.report.outliers import OutlierRow, by_ratio, distinct_inputs
@@ -24,8 +25,12 @@ def _readers() -> dict[str | None, tuple[str, str]]:
     readers: dict[str | None, tuple[str, str]] = {}
     for family in FAMILIES:
         names, norms = family.attention, family.norms
-        readers |= dict.fromkeys((names.q, norms.before_attention), ("q, k, v", "C0"))
-        readers |= dict.fromkeys((names.o, names.v), ("o", "C1"))
+        if isinstance(names, LatentAttention):
+            readers |= dict.fromkeys((names.q_a,), ("q, k, v", "C0"))
+            readers |= dict.fromkeys((names.q_b, names.q_norm), ("q_b", "C4"))
+        else:
+            readers |= dict.fromkeys((names.q, norms.before_attention), ("q, k, v", "C0"))
+            readers |= dict.fromkeys((names.o, names.v), ("o", "C1"))
         for layer in family.feed_forwards:
             readers |= dict.fromkeys((layer.gate, norms.before_feed_forward), ("gate, up", "C2"))
             readers |= dict.fromkeys((layer.down, layer.up), ("down", "C3"))

@@ -36,7 +36,9 @@ def cache_section(data: ReportData) -> Section:
     )
     text = (
         "Static scales of the cached keys (after the rotary embedding) and values, one for each KV "
-        "head, as calibrated. A head much above its neighbours has outliers of its own."
+        "head, as calibrated. A head much above its neighbours has outliers of its own. Of latent "
+        "attention K is the rotated part of the keys and V the latent, one of each for all heads; "
+        "of channels with scales of their own the largest is drawn."
     )
     if any(entry.sqnr_db is not None for entry in entries):
         text += (

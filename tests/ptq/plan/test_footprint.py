@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
@@ -159,7 +160,7 @@ def llama_8b(make_model, tmp_path_factory):
 
 def write_header(folder: Path) -> None:
     """The file of a model's weights without its bytes: a hole as long as they are."""
-    config = preflight.AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     header, end = {}, 0
     for name, tensor in meta_model(config).state_dict().items():
         start, end = end, end + 2 * tensor.numel()

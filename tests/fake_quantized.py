@@ -1,0 +1,158 @@
+"""A quantized checkpoint in transformers' own code: its numbers, rounded by hand, no kernel of ours.
+
+Weights are the dequantized ones; the inputs of their products, and K and V, are rounded as the
+checkpoint says and stay floats. What our engine makes of the same checkpoint is told from this only
+by the order of its sums, and by roundings that fall the other way for it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from formats.checkpoint.read import Checkpoint
+from formats.families.family import merged_rows
+from formats.families.registry import find_family
+from formats.scheme import KVCacheSpec
+from kernels.numerics import TYPES, dequantize, fake_quantize, fake_quantize_activations
+
+ATTENTION = "tests_fake_quantized"
+LEAVES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+PRODUCTS = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+
+
+def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
+    """Logits fp32 [T, vocabulary] of a quantized checkpoint, its cache quantized too.
+
+    Args:
+        checkpoint: As our quantization writes it.
+        ids: Of one text [T].
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        write_float(checkpoint, Path(folder))
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
+    if checkpoint.scheme.kv_cache is not None:
+        model.set_attn_implementation(ATTENTION)
+        scales = sorted(checkpoint.kv_scales.items(), key=lambda item: _layer(item[0]))
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                static = scales[module.layer_idx][1] if scales else (None, None)
+                module.fake_cache = checkpoint.scheme.kv_cache, *static
+    with torch.no_grad(), RoundedInputs(checkpoint, model):
+        return model(ids[None]).logits[0].float()
+
+
+def write_float(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write a checkpoint with the dequantized weights, named as the original's files name them."""
+    tensors: dict[str, Tensor] = {}
+    for name in checkpoint.names():
+        module, _, leaf = name.rpartition(".")
+        if module not in checkpoint.quantized_modules or leaf not in (*LEAVES, "input_scale"):
+            tensors[name] = checkpoint.tensor(name)
+        elif leaf == "weight_scale":
+            tensors[f"{module}.weight"] = dequantized(checkpoint, module)
+    family = find_family(checkpoint.config)
+    rows = {} if family is None else merged_rows(family, checkpoint.config)
+    for whole, parts in rows.items():
+        for name in [name for name in tensors if name.split(".")[-2] == next(iter(parts))]:
+            module, leaf = name.rsplit(".", 2)[0], name.rpartition(".")[2]
+            below = [tensors.pop(f"{module}.{part}.{leaf}") for part in parts]
+            tensors[f"{module}.{whole}.{leaf}"] = torch.cat(below)
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    same = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(same, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def dequantized(checkpoint: Checkpoint, module: str) -> Tensor:
+    """A layer's weight as it is multiplied: fp32 [out, in]."""
+    stored, spec = checkpoint.weight(module), checkpoint.scheme_of(module).weights
+    assert spec is not None
+    return dequantize(stored.q, stored.scale, stored.zero_point, spec.block)
+
+
+class RoundedInputs(TorchFunctionMode):
+    """While it is entered, whatever a quantized weight is multiplied by is rounded before.
+
+    Weights are found in the model by their first output's row, so that it does not matter whether
+    transformers holds them merged, stacked or turned.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module) -> None:
+        super().__init__()
+        modules = checkpoint.quantized_modules
+        rows = {_key(dequantized(checkpoint, module)[0]): module for module in modules}
+        self._seen = {
+            place: partial(rounded, checkpoint, rows[key])
+            for parameter in model.parameters()
+            for place, key in _places(parameter)
+            if key in rows
+        }
+        assert self._seen, "no quantized weight was found in transformers' model"
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        if func in PRODUCTS and (seen := self._seen.get(args[1].data_ptr())):
+            args = (seen(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _places(parameter: Tensor) -> Iterator[tuple[int, bytes]]:
+    """Where each matrix of a parameter lies, and what tells it: its first row, or first column."""
+    for matrix in parameter.unbind() if parameter.dim() == 3 else (parameter,):
+        if matrix.dim() == 2:
+            yield matrix.data_ptr(), _key(matrix[0])
+            yield matrix.data_ptr(), _key(matrix[:, 0])
+
+
+def _key(row: Tensor) -> bytes:
+    return row.detach().float().numpy().tobytes()
+
+
+def rounded(checkpoint: Checkpoint, module: str, x: Tensor) -> Tensor:
+    """A layer's input [..., in] as its kernel sees it."""
+    spec = checkpoint.scheme_of(module).activations
+    if spec is None:
+        return x
+    scale = None if spec.dynamic else checkpoint.tensor(f"{module}.input_scale").float()
+    return fake_quantize_activations(x, scale, TYPES[spec.dtype], spec.group)
+
+
+def cached(x: Tensor, spec: KVCacheSpec, scale: Tensor | None) -> Tensor:
+    """K or V [1, heads, tokens, D] as the cache gives it back; scales [heads] or [heads, D]."""
+    if scale is None:
+        return fake_quantize_activations(x, None, TYPES[spec.dtype])
+    by_channel = scale.reshape(len(scale), 1, -1)  # [heads, 1, 1 or D]
+    return fake_quantize(x, by_channel.expand(-1, *x.shape[2:])[None], TYPES[spec.dtype])
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+):
+    """The eager attention of a model's own code, over K and V as the cache gives them back."""
+    spec, k_scale, v_scale = module.fake_cache
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    key, value = cached(key, spec, k_scale), cached(value, spec, v_scale)
+    return eager(module, query, key, value, *args, **kwargs)
+
+
+def _layer(attention: str) -> int:
+    return next(int(part) for part in attention.split(".") if part.isdecimal())
+
+
+AttentionInterface.register(ATTENTION, _attend)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
