@@ -18,7 +18,7 @@ from inference.gpu.layers import GpuLinear
 from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
 from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert
-from kernels.triton.fused import silu_mul
+from kernels.triton.fused import gated_product
 from kernels.triton.linear.weight import InputFormat
 from kernels.triton.tuning import bucket
 
@@ -70,7 +70,7 @@ def _on_floats(own: GatedMLP[GpuLinear], x: Tensor) -> Tensor:
 def _down(own: GatedMLP[GpuLinear], y: Tensor) -> Tensor:
     """The layer from what gate and up say on."""
     down = own.down
-    return down.run(*silu_mul(y, down.rows.scale, down.rows.dtype, down.rows.group), y.dtype)
+    return down.run(*gated_product(y, down.rows.scale, down.rows.dtype, down.rows.group), y.dtype)
 
 
 def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bool) -> Tensor:
@@ -105,7 +105,7 @@ def _all_at_once(
     rows, scales = gate_up.quantized(x, numbers)
     y = gate_up.run(rows, scales, pairs if rows is x else ready, x.dtype)
     wanted, by = down.rows, down.scaled_by(numbers)
-    rows, scales = silu_mul(y, wanted.scale, wanted.dtype, wanted.group, by)
+    rows, scales = gated_product(y, wanted.scale, wanted.dtype, wanted.group, by)
     return down.run(rows, scales, ready, x.dtype)
 
 

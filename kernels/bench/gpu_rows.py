@@ -46,7 +46,7 @@ def quantized(
     def run(library: ModuleType, i: int) -> Tensor:
         if op == "norm":
             return library.add_rms_norm(x[i], other[i], weight, 1e-6, None, dtype, group)[0]
-        name = "silu_mul" if op == "silu" else "quantize_rows"
+        name = "gated_product" if op == "silu" else "quantize_rows"
         return getattr(library, name)(x[i], None, dtype, group)[0]
 
     nbytes = rows * size * (READ[op] + dtype.itemsize)

@@ -1,8 +1,11 @@
 """What stands between two GEMMs, in one pass over a row that ends in its quantization.
 
     add_rms_norm    h = x + residual;  y = h / sqrt(mean(h^2) + eps) * weight
-    silu_mul        y = gate * sigmoid(gate) * up
+    gated_product   y = activation(gate) * up
     quantize_rows   y = x
+
+Of families that norm what a layer adds, x is normed before it is added, in the same pass; where the
+next layer's input is not normed, y = h.
 
 A program holds a row in registers, so that memory is read and written once: these are bound by the
 bytes of their arguments. In between nothing is rounded: y is fp32. Rows are quantized as
@@ -23,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.activations import Activation
 from kernels.triton.common import (
     EARLY_ROWS,
     absmax_scale,
@@ -74,9 +78,15 @@ def store_row(
         tl.store(place, quantize(y, own, TYPE, BITS), mask=real)
 
 
+@triton.jit
+def root_mean_square(h, eps, SIZE):
+    """Of a row with zeros behind its SIZE elements."""
+    return tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
+
+
 @triton.jit(do_not_specialize=["pitch"])
 def add_rms_norm_kernel(
-    x, residual, weight, total, out, scales, scale, eps, pitch, SIZE, WIDTH: tl.constexpr,
+    x, residual, after, weight, total, out, scales, scale, eps, pitch, SIZE, WIDTH: tl.constexpr,
     ADD: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     OVERLAP: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
@@ -84,12 +94,17 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     real = i < SIZE
-    w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
+    if weight is not None:
+        w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
+    if after is not None:
+        own = tl.load(after + i, mask=real, other=0.0).to(tl.float32)
     if ADD and READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     wait(OVERLAP)
     announce(OVERLAP)
     h = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
+    if after is not None:
+        h = h * (1.0 / root_mean_square(h, eps, SIZE)) * own
     if ADD:
         if not READY:
             before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
@@ -97,16 +112,34 @@ def add_rms_norm_kernel(
         rounded = h.to(total.dtype.element_ty)
         tl.store(total + row * SIZE + i, rounded, mask=real)
         h = rounded.to(tl.float32)
-    norm = tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
-    y = h * (1.0 / norm) * w
-    fault = 0.0 * norm
-    store_row(y, row, 0, i, real, out, scales, scale, None, fault, pitch, SIZE, STATIC, GROUP, BITS)
+    if out is not None:
+        norm = root_mean_square(h, eps, SIZE)
+        y = h
+        if weight is not None:
+            y = h * (1.0 / norm) * w
+        store_row(
+            y, row, 0, i, real, out, scales, scale, None, 0.0 * norm, pitch, SIZE, STATIC, GROUP,
+            BITS,
+        )  # fmt: skip
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """x s(x): s the sigmoid, or the normal distribution, exactly or by a tanh, 2 s - 1."""
+    if ACTIVATION == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu_tanh":
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        y = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+    return y
 
 
 @triton.jit(do_not_specialize=["pitch"])
-def silu_mul_kernel(
+def gated_product_kernel(
     gate_up, out, scales, scale, experts, pitch, SIZE, WIDTH: tl.constexpr,
-    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of WIDTH elements)."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
@@ -116,7 +149,7 @@ def silu_mul_kernel(
     announce(OVERLAP)
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = activate(gate, ACTIVATION) * up
     store_row(
         y, row, first, i, real, out, scales, scale, experts, None, pitch, SIZE, STATIC, GROUP, BITS
     )
@@ -168,17 +201,19 @@ def _outputs(
     return torch.empty((rows, size), dtype=dtype, device=x.device), scale
 
 
-def _shape(size: int, static: bool, group: int | None, out: Tensor, part: int = 0) -> dict:
+def _shape(
+    size: int, static: bool, group: int | None, out: Tensor | None, rows: int, part: int = 0
+) -> dict:
     """Arguments by name that all kernels take; `part` is the width of a part of a row, or 0."""
     width = part or max(triton.next_power_of_2(size), group or 1)
     return {
         "WIDTH": width,
         "STATIC": static,
         "GROUP": group or 0,
-        "BITS": storage(out) is not out,
+        "BITS": out is not None and storage(out) is not out,
         "num_warps": min(32, max(4, width // 512)),
         "enable_fp_fusion": False,
-        **overlap(out.shape[0] <= EARLY_ROWS),
+        **overlap(rows <= EARLY_ROWS),
     }
 
 
@@ -191,56 +226,66 @@ def _part(rows: int, static: bool, group: int | None, out: Tensor) -> int:
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
     residual_ready: bool = False,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Norm of x + residual.
+    """Norm of x + residual, or of after(x) + residual.
 
     Args:
         x: Float [T, H], contiguous.
         residual: Like `x`, or None where nothing is added.
-        weight: Float [H].
+        weight: Float [H], or None where the sum is not normed.
         eps: Added to the mean square.
         scale: fp32, one element, or None for a scale a row (or none, in a float type).
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
         group: 128 for a scale each run of so many, None for a scale a row.
         residual_ready: Whether it was there before the kernel ahead of this started: it is then
             read while that runs.
+        after: Float [H], the weight of the norm of x before it is added; None where x is added as
+            it is.
 
     Returns:
         (rows [T, H] in `dtype`, scales fp32 [T, 1] or [T, ceil(H / 128)], `scale` or None,
-        x + residual like `x`).
+        the sum like `x`); the rows are the sum where they are to be what it is.
 
     Raises:
         ValueError: a shape or type does not fit.
     """
     size = x.shape[-1]
     out, scales = _outputs(x, size, scale, dtype, group)
-    require(weight.shape == (size,), f"norm weight is {tuple(weight.shape)}; needed is ({size},)")
+    for own in (weight, after):
+        require(
+            own is None or own.shape == (size,),
+            f"norm weight is {own is not None and tuple(own.shape)}; needed is ({size},)",
+        )
+    require(after is None or residual is not None, "what is normed first is added to something")
     fits = residual is None or (residual.shape == x.shape and residual.is_contiguous())
     require(fits, "the residual must be contiguous and of the shape of x")
-    total = x if residual is None else torch.empty_like(x)
-    if x.shape[0]:
-        add_rms_norm_kernel[(x.shape[0],)](
-            x, residual, weight, total, storage(out), scales, scale, eps, x.shape[0], size,
-            ADD=residual is not None, READY=residual_ready,
-            **_shape(size, scale is not None, group, out),
+    total, rows = x if residual is None else torch.empty_like(x), x.shape[0]
+    summed = weight is None and dtype == x.dtype  # the rows are the sum
+    if rows and not (summed and residual is None):
+        add_rms_norm_kernel[(rows,)](
+            x, residual, after, weight, total, None if summed else storage(out), scales, scale, eps,
+            rows, size, ADD=residual is not None, READY=residual_ready,
+            **_shape(size, scale is not None, group, None if summed else out, rows),
         )  # fmt: skip
-    return out, scales, total
+    return total if summed else out, scales, total
 
 
-def silu_mul(
+def gated_product(
     gate_up: Tensor,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
     experts: Tensor | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Tensor, Tensor | None]:
-    """SwiGLU's product.
+    """The product of a gated feed-forward layer: activation(gate) * up.
 
     Args:
         gate_up: Float [T, 2 I], the gate's half first, contiguous.
@@ -248,6 +293,7 @@ def silu_mul(
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
         group: 128 for a scale each run of so many, None for a scale a row.
         experts: int32 [T], whose element of `scale` is a row's; None where it has one.
+        activation: Of the gate.
 
     Returns:
         (rows [T, I] in `dtype`, scales fp32 [T, 1] or [T, ceil(I / 128)], `scale` or None).
@@ -261,9 +307,9 @@ def silu_mul(
     rows, static = gate_up.shape[0], scale is not None
     if rows:
         part = _part(rows, static, group, out)
-        silu_mul_kernel[(rows, triton.cdiv(size, part or size))](
-            gate_up, storage(out), scales, scale, experts, rows, size,
-            **_shape(size, static, group, out, part),
+        gated_product_kernel[(rows, triton.cdiv(size, part or size))](
+            gate_up, storage(out), scales, scale, experts, rows, size, ACTIVATION=activation,
+            **_shape(size, static, group, out, rows, part),
         )  # fmt: skip
     return out, scales
 
@@ -300,6 +346,6 @@ def quantize_rows(
         part = _part(rows, static, group, out)
         quantize_rows_kernel[(rows, triton.cdiv(size, part or size))](
             x, storage(out), scales, scale, experts, rows, size, SHARE=rows // len(x),
-            **_shape(size, static, group, out, part),
+            **_shape(size, static, group, out, rows, part),
         )  # fmt: skip
     return out, scales

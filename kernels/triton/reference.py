@@ -7,11 +7,13 @@ Arguments are those of the function of the same name, weights as they are before
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import kernels.reference as reference
+from kernels.activations import Activation
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.numerics import FP8, INT8, block_absmax, choose_scale, dequantize, quantize
 
@@ -122,28 +124,46 @@ def dequantize_pages(pool: Tensor, scale: Tensor | None, pages: Tensor) -> Tenso
 def add_rms_norm(
     x: Tensor,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(rows, their scales, the sum) of norm(x + residual) * weight, in fp32."""
-    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
-    wide = total.float()
-    normed = wide / (wide.double().square().mean(-1, keepdim=True) + eps).sqrt().float()
-    return *quantize_rows(normed * weight.float(), scale, dtype, group), total
+    own = x.float() if after is None else _rms_norm(x.float(), after, eps)
+    total = x if residual is None else (own + residual.float()).to(x.dtype)
+    y = total.float() if weight is None else _rms_norm(total.float(), weight, eps)
+    return *quantize_rows(y, scale, dtype, group), total
 
 
-def silu_mul(
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.double().square().mean(-1, keepdim=True) + eps).sqrt().float() * weight.float()
+
+
+def norm_projections(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """qkv with q and k, its first columns, normed over all of their heads."""
+    sizes = len(q_norm), len(k_norm)
+    q, k, v = qkv.float().split([*sizes, qkv.shape[1] - sum(sizes)], dim=1)
+    return torch.cat((_rms_norm(q, q_norm, eps), _rms_norm(k, k_norm, eps), v), 1).to(qkv.dtype)
+
+
+def gated_product(
     gate_up: Tensor,
     scale: Tensor | None = None,
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Tensor, Tensor | None]:
-    """(rows, their scales) of silu(gate) * up, gate_up [T, 2 I], in fp32."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return quantize_rows(gate / (1 + torch.exp(-gate)) * up, scale, dtype, group)
+    """(rows, their scales) of activation(gate) * up, gate_up [T, 2 I], in fp32."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    kinds = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    }
+    return quantize_rows((kinds[activation](gate) * up).float(), scale, dtype, group)
 
 
 def quantize_rows(
@@ -236,11 +256,13 @@ def rope_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    growth: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Rotated q [T, Hq, D]; K (rotated, fp32) and V put into the cache, one token at a time."""
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
+        growth = None if growth is None else growth[positions]
     q_wide, k_wide = (
         x.float() if w is None else torch.nn.functional.rms_norm(x.float(), w.shape, w.float(), eps)
         for x, w in ((q, q_norm), (k, k_norm))
@@ -264,4 +286,6 @@ def rope_write(
             else:
                 own = scale.reshape(scale.shape[0], -1)
             pool.copy_(quantize(x, own, kind))
+    if growth is not None:
+        rotated = rotated * growth[:, None, None]
     return rotated.to(out_dtype or q.dtype)

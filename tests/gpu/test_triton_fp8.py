@@ -106,7 +106,7 @@ def test_fused_rows_by_runs_equal_their_twins(size):
     weight, gate_up = torch.rand(size, device="cuda"), torch.randn(33, 2 * size, device="cuda")
     for got, wanted in (
         [f.add_rms_norm(x, other, weight, 1e-6, None, FP8, 128) for f in (fused, twins)],
-        [f.silu_mul(gate_up, None, FP8, 128) for f in (fused, twins)],
+        [f.gated_product(gate_up, None, FP8, 128) for f in (fused, twins)],
     ):
         assert (got[0].float() != wanted[0].float()).float().mean() < 1e-3
         torch.testing.assert_close(got[1], wanted[1], rtol=1e-5, atol=0)

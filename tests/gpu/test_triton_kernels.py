@@ -253,7 +253,7 @@ def test_fused_rows_equal_their_twins(storage, size):
         pairs = [
             (
                 f.add_rms_norm(x, other, weight, 1e-6, scale, dtype),
-                f.silu_mul(gate_up, scale, dtype),
+                f.gated_product(gate_up, scale, dtype),
             )
             for f in (fused, twins)
         ]

@@ -52,8 +52,8 @@ def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.co
 
 @triton.jit(do_not_specialize=["T"])
 def rope_write_kernel(
-    q, k, v, cos, sin, positions, q_norm, k_norm, eps, out, k_pages, v_pages, slots, k_scale,
-    v_scale, T, q_pitch, k_pitch, v_pitch,
+    q, k, v, cos, sin, positions, growth, q_norm, k_norm, eps, out, k_pages, v_pages, slots,
+    k_scale, v_scale, T, q_pitch, k_pitch, v_pitch,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     TOKENS: tl.constexpr, PER: tl.constexpr, V_TOKENS: tl.constexpr, SCALES: tl.constexpr,
     TABLES: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
@@ -90,6 +90,8 @@ def rope_write_kernel(
     t, angle = token[:, None, None], row[:, None, None] * DIM + i
     c = tl.load(cos + angle, mask=real, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=real, other=0.0).to(tl.float32)
+    if growth is not None:
+        grown = tl.load(growth + row, mask=token < T, other=1.0)[:, None, None]
     slot = tl.load(slots + token, mask=token < T, other=-1).to(tl.int64)
     if METADATA_READY:
         wait(OVERLAP)
@@ -97,6 +99,8 @@ def rope_write_kernel(
     if start < Q_HEADS:
         h = head[None, :, None]
         a, b = halves(q, q_norm, eps, c, s, t * q_pitch + h * DIM + i, real, DIM, NORM)
+        if growth is not None:
+            a, b = a * grown, b * grown
         cells = out + (t * Q_HEADS + h) * DIM + i
         tl.store(cells, a.to(out.dtype.element_ty), mask=real)
         tl.store(cells + DIM // 2, b.to(out.dtype.element_ty), mask=real)
@@ -122,6 +126,7 @@ def rope_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    growth: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     metadata_ready: bool = False,
 ) -> Tensor:
@@ -140,6 +145,8 @@ def rope_write(
         q_norm: Float [D], weights of the norm of q's heads, with `k_norm`; None for no norm.
         k_norm: Float [D], weights of the norm of k's heads.
         eps: Added to the mean square.
+        growth: fp32 [P], what rotated q is multiplied by at each position (Ministral 3); None for
+            nothing.
         out_dtype: A float type, by default that of `q`; in fp16 attention over an 8-bit cache takes
             it as it is.
         metadata_ready: Whether `slots`, `positions`, `cos` and `sin` were written before the kernel
@@ -160,13 +167,14 @@ def rope_write(
             f"{(tokens, count, pool.k.shape[3])}, heads side by side",
         )
     rows = (cos.shape[0] if positions is not None else tokens, dim)
-    _check_shapes({"cos": (cos, rows), "sin": (sin, rows)})
+    _check_shapes({"cos": (cos, rows), "sin": (sin, rows), "growth": (growth, rows[:1])})
     _check_shapes({"slots": (slots, (tokens,)), "positions": (positions, (tokens,))})
     _check_shapes({"q_norm": (q_norm, (dim,)), "k_norm": (k_norm, (dim,))})
     require((q_norm is None) == (k_norm is None), "q_norm and k_norm come together")
     out = torch.empty((tokens, q_heads, dim), dtype=out_dtype or q.dtype, device=q.device)
     if tokens:
-        _launch(q, k, v, cos, sin, pool, slots, positions, q_norm, k_norm, eps, out, metadata_ready)
+        turning = cos, sin, positions, growth
+        _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_ready)
     return out
 
 
@@ -179,9 +187,7 @@ def _check_shapes(wanted: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> N
         )
 
 
-def _launch(
-    q, k, v, cos, sin, pool, slots, positions, q_norm, k_norm, eps, out, metadata_ready
-) -> None:
+def _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_ready) -> None:
     """Run the kernel on what `rope_write` has checked; many tokens take large programs."""
     (tokens, q_heads, dim), heads = q.shape, pool.k.shape[1]
     many, wide = tokens > FEW, triton.next_power_of_2(dim)
@@ -189,10 +195,10 @@ def _launch(
     block, v_block = (max(1, 4096 // (per * wide)), 64) if many else (16, 16)
     blocks, v_blocks = triton.cdiv(tokens, block), triton.cdiv(tokens, v_block)
     rope_write_kernel[(blocks * (q_heads + heads) // per + v_blocks * heads,)](
-        q, k, v, cos, sin, positions, q_norm, k_norm, eps, out, pool.k, pool.v, slots,
-        pool.k_scale, pool.v_scale, tokens, q.stride(0), k.stride(0), v.stride(0),
+        q, k, v, *turning, q_norm, k_norm, eps, out, pool.k, pool.v, slots, pool.k_scale,
+        pool.v_scale, tokens, q.stride(0), k.stride(0), v.stride(0),
         Q_HEADS=q_heads, HEADS=heads, DIM=dim, WIDE=wide, TOKENS=block, PER=per, V_TOKENS=v_block,
-        SCALES=scale_kind(pool), TABLES=positions is not None, NORM=q_norm is not None,
+        SCALES=scale_kind(pool), TABLES=turning[2] is not None, NORM=q_norm is not None,
         num_warps=4, num_stages=1, enable_fp_fusion=False, METADATA_READY=metadata_ready,
         **overlap(tokens <= EARLY_ROWS),
     )  # fmt: skip

@@ -281,7 +281,7 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
     if norm:
         more = {f"{x}_norm": torch.rand(dim, generator=generator) + 0.5 for x in "qk"}
         more |= {"positions": torch.randperm(tokens, generator=generator), "eps": 1e-3}
-        more |= {"out_dtype": torch.float32}
+        more |= {"out_dtype": torch.float32, "growth": torch.rand(tokens, generator=generator)}
     found = []
     for write in (rope_write, twins.rope_write):
         pools = [torch.zeros(6, heads, *s, dtype=dtype) for s in ((64, dim), (dim, 64))]

@@ -238,13 +238,13 @@ def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
 def test_rows_quantized_by_runs(capability):
-    from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+    from kernels.triton.fused import add_rms_norm, quantize_rows, gated_product
 
     x, weight = torch.zeros(2, 28672).bfloat16(), torch.ones(4096)
     narrow = x[:, :4096].contiguous()
     with building_for(capability) as built:
         add_rms_norm(narrow, narrow, weight, 1e-6, dtype=FP8, group=128)
-        silu_mul(x, dtype=FP8, group=128)
+        gated_product(x, dtype=FP8, group=128)
         quantize_rows(narrow, dtype=FP8, group=128)
     for binary in built:
         assert binary.stack == 0
@@ -326,13 +326,13 @@ def test_fp8_is_refused_where_it_is_not(monkeypatch):
 @compiled
 def test_fused_rows_and_cache_write(capability, storage):
     from kernels.triton.attention.rope_cache import rope_write
-    from kernels.triton.fused import add_rms_norm, silu_mul
+    from kernels.triton.fused import add_rms_norm, gated_product
 
     x = torch.zeros(2, 4096).bfloat16()
     pool = make_pool(storage, 3)
     with building_for(capability) as built:
         add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=storage)
-        silu_mul(x, dtype=storage)
+        gated_product(x, dtype=storage)
         for tokens, more in (
             (2, {"metadata_ready": True}),
             (300, {"q_norm": x[0, :128], "k_norm": x[0, :128]}),

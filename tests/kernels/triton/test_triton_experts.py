@@ -214,7 +214,7 @@ def test_the_sum_of_a_tokens_experts():
 
 @interpreted
 def test_rows_quantized_with_the_scale_of_their_expert():
-    from kernels.triton.fused import quantize_rows, silu_mul
+    from kernels.triton.fused import quantize_rows, gated_product
 
     scale = torch.tensor([0.01, 0.02, 0.05])
     owners = torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)
@@ -225,9 +225,9 @@ def test_rows_quantized_with_the_scale_of_their_expert():
         wanted, _ = quantize_rows(x[pair // 2][None].contiguous(), scale[e : e + 1])
         assert torch.equal(rows[pair], wanted[0])
     both = x.repeat(2, 1)
-    rows, scales = silu_mul(both, scale, torch.int8, experts=owners)
+    rows, scales = gated_product(both, scale, torch.int8, experts=owners)
     for pair, e in enumerate(owners.tolist()):
-        wanted, _ = silu_mul(both[pair][None], scale[e : e + 1])
+        wanted, _ = gated_product(both[pair][None], scale[e : e + 1])
         assert torch.equal(rows[pair], wanted[0])
         assert scales[pair] == scale[e]
     with pytest.raises(ValueError, match="experts are named for their scales"):

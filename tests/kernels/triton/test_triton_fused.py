@@ -22,14 +22,17 @@ def test_fused_rows(static, dtype, add):
 
     if static and dtype != torch.int8:
         with pytest.raises(ValueError, match="take no scale"):
-            fused.silu_mul(random(2, 8), torch.ones(1), dtype)
+            fused.gated_product(random(2, 8), torch.ones(1), dtype)
         return
     x, other, weight, gate_up = random(5, 200), random(5, 201)[:, 1:], random(200), random(5, 400)
     x[2], gate_up[2] = 0, 0
     other = other.contiguous() if add else None
     scale = torch.tensor([0.01]) if static else None  # small enough to clamp
     pairs = [
-        (f.add_rms_norm(x, other, weight, 1e-5, scale, dtype), f.silu_mul(gate_up, scale, dtype))
+        (
+            f.add_rms_norm(x, other, weight, 1e-5, scale, dtype),
+            f.gated_product(gate_up, scale, dtype),
+        )
         for f in (fused, twins)
     ]
     for got, wanted in zip(*pairs, strict=True):
@@ -42,6 +45,70 @@ def test_fused_rows(static, dtype, add):
     assert torch.equal(pairs[0][0][2], pairs[1][0][2])
     if static:
         assert pairs[0][0][0].abs().max() == 127
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.float16])
+@pytest.mark.parametrize("norms", ["both", "after", "none"])
+@interpreted
+def test_what_a_layer_adds_is_normed_first(norms, dtype):
+    """Rows that are not normed again are the sum, or that quantized."""
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    x, residual, one, other = (random(5, 200 + i)[:, i:].contiguous() for i in range(4))
+    x[1] = 0
+    after = None if norms == "none" else 1 + one[0].float()
+    weight = other[0].float() if norms == "both" else None
+    first = fused.add_rms_norm(x, None, None, 1e-5, None, dtype)
+    assert first[2] is x
+    assert (first[0] is x) == (dtype == x.dtype)
+    got, wanted = (
+        f.add_rms_norm(x, residual, weight, 1e-5, None, dtype, after=after) for f in (fused, twins)
+    )
+    torch.testing.assert_close(got[2], wanted[2], rtol=1e-3, atol=1e-4)
+    if dtype == torch.int8:
+        torch.testing.assert_close(got[1], wanted[1], rtol=2e-3, atol=0)
+        assert (got[0].int() - wanted[0].int()).abs().max() <= 1
+    else:
+        torch.testing.assert_close(got[0], wanted[0], rtol=2e-3, atol=2e-3)
+    assert (got[0] is got[2]) == (weight is None and dtype == torch.float16)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+@interpreted
+def test_products_of_activations(activation, dtype):
+    import kernels.triton.reference as twins
+    from kernels.triton import fused
+
+    gate_up = random(3, 400)
+    gate_up[0, :6] = torch.tensor([-6e4, 6e4, -9.0, 9.0, 0.0, -0.5])
+    got, wanted = (
+        f.gated_product(gate_up, None, dtype, activation=activation) for f in (fused, twins)
+    )
+    assert (got[0].float() - wanted[0].float()).abs().max() <= (1 if dtype == torch.int8 else 0.3)
+    torch.testing.assert_close(got[0][1:].float(), wanted[0][1:].float(), rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+def test_norms_of_whole_projections_and_bounded_logits():
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.projection_norm import norm_projections
+    from kernels.triton.sampling.softcap import softcap_logits
+
+    qkv, q_norm, k_norm = random(3, 96 + 48 + 48), random(96) + 1, random(48).float() + 1
+    wanted = twins.norm_projections(qkv, q_norm, k_norm, 1e-5)
+    got = norm_projections(qkv, q_norm, k_norm, 1e-5)
+    assert got is qkv
+    torch.testing.assert_close(got, wanted, rtol=2e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="qkv is"):
+        norm_projections(qkv[:, :100], q_norm, k_norm, 1e-5)
+    logits = torch.randn(3, 5000) * 40
+    logits[1, 2], logits[2, 0] = float("nan"), 1e30
+    wanted = 30 * torch.tanh(logits / 30)
+    torch.testing.assert_close(softcap_logits(logits, 30.0), wanted, equal_nan=True)
+    with pytest.raises(ValueError, match="needed is fp32"):
+        softcap_logits(logits.half(), 30.0)
 
 
 @pytest.mark.parametrize("size", [200, 384, 40])
@@ -78,7 +145,9 @@ def test_rows_of_the_widest_models():
     x = random(3, 53248)
     for got, wanted in zip(fused.quantize_rows(x), twins.quantize_rows(x), strict=True):
         assert torch.equal(got, wanted)
-    got, wanted = (f.silu_mul(random(2, 2 * 49152), None, torch.float16) for f in (fused, twins))
+    got, wanted = (
+        f.gated_product(random(2, 2 * 49152), None, torch.float16) for f in (fused, twins)
+    )
     torch.testing.assert_close(got[0], wanted[0])
 
 
@@ -91,7 +160,7 @@ def test_runs_of_fused_rows():
     x, weight, gate_up = random(5, 200), random(200), random(5, 400)
     for got, wanted in (
         [f.add_rms_norm(x, x, weight, 1e-5, None, fp8, 128)[:2] for f in (fused, twins)],
-        [f.silu_mul(gate_up, None, fp8, 128) for f in (fused, twins)],
+        [f.gated_product(gate_up, None, fp8, 128) for f in (fused, twins)],
     ):
         torch.testing.assert_close(got[1], wanted[1], rtol=1e-6, atol=0)
         off = got[0].float() != wanted[0].float()
@@ -117,21 +186,23 @@ def test_norms_of_rows_that_are_not_finite_say_so(dtype, group):
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.fused import add_rms_norm, quantize_rows, silu_mul
+    from kernels.triton.fused import add_rms_norm, quantize_rows, gated_product
 
     x = random(2, 8)
     with pytest.raises(ValueError, match=r"needed is \(8,\)"):
         add_rms_norm(x, None, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="added to something"):
+        add_rms_norm(x, None, torch.ones(8), 1e-5, after=torch.ones(8))
     with pytest.raises(ValueError, match="residual"):
         add_rms_norm(x, x[:1], torch.ones(8), 1e-5)
     with pytest.raises(ValueError, match="odd number"):
-        silu_mul(random(2, 7))
+        gated_product(random(2, 7))
     with pytest.raises(ValueError, match="supported are"):
-        silu_mul(x, dtype=torch.int32)
+        gated_product(x, dtype=torch.int32)
     with pytest.raises(ValueError, match="rows of 65537; the longest are of 65536"):
         quantize_rows(torch.zeros(1, 65537))
     with pytest.raises(ValueError, match="one element"):
-        silu_mul(x, torch.ones(2))
+        gated_product(x, torch.ones(2))
     for scale, dtype, group in (
         (None, torch.int8, 64),
         (None, torch.float16, 128),
