@@ -38,29 +38,11 @@ class TritonBackend:
         self.device, self.dtype = device, dtype
 
     def check(self, config: ModelConfig) -> None:
-        """Refuse what the kernels do not take: some sizes of heads, norms, factors and bounds.
+        """Refuse what the kernels do not take: some sizes of heads.
 
         Raises:
-            CheckpointError: this decoder has such a part.
+            CheckpointError: this decoder has such heads.
         """
-        family, found = config.family, None
-        if family.norms.after or len(family.norms.before) < 2:
-            found = "norms after the sub-layers"
-        elif config.qk_norm == "projection":
-            found = "norms of q and k over all heads"
-        elif config.activation != "silu":
-            found = f"the activation {config.activation}"
-        elif config.softcap is not None or config.logits_softcap is not None:
-            found = "logits with a bound (softcap)"
-        elif family.attention.sinks is not None:
-            found = "sinks of attention"
-        elif config.embedding_scale != 1:
-            found = "a factor of the embedding"
-        elif config.growth is not None:
-            found = "queries that grow with their position"
-        if found:
-            kind = family.model_types[0]
-            raise CheckpointError(f"{kind}: found {found}, which GPUs do not run yet; the CPU does")
         if not is_head_size(config.head_dim):
             raise CheckpointError(
                 f"head_dim: found {config.head_dim}; GPUs run multiples of 16 up to "

@@ -1,9 +1,11 @@
 """A step of a decoder as a row of GPU kernels, from token ids to logits.
 
 A block is nine launches: RMSNorm with the sum of the residual before it, q/k/v, rotation and the
-write to the cache, attention, o, RMSNorm, gate and up, SiLU's product, down; where inputs are
+write to the cache, attention, o, RMSNorm, gate and up, their product, down; where inputs are
 quantized, the kernel before a linear layer ends in that (but o's, if scaled by its data: a tenth).
-A mixture of experts has routing and a sum beside (`inference.gpu.feed_forward`).
+What a family norms before it is added is normed by the kernel that adds it; norms of q and k over
+all of their heads are a launch of their own, as is a bound of the logits. A mixture of experts has
+routing and a sum beside (`inference.gpu.feed_forward`).
 Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
 a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
 (`kernels.triton.common.overlap`): what says where tokens stand (`metadata_ready`) is read, and
@@ -26,10 +28,12 @@ from inference.models.decoder import Decoder, Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
+from kernels.triton.attention.projection_norm import norm_projections
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.common import has_e4m3
 from kernels.triton.fused import add_rms_norm
 from kernels.triton.linear.weight import InputFormat
+from kernels.triton.sampling.softcap import softcap_logits
 
 GpuDecoder = Decoder[GpuLinear, GpuExperts]
 
@@ -68,34 +72,53 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     Returns:
         Logits fp32 [R, vocabulary].
     """
-    eps, total, delta = model.config.eps, model.embedding[batch.ids].to(model.dtype), None
-    for layer, pool, window in zip(model.layers, pools, model.config.windows, strict=True):
-        project = layer.qkv
-        assert layer.before_attention is not None  # the backend's check refused other decoders
-        assert layer.before_feed_forward is not None
-        rows, scales, total = _norm(total, delta, layer.before_attention, eps, project.rows)
+    c, total = model.config, model.embedding[batch.ids].to(model.dtype)
+    if c.embedding_scale != 1:
+        total = total * c.embedding_scale
+    delta, after = None, None  # what the sub-layer before adds, and the norm of that
+    for layer, pool, window in zip(model.layers, pools, c.windows, strict=True):
+        project, own = layer.qkv, layer.feed_forward
+        before = layer.before_attention
+        rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows)
         qkv = project.run(rows, scales, model.dtype)
-        attended = _attend(model, layer, qkv, batch, pool, window)
-        own = layer.feed_forward
-        rows, scales, total = _norm(
-            total, attended, layer.before_feed_forward, eps, inputs_of(own, model.dtype)
-        )
+        delta, after = _attend(model, layer, qkv, batch, pool, window), layer.after_attention
+        before, wanted = layer.before_feed_forward, inputs_of(own, model.dtype)
+        rows, scales, total = _norm(total, delta, after, before, c.eps, wanted)
         delta = feed_forward(own, rows, scales, model.dtype, batch.padded)
+        after = layer.after_feed_forward
     if batch.rows is not None:
         total = total[batch.rows]
         delta = None if delta is None else delta[batch.rows]
     head = model.head
-    rows, scales, _ = _norm(total, delta, model.norm, eps, head.rows)
-    return head.run(rows, scales, torch.float32)
+    rows, scales, _ = _norm(total, delta, after, model.norm, c.eps, head.rows)
+    logits = head.run(rows, scales, torch.float32)
+    return logits if c.logits_softcap is None else softcap_logits(logits, c.logits_softcap)
 
 
 def _norm(
-    total: Tensor, delta: Tensor | None, weight: Tensor, eps: float, wanted: InputFormat
+    total: Tensor,
+    delta: Tensor | None,
+    after: Tensor | None,
+    before: Tensor | None,
+    eps: float,
+    wanted: InputFormat,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(rows as a layer wants them, their scales, total + delta)."""
+    """The sum of the residual stream and what a sub-layer adds, and its norm.
+
+    Args:
+        total: The residual stream, [T, H].
+        delta: What is added; None at the start.
+        after: The weight of the norm of that, if there is one.
+        before: The weight of the norm of what the next layer reads, if there is one.
+        eps: Added to mean squares.
+        wanted: How that layer wants its rows.
+
+    Returns:
+        (rows, their scales, the sum).
+    """
     x, residual = (total, None) if delta is None else (delta, total)
     rest = (wanted.scale, wanted.dtype, wanted.group)
-    return add_rms_norm(x, residual, weight, eps, *rest, residual_ready=True)
+    return add_rms_norm(x, residual, before, eps, *rest, residual_ready=True, after=after)
 
 
 def _attend(
@@ -107,12 +130,14 @@ def _attend(
     window: int | None,
 ) -> Tensor:
     """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H]."""
-    c = model.config
+    c, q_norm, k_norm = model.config, layer.q_norm, layer.k_norm
+    if c.qk_norm == "projection" and q_norm is not None and k_norm is not None:
+        qkv, q_norm, k_norm = norm_projections(qkv, q_norm, k_norm, c.eps), None, None
     heads = qkv.unflatten(1, (-1, c.head_dim))
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
     q = rope_write(
-        q, k, v, layer.cos, layer.sin, pool, batch.slots, batch.positions, q_norm=layer.q_norm,
-        k_norm=layer.k_norm, eps=c.eps, metadata_ready=True,
+        q, k, v, layer.cos, layer.sin, pool, batch.slots, batch.positions, q_norm=q_norm,
+        k_norm=k_norm, eps=c.eps, growth=model.query_growth, metadata_ready=True,
     )  # fmt: skip
     output, dtype = layer.o, model.dtype
     wanted = output.rows
@@ -120,7 +145,9 @@ def _attend(
     if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     starts, workspace = batch.query_start, workspace_on(q.device)
-    inputs = AttentionInputs(pool, batch.tables, batch.lengths, starts, c.scale, window)
+    inputs = AttentionInputs(
+        pool, batch.tables, batch.lengths, starts, c.scale, window, c.softcap, layer.sinks
+    )
     if starts is None:
         y = decode_attention(q, inputs, workspace, metadata_ready=True, **fused)
     else:

@@ -69,8 +69,11 @@ def _on_floats(own: GatedMLP[GpuLinear], x: Tensor) -> Tensor:
 
 def _down(own: GatedMLP[GpuLinear], y: Tensor) -> Tensor:
     """The layer from what gate and up say on."""
-    down = own.down
-    return down.run(*gated_product(y, down.rows.scale, down.rows.dtype, down.rows.group), y.dtype)
+    wanted = own.down.rows
+    rows, scales = gated_product(
+        y, wanted.scale, wanted.dtype, wanted.group, activation=own.activation
+    )
+    return own.down.run(rows, scales, y.dtype)
 
 
 def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bool) -> Tensor:
@@ -87,7 +90,7 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
         experts = [GatedMLP(*pair, own.activation) for pair in pairs]
         y = by_expert(x, chosen, experts, _on_floats).flatten(0, 1)
     else:
-        y = _all_at_once(gate_up, down, x, chosen, routing.experts)
+        y = _all_at_once(gate_up, down, own, x, chosen)
     if own.shared is None:
         return combine(y, weights)
     gate = None if own.shared_gate is None else own.shared_gate(x)
@@ -95,17 +98,23 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
 
 
 def _all_at_once(
-    gate_up: MergedExperts, down: MergedExperts, x: Tensor, chosen: Tensor, experts: int
+    gate_up: MergedExperts,
+    down: MergedExperts,
+    own: MixtureOfExperts[GpuLinear, GpuExperts],
+    x: Tensor,
+    chosen: Tensor,
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
     tallest = min(gate_up.weight.tallest_tile, down.weight.tallest_tile)
-    height = tile_height(chosen.numel(), experts, tallest)
-    pairs, numbers = sort_by_expert(chosen, experts, height), chosen.view(-1)
+    height = tile_height(chosen.numel(), own.routing.experts, tallest)
+    pairs, numbers = sort_by_expert(chosen, own.routing.experts, height), chosen.view(-1)
     ready = replace(pairs, metadata_ready=True)
     rows, scales = gate_up.quantized(x, numbers)
     y = gate_up.run(rows, scales, pairs if rows is x else ready, x.dtype)
     wanted, by = down.rows, down.scaled_by(numbers)
-    rows, scales = gated_product(y, wanted.scale, wanted.dtype, wanted.group, by)
+    rows, scales = gated_product(
+        y, wanted.scale, wanted.dtype, wanted.group, by, activation=own.activation
+    )
     return down.run(rows, scales, ready, x.dtype)
 
 

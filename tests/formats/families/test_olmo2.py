@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from formats.checkpoint.read import Checkpoint
-from formats.errors import CheckpointError, RecipeError
+from formats.errors import RecipeError
 from formats.families.groups import SMOOTHING_KINDS, common_inputs, smoothing_groups
 from formats.families.registry import family_of
-from inference.models.config import ModelConfig
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
@@ -57,10 +54,3 @@ def test_the_residual_stream_is_not_rotated(olmo2, tmp_path):
     with pytest.raises(RecipeError, match=r"post_attention_layernorm.*Set residual: false"):
         make_plan(olmo2, tmp_path, "w4", methods=(RotationSpec(), RTNSpec()))
     make_plan(olmo2, tmp_path, "w4", methods=(RotationSpec(residual=False), RTNSpec()))
-
-
-def test_gpus_refuse_it_by_name(olmo2):
-    backend = pytest.importorskip("inference.gpu.backend")
-    config = ModelConfig.from_checkpoint(Checkpoint.open(olmo2))
-    with pytest.raises(CheckpointError, match="olmo2: found norms after the sub-layers"):
-        backend.TritonBackend(torch.device("cpu"), torch.float16).check(config)

@@ -96,10 +96,19 @@ def as_on_ampere(path: str, fp8_cache: bool):
         compare.inner(path, 0.1)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 16},
+    "olmo2": {},
+    "phi3": {"head_dim": 48},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(make_model, family):
-    window = {"sliding_window": 16} if family == "mistral" else {}
-    compare(str(make_model(family, layers=1, tie_word_embeddings=False, **window)), 0.03)
+    own = FAMILIES[family]
+    compare(str(make_model(family, layers=1, tie_word_embeddings=False, **own)), 0.03)
 
 
 def test_a_tied_head_and_its_embedding_are_held_once(make_model):

@@ -238,7 +238,7 @@ def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @compiled
 def test_rows_quantized_by_runs(capability):
-    from kernels.triton.fused import add_rms_norm, quantize_rows, gated_product
+    from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
 
     x, weight = torch.zeros(2, 28672).bfloat16(), torch.ones(4096)
     narrow = x[:, :4096].contiguous()

@@ -214,7 +214,7 @@ def test_the_sum_of_a_tokens_experts():
 
 @interpreted
 def test_rows_quantized_with_the_scale_of_their_expert():
-    from kernels.triton.fused import quantize_rows, gated_product
+    from kernels.triton.fused import gated_product, quantize_rows
 
     scale = torch.tensor([0.01, 0.02, 0.05])
     owners = torch.tensor([2, 0, 1, 1, 0, 2], dtype=torch.int32)

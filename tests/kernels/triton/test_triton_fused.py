@@ -186,7 +186,7 @@ def test_norms_of_rows_that_are_not_finite_say_so(dtype, group):
 
 @interpreted
 def test_what_does_not_fit_is_refused():
-    from kernels.triton.fused import add_rms_norm, quantize_rows, gated_product
+    from kernels.triton.fused import add_rms_norm, gated_product, quantize_rows
 
     x = random(2, 8)
     with pytest.raises(ValueError, match=r"needed is \(8,\)"):
