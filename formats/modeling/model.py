@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
 from formats.families.registry import find_family
+from formats.modeling.adapters import adapted_model
 from formats.modeling.experts import apart, split_experts
 from formats.modeling.stored_names import stored_names
 
@@ -82,8 +83,10 @@ def found_model(
 
 def _built(config: PretrainedConfig, attention: str | None) -> Any:
     options = {} if attention is None else {"attn_implementation": attention}
+    own = copy.deepcopy(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        adapted = None if attention is None else adapted_model(own, attention)
+        return adapted or AutoModelForCausalLM.from_config(own, **options)
 
 
 def _take_apart(
