@@ -16,6 +16,7 @@ from torch import Tensor
 from inference.gpu.experts import GpuExperts, MergedExperts
 from inference.gpu.layers import GpuLinear
 from inference.models.feed_forward import GatedMLP, MixtureOfExperts, by_expert
+from kernels.activations import Activation
 from kernels.triton.experts.routing import combine, route
 from kernels.triton.experts.sorting import sort_by_expert
 from kernels.triton.fused import gated_product
@@ -90,7 +91,7 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
         experts = [GatedMLP(*pair, own.activation) for pair in pairs]
         y = by_expert(x, chosen, experts, _on_floats).flatten(0, 1)
     else:
-        y = _all_at_once(gate_up, down, own, x, chosen)
+        y = _all_at_once(gate_up, down, x, chosen, routing.experts, own.activation)
     if own.shared is None:
         return combine(y, weights)
     gate = None if own.shared_gate is None else own.shared_gate(x)
@@ -100,20 +101,21 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
 def _all_at_once(
     gate_up: MergedExperts,
     down: MergedExperts,
-    own: MixtureOfExperts[GpuLinear, GpuExperts],
     x: Tensor,
     chosen: Tensor,
+    experts: int,
+    activation: Activation = "silu",
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
     tallest = min(gate_up.weight.tallest_tile, down.weight.tallest_tile)
-    height = tile_height(chosen.numel(), own.routing.experts, tallest)
-    pairs, numbers = sort_by_expert(chosen, own.routing.experts, height), chosen.view(-1)
+    height = tile_height(chosen.numel(), experts, tallest)
+    pairs, numbers = sort_by_expert(chosen, experts, height), chosen.view(-1)
     ready = replace(pairs, metadata_ready=True)
     rows, scales = gate_up.quantized(x, numbers)
     y = gate_up.run(rows, scales, pairs if rows is x else ready, x.dtype)
     wanted, by = down.rows, down.scaled_by(numbers)
     rows, scales = gated_product(
-        y, wanted.scale, wanted.dtype, wanted.group, by, activation=own.activation
+        y, wanted.scale, wanted.dtype, wanted.group, by, activation=activation
     )
     return down.run(rows, scales, ready, x.dtype)
 
