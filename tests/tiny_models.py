@@ -1,0 +1,110 @@
+"""A tiny configuration of whatever causal LM transformers knows.
+
+Configurations are made from their class's defaults with the sizes below in the place of its own,
+where it has a size of that name. What no name tells is given by type in `OWN`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERT = 2, 128, 4, 2, 32, 256, 128
+SIZES: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": HIDDEN,
+    "d_model": HIDDEN,
+    "n_embd": HIDDEN,
+    "embedding_size": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "embedding_dim": HIDDEN,
+    "intermediate_size": INNER,
+    "intermediate_size_mlp": INNER,
+    "dense_intermediate_size": INNER,
+    "ffn_dim": INNER,
+    "ffn_hidden_size": INNER,
+    "n_inner": INNER,
+    "dff": INNER,
+    "decoder_ffn_dim": INNER,
+    "encoder_ffn_dim": INNER,
+    "num_hidden_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "num_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "n_head": HEADS,
+    "n_heads": HEADS,
+    "decoder_attention_heads": HEADS,
+    "encoder_attention_heads": HEADS,
+    "swa_num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "swa_num_key_value_heads": KV_HEADS,
+    "num_global_key_value_heads": KV_HEADS,
+    "head_dim": HEAD,
+    "kv_channels": HEAD,
+    "swa_head_dim": HEAD,
+    "global_head_dim": HEAD,
+    "swa_v_head_dim": HEAD,
+    "attention_head_dim": HEAD,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "n_ctx": 512,
+    "sliding_window": 16,
+    "attention_window": 16,
+    "local_attention": 16,
+    "attention_chunk_size": 512,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": EXPERT,
+    "expert_ffn_hidden_size": EXPERT,
+    "shared_expert_intermediate_size": EXPERT,
+    "shared_intermediate_size": EXPERT,
+    "moe_shared_expert_intermediate_size": EXPERT,
+    "kv_lora_rank": HIDDEN,
+    "q_lora_rank": HIDDEN,
+    "o_lora_rank": HIDDEN,
+    "qk_nope_head_dim": HEAD,
+    "qk_rope_head_dim": HEAD // 2,
+    "v_head_dim": HEAD,
+    "index_n_heads": HEADS,
+    "index_head_dim": HEAD,
+    "index_topk": 512,
+    "vocab_size_per_layer_input": 384,
+    "hidden_size_per_layer_input": HEAD,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+OWN: dict[str, dict[str, Any]] = {}
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """A configuration of a type of transformers, as small as its layers allow.
+
+    Raises:
+        ValueError: the type's own code refuses it, or holds other models.
+    """
+    kind = CONFIG_MAPPING[model_type]
+    default = kind()
+    known = {*default.to_dict(), *default.attribute_map, *vars(default)}
+    values = {key: value for key, value in SIZES.items() if key in known}
+    if "kv_lora_rank" in known:  # latent attention: heads are not cut from these
+        values.pop("head_dim", None)
+        values["num_key_value_heads"] = HEADS
+    return AutoConfig.for_model(model_type, **values | OWN.get(model_type, {}))
