@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
-from formats.families.family import merged_rows
-from formats.families.registry import find_family
 from formats.scheme import KVCacheSpec
 from kernels.numerics import TYPES, dequantize, fake_quantize, fake_quantize_activations
 
@@ -64,13 +63,8 @@ def write_float(checkpoint: Checkpoint, folder: Path) -> None:
             tensors[name] = checkpoint.tensor(name)
         elif leaf == "weight_scale":
             tensors[f"{module}.weight"] = dequantized(checkpoint, module)
-    family = find_family(checkpoint.config)
-    rows = {} if family is None else merged_rows(family, checkpoint.config)
-    for whole, parts in rows.items():
-        for name in [name for name in tensors if name.split(".")[-2] == next(iter(parts))]:
-            module, leaf = name.rsplit(".", 2)[0], name.rpartition(".")[2]
-            below = [tensors.pop(f"{module}.{part}.{leaf}") for part in parts]
-            tensors[f"{module}.{whole}.{leaf}"] = torch.cat(below)
+    merged = MergedLayers(checkpoint.config)
+    tensors = dict(pair for item in tensors.items() for pair in merged.add(*item))
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
     same = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(same, folder / "model.safetensors", metadata={"format": "pt"})

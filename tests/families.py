@@ -40,7 +40,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 def divergence(found: Tensor, wanted: Tensor) -> float:
     """Mean KL divergence of the next token's distribution, in nats, from logits [T, vocabulary]."""
-    q, p = found.log_softmax(-1), wanted.log_softmax(-1)
+    q, p = found.double().log_softmax(-1), wanted.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from formats.scheme import PRESETS
@@ -49,6 +50,8 @@ def write_view(source: Path, target: Path, spec: RotationSpec, dtype: torch.dtyp
     tensors = {name: view.tensor(name).contiguous() for name in view.names()}
     assert all(t.dtype == view.dtype(n) == dtype for n, t in tensors.items())
     assert all(tuple(t.shape) == view.shape(n) for n, t in tensors.items())
+    merged = MergedLayers(view.config)
+    tensors = dict(pair for item in tensors.items() for pair in merged.add(*item))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(dict(view.config)))
     for path in view.auxiliary_files:
