@@ -21,11 +21,13 @@ class KVPool:
     Attributes:
         k: [blocks, Hkv, 64, D], int8 or e4m3 with scales, float without.
         v: As `k`, its heads of a size of their own perhaps; for the GPU's kernels
-            [blocks, Hkv, D, 64].
+            [blocks, Hkv, D, 64]. A pool for latents has the rotated part of the keys as `k`,
+            [blocks, 1, 64, P], and the latents as `v`, [blocks, 1, 64, R] everywhere.
         k_scale: Static: fp32 [Hkv], or [Hkv, D] with a scale for each channel. Dynamic: one for
             each head of each cached token, [blocks, Hkv, 64], fp32 on a CPU and fp16 on a GPU.
             None without quantization.
-        v_scale: Static: fp32 [Hkv]; dynamic and without quantization as `k_scale`.
+        v_scale: Static: fp32 [Hkv], for latents [1, R] and `k_scale` [1, P]; dynamic and without
+            quantization as `k_scale`.
         dynamic: Whether a token's scales are taken from its K and V when they are written.
     """
 

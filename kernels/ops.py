@@ -23,6 +23,7 @@ from torch import Tensor
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
+import kernels.reference_latent as reference_latent
 from kernels.activations import Activation
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
@@ -170,6 +171,40 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
     """
     chosen = reference if native.library() is None else native_attention
     chosen.write_kv(k, v, pool, slots)
+
+
+def write_latent(latent: Tensor, keys: Tensor, pool: KVPool, slots: Tensor) -> None:
+    """Put what latent attention caches of new tokens into the paged cache, quantizing it.
+
+    Args:
+        latent: [T, R], after its norm.
+        keys: [T, P], the part of the keys that is rotated, after RoPE.
+        pool: For latents; changed in place.
+        slots: int64 [T], block * 64 + offset; no two alike.
+    """
+    reference.write_kv(keys[:, None], latent[:, None], pool, slots)
+
+
+def latent_attention(q: Tensor, rotated: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Causal attention of new tokens over the cached latents c of their sequences.
+
+    A head's logit of a token is `softmax_scale` (q c + rotated k), k the token's rotated key, and
+    the result the sum of latents that these weigh (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Args:
+        q: [T, Hq, R], queries times W^UK of their heads, the sequences' one after another.
+        rotated: [T, Hq, P], the part of the queries that is rotated, after RoPE.
+        inputs: What they see; its pool is one for latents.
+
+    Returns:
+        [T, Hq, R] in the type of `q`; W^UV makes values of it.
+    """
+    return reference_latent.latent_attention(q, rotated, inputs)
+
+
+def heads_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Each head by a matrix of its own: float [T, H, n] times [H, n, m], in the type of `x`."""
+    return reference_latent.heads_product(x, weight)
 
 
 def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -24,6 +24,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
+from formats.families.family import LatentAttention, latent_sizes
+from formats.families.registry import find_family
 from formats.scheme import KVCacheSpec
 from kernels.numerics import TYPES, dequantize, fake_quantize, fake_quantize_activations
 
@@ -50,6 +52,7 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
             if hasattr(module, "layer_idx"):
                 static = scales[module.layer_idx][1] if scales else (None, None)
                 module.fake_cache = checkpoint.scheme.kv_cache, *static
+                _round_latents(module, checkpoint)
     with torch.no_grad(), RoundedInputs(checkpoint, model):
         return model(ids[None]).logits[0].float()
 
@@ -134,13 +137,28 @@ def cached(x: Tensor, spec: KVCacheSpec, scale: Tensor | None) -> Tensor:
     return fake_quantize(x, by_channel.expand(-1, *x.shape[2:])[None], TYPES[spec.dtype])
 
 
+def _round_latents(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Round what the latent's norm gives, where an attention module caches that in place of V."""
+    family = find_family(checkpoint.config)
+    if family is None or not isinstance(family.attention, LatentAttention):
+        return
+    spec, _, scale = module.fake_cache
+    module.rotated_size = latent_sizes(checkpoint.config).rotated
+    module.get_submodule(family.attention.kv_norm).register_forward_hook(
+        lambda _, __, latent: cached(latent[:, None], spec, scale)[:, 0]
+    )
+
+
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ):
     """The eager attention of a model's own code, over K and V as the cache gives them back."""
     spec, k_scale, v_scale = module.fake_cache
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    key, value = cached(key, spec, k_scale), cached(value, spec, v_scale)
+    if (size := getattr(module, "rotated_size", None)) is not None:
+        key = torch.cat((key[..., :-size], cached(key[..., -size:], spec, k_scale)), -1)
+    else:
+        key, value = cached(key, spec, k_scale), cached(value, spec, v_scale)
     return eager(module, query, key, value, *args, **kwargs)
 
 

@@ -33,7 +33,7 @@ FLOORS = {
         numerics attention_inputs activations devices
         two_level reference
         reference_attention
-        cpu
+        reference_latent cpu
         weights
         ops triton
         bench""",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inference.cpu.batch import Batch
+from inference.cpu.latent import attend_latents
 from inference.cpu.layers import CpuExperts, Linear
 from inference.cpu.routing import route, sigmoid
 from inference.models.decoder import Decoder, Layer
@@ -87,6 +88,10 @@ def _attend(
         inputs: What the queries see.
     """
     c = model.config
+    if layer.latent is not None:
+        turn = layer.cos[batch.positions].to(x.dtype), layer.sin[batch.positions].to(x.dtype)
+        heads = attend_latents(c, layer.latent, layer.qkv(x), turn, batch, inputs)
+        return layer.o(heads.flatten(-2))
     heads = layer.qkv(x).unflatten(-1, (-1, c.head_dim))
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
     q, k = _heads_normed(q, layer.q_norm, c.eps), _heads_normed(k, layer.k_norm, c.eps)

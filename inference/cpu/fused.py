@@ -77,6 +77,7 @@ def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | Non
         or after
         or whole
         or layer.sinks is not None
+        or layer.latent is not None
     ):
         return None
     linears = (layer.qkv, layer.o, own.gate_up, own.down)

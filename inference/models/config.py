@@ -12,7 +12,16 @@ from transformers import AutoConfig, PretrainedConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.family import Family, QKNorm, heads_of, needed, rotary_order
+from formats.families.family import (
+    Family,
+    LatentAttention,
+    LatentSizes,
+    QKNorm,
+    heads_of,
+    latent_sizes,
+    needed,
+    rotary_order,
+)
 from formats.families.registry import family_of
 from inference.models.model import KVHeads
 from inference.models.rotary import Growth, Rotary, read_growth, read_rotary
@@ -101,6 +110,8 @@ class ModelConfig:
         growth: How q grows with its position, or None.
         channels: Channels of a head of q and k as they are held, by their places as they
             are stored; None where they are alike.
+        latent: Sizes of latent attention; None of other attention. `head_dim` is then that of what
+            turns of a head of q and k, and `kv_heads` one.
         routing: How experts are chosen; None for dense families.
         tied: Whether the embedding is the head's weight, if there is no other.
     """
@@ -125,6 +136,7 @@ class ModelConfig:
     rotary: tuple[Rotary, ...]
     growth: Growth | None
     channels: tuple[int, ...] | None
+    latent: LatentSizes | None
     routing: Routing | None
     tied: bool
 
@@ -141,7 +153,10 @@ class ModelConfig:
     @property
     def cached(self) -> tuple[KVHeads, ...]:
         """What the cache holds of a token, layer by layer."""
-        return (KVHeads(self.kv_heads, self.head_dim, self.head_dim, self.channels),) * self.layers
+        heads = KVHeads(self.kv_heads, self.head_dim, self.head_dim, self.channels)
+        if self.latent is not None:  # calibration sees its keys in the order in which they run
+            heads = KVHeads(1, self.latent.rotated, self.latent.rank, latent=True)
+        return (heads,) * self.layers
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
@@ -160,6 +175,9 @@ class ModelConfig:
                 "config.json: use_bidirectional_attention is true. Models whose tokens see later "
                 "ones do not generate text token by token, and are not run"
             )
+        latent = None
+        if isinstance(family.attention, LatentAttention):
+            latent = latent_sizes(config.to_dict())
         heads, factors = heads_of(config.to_dict()), family.multipliers
         residual = _number(config, factors.residual) or 1.0
         return cls(
@@ -167,13 +185,13 @@ class ModelConfig:
             layers=config.num_hidden_layers,
             hidden_size=config.hidden_size,
             heads=heads.query,
-            kv_heads=heads.kv,
+            kv_heads=heads.kv if latent is None else 1,
             head_dim=heads.size,
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
             eps=getattr(config, family.norms.eps_setting) / residual**2,
             activation=_activation(family, config),
-            scale=_scale(family, config, heads.size),
+            scale=_scale(family, config, heads.size, latent),
             softcap=_number(config, family.attention.softcap_setting),
             embedding_scale=_embedding_scale(family, config) / residual,
             logits_divisor=_number(config, factors.logits) or 1.0,
@@ -183,6 +201,7 @@ class ModelConfig:
             rotary=read_rotary(family, config),
             growth=read_growth(family, config),
             channels=_channels(family, config),
+            latent=latent,
             routing=_routing(family, config),
             tied=config.tie_word_embeddings,
         )
@@ -216,12 +235,28 @@ def _activation(family: Family, config: PretrainedConfig) -> Activation:
     return found
 
 
-def _scale(family: Family, config: PretrainedConfig, head_dim: int) -> float:
+def _scale(
+    family: Family, config: PretrainedConfig, head_dim: int, latent: LatentSizes | None
+) -> float:
+    if latent is not None:
+        return _latent_scale(latent, config.rope_parameters or {})
     scale = family.attention.scale
     if scale == "head_size":
         return head_dim**-0.5
     key, power = scale
     return float(getattr(config, key)) ** power
+
+
+def _latent_scale(sizes: LatentSizes, rotation: Mapping[str, Any]) -> float:
+    """By the size of a head of q; YaRN multiplies it for both (arXiv 2309.00071, section 3.4).
+
+    The factor is (0.1 m ln s + 1)^2, m `mscale_all_dim`, s the factor of the positions.
+    """
+    own, kind = (sizes.plain + sizes.rotated) ** -0.5, rotation.get("rope_type", "default")
+    strength, factor = rotation.get("mscale_all_dim"), rotation.get("factor") or 1.0
+    if kind == "default" or not strength or factor <= 1:
+        return own
+    return own * (0.1 * strength * math.log(factor) + 1.0) ** 2
 
 
 def _qk_norm(family: Family, config: PretrainedConfig) -> QKNorm:

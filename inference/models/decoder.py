@@ -23,12 +23,14 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.families.family import LatentAttention
 from formats.families.names import EMBEDDING, FINAL_NORM, HEAD
 from formats.families.registry import block_names
 from formats.memory import release_freed_memory
 from inference.models.config import ModelConfig
 from inference.models.feed_forward import FeedForward, load_feed_forward
 from inference.models.fold import held_heads, held_norm, with_divided_input
+from inference.models.latent import LatentProjections, load_latent
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear, read_linear
 from inference.models.shapes import check_shapes
@@ -45,7 +47,8 @@ class Layer(Generic[L, X]):
         cos: fp32 [longest, D], of the rotation of q and k; shared by the layers that turn alike.
         sin: fp32 [longest, D].
         before_attention: Weight of the norm of what attention reads [H], if there is one.
-        qkv: q, k and v merged.
+        qkv: All that reads what attention reads, merged: q, k and v, or of latent attention q, or
+            its latent, and what is cached.
         q_norm: Weight of the norm of q before its rotation: of each head [D], or of the whole
             projection [Hq D]; None without one.
         k_norm: The same of k, [D] or [Hkv D].
@@ -53,6 +56,7 @@ class Layer(Generic[L, X]):
         o: Attention's output projection.
         after_attention: Weight of the norm of what attention adds [H], if there is one.
         before_feed_forward: Weight of the norm of what the feed-forward layer reads, if any.
+        latent: The rest of latent attention's projections; None of other attention.
         feed_forward: The feed-forward layer.
         after_feed_forward: Weight of the norm of what it adds, if there is one.
     """
@@ -69,11 +73,13 @@ class Layer(Generic[L, X]):
     before_feed_forward: Tensor | None
     after_feed_forward: Tensor | None
     feed_forward: FeedForward[L, X]
+    latent: LatentProjections[L] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its linear layers."""
-        return self.qkv.nbytes + self.o.nbytes + self.feed_forward.nbytes
+        latent = 0 if self.latent is None else self.latent.nbytes
+        return self.qkv.nbytes + self.o.nbytes + latent + self.feed_forward.nbytes
 
 
 class Decoder(Generic[L, X]):
@@ -180,15 +186,25 @@ class Decoder(Generic[L, X]):
                 return None
             return held_norm(self._vector(f"{attention}.{name}"), config.channels)
 
-        heads = config.heads + config.kv_heads
-        turning = partial(held_heads, heads=heads, channels=config.channels)
+        if isinstance(names, LatentAttention):
+            assert config.latent is not None
+            qkv, latent = load_latent(
+                self._checkpoint, attention, names, config.latent, config.channels, self._factory
+            )
+            q_norm = k_norm = None
+        else:
+            heads = config.heads + config.kv_heads
+            turning = partial(held_heads, heads=heads, channels=config.channels)
+            qkv = self._linear(*(f"{attention}.{part}" for part in names.qkv), fold=turning)
+            q_norm, k_norm, latent = head_norm(names.q_norm), head_norm(names.k_norm), None
         return Layer(
             cos=cos,
             sin=sin,
             before_attention=norm(norms.before_attention),
-            qkv=self._linear(*(f"{attention}.{part}" for part in names.qkv), fold=turning),
-            q_norm=head_norm(names.q_norm),
-            k_norm=head_norm(names.k_norm),
+            qkv=qkv,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            latent=latent,
             sinks=self._sinks(f"{attention}.{names.sinks}") if names.sinks else None,
             o=self._linear(f"{attention}.{names.o}"),
             after_attention=norm(norms.after_attention),

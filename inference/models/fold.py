@@ -10,6 +10,7 @@ k have one order, so that their products do not change; V and what reads it stay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -33,8 +34,16 @@ def held_heads(stored: StoredLinear, heads: int, channels: Channels) -> StoredLi
     rows = torch.arange(len(stored.weight), device=stored.weight.device)
     turning = rows[: heads * len(channels)].view(heads, -1)
     turning.copy_(turning[:, channels])
+    return with_rows(stored, rows)
+
+
+def with_rows(stored: StoredLinear, rows: Tensor | Sequence[int]) -> StoredLinear:
+    """A layer with its outputs in another order: the places they have as they are stored."""
+    index = torch.as_tensor(rows, device=stored.weight.device)
+    if bool((index == torch.arange(len(index), device=index.device)).all()):
+        return stored
     taken = (stored.weight, stored.scale, stored.zero_point, stored.bias)
-    weight, scale, zero_point, bias = (None if t is None else _rows(t, rows) for t in taken)
+    weight, scale, zero_point, bias = (None if t is None else _rows(t, index) for t in taken)
     assert weight is not None
     return replace(stored, weight=weight, scale=scale, zero_point=zero_point, bias=bias)
 

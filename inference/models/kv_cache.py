@@ -103,14 +103,15 @@ class CacheShape:
         Args:
             device: Where it lies.
             dtype: Of K and V where they are not quantized.
-            tokens_last: Whether values lie as [blocks, Hkv, D, 64], not as [blocks, Hkv, 64, D].
+            tokens_last: Whether values lie as [blocks, Hkv, D, 64], not as [blocks, Hkv, 64, D];
+                latents, which are keys too, never do.
             dynamic_scales: Type of scales that are taken from the data.
         """
         pools = []
         for layer in self.layers:
             heads = layer.heads
             places = (self.blocks, heads.count, KV_BLOCK)
-            own = (KV_BLOCK, heads.v_size)[:: -1 if tokens_last else 1]
+            own = (KV_BLOCK, heads.v_size)[:: -1 if tokens_last and not heads.latent else 1]
             k, v = (
                 torch.zeros(shape, dtype=self._stored(dtype), device=device)
                 for shape in ((*places, heads.k_size), (*places[:2], *own))
@@ -134,6 +135,16 @@ class CacheShape:
 
 def _fitted(layer: LayerCache, sizes: Callable[[int, int], tuple[int, int]]) -> LayerCache:
     heads, scales = layer.heads, layer.scales
+    if heads.latent:  # its kernels take any size, and a scale of each number
+        own = (
+            None
+            if scales is None
+            else (
+                scales[0].reshape(1, -1).expand(1, heads.k_size),
+                scales[1].reshape(1, -1).expand(1, heads.v_size),
+            )
+        )
+        return replace(layer, scales=own)
     wider = KVHeads(heads.count, *sizes(heads.k_size, heads.v_size))
     if scales is not None and scales[0].dim() > 1:  # of each channel of K
         added = wider.k_size - heads.k_size

@@ -17,12 +17,14 @@ class KVHeads:
         v_size: Numbers of a head of V.
         channels: Places of the numbers of a head of K in what static scales are stored for, in the
             order in which the cache holds them; None where they are alike.
+        latent: Whether "K" is the rotated part of the keys and "V" the latent of latent attention.
     """
 
     count: int
     k_size: int
     v_size: int
     channels: tuple[int, ...] | None = None
+    latent: bool = False
 
 
 class ModelShape(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.families.family import LatentAttention, LatentSizes
 from formats.families.names import EMBEDDING, FINAL_NORM, HEAD, role_of, split_name
 from inference.models.config import ModelConfig
 
@@ -45,6 +46,10 @@ def _wanted(checkpoint: Checkpoint, config: ModelConfig, module: str) -> Shape |
     leaf = parts[2]
     if leaf in (*norms.before, *norms.after):
         return (hidden,)
+    if isinstance(attention, LatentAttention):
+        assert config.latent is not None
+        own = _of_latent(attention, config.latent, hidden).get(leaf)
+        return own or _of_feed_forward(checkpoint, config, module)
     if leaf in (attention.q_norm, attention.k_norm) and config.qk_norm != "none":
         whole = queries if leaf == attention.q_norm else keys
         return (config.head_dim if config.qk_norm == "head" else whole,)
@@ -54,10 +59,30 @@ def _wanted(checkpoint: Checkpoint, config: ModelConfig, module: str) -> Shape |
             return rows[role], hidden
         case "o":
             return hidden, queries
+    return _of_feed_forward(checkpoint, config, module)
+
+
+def _of_latent(names: LatentAttention, sizes: LatentSizes, hidden: int) -> dict[str, Shape]:
+    """Shapes of the weights of latent attention, by the names of its parts."""
+    queries, rank = sizes.heads * (sizes.plain + sizes.rotated), sizes.query_rank or 0
+    return {
+        names.q: (queries, hidden),
+        names.q_a: (rank, hidden),
+        names.q_norm: (rank,),
+        names.q_b: (queries, rank),
+        names.kv_a: (sizes.rank + sizes.rotated, hidden),
+        names.kv_norm: (sizes.rank,),
+        names.kv_b: (sizes.heads * (sizes.plain + sizes.value), sizes.rank),
+        names.o: (hidden, sizes.heads * sizes.value),
+    }
+
+
+def _of_feed_forward(checkpoint: Checkpoint, config: ModelConfig, module: str) -> Shape | None:
+    match role_of(module):
         case "gate" | "up":
-            return *checkpoint.weight_shape(module)[:1], hidden
+            return *checkpoint.weight_shape(module)[:1], config.hidden_size
         case "down":
-            return hidden, *_gate_rows(checkpoint, config, module)
+            return config.hidden_size, *_gate_rows(checkpoint, config, module)
     return None
 
 

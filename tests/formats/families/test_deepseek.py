@@ -1,0 +1,127 @@
+"""DeepSeek V2, V2-Lite and V3: latent attention, whose cache holds latents, and their mixtures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from formats.families.groups import common_inputs, merged_layers, smoothing_groups
+from formats.families.registry import family_of
+from inference.config import EngineConfig
+from inference.engine import Engine
+from ptq.pipeline.driver import quantize_tokens
+from tests.families import check_blocks, check_engine, check_quantized, distance
+from tests.ptq.quantizing import make_plan, random_tokens
+
+EXPERTS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+GROUPS = {"n_group": 2, "topk_group": 1}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+KINDS = {
+    "v2": ("deepseek_v2", GROUPS | {"topk_method": "group_limited_greedy"}),
+    "v2_lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
+    "v3": (
+        "deepseek_v3",
+        GROUPS | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "v3_halves": ("deepseek_v3", GROUPS | {"rope_interleave": False}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, make_model):
+    kind, own = KINDS[request.param]
+    return make_model(kind, **(LATENT | EXPERTS | own))
+
+
+def test_logits_are_those_of_transformers(folder):
+    check_engine(folder, random_tokens(1, 70).ids[0].clamp(min=1))
+
+
+def test_blocks_are_those_of_transformers(folder):
+    check_blocks(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [("v3", "a8w8c8"), ("v2", "w4"), ("v2_lite", "fp8_channel")]
+)
+def test_a_quantized_checkpoint_runs_here_and_in_transformers(make_model, tmp_path, name, preset):
+    kind, own = KINDS[name]
+    if preset == "a8w8c8":  # transformers reads no static inputs of experts
+        own = own | {"first_k_dense_replace": 2}
+    checkpoint = check_quantized(make_model(kind, **(LATENT | EXPERTS | own)), tmp_path, preset)
+    absorbed = checkpoint.scheme_of("model.layers.0.self_attn.kv_b_proj")
+    assert absorbed.weights == checkpoint.scheme.weights
+    assert absorbed.activations is None
+
+
+@pytest.fixture(scope="module")
+def c8(make_model, tmp_path_factory):
+    """V2-Lite with a calibrated cache alone."""
+    kind, own = KINDS["v2_lite"]
+    model = make_model(kind, **(LATENT | EXPERTS | own))
+    plan = make_plan(model, tmp_path_factory.mktemp("c8"), "c8", methods=())
+    return quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+
+
+def test_static_scales_of_the_latent_are_its_channels(c8):
+    checkpoint = Checkpoint.open(c8, verify=True)
+    k, v = checkpoint.kv_scales["model.layers.0.self_attn"]
+    assert (k.shape, v.shape) == ((1,), (1, LATENT["kv_lora_rank"]))
+    table = checkpoint.scale_table
+    assert table is not None
+    rows = [table.get("model.layers.0.self_attn", role) for role in ("k_cache", "v_cache")]
+    assert [row and row.granularity for row in rows] == ["per_head", "per_channel"]
+
+
+def test_int8_latents_change_logits_little(c8):
+    ids = random_tokens().sequences()[1].tolist()
+    sizes = EngineConfig(max_batched_tokens=16, max_model_len=512)
+    engines = [Engine.from_pretrained(c8, config=sizes, quantized_kv=q) for q in (False, True)]
+    exact, ours = (engine.score(ids) for engine in engines)
+    assert 0 < distance(ours, exact) < 0.02
+    assert [e.kv_bytes_per_token for e in engines] == [2 * 4 * (128 + 16), 2 * (128 + 16)]
+
+
+def test_chunks_and_single_tokens_give_the_same_bits(c8):
+    ids = random_tokens().sequences()[1][:70].tolist()
+    whole, steps = (
+        Engine.from_pretrained(
+            c8, config=EngineConfig(max_batched_tokens=tokens, max_model_len=512)
+        ).score(ids)
+        for tokens in (128, 7)
+    )
+    assert torch.equal(whole, steps)
+
+
+def test_layers_that_belong_together():
+    family = family_of({"model_type": "deepseek_v3"})
+    leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    names = [f"b.self_attn.{leaf}" for leaf in leaves]
+    q_a, q_b, kv_a, kv_b, _ = names
+    assert merged_layers(family, "b", names) == dict.fromkeys(
+        (q_a, kv_a), "b.self_attn.fused_qkv_a_proj"
+    )
+    inputs = common_inputs(family, "b", names)
+    assert inputs[q_a] == inputs[kv_a]
+    assert not {q_b, kv_b} & inputs.keys()
+    groups = smoothing_groups(family, "b", names, ("attention_input", "attention_output"))
+    assert {group.source: group.consumers for group in groups} == {
+        "b.input_layernorm": (q_a, kv_a),
+        "b.self_attn.q_a_layernorm": (q_b,),
+    }
