@@ -36,6 +36,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of prompt and completion; default: what the model allows, up to 4096",
     )
+    parser.add_argument(
+        "--transformers-code",
+        action="store_true",
+        help="run the model by transformers' own code, as models are run that are not declared "
+        "here; slower",
+    )
 
 
 def _length(text: str) -> int:
@@ -51,7 +57,11 @@ def open_engine(folder: Path, arguments: argparse.Namespace, batch_size: int) ->
         CheckpointError: the checkpoint is damaged, or of a kind that is not run here.
         EngineError: the device is not one that is run on, or its memory is too small.
     """
-    config = EngineConfig(max_batch_size=batch_size, max_model_len=arguments.max_model_len)
+    config = EngineConfig(
+        max_batch_size=batch_size,
+        max_model_len=arguments.max_model_len,
+        transformers_code=arguments.transformers_code,
+    )
     return engines.Engine.from_pretrained(folder, config=config, device=arguments.device)
 
 

@@ -22,9 +22,8 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
-from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape
-from inference.models.layers import L, LayerFactory, X
+from inference.models.layers import L_co, LayerFactory, X_co
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
@@ -62,7 +61,7 @@ class Loop(Protocol):
         ...
 
 
-class Backend(LayerFactory[L, X], Protocol[L, X]):
+class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
     """A device, and the kernels that run decoders there."""
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
@@ -91,7 +90,7 @@ class Backend(LayerFactory[L, X], Protocol[L, X]):
 
     def loop(
         self,
-        model: Decoder[L, X],
+        model: Any,
         pools: Sequence[KVPool],
         scheduler: Scheduler,
         sizes: EngineConfig,

@@ -38,6 +38,8 @@ class EngineConfig(Strict):
             change the last bits of its logits.
         eager: On a GPU, launch kernels one by one and wait for every step: no CUDA graphs, and no
             step before the tokens of the last are known. Slower, with equal tokens.
+        transformers_code: Run a model of a declared family by transformers' own code, as those are
+            run that no family declares. Slower.
     """
 
     max_batch_size: int = Field(default=16, ge=1)
@@ -49,6 +51,7 @@ class EngineConfig(Strict):
     prefix_cache: bool = True
     target_itl_ms: float | None = Field(default=None, gt=0)
     eager: bool = False
+    transformers_code: bool = False
 
     def sizes(self, positions: int) -> tuple[int, int]:
         """Most tokens of a request, and blocks of the cache, for a model of so many positions.

@@ -27,9 +27,8 @@ from formats.errors import EngineError, PTQError, RequestError
 from formats.tokenizer import end_tokens, load_tokenizer
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
-from inference.models.config import ModelConfig
-from inference.models.decoder import Decoder, Layer
 from inference.models.kv_cache import CacheShape, change_blocks
+from inference.models.model import Model
 from inference.requests.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
@@ -40,6 +39,7 @@ from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
 from inference.structured.compiler import GrammarCompiler
+from inference.transformers_code.choose import check_config, load_model, read_shape
 from kernels.attention_inputs import KVPool
 
 
@@ -57,7 +57,7 @@ class Engine:
         checkpoint: What was loaded.
         tokenizer: A transformers tokenizer.
         backend: The device that it runs on.
-        model: The decoder.
+        model: What runs: a decoder as its family is declared, or transformers' own code.
         config: Sizes, all resolved.
         quantized_kv: Whether K and V are quantized in the cache.
         pools: The cache, layer by layer.
@@ -78,10 +78,10 @@ class Engine:
         quantized_kv: bool = True,
     ) -> None:
         self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
-        shape = ModelConfig.from_checkpoint(checkpoint)
+        shape = read_shape(checkpoint, backend, transformers_code=config.transformers_code)
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
-            self.model = Decoder(checkpoint, backend, length)
+            self.model: Model = load_model(checkpoint, shape, backend, length)
         spec = checkpoint.scheme.kv_cache if quantized_kv else None
         self.quantized_kv = spec is not None
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
@@ -117,7 +117,7 @@ class Engine:
             self.model, self.pools, self._scheduler, self.config, self._requests
         )
 
-    def variant(self, layers: Sequence[Layer[Any, Any]], pools: Sequence[KVPool]) -> Engine:
+    def variant(self, layers: Sequence[Any], pools: Sequence[KVPool]) -> Engine:
         """An idle engine that differs from this one in blocks or in its cache; nothing is copied.
 
         Args:
@@ -157,7 +157,7 @@ class Engine:
         """
         require_device(device)  # first: the rest takes its time
         checkpoint = Checkpoint.open(path, quantized_kv=quantized_kv, revision=revision)
-        ModelConfig.from_checkpoint(checkpoint)  # before the tokenizer, which reads config.json too
+        check_config(checkpoint)  # before the tokenizer, which reads config.json too
         tokenizer = load_tokenizer(checkpoint.path)
         backend = choose_backend(device, checkpoint, dtype)
         sizes = config or EngineConfig()

@@ -1,7 +1,8 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
     ptq          text, output < methods < result, recipe < plan < pipeline, peers < report < commands
-    inference    requests < scheduling < config < models < cpu, gpu < backend < engine < bench, server
+    inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
+                 < engine < bench, server
     calibrate    from a model and text to statistics
     formats      scheme < families < published < modeling < stored < foreign < checkpoint
     kernels      numerics < reference < cpu < ops < triton < bench
@@ -58,6 +59,7 @@ FLOORS = {
         scheduling
         config structured
         models
+        transformers_code
         cpu gpu
         backend
         accuracy engine prompts

@@ -76,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
         help="compare with the same model and a cache of this type",
     )
     made.add_argument(
+        "--against-transformers-code",
+        action="store_true",
+        help="compare with the same model run by transformers' own code",
+    )
+    made.add_argument(
         "--device", type=device, default="cpu", help="cpu (the default), cuda or cuda:N"
     )
     made.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="N")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -82,13 +83,24 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Measu
         names[-1] = Path(names[-1]).name
     rows = zip(names, checkpoints, engines, strict=True)
     models = [MeasuredModel(n, f"{n}: {_about(found)}", worker.run) for n, found, worker in rows]
-    for kind in arguments.against_kv:
-        kept = config.model_copy(update={"kv_dtype": kind})
-        source = replace(sources[-1], config=kept, quantized_kv=False)
+    for name, source in _variants(arguments, sources[-1]):
         worker = stack.enter_context(EngineProcess(source))
-        name = f"{names[-1]}, {kind} cache"
+        name = f"{names[-1]}, {name}"
         models.insert(-1, MeasuredModel(name, f"{name}: the same weights", worker.run))
     return [*models[:-1], *(MeasuredModel(p.name, p.note, p.run) for p in peers), models[-1]]
+
+
+def _variants(
+    arguments: argparse.Namespace, source: EngineSource
+) -> Iterator[tuple[str, EngineSource]]:
+    """The same checkpoint run in other ways, and what these are called."""
+    config = source.config
+    for kind in arguments.against_kv:
+        kept = config.model_copy(update={"kv_dtype": kind})
+        yield f"{kind} cache", replace(source, config=kept, quantized_kv=False)
+    if arguments.against_transformers_code:
+        kept = config.model_copy(update={"transformers_code": True})
+        yield "transformers' code", replace(source, config=kept)
 
 
 def _place(arguments: argparse.Namespace, work: Path) -> tuple[Path, str]:

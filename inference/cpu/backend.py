@@ -12,6 +12,7 @@ from torch import Tensor
 from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
+from inference.cpu.code_step import forward_code
 from inference.cpu.decoder import CpuDecoder, forward_by_ops
 from inference.cpu.fused import fuse
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
@@ -21,6 +22,7 @@ from inference.models.kv_cache import CacheShape
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
+from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KVPool
 
 
@@ -61,14 +63,18 @@ class CpuBackend:
         dtype = shape.dtype or self.dtype
         return shape.allocate(self.device, dtype, tokens_last=False, dynamic_scales=torch.float32)
 
-    def forward(self, model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor]:
-        """What runs the steps of a decoder on a cache: logits [R, vocabulary] of a batch."""
+    def forward(
+        self, model: CpuDecoder | CodeModel, pools: Sequence[KVPool]
+    ) -> Callable[[Batch], Tensor]:
+        """What runs the steps of a model on a cache: logits [R, vocabulary] of a batch."""
+        if isinstance(model, CodeModel):
+            return partial(forward_code, model, pools)
         fused = fuse(model, pools) if self._fused else None
         return fused or partial(forward_by_ops, model, pools)
 
     def loop(
         self,
-        model: CpuDecoder,
+        model: CpuDecoder | CodeModel,
         pools: Sequence[KVPool],
         scheduler: Scheduler,
         sizes: EngineConfig,

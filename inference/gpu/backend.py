@@ -22,6 +22,7 @@ from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import blocks_for
 from inference.scheduling.scheduler import Scheduler
+from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
 
@@ -96,7 +97,7 @@ class TritonBackend:
 
     def loop(
         self,
-        model: GpuDecoder,
+        model: GpuDecoder | CodeModel,
         pools: Sequence[KVPool],
         scheduler: Scheduler,
         sizes: EngineConfig,

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference.gpu.code_step import asks_host, forward_code
 from inference.gpu.decoder import GpuBatch, GpuDecoder, forward
 from inference.gpu.edit_tables import EditTables
 from inference.gpu.feed_forward import as_one
@@ -42,6 +43,7 @@ from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.sampler import rank
 from inference.scheduling.sequence import PENDING
 from inference.scheduling.work import Work
+from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KVPool
 from kernels.devices import launches_on
 from kernels.triton.common import Workspace
@@ -145,7 +147,7 @@ class GpuRunner:
 
     def __init__(
         self,
-        model: GpuDecoder,
+        model: GpuDecoder | CodeModel,
         pools: Sequence[KVPool],
         device: torch.device,
         batch: RunningBatch,
@@ -238,6 +240,8 @@ class GpuRunner:
     def _asks_nothing(self, size: Size) -> bool:
         """Whether a step of a size asks nothing of the host, and so can be captured."""
         tokens = size.tokens if size.prompts else None
+        if isinstance(self.model, CodeModel):  # found out by its first step
+            return True
         return all(as_one(layer.feed_forward, tokens) for layer in self.model.layers)
 
     def _size(self, work: Work) -> Size | WholeSize:
@@ -274,8 +278,14 @@ class GpuRunner:
 
     def _run(self, x: Mapping[str, Tensor], size: Size) -> tuple[Tensor, Tensor]:
         """Logits and next tokens of the rows of a padded step."""
-        logits = forward(self.model, self._pools, self._inputs(x, size.decodes, padded=True))
+        logits = self._forward(self._inputs(x, size.decodes, padded=True))
         return logits, self._choose(logits, x)
+
+    def _forward(self, batch: GpuBatch) -> Tensor:
+        """Logits fp32 [R, vocabulary] of the tokens of a step."""
+        if isinstance(self.model, CodeModel):
+            return forward_code(self.model, self._pools, batch)
+        return forward(self.model, self._pools, batch)
 
     def _graph_for(self, size: Size) -> Captured | None:
         """The graph that a step is replayed as; None if it runs kernel by kernel."""
@@ -283,6 +293,8 @@ class GpuRunner:
             return None
         if size.prompts and size not in self._seen:
             self._seen.add(size)
+            return None
+        if not self._captured and isinstance(self.model, CodeModel) and self._must_wait(size):
             return None
         try:
             return self._graph_of(size)
@@ -299,6 +311,19 @@ class GpuRunner:
                 )
             self._short.add(size)
             return None
+
+    def _must_wait(self, size: Size) -> bool:
+        """Whether transformers' code asks the host during a step; then no step is captured."""
+        x = self._uploaded(size, self._planned(Work.nothing(self._batch), size)[0].block)
+        self._run(x, size)  # kernels are compiled before
+        self._graphs = not asks_host(lambda: self._run(x, size))
+        if not self._graphs:
+            log.warning(
+                "%s: the model's code asks the host during a step, which no CUDA graph holds; "
+                "steps run kernel by kernel",
+                self._device,
+            )
+        return not self._graphs
 
     def _graph_of(self, size: Size) -> Captured:
         if size not in self._captured:
@@ -324,7 +349,7 @@ class GpuRunner:
     def _whole(self, size: WholeSize, block: Tensor) -> tuple[Tensor, Tensor]:
         """A step as it is: logits, and the next tokens of those that sample."""
         x = self._uploaded(size, block)
-        logits = forward(self.model, self._pools, self._inputs(x, size.decodes, padded=False))
+        logits = self._forward(self._inputs(x, size.decodes, padded=False))
         return logits, self._choose(logits[x["samples"]], x)
 
     def _inputs(self, x: Mapping[str, Tensor], decodes: int, *, padded: bool) -> GpuBatch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
-from formats.families.registry import attention_names
+from formats.modeling.layers import attention_names
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.models.fold import held_scales
@@ -65,8 +65,9 @@ class CacheShape:
             spec: How K and V are quantized, or None.
         """
         assert sizes.kv_blocks is not None
-        names = attention_names(checkpoint.config)
-        scales = [None if spec is None else checkpoint.kv_scales.get(name) for name in names]
+        scales: list[tuple[Tensor, Tensor] | None] = [None] * len(model.cached)
+        if spec is not None and not spec.dynamic:
+            scales = [checkpoint.kv_scales[name] for name in attention_names(checkpoint.config)]
         return cls(
             blocks=sizes.kv_blocks,
             layers=[

@@ -15,6 +15,10 @@ from inference.models.read import StoredLinear
 class LinearLayer(Protocol):
     """A linear layer as a backend holds it; how it is run is between the backend's own parts."""
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, K] float -> [T, N] in the type of `x`."""
+        ...
+
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""

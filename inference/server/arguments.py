@@ -27,6 +27,7 @@ def sizes(arguments: argparse.Namespace) -> EngineConfig:
         kv_memory=arguments.kv_memory or SHARES[kind],
         prefix_cache=not arguments.no_prefix_cache,
         target_itl_ms=arguments.target_itl,
+        transformers_code=arguments.transformers_code,
     )
 
 

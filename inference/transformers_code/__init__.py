@@ -1,0 +1,1 @@
+"""Models run by transformers' own code, with our linear layers and our paged cache inside."""

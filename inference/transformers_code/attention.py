@@ -1,0 +1,167 @@
+"""Attention as transformers' code calls it, over the cache of the step that runs.
+
+transformers' models call one function for attention, which is chosen by a name
+(`transformers.AttentionInterface`). Under `NAME` they call the one here, with q, k and v of all
+tokens of a step in one row [1, heads, T, D]: it hands them to the step (`Step`), which puts k and v
+into the cache of the layer and attends over what each token's sequence has there. Masks are not
+built: what a token sees is known by `formats.modeling`. A bound of the logits (`softcap`) and sinks
+(`s_aux`) come as arguments; one that is not known here, and says something, is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from formats.errors import CheckpointError
+
+NAME = "ptq_paged"
+NEUTRAL = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "dropout",
+        "is_causal",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+        "use_cache",
+    }
+)  # said otherwise, or of no effect on a step
+
+TAKEN = frozenset({"softcap", "s_aux"})
+
+
+@dataclass(frozen=True)
+class Query:
+    """Queries, keys and values of a step in one layer, and how attention combines them.
+
+    Attributes:
+        q: [T, Hq, D], turned where the model turns them.
+        k: [T, Hkv, D].
+        v: [T, Hkv, Dv].
+        scale: Factor of q k^T.
+        softcap: Bound of the logits, or None.
+        sinks: A logit of each query head without a value [Hq], or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Step(Protocol):
+    """The tokens of one step on a device, and the cache."""
+
+    @property
+    def ids(self) -> Tensor:
+        """int64 [T]."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], of each token in its sequence."""
+        ...
+
+    @property
+    def rows(self) -> Tensor | None:
+        """int64 [R], the tokens whose logits are wanted; None for all."""
+        ...
+
+    def attend(self, layer: int, own: Query) -> Tensor:
+        """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
+        ...
+
+
+@dataclass
+class _Running:
+    step: Step
+    layer: int = 0  # of the next call: blocks come in their order
+
+
+_running: ContextVar[_Running] = ContextVar("running")
+
+
+@contextmanager
+def running(step: Step, layers: int) -> Iterator[None]:
+    """Calls of attention in the block are this step's, one for each layer.
+
+    Raises:
+        CheckpointError: there were more or fewer.
+    """
+    own = _Running(step)
+    token = _running.set(own)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+    if own.layer != layers:
+        raise CheckpointError(
+            f"transformers' code called attention {own.layer} times for {layers} layers; such a "
+            "model is not run here"
+        )
+
+
+def current_step() -> Step:
+    """The step that runs."""
+    return _running.get().step
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' code calls for attention; [1, heads, T, D] each, gives [1, T, Hq, Dv].
+
+    Raises:
+        CheckpointError: an argument changes attention in a way that is not known here.
+    """
+    unknown = [name for name, value in others.items() if value is not None and name not in NEUTRAL]
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if others.get("is_causal") is False:
+        unknown.append("is_causal")
+    if unknown:
+        raise CheckpointError(
+            f"{type(module).__name__}: transformers' code gives attention {', '.join(unknown)}, "
+            "which is not run here"
+        )
+    now = _running.get()
+    layer, now.layer = now.layer, now.layer + 1
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return now.step.attend(layer, Query(q, k, v, scale, softcap, s_aux))[None], None
+
+
+def widened(x: Tensor, size: int) -> Tensor:
+    """Heads [T, heads, D] with zeros behind their numbers, up to a size."""
+    missing = size - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+AttentionInterface.register(NAME, attend)

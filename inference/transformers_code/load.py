@@ -1,0 +1,197 @@
+"""transformers' code of a model, loaded: its linear layers a backend's, all else as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
+from formats.families.family import merged_rows
+from formats.families.registry import find_family
+from formats.memory import release_freed_memory
+from formats.modeling.experts import Experts
+from formats.modeling.load import materialize
+from formats.modeling.model import found_model
+from formats.modeling.structure import Structure
+from inference.models.config import transformers_config
+from inference.models.layers import LayerFactory, LinearLayer
+from inference.models.read import read_linear
+from inference.transformers_code.attention import NAME
+from inference.transformers_code.experts import RoutedExperts
+from inference.transformers_code.linear import (
+    BackendLinear,
+    Embedding,
+    Head,
+    PartOfLinear,
+    SharedInput,
+)
+from inference.transformers_code.rotary import fix_frequencies
+
+
+def load_code(
+    checkpoint: Checkpoint, structure: Structure, factory: LayerFactory[Any, Any], longest: int
+) -> nn.Module:
+    """A model by transformers' own code, ready to run steps.
+
+    Args:
+        checkpoint: Float or quantized.
+        structure: Of its code.
+        factory: Makes its linear layers.
+        longest: Most tokens that a request may have.
+
+    Raises:
+        CheckpointError: tensors are missing or of another shape.
+    """
+    model, stored = found_model(transformers_config(checkpoint.config), NAME)
+    _Loader(model, stored, checkpoint, structure, factory).load()
+    fix_frequencies(model, longest)
+    return model.eval()
+
+
+def nbytes_of(model: nn.Module) -> int:
+    """Bytes of a loaded model's weights."""
+    layers = {id(own): own for own in map(_layer_of, model.modules()) if own is not None}
+    floats = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    shared = {own.matrix.data_ptr() for own in layers.values() if own.matrix is not None}
+    rest = sum(size for place, size in floats.items() if place not in shared)
+    return rest + sum(own.nbytes for own in layers.values())
+
+
+def _layer_of(module: nn.Module) -> LinearLayer | None:
+    """The backend's layer that a module runs."""
+    if isinstance(module, PartOfLinear):
+        return module.shared.layer
+    return module.layer if isinstance(module, BackendLinear | Head) else None
+
+
+class _Loader:
+    """Puts layers and tensors into a model on the meta device.
+
+    Args:
+        model: The model.
+        stored: Names in the files of its tensors.
+        checkpoint: Where they are read.
+        structure: Of its code.
+        factory: Makes its linear layers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stored: Mapping[str, str],
+        checkpoint: Checkpoint,
+        structure: Structure,
+        factory: LayerFactory[Any, Any],
+    ) -> None:
+        self._model, self._stored, self._checkpoint = model, stored, checkpoint
+        self._structure, self._factory = structure, factory
+        family = find_family(checkpoint.config)
+        merged = family is not None and bool(family.stored_merged)
+        self._merged = merged_rows(family, checkpoint.config) if merged and family else {}
+        self._inputs: dict[str, str] = {}
+        for block in structure.blocks:
+            self._inputs |= block.inputs
+
+    def load(self) -> None:
+        """Load everything."""
+        self._load_head()
+        for name, parent in list(self._model.named_modules()):
+            linears = {k: m for k, m in parent.named_children() if isinstance(m, nn.Linear)}
+            if linears:
+                self._load_linears(name, parent, linears)
+                release_freed_memory()  # else what packing a layer leaves behind may add up
+        materialize(
+            self._model,
+            self._tensor,
+            owner=self._model,
+            stored=self._stored,
+            skip=[part for part in self._model.modules() if isinstance(part, Embedding)],
+            device=self._factory.device,
+            dtype=self._factory.dtype,
+        )
+        for parent in list(self._model.modules()):
+            for name, part in list(parent.named_children()):
+                if isinstance(part, Experts):
+                    setattr(parent, name, RoutedExperts(part))
+
+    def _load_head(self) -> None:
+        """The layer that gives logits; a tied embedding is its matrix where it lies as one."""
+        head, embedding = self._model.get_output_embeddings(), self._model.get_input_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise CheckpointError(
+                f"{type(self._model).__name__}: its logits are not given by a linear layer, which "
+                "is not run here"
+            )
+        own, checkpoint = self._structure.head, self._checkpoint
+        there = f"{own}.weight" in checkpoint or own in checkpoint.quantized_modules
+        layer = self._read((own if there else self._structure.embedding,))
+        place = next(name for name, module in self._model.named_modules() if module is head)
+        self._model.set_submodule(place, Head(layer))
+        if type(embedding) is nn.Embedding:  # others compute with their own type
+            shared = None if there else layer.matrix
+            place = next(n for n, module in self._model.named_modules() if module is embedding)
+            matrix = self._floats(self._structure.embedding) if shared is None else shared
+            self._model.set_submodule(place, Embedding(matrix, self._factory.dtype))
+
+    def _load_linears(
+        self, parent_name: str, parent: nn.Module, linears: Mapping[str, nn.Linear]
+    ) -> None:
+        """Put a backend's layers in the place of a module's, as one where they read one input."""
+        groups: dict[str, dict[str, tuple[str, ...]]] = {}
+        for name, linear in linears.items():
+            own = self._stored_module(f"{parent_name}.{name}".lstrip("."))
+            groups.setdefault(self._inputs.get(own, own), {})[name] = self._parts(own, linear)
+        for group in groups.values():
+            layer = self._read_as_one(list(group.values())) if len(group) > 1 else None
+            if layer is None:
+                for name, parts in group.items():
+                    setattr(parent, name, BackendLinear(self._read(parts)))
+                continue
+            shared = SharedInput(layer, [linears[name].out_features for name in group])
+            for index, name in enumerate(group):
+                setattr(parent, name, PartOfLinear(shared, index))
+
+    def _stored_module(self, module: str) -> str:
+        """Name of a module of the code in the files."""
+        return self._stored.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
+
+    def _parts(self, module: str, linear: nn.Linear) -> tuple[str, ...]:
+        """The layers that a linear layer of the code is, as the checkpoint is read."""
+        parent, _, leaf = module.rpartition(".")
+        parts = tuple(f"{parent}.{part}" for part in self._merged.get(leaf, ())) or (module,)
+        for part in parts:
+            if linear.bias is not None and f"{part}.bias" not in self._checkpoint:
+                raise CheckpointError(f"{part}.bias is missing from {self._checkpoint.path}")
+        return parts
+
+    def _read(self, modules: tuple[str, ...]) -> LinearLayer:
+        return self._factory.linear(read_linear(self._checkpoint, modules, self._factory.device))
+
+    def _read_as_one(self, layers: Sequence[tuple[str, ...]]) -> LinearLayer | None:
+        """Layers that read one input as one layer; None where they are not quantized alike."""
+        modules = [part for parts in layers for part in parts]
+        try:
+            stored = read_linear(self._checkpoint, modules, self._factory.device)
+        except CheckpointError:  # what is wrong with one of them is said when it is read alone
+            return None
+        return self._factory.linear(stored)
+
+    def _floats(self, module: str) -> Tensor:
+        """The weight of an embedding, as it is stored where that can be."""
+        own = self._tensor(f"{module}.weight").to(self._factory.device)
+        return own if own.dtype in (torch.float32, torch.bfloat16) else own.to(self._factory.dtype)
+
+    def _tensor(self, stored: str) -> Tensor:
+        """A tensor of the files, or the one that it is where it is tied and not there."""
+        if stored not in self._checkpoint:
+            stored = self._structure.tied.get(stored, stored)
+        tensor = self._checkpoint.tensor(stored)
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{stored} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
+            )
+        return tensor

@@ -1,0 +1,148 @@
+"""A model that runs by transformers' own code: any causal decoder that `formats.modeling` knows.
+
+Its linear layers are a backend's, its attention works on our cache; all else (norms, rotation,
+activations, routers, residuals, what is done with logits) is what transformers computes. Tokens of
+a step, of any sequences, lie in one row with their positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
+from formats.modeling.layers import structure_of
+from formats.modeling.structure import Structure
+from inference.models.config import transformers_config
+from inference.models.layers import LayerFactory
+from inference.models.model import KVHeads
+from inference.transformers_code.attention import TAKEN, Step, running
+from inference.transformers_code.load import load_code, nbytes_of
+
+
+@dataclass(frozen=True)
+class CodeShape:
+    """Shape of a decoder as its code has it; see `inference.models.model.ModelShape`.
+
+    Attributes:
+        structure: Names of its parts.
+        windows: Sliding window of each layer, None for full attention.
+        cached: What the cache holds of a token, layer by layer.
+    """
+
+    structure: Structure
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    windows: tuple[int | None, ...]
+    cached: tuple[KVHeads, ...]
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> CodeShape:
+        """Read and check a checkpoint's configuration.
+
+        Raises:
+            CheckpointError: it is no decoder that transformers' code runs over our cache.
+        """
+        structure = structure_of(checkpoint.config)
+        config: Any = transformers_config(checkpoint.config).get_text_config()
+        positions = getattr(config, "max_position_embeddings", None)
+        if not isinstance(positions, int):
+            raise CheckpointError(
+                "config.json: max_position_embeddings is missing. Add how many tokens a sequence "
+                "of this model may have"
+            )
+        attentions = [block.attention for block in structure.blocks]
+        if unknown := {name for own in attentions for name in own.arguments} - TAKEN:
+            raise CheckpointError(
+                f"config.json: model_type {checkpoint.config.get('model_type')!r} is not run here: "
+                f"its code gives attention {', '.join(sorted(unknown))}"
+            )
+        return cls(
+            structure,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_positions=positions,
+            windows=tuple(own.window for own in attentions),
+            cached=tuple(KVHeads(a.kv_heads, a.key_size, a.value_size) for a in attentions),
+        )
+
+    @property
+    def attention_span(self) -> float:
+        """As of `inference.models.config.ModelConfig`."""
+        full = sum(window is None for window in self.windows)
+        return 3 * self.hidden_size * len(self.windows) / full if full else math.inf
+
+
+class CodeModel:
+    """A loaded model; `inference.models.decoder.Decoder` is its declared twin.
+
+    Args:
+        checkpoint: Float or quantized.
+        config: Its shape.
+        factory: The backend that it will run on: makes its linear layers.
+        longest: Most tokens that a request may have.
+
+    Attributes:
+        config: Its shape.
+        dtype: Of activations.
+        device: Where it lies.
+
+    Raises:
+        CheckpointError: tensors are missing or of another shape.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: CodeShape,
+        factory: LayerFactory[Any, Any],
+        longest: int,
+    ) -> None:
+        self.config, self.dtype, self.device = config, factory.dtype, factory.device
+        self._module = load_code(checkpoint, config.structure, factory, longest)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """Its blocks, as transformers has them."""
+        return list(self._module.get_submodule(self.config.structure.list).children())
+
+    def with_layers(self, layers: Sequence[nn.Module]) -> Self:
+        """This model with other blocks, as many and of the same shape."""
+        other = copy.copy(self)
+        path = self.config.structure.list.split(".")
+        other._module = _with_part(self._module, path, nn.ModuleList(layers))
+        return other
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return nbytes_of(self._module)
+
+    @torch.no_grad()
+    def logits(self, step: Step) -> Tensor:
+        """Run the tokens of a step; their K and V go into the cache.
+
+        Returns:
+            Logits fp32 [R, vocabulary] of the rows wanted.
+        """
+        with running(step, len(self.config.cached)):
+            out = self._module(
+                input_ids=step.ids[None], position_ids=step.positions[None], use_cache=False
+            )
+        return out.logits[0]
+
+
+def _with_part(module: nn.Module, path: Sequence[str], part: nn.Module) -> nn.Module:
+    """A module with another part somewhere inside; nothing else is copied."""
+    twin, inner = copy.copy(module), module.get_submodule(path[0])
+    twin._modules = dict(module._modules)
+    twin._modules[path[0]] = part if len(path) == 1 else _with_part(inner, path[1:], part)
+    return twin

@@ -1,0 +1,40 @@
+"""transformers' own code on the GPU's engine without a GPU: its kernels interpreted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.inference.gpu.test_gpu import engine_of, prompt
+from tests.inference.transformers_code.test_transformers_code import KINDS, SMALL
+from tests.kernels.triton_lab import interpreted
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "gemma2", "gpt_oss"])
+def test_logits_are_those_of_the_cpu(make_model, kind):
+    layers = 2 if kind == "gemma2" else 1  # one with a window, one without
+    near_the_cpu(str(make_model(kind, layers=layers, **(SMALL | KINDS[kind]))))
+
+
+@interpreted
+def near_the_cpu(path: str):
+    wanted = engine_of(path, triton=False).score(prompt(20))
+    engine = engine_of(path, max_batched_tokens=16)
+    assert type(engine.model).__name__ == "CodeModel"
+    assert (engine.score(prompt(20)) - wanted).norm() / wanted.norm() < 0.03
+
+
+def test_quantized_layers_are_those_of_the_fast_path(make_model, make_quantized):
+    near_the_fast_path(str(make_quantized(make_model("llama", layers=1), "a8w8c8")))
+
+
+@interpreted
+def near_the_fast_path(path: str):
+    from inference.requests.request import SamplingParams
+
+    fast, slow = engine_of(path), engine_of(path, transformers_code=True)
+    wanted = fast.score(prompt(20))
+    assert (slow.score(prompt(20)) - wanted).norm() / wanted.norm() < 0.1
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    both = slow.generate([prompt(5), prompt(9)], params)
+    assert all(len(output.token_ids) == 2 for output in both)
+    slow.check_integrity()
