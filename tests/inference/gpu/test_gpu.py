@@ -12,6 +12,7 @@ from formats.errors import CheckpointError, EngineError
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import SHAPES
 from tests.kernels.triton_lab import interpreted
+from tests.tiny_families import TINY
 
 SCHEMES = [
     "float",
@@ -96,19 +97,27 @@ def as_on_ampere(path: str, fp8_cache: bool):
         compare.inner(path, 0.1)
 
 
-FAMILIES = {
+FAMILIES = {  # one that has each part; all of them run in tests/gpu
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": 16},
     "olmo2": {},
     "phi3": {"head_dim": 48},
+    **{kind: TINY[kind] for kind in ("gemma2", "gemma3_text", "granite", "ministral3")},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(make_model, family):
-    own = FAMILIES[family]
-    compare(str(make_model(family, layers=1, tie_word_embeddings=False, **own)), 0.03)
+    own = {"layers": 2 if family == "gemma3_text" else 1, "tie_word_embeddings": False}
+    compare(str(make_model(family, **own, **FAMILIES[family])), 0.03)
+
+
+@pytest.mark.parametrize(("family", "preset"), [("gemma2", "a8w8c8"), ("olmo2", "a8w8c8_dynamic")])
+def test_quantized_families(make_model, make_quantized, family, preset):
+    """What is quantized stands behind a norm of a sum, or behind none."""
+    source = make_model(family, layers=1, tie_word_embeddings=False, **FAMILIES[family])
+    compare(str(make_quantized(source, preset)), 0.1)
 
 
 def test_a_tied_head_and_its_embedding_are_held_once(make_model):
