@@ -23,6 +23,15 @@ LLAMA = SHARED | {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
 }
+WINDOW, WHOLE = "sliding_attention", "full_attention"
+OF_4B = {
+    "hidden_size": 2560,
+    "num_hidden_layers": 34,
+    "intermediate_size": 10240,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
     "llama-1.1b": LLAMA
     | {
@@ -62,6 +71,27 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
     },
+    "gemma-3-4b": SHARED
+    | OF_4B
+    | {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "layer_types": ([WINDOW] * 5 + [WHOLE]) * 5 + [WINDOW] * 4,
+        "rope_parameters": {
+            WINDOW: {"rope_type": "default", "rope_theta": 10000.0},
+            WHOLE: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+        "rms_norm_eps": 1e-6,
+    },
+    "gemma-3-4b-as-llama": LLAMA  # as many bytes of weights, and of a token in the cache
+    | OF_4B
+    | {"num_attention_heads": 16, "head_dim": 128, "rope_theta": 500000.0},
 }
 
 

@@ -17,6 +17,7 @@ import torch
 
 from inference.backend import choose_backend
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+from inference.bench.shapes import read_shape
 from inference.bench.steps_table import PROMPT, PROMPTS, SHORT, Figures, Step
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -28,7 +29,9 @@ WARM_UP, STEPS = 8, 32
 
 def make_engine(shape: str, scheme: str, batches: Sequence[int], context: int) -> Engine:
     """An engine of random weights, its cache filled with random numbers."""
-    checkpoint = RandomCheckpoint(shape, scheme, "cuda", quantize_head=scheme != "float")
+    tied = read_shape(shape)[1].get("tie_word_embeddings", False)  # then the head is a table too
+    head = scheme != "float" and not tied
+    checkpoint = RandomCheckpoint(shape, scheme, "cuda", quantize_head=head)
     longest = max(context + WARM_UP + STEPS + 2, PROMPT + 2)
     blocks = max(max(batches) * blocks_for(longest), PROMPTS * blocks_for(PROMPT + 2))
     config = EngineConfig(

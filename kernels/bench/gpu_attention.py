@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,22 +22,70 @@ from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.common import Workspace
 from kernels.triton.tuning import KVSplit, PrefillTile, kv_split, prefill_tile
 
-HEADS, DIM = 8, 128  # KV heads, each with four query heads
 CHECKED = 512  # queries of a prefill that are compared
 PLAIN_TILES = (PrefillTile(64, 64, 4, 3), PrefillTile(128, 64, 8, 3))
 
 
-def cache(pages: int, dtype: torch.dtype, per_token: bool, copies: int) -> list[KVPool]:
+@dataclass(frozen=True)
+class Kind:
+    """What attention is of; by default that of a Llama-3-8B.
+
+    Attributes:
+        name: A model with such attention; none for the default.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        dim: Size of a head.
+        window: Positions that a query sees, or None for all.
+        softcap: Bound of the logits, or None.
+        sinks: Whether each head has a logit beside them.
+    """
+
+    name: str = ""
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def inputs(
+        self, pool: KVPool, tables: Tensor, lengths: Tensor, starts: Tensor | None = None
+    ) -> AttentionInputs:
+        """What attention of this kind is given beside its queries."""
+        sinks = torch.zeros(self.heads, device=tables.device) if self.sinks else None
+        return AttentionInputs(
+            pool, tables, lengths, starts, self.dim**-0.5, self.window, self.softcap, sinks
+        )
+
+    def seen(self, context: int) -> int:
+        """Tokens that the last of so many sees."""
+        return min(context, self.window or context)
+
+
+LLAMA = Kind()
+KINDS = (
+    Kind("gemma 3", 8, 4, 256),
+    Kind("gemma 3 window", 8, 4, 256, window=1024),
+    Kind("gemma 2", 16, 8, 256, softcap=50.0),
+    Kind("phi 3 mini", 32, 32, 96),
+    Kind("gpt-oss", 64, 8, 64, sinks=True),
+)
+
+
+def cache(
+    pages: int, dtype: torch.dtype, per_token: bool, copies: int, kind: Kind = LLAMA
+) -> list[KVPool]:
     """Copies of a pool, random, that share their scales."""
+    heads, dim = kind.kv_heads, kind.dim
 
     def random(*shape: int) -> Tensor:
         integers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
         return integers.to(dtype) if dtype.itemsize == 1 else integers.to(dtype).mul_(0.015)
 
-    pools = [(random(pages, HEADS, 64, DIM), random(pages, HEADS, DIM, 64)) for _ in range(copies)]
+    pools = [(random(pages, heads, 64, dim), random(pages, heads, dim, 64)) for _ in range(copies)]
     if dtype.itemsize == 2:
         return [KVPool(k, v) for k, v in pools]
-    shape = (pages, HEADS, 64) if per_token else (HEADS,)
+    shape = (pages, heads, 64) if per_token else (heads,)
     scales = [torch.rand(shape, device="cuda") * 0.01 + 0.01 for _ in "kv"]
     scales = [scale.half() for scale in scales] if per_token else scales
     return [KVPool(k, v, *scales, dynamic=per_token) for k, v in pools]
@@ -46,59 +94,73 @@ def cache(pages: int, dtype: torch.dtype, per_token: bool, copies: int) -> list[
 def attention(
     sequences: int, context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
     per_token: bool = False, implementation: Callable[..., Tensor] = decode_attention,
+    kind: Kind = LLAMA,
 ) -> BenchCase:  # fmt: skip
     """Decode attention of sequences of equal length."""
-    pages, name = sequences * context // 64, str(dtype)[6:]
-    nbytes = pages * HEADS * 64 * (DIM * 2 * dtype.itemsize + (4 if per_token else 0))
+    pages, name, heads, dim = sequences * context // 64, str(dtype)[6:], kind.kv_heads, kind.dim
+    each_token = heads * (dim * 2 * dtype.itemsize + (4 if per_token else 0))
+    nbytes = sequences * kind.seen(context) * each_token
     copies = copies_of(nbytes, most=8)
-    pools = cache(pages, dtype, per_token, copies)
+    pools = cache(pages, dtype, per_token, copies, kind)
     tables = torch.randperm(pages, device="cuda").to(torch.int32).view(sequences, -1)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
-    q = torch.randn(sequences, 4 * HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    each = [AttentionInputs(pool, tables, lengths, None, DIM**-0.5) for pool in pools]
+    q = torch.randn(sequences, kind.heads, dim, device="cuda", dtype=torch.bfloat16)
+    each = [kind.inputs(pool, tables, lengths) for pool in pools]
     wanted = twins.decode_attention(q, each[0])
-    own = kv_split(q.device, sequences, HEADS, context // 64, scale_kind(pools[0]))
+    own = kv_split(q.device, sequences, heads, context // 64, scale_kind(pools[0]))
     shared = (max(1, own.splits * own.warps // 4), own.splits)
-    kind = name if dtype.itemsize == 2 else f"{name} {'per token' if per_token else 'per head'}"
+    held = name if dtype.itemsize == 2 else f"{name} {'per token' if per_token else 'per head'}"
     return BenchCase(
-        f"attention {kind} ({sequences}, {context})",
-        AttentionShape(sequences, context, cache=name),
+        f"{_title('attention', kind)} {held} ({sequences}, {context})",
+        AttentionShape(
+            sequences, context, cache=name, heads=kind.heads, kv_heads=heads, dim=dim,
+            kind=kind.name,
+        ),
         lambda i, split: implementation(q, each[i], workspace, split=split), copies, nbytes,
         lambda y: relative(y, wanted), 4e-3,
-        twins=() if own.stages else tuple(KVSplit(4, n, 3) for n in dict.fromkeys(shared)),
+        twins=()
+        if own.stages or kind.name
+        else tuple(KVSplit(4, n, 3) for n in dict.fromkeys(shared)),
     )  # fmt: skip
+
+
+def _title(op: str, kind: Kind) -> str:
+    return f"{op} of {kind.name}," if kind.name else op
 
 
 def prefill(
     new: tuple[int, ...], context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
-    per_token: bool = False,
+    per_token: bool = False, kind: Kind = LLAMA,
 ) -> BenchCase:  # fmt: skip
     """Attention of `new` tokens of sequences of equal length.
 
     Those with one new token come first, and are counted as decodes.
     """
-    pages, name = len(new) * context // 64, str(dtype)[6:]
-    pools, decodes = cache(pages, dtype, per_token, 2), sum(n == 1 for n in new)
+    pages, name, heads, dim = len(new) * context // 64, str(dtype)[6:], kind.heads, kind.dim
+    pools, decodes = cache(pages, dtype, per_token, 2, kind), sum(n == 1 for n in new)
     tables = torch.randperm(pages, device="cuda").to(torch.int32).view(len(new), -1)
     lengths = torch.full((len(new),), context, dtype=torch.int32, device="cuda")
     starts = torch.tensor((0, *new), device="cuda").cumsum(0).int()
     operand = torch.float16 if dtype.itemsize == 1 else dtype
-    q = torch.randn(sum(new), 4 * HEADS, DIM, device="cuda", dtype=operand)
-    each = [AttentionInputs(pool, tables, lengths, starts, DIM**-0.5) for pool in pools]
+    q = torch.randn(sum(new), heads, dim, device="cuda", dtype=operand)
+    each = [kind.inputs(pool, tables, lengths, starts) for pool in pools]
     wanted = twins.prefill_attention(q[-CHECKED:], _last(each[0], min(CHECKED, new[-1])))
-    kind = f"{name}{' per token' if per_token else ''}"
-    seen = sum(n * (context - (n - 1) / 2) for n in new)
+    held = f"{name}{' per token' if per_token else ''}"
+    seen = sum(kind.seen(context - i) for n in new for i in range(n))
     many = f"{decodes} x 1 + " if decodes else ""
-    own = prefill_tile(q.device, (len(q) - decodes) * 4 * HEADS, DIM, scale_kind(pools[0]))
+    own = prefill_tile(q.device, (len(q) - decodes) * heads, dim, scale_kind(pools[0]))
     return BenchCase(
-        f"prefill {kind} {many}{len(new) - decodes} x {new[-1]} of {context}",
-        AttentionShape(len(new), context, new[0], len(set(new)) == 1, name),
+        f"{_title('prefill', kind)} {held} {many}{len(new) - decodes} x {new[-1]} of {context}",
+        AttentionShape(
+            len(new), context, new[0], len(set(new)) == 1, name, heads, kind.kv_heads, dim,
+            kind.name,
+        ),
         lambda i, tile: prefill_attention(
             q, each[i], workspace, decodes, tile=tile, out_dtype=torch.bfloat16
         ),
-        2, pages * HEADS * 128 * DIM * dtype.itemsize,
-        lambda y: relative(y[-CHECKED:], wanted), 4e-3, 4 * seen * 4 * HEADS * DIM,
-        twins=() if own.stages else PLAIN_TILES,
+        2, pages * kind.kv_heads * 128 * dim * dtype.itemsize,
+        lambda y: relative(y[-CHECKED:], wanted), 4e-3, 4 * seen * heads * dim,
+        twins=() if own.stages or kind.name else PLAIN_TILES,
     )  # fmt: skip
 
 

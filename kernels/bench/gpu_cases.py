@@ -10,7 +10,14 @@ import torch
 from kernels.bench import gpu_attention, gpu_linear, gpu_rows
 from kernels.bench.case import BenchCase
 from kernels.bench.draw import FP8
-from kernels.bench.shapes import DECODE, MIXED, PREFILL, Selection
+from kernels.bench.shapes import (
+    DECODE,
+    KINDS_DECODE,
+    KINDS_PREFILL,
+    MIXED,
+    PREFILL,
+    Selection,
+)
 from kernels.triton.common import Workspace
 
 
@@ -28,6 +35,8 @@ def of_family(family: str, workspace: Workspace, selection: Selection) -> Iterat
         return of_attention(workspace, selection.table)
     if family == "prefill":
         return of_prefill(workspace)
+    if family == "attention_kinds":
+        return of_attention_kinds(workspace)
     if family == "fused":
         return of_fused_table() if selection.table else of_fused()
     if family == "sampling":
@@ -58,6 +67,16 @@ def of_prefill(workspace: Workspace) -> Iterator[BenchCase]:
         for dtype in (torch.int8, FP8, torch.bfloat16):
             yield gpu_attention.prefill(new, context, workspace, dtype)
         yield gpu_attention.prefill(new, context, workspace, per_token=True)
+
+
+def of_attention_kinds(workspace: Workspace) -> Iterator[BenchCase]:
+    """Heads of other sizes, bounded logits, sinks and windows: decodes, then prompts."""
+    for kind in gpu_attention.KINDS:
+        for dtype in (torch.int8, torch.bfloat16):
+            for sequences, context in KINDS_DECODE:
+                yield gpu_attention.attention(sequences, context, workspace, dtype, kind=kind)
+            for new, context in KINDS_PREFILL:
+                yield gpu_attention.prefill(new, context, workspace, dtype, kind=kind)
 
 
 def of_fused_table() -> Iterator[BenchCase]:

@@ -16,7 +16,7 @@ VARIANTS = ("", "_g64", "_zeros")  # of weights with scales of groups
 GROUPED = tuple(base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in VARIANTS)
 INTEGERS = ("w4a8_two_level", "w8a8")  # whose sums over all inputs are exact
 LAYERS = (*GROUPED, *INTEGERS, "fp8", "fp8_block", "w16a16")
-FAMILIES = (*LAYERS, "attention", "prefill", "fused", "sampling")
+FAMILIES = (*LAYERS, "attention", "prefill", "attention_kinds", "fused", "sampling")
 CPU_LAYERS = ("w8a8", "w4a8", "w8a16", "w4a16", "fp8", "w16a16")
 CPU_FAMILIES = (*CPU_LAYERS, "attention", "fused")
 
@@ -27,6 +27,8 @@ ROWS = (1, 16, 64, 256)
 DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
 PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 32768))
 MIXED = (1,) * 16 + (1024,)
+KINDS_DECODE = ((1, 4096), (16, 4096), (64, 1024))
+KINDS_PREFILL = (((1024,), 1024), ((1024,), 4096))
 CPU_SHAPES = ((8192, 2048), (2048, 8192))
 CPU_ROWS = (1, 4, 16, 64, 256)
 CPU_CONTEXTS = (1024, 8192)
@@ -91,6 +93,8 @@ class AttentionShape:
         new: Queries of a sequence, its last tokens; of the first sequence, unless `even`.
         even: Whether all sequences have as many.
         cache: torch's name of the type of the cache.
+        kind: What it is called where more than scaled products of what precedes count, or heads
+            are of other sizes.
     """
 
     sequences: int
@@ -101,6 +105,7 @@ class AttentionShape:
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def published(device: str, shape: Shape) -> Published | None:
         return None
     if isinstance(shape, Gemm) and shape.dtype == "bfloat16":
         family, size, rows = shape.family, f"{shape.outputs}x{shape.inputs}", shape.rows
-    elif isinstance(shape, AttentionShape) and shape.even:
+    elif isinstance(shape, AttentionShape) and shape.even and not shape.kind:
         family, rows = f"attention {shape.cache}", shape.new
         size = f"{shape.sequences}x{shape.context}"
     else:

@@ -160,5 +160,5 @@ def peers_for(shape: Shape, device: torch.device) -> tuple[Peer, ...]:
     if isinstance(shape, Gemm):
         return OF_GEMMS[device.type].get(shape.base, (LINEAR,))
     if isinstance(shape, AttentionShape):
-        return OF_ATTENTION[device.type]
+        return () if shape.kind else OF_ATTENTION[device.type]
     return () if shape.op == "sample" else (OF_ROWS[device.type],)
