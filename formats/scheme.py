@@ -21,10 +21,11 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-WeightType = Literal["int8", "int4", "fp8_e4m3"]
+WeightType = Literal["int8", "int4", "fp8_e4m3", "fp4_e2m1"]
 ActivationType = Literal["int8", "fp8_e4m3"]
-BITS = {"int8": 8, "int4": 4, "fp8_e4m3": 8}
+BITS = {"int8": 8, "int4": 4, "fp8_e4m3": 8, "fp4_e2m1": 4}
 BLOCK = 128  # rows and columns of a block, and elements of a group of activations
+MX_GROUP = 32  # fp4 weights that share a power of two
 
 
 class WeightSpec(Strict):
@@ -36,7 +37,8 @@ class WeightSpec(Strict):
 
     dtype: WeightType = "int8"
     """Type of a stored weight: `int8`; `int4`, half the bytes and the first to lose accuracy;
-    `fp8_e4m3`, whose steps grow with the magnitude; GPUs multiply it from Ada on.
+    `fp8_e4m3`, whose steps grow with the magnitude; GPUs multiply it from Ada on; `fp4_e2m1`
+    (MXFP4), of models that are published in it: it is run as it is stored, and made of no other.
     """
     granularity: Literal["per_tensor", "per_channel", "group", "block"] = "per_channel"
     """Which weights share a scale: those of an output channel (`per_channel`), of `group_size`
@@ -59,6 +61,8 @@ class WeightSpec(Strict):
 
     @model_validator(mode="after")
     def _is_run_somewhere(self) -> WeightSpec:
+        if self.dtype == "fp4_e2m1":
+            return self._as_published()
         integer = self.dtype != "fp8_e4m3"
         if integer and self.granularity not in ("per_channel", "group"):
             raise ValueError(
@@ -81,6 +85,14 @@ class WeightSpec(Strict):
             raise ValueError(
                 f"found two_level for {self.text}; scales have two levels where int4 weights are "
                 "symmetric and in groups of 32, 64 or 128: set these, or two_level: false"
+            )
+        return self
+
+    def _as_published(self) -> WeightSpec:
+        if self.group_size != MX_GROUP or not self.symmetric or self.two_level:
+            raise ValueError(
+                f"fp4_e2m1 weights have groups of {MX_GROUP} with a power of two each; set "
+                f"granularity: group, group_size: {MX_GROUP}, symmetric: true, two_level: false"
             )
         return self
 
@@ -260,7 +272,7 @@ class Scheme(LayerScheme):
         """
         parts = (("a", self.activations), ("w", self.weights), ("c", self.kv_cache))
         names = [
-            f"{letter}{'f' if spec.dtype == 'fp8_e4m3' else ''}{spec.bits}"
+            f"{letter}{'f' if spec.dtype.startswith('fp') else ''}{spec.bits}"
             for letter, spec in parts
             if spec
         ]
@@ -270,12 +282,14 @@ class Scheme(LayerScheme):
     def _marks(self) -> Iterator[str]:
         """What bits leave open.
 
-        Unsaid go int4 weights in groups of 128, others per channel, static int8 inputs of int8
-        weights, a cache with scales per head, and what follows from these.
+        Unsaid go int4 weights in groups of 128, fp4 ones in groups of 32, others per channel,
+        static int8 inputs of int8 weights, a cache with scales per head, and what follows from
+        these.
         """
         weights, inputs, cache = self.weights, self.activations, self.kv_cache
         if weights is not None:
-            if weights.block != ((1, BLOCK) if weights.dtype == "int4" else (1, -1)):
+            groups = {"int4": BLOCK, "fp4_e2m1": MX_GROUP}
+            if weights.block != (1, groups.get(weights.dtype, -1)):
                 yield f"g{weights.group_size}" if weights.group_size else weights.granularity
             if not weights.symmetric:
                 yield "asymmetric"
@@ -307,6 +321,8 @@ def _mismatch(weights: WeightSpec, activations: ActivationSpec | None) -> str | 
                 f"{'group' if weights.granularity == 'block' else 'per_tensor'}"
             )
         return None
+    if weights.dtype == "fp4_e2m1":
+        return "fp4_e2m1 weights are for weight-only schemes; drop activations"
     if (weights.dtype == "fp8_e4m3") != (activations.dtype == "fp8_e4m3"):
         return (
             f"{weights.dtype} weights with {activations.dtype} activations are not supported: "

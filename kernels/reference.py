@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.activations import Activation
+from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import (
     FP8,
@@ -120,7 +120,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 def gated_product(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """See `kernels.ops.gated_product`."""
-    return (_ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype)
+    wide, other = gate.float(), up.float()
+    if isinstance(activation, Clamped):
+        wide = wide.clamp(max=activation.bound)
+        other = other.clamp(-activation.bound, activation.bound) + 1.0
+        return (wide / (1.0 + torch.exp(-activation.slope * wide)) * other).to(gate.dtype)
+    return (_ACTIVATIONS[activation](wide) * other).to(gate.dtype)
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -138,7 +143,7 @@ def _gelu(x: Tensor) -> Tensor:
     return x * (0.5 * torch.erfc(x * -(0.5**0.5)))
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,

@@ -45,7 +45,7 @@ FLOORS = {
         linear""",
     "formats": """
         errors
-        namespace command later links memory files pack scheme chat_template
+        namespace command later links memory files pack mxfp4 scheme chat_template
         documents lock progress
         scale_table families
         published

@@ -27,8 +27,8 @@ CLASS = "Linear"  # the target that means every linear layer
 TWO_LEVEL = "two_level"
 SUPPORTED = (
     "int8, int4 (packed) and fp8 e4m3 weights per channel, int8 and int4 in groups of 32, 64 or "
-    "128, fp8 per tensor or in blocks of 128 x 128; activations unquantized, int8 or fp8, static "
-    "per tensor, dynamic per token, or (fp8) dynamic in groups of 128"
+    "128, fp8 per tensor or in blocks of 128 x 128, MXFP4; activations unquantized, int8 or fp8, "
+    "static per tensor, dynamic per token, or (fp8) dynamic in groups of 128"
 )
 CACHES = (
     "caches in int8 or fp8 e4m3, symmetric and static, with scales per tensor (strategy tensor) or "
@@ -37,7 +37,12 @@ CACHES = (
 _STRATEGY = {"per_tensor": "tensor", "per_channel": "channel", "group": "group", "block": "block"}
 _INPUT_STRATEGY = {"per_tensor": "tensor", "per_token": "token", "group": "group"}
 _CACHE_STRATEGY = {"per_tensor": "tensor", "per_head": "attn_head"}
-_TYPES = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "fp8_e4m3"}
+_TYPES = {
+    ("int", 8): "int8",
+    ("int", 4): "int4",
+    ("float", 8): "fp8_e4m3",
+    ("float", 4): "fp4_e2m1",
+}
 
 
 def quantization_config(
@@ -91,13 +96,15 @@ def _group(scheme: LayerScheme, targets: list[str]) -> dict[str, Any]:
 def _weight_args(spec: WeightSpec) -> dict[str, Any]:
     args: dict[str, Any] = {
         "num_bits": spec.bits,
-        "type": "float" if spec.dtype == "fp8_e4m3" else "int",
+        "type": "float" if spec.dtype.startswith("fp") else "int",
         "symmetric": spec.symmetric,
         "strategy": _STRATEGY[spec.granularity],
         "dynamic": False,
     }
     if spec.granularity == "group":
         args["group_size"] = spec.group_size
+    if spec.dtype == "fp4_e2m1":
+        args["scale_dtype"] = args["zp_dtype"] = "torch.uint8"
     if spec.two_level:
         args["observer_kwargs"] = {TWO_LEVEL: True}
     if spec.granularity == "block":

@@ -23,6 +23,7 @@ from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
 from formats.families.registry import find_family
+from formats.foreign import mxfp4
 from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_scheme
 from formats.scheme import KVCacheSpec, Scheme
 from formats.stored.folder import OwnPart, read_config
@@ -70,6 +71,8 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
     files = split_stored(open_weights(path), config)
     if not quantization:
         return Contents(config, files, own=own)
+    if quantization.get("quant_method") == mxfp4.METHOD:
+        return Contents(config, files, mxfp4.mxfp4_groups(find_family(config), files))
     return Contents(
         config,
         files,
@@ -82,7 +85,7 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
 
 def is_foreign(quantization: Mapping[str, Any] | None) -> bool:
     """Whether a `quantization_config` names another layout than compressed-tensors."""
-    return (quantization or {}).get("quant_method") not in (None, METHOD)
+    return (quantization or {}).get("quant_method") not in (None, METHOD, mxfp4.METHOD)
 
 
 def _foreign_contents(folder: ForeignFolder, to_run: bool) -> Contents:

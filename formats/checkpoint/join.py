@@ -1,7 +1,8 @@
 """The way back from `formats.checkpoint.split`: layers that a family stores as one, put together.
 
 Whoever writes a checkpoint adds q, k and v, gate and up, with the tensors of each; where the family
-stores them merged, these wait here until all parts are there.
+stores them merged, these wait here until all parts are there, and experts that alternate in
+`formats.checkpoint.stacks`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.split import ONE_FOR_ALL, SHAPE
+from formats.checkpoint.stacks import ExpertStacks
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
 from formats.families.registry import find_family
@@ -32,6 +34,9 @@ class MergedLayers:
         self._parts = {whole: tuple(parts) for whole, parts in rows.items()}
         self._whole = {part: whole for whole, parts in self._parts.items() for part in parts}
         self._waiting: dict[str, dict[str, Tensor]] = {}
+        mixture = family.mixture if family is not None else None
+        alternating = mixture is not None and mixture.alternating
+        self._stacks = ExpertStacks(mixture, config) if mixture and alternating else None
 
     def stored_name(self, module: str) -> str:
         """Full name of the layer on disk that a linear layer is, or is a part of."""
@@ -48,6 +53,9 @@ class MergedLayers:
         Raises:
             CheckpointError: the parts have a scale for all rows each, and these differ.
         """
+        if self._stacks is not None and self._stacks.takes(name, tensor):
+            yield from self._stacks.add(name, tensor)
+            return
         module, _, leaf = name.rpartition(".")
         whole = self.stored_name(module)
         if whole == module:
@@ -60,17 +68,19 @@ class MergedLayers:
             yield stored, _joined(stored, [waiting[part] for part in parts])
             del self._waiting[stored]
 
-    def check_complete(self) -> None:
-        """Refuse to end while a part is missing.
+    def rest(self) -> Iterator[tuple[str, Tensor]]:
+        """What is left to be written in the end: layers of experts that are not all of one form.
 
         Raises:
-            CheckpointError: it is named.
+            CheckpointError: a part of a merged layer is missing; it is named.
         """
         for stored, waiting in self._waiting.items():
             missing = [p for p in self._parts[stored.split(".")[-2]] if p not in waiting]
             raise CheckpointError(
                 f"{stored}: no tensor was added for {', '.join(missing)}, its other parts have one"
             )
+        if self._stacks is not None:
+            yield from self._stacks.rest()
 
 
 def _joined(name: str, parts: list[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import read_cache
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
+from formats.foreign.folder import named
 from formats.links import find_file
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
@@ -159,11 +160,12 @@ class Checkpoint:
         if foreign:
             return join_weights([layer.weight(device) for layer in foreign])
         shapes = [self.weight_shape(module) for module in modules]
-        return read_weights(
-            self.scheme_of(modules[0]),
-            shapes,
-            lambda leaf: self.tensors([f"{module}.{leaf}" for module in modules]).to(device),
-        )
+        with named(modules[0]):
+            return read_weights(
+                self.scheme_of(modules[0]),
+                shapes,
+                lambda leaf: self.tensors([f"{module}.{leaf}" for module in modules]).to(device),
+            )
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer's weight and input are quantized; of nothing where they are not."""
@@ -187,6 +189,10 @@ class Checkpoint:
 
     def weight_shape(self, module: str) -> tuple[int, ...]:
         """Outputs and inputs of a linear layer, quantized or not."""
+        packed = f"{module}.weight_packed"
+        if packed in self._files and self.dtype(packed) == torch.uint8:
+            rows, pairs = self.shape(packed)
+            return rows, 2 * pairs
         return self._packed_shapes.get(module) or self.shape(f"{module}.weight")
 
     @cached_property

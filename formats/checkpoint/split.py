@@ -11,6 +11,8 @@ can write them so. With E experts, I their inner size, H the hidden size:
 
     gate_up_proj  [E, 2 I, H]: gate above up          down_proj  [E, H, I]
 
+Where a family has gate and up alternate there instead, `formats.checkpoint.alternating` reads them.
+
 Some families (Phi-3) hold q, k and v, or gate and up, as one layer, one below the other. Whatever
 belongs to the rows of its weight (scales, zero points, a bias) is cut like them; one scale for all
 rows, of the weight or of the input, is every part's.
@@ -32,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.checkpoint.alternating import alternating_experts
 from formats.errors import CheckpointError
 from formats.families.family import Mixture, merged_rows
 from formats.families.registry import find_family
@@ -110,8 +113,13 @@ def split_stored(
     if family is None:
         return found
     if family.mixture is not None:
-        for name in files:
-            _split_experts(found, files, name, family.mixture)
+        for name, file in files.items():
+            if family.mixture.alternating:
+                _put_apart(
+                    found, name, file, dict(alternating_experts(name, file, family.mixture.expert))
+                )
+            else:
+                _split_experts(found, files, name, family.mixture)
     if family.stored_merged:
         for name, file in files.items():
             _split_merged(found, name, file, merged_rows(family, config))
@@ -176,21 +184,32 @@ def _split_experts(
     match = _STACKED.match(name)
     if match is None or match[2] not in ("mlp", names.module):
         return
-    file, (block, layer, leaf) = files[name], match.groups()
+    file, (block, layer, _) = files[name], match.groups()
     apart: dict[str, TensorFile] = dict(_apart(file, name, f"{block}.{names.module}", names))
     router = f"{block}.{layer}.{names.router}.weight"
     if layer != names.module and router in found:  # named as in memory, like the experts
         renamed, stored = f"{block}.{names.module}.{names.router}.weight", files[router]
         apart[renamed] = RowsOf(stored, router, {renamed: 0}, stored.tensors[router][1])
         del found[router]
+    _put_apart(found, name, file, apart)
+
+
+def _put_apart(
+    found: dict[str, TensorFile],
+    name: str,
+    file: StoredTensors,
+    apart: Mapping[str, TensorFile],
+) -> None:
+    """Put layers in the place of the parameter of all experts that holds them, if any."""
     twice = sorted(apart.keys() & found.keys())
     if twice:
         raise CheckpointError(
             f"{file.path}: holds both {name} and {twice[0]}; a checkpoint has its experts in "
-            f"3-D parameters or one by one. Remove one kind, and {leaf} with it"
+            f"3-D parameters or one by one. Remove one kind, and {name.rpartition('.')[2]} with it"
         )
-    del found[name]
-    found |= apart
+    if apart:
+        del found[name]
+        found |= apart
 
 
 def _apart(

@@ -162,8 +162,9 @@ class CheckpointWriter:
         Raises:
             CheckpointError: a check failed or the disk refused; nothing is left behind.
         """
-        self._merged.check_complete()
         with writing(self.out):
+            for stored, tensor in self._merged.rest():
+                self._shards.add(stored, tensor)
             self._shards.finish()
             self._write_documents(scale_table, documents or {})
             self._write_manifest()

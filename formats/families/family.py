@@ -230,6 +230,11 @@ class Mixture:
             loss-free balancing, Wang et al. 2024, arXiv 2408.15664); None without one.
         groups: How experts are grouped; None where all can be chosen together.
         factor: Key of config.json of what the chosen experts' weights are multiplied by.
+        alternating: Whether experts lie in 3-D parameters [E, inputs, outputs] with a bias each, in
+            which outputs of gate and up alternate (gpt-oss), not one by one or gate above up.
+        clamped: Keys of config.json, with their defaults, of the slope a and the bound c of
+            min(g, c) sigmoid(a min(g, c)) (clip(u, -c, c) + 1), of an expert's gate g and up u
+            (gpt-oss); None where experts multiply as dense layers do.
     """
 
     module: str
@@ -243,6 +248,8 @@ class Mixture:
     correction: str | None = None
     groups: ExpertGroups | None = None
     factor: str | None = None
+    alternating: bool = False
+    clamped: tuple[tuple[str, float], tuple[str, float]] | None = None
 
     @property
     def routers(self) -> tuple[str, ...]:

@@ -153,7 +153,10 @@ def _feed_forward_groups(
     norm, layers = family.norms.before_feed_forward, list(feed_forward_layers(family, names))
     if kind == "mlp_output":
         for layer in layers:
-            tied = any_expert(layer.up) if expert_of(layer.gate) is not None else None
+            of_expert = expert_of(layer.gate) is not None
+            if of_expert and family.mixture is not None and family.mixture.clamped is not None:
+                continue  # one more than up, and bounded, is multiplied: no factor goes through
+            tied = any_expert(layer.up) if of_expert else None
             consumers = (layer.down,)
             yield SmoothingGroup(
                 kind=kind, block=block, source=layer.up, consumers=consumers, tied=tied

@@ -102,6 +102,9 @@ class ModelValues(_Values):
     moe_intermediate_size: Size | None = None
     shared_expert_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
+    swiglu_alpha: Positive | None = None
+    swiglu_limit: Positive | None = None
+    use_qk_norm: bool | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: EndTokens = None

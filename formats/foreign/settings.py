@@ -16,7 +16,7 @@ from formats.foreign.layout import Layout
 from formats.foreign.neural_compressor import is_neural_compressor, neural_compressor_layout
 from formats.scheme import Scheme, WeightSpec
 
-METHODS = ("gptq", "awq", "auto-round", "fp8", "bitsandbytes", "compressed-tensors")
+METHODS = ("gptq", "awq", "auto-round", "fp8", "bitsandbytes", "mxfp4", "compressed-tensors")
 
 
 def read_layout(quantization: Mapping[str, Any], names: Collection[str]) -> tuple[Scheme, Layout]:

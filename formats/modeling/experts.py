@@ -41,16 +41,23 @@ class Expert(nn.Module):
         hidden: Size of the expert's input and output.
         inner: Size between its layers.
         combine: What their outputs become on the way to `down`.
+        bias: Whether each layer has one.
     """
 
     def __init__(
-        self, first: tuple[str, ...], down: str, hidden: int, inner: int, combine: Combine
+        self,
+        first: tuple[str, ...],
+        down: str,
+        hidden: int,
+        inner: int,
+        combine: Combine,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self._first, self._down, self._combine = first, down, combine
         for name in first:
-            self.add_module(name, nn.Linear(hidden, inner, bias=False, device="meta"))
-        self.add_module(down, nn.Linear(inner, hidden, bias=False, device="meta"))
+            self.add_module(name, nn.Linear(hidden, inner, bias=bias, device="meta"))
+        self.add_module(down, nn.Linear(inner, hidden, bias=bias, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] to the same."""
@@ -120,9 +127,14 @@ def split_experts(block: nn.Module, names: Mixture) -> None:
         return
     stacked = moe.get_submodule("experts")
     count, hidden, inner = stacked.get_parameter("down_proj").shape
-    act = stacked.get_submodule("act_fn")
     first, down = names.expert.gate_up, names.expert.down
-    moe.experts = Experts(Expert(first, down, hidden, inner, _gated(act)) for _ in range(count))
+    if names.alternating:
+        combine, (hidden, inner) = _alternating(stacked), (inner, hidden)
+    else:
+        combine = _gated(stacked.get_submodule("act_fn"))
+    moe.experts = Experts(
+        Expert(first, down, hidden, inner, combine, bias=names.alternating) for _ in range(count)
+    )
     if names.module != "mlp":  # named as on disk; the block's code finds it under its own name
         del block.mlp
         block.add_module(names.module, moe)
@@ -131,6 +143,11 @@ def split_experts(block: nn.Module, names: Mixture) -> None:
 
 def _gated(act: Callable[[Tensor], Tensor]) -> Combine:
     return lambda gate, up: act(gate) * up
+
+
+def _alternating(stack: Any) -> Combine:
+    """The code of a stack that has gates and ups in turn."""
+    return lambda gate, up: stack._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
 
 
 def stack_sizes(stack: nn.Module) -> tuple[int, int, int] | None:

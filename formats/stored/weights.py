@@ -4,6 +4,9 @@
     float-quantized    X.weight float8_e4m3fn [N, K], X.weight_scale [1], [N, 1] or by block
     pack-quantized     X.weight_packed int32 [N, K b / 32], X.weight_scale [N, groups],
                        X.weight_shape int64 [2], X.weight_zero_point int32 [N b / 32, groups]
+    mxfp4-pack-quantized
+                       X.weight_packed uint8 [N, K / 2], X.weight_scale uint8 [N, K / 32]; see
+                       `formats.mxfp4`
 
 Source: compressed-tensors 0.17 to 0.20. Shapes are exactly these: loaders refuse others.
 """
@@ -17,12 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from formats import mxfp4
 from formats.errors import CheckpointError
 from formats.pack import pack_words, unpack_words
 from formats.scheme import LayerScheme, WeightSpec
 
 Kind = Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
 Shape = tuple[int, ...]  # outputs and inputs
+MXFP4 = "mxfp4-pack-quantized"
+_DAMAGED = "the checkpoint is damaged or was written by faulty software; write it again"
 LEAVES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
 
 
@@ -31,8 +37,8 @@ class StoredWeight:
     """The weight of a linear layer, quantized: w = (q - zero_point) * scale.
 
     Attributes:
-        q: [N, K], int8 (int4 too, in [-8, 7]) or float8_e4m3fn; of several layers that were read
-            as one N is their sum, as are the rows of all others.
+        q: [N, K], int8 (int4 too, in [-8, 7]) or float8_e4m3fn (fp4 too); of several layers that
+            were read as one N is their sum, as are the rows of all others.
         scale: fp32, one element a block of the scheme: [N, 1], [N, groups], [1, 1] or
             [row blocks, column blocks].
         zero_point: int8 of the scale's shape, or None for symmetric quantization.
@@ -63,8 +69,9 @@ def join_weights(weights: Sequence[StoredWeight]) -> StoredWeight:
 def storage_format(scheme: LayerScheme) -> str:
     """compressed-tensors' name for how the weights of a scheme are laid out."""
     assert scheme.weights is not None
-    if scheme.weights.dtype == "fp8_e4m3":
-        return "float-quantized"
+    kind = scheme.weights.dtype
+    if kind.startswith("fp"):
+        return "float-quantized" if kind == "fp8_e4m3" else MXFP4
     plain = scheme.weights.dtype == "int8" and scheme.activations is not None
     return "int-quantized" if plain else "pack-quantized"
 
@@ -95,6 +102,9 @@ def weight_tensors(
             "GPTQ's own layout expresses"
         )
     layout, scale = storage_format(scheme), weight.scale.float()
+    if layout == MXFP4:
+        packed = mxfp4.pack_elements(weight.q)
+        return {"weight_packed": packed, "weight_scale": mxfp4.pack_scales(scale)}
     if layout != "pack-quantized":
         scale = scale.reshape(1) if scheme.weights.granularity == "per_tensor" else scale
         return {"weight": weight.q, "weight_scale": scale}
@@ -132,7 +142,7 @@ def check_weight(scheme: LayerScheme, module: str, shape: Shape, kind: Kind) -> 
     if len(shape) != 2:
         raise CheckpointError(f"{module}.weight has shape {shape}; needed is [N, K]")
     for leaf, (dtype, wanted) in tensor_kinds(scheme, shape, torch.float32).items():
-        if leaf == "weight_scale":
+        if leaf == "weight_scale" and dtype.is_floating_point:
             either = (wanted, ()) if wanted == (1,) else (wanted,)
             check_scale_kind(f"{module}.{leaf}", kind, either)
         else:
@@ -152,6 +162,9 @@ def tensor_kinds(
     assert scheme.weights is not None
     spec, layout = scheme.weights, storage_format(scheme)
     groups = scale_shape(spec, shape)
+    if layout == MXFP4:
+        packed = (torch.uint8, (shape[0], shape[1] // 2))
+        return {"weight_packed": packed, "weight_scale": (torch.uint8, groups)}
     scales = (1,) if spec.granularity == "per_tensor" else groups
     if layout != "pack-quantized":
         q = torch.float8_e4m3fn if layout == "float-quantized" else torch.int8
@@ -179,9 +192,18 @@ def read_weights(
         scheme: Of the layer, or of several that are read as one.
         shapes: Of the weight of each; they have the same inputs.
         read: Gives a tensor by the last part of its name: all layers', one below the other.
+
+    Raises:
+        CheckpointError: a scale of MXFP4 is NaN.
     """
     assert scheme.weights is not None
     spec, columns = scheme.weights, shapes[0][1]
+    if storage_format(scheme) == MXFP4:
+        scales = read("weight_scale")
+        if bool((scales == mxfp4.NAN).any()):
+            raise CheckpointError(f"weight_scale holds {mxfp4.NAN}, which is NaN; {_DAMAGED}")
+        elements = mxfp4.unpack_elements(read("weight_packed"))
+        return StoredWeight(elements, mxfp4.unpack_scales(scales))
     scale = read("weight_scale").float().reshape(-1, scale_shape(spec, shapes[0])[1])
     if storage_format(scheme) != "pack-quantized":
         return StoredWeight(read("weight"), scale)
@@ -220,8 +242,8 @@ def check_scale_values(name: str, scale: Tensor) -> None:
         wide = scale.float()
         good = torch.isfinite(wide) & (wide > 0)
         raise CheckpointError(
-            f"{name} holds {wide[~good].flatten()[0].item()}; a scale is finite and positive. The "
-            "checkpoint is damaged or was written by faulty software; write it again"
+            f"{name} holds {wide[~good].flatten()[0].item()}; a scale is finite and positive. "
+            f"{_DAMAGED}"
         )
 
 

@@ -75,10 +75,13 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> Linear:
     weights, activations = stored.scheme.weights, stored.scheme.activations
     if weights is None or stored.scale is None:
         return Linear(pack_float_weight(stored.weight, stored.bias, dtype))
+    weight, scale, kind = stored.weight, stored.scale, weights.dtype
+    if kind == "fp4_e2m1":  # twice its values are integers, up to 12
+        weight, scale, kind = (weight.float() * 2).to(torch.int8), scale / 2, "int8"
     packed = pack_quantized_weight(
-        stored.weight,
-        stored.scale,
-        weights.dtype,
+        weight,
+        scale,
+        kind,
         stored.zero_point,
         stored.group,
         stored.bias,

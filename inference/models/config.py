@@ -25,7 +25,7 @@ from formats.families.family import (
 from formats.families.registry import family_of
 from inference.models.model import KVHeads
 from inference.models.rotary import Growth, Rotary, read_growth, read_rotary
-from kernels.activations import Activation
+from kernels.activations import Activation, Clamped
 
 NEEDED = (
     "hidden_size",
@@ -99,6 +99,7 @@ class ModelConfig:
         eps: What all RMSNorms add to the mean square.
         activation: Of the feed-forward layers: silu, GELU, or GELU by its approximation by tanh
             (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+        expert_activation: Of experts, which may be another.
         scale: Factor of q k^T.
         softcap: Bound c of attention's logits, c tanh(x / c), or None.
         embedding_scale: Factor of the embedding's rows.
@@ -126,6 +127,7 @@ class ModelConfig:
     max_positions: int
     eps: float
     activation: Activation
+    expert_activation: Activation
     scale: float
     softcap: float | None
     embedding_scale: float
@@ -191,6 +193,7 @@ class ModelConfig:
             max_positions=config.max_position_embeddings,
             eps=getattr(config, family.norms.eps_setting) / residual**2,
             activation=_activation(family, config),
+            expert_activation=_expert_activation(family, config),
             scale=_scale(family, config, heads.size, latent),
             softcap=_number(config, family.attention.softcap_setting),
             embedding_scale=_embedding_scale(family, config) / residual,
@@ -233,6 +236,14 @@ def _activation(family: Family, config: PretrainedConfig) -> Activation:
             f"{', '.join(ACTIVATIONS)}"
         )
     return found
+
+
+def _expert_activation(family: Family, config: PretrainedConfig) -> Activation:
+    names = family.mixture
+    if names is None or names.clamped is None:
+        return _activation(family, config)
+    slope, bound = (float(getattr(config, key, usual)) for key, usual in names.clamped)
+    return Clamped(slope, bound)
 
 
 def _scale(

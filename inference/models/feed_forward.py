@@ -163,6 +163,6 @@ def load_feed_forward(
         router=linear(router),
         shared=gated(shared, *dense) if has_shared else None,
         shared_gate=linear(shared_gate) if has_gate else None,
-        activation=config.activation,
+        activation=config.expert_activation,
         correction=correction,
     )

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.activations import Activation
+from kernels.activations import Activation, Clamped
 from kernels.triton.common import (
     EARLY_ROWS,
     absmax_scale,
@@ -139,9 +139,9 @@ def activate(x, ACTIVATION: tl.constexpr):
 def gated_product_kernel(
     gate_up, out, scales, scale, experts, pitch, SIZE, WIDTH: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SLOPE: tl.constexpr, BOUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part of WIDTH elements)."""
+    """Program (row, part of WIDTH elements); SLOPE and BOUND are those of "clamped"."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH
     i = first + tl.arange(0, WIDTH)
     real = i < SIZE
@@ -149,7 +149,12 @@ def gated_product_kernel(
     announce(OVERLAP)
     gate = tl.load(gate_up + row * (2 * SIZE) + i, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * SIZE) + SIZE + i, mask=real, other=0.0).to(tl.float32)
-    y = activate(gate, ACTIVATION) * up
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, BOUND)
+        up = tl.minimum(tl.maximum(up, -BOUND), BOUND) + 1.0
+        y = gate / (1.0 + tl.exp(-SLOPE * gate)) * up
+    else:
+        y = activate(gate, ACTIVATION) * up
     store_row(
         y, row, first, i, real, out, scales, scale, experts, None, pitch, SIZE, STATIC, GROUP, BITS
     )
@@ -293,7 +298,7 @@ def gated_product(
         dtype: Of the rows: int8, float8_e4m3fn or a float type.
         group: 128 for a scale each run of so many, None for a scale a row.
         experts: int32 [T], whose element of `scale` is a row's; None where it has one.
-        activation: Of the gate.
+        activation: Of the gate, or of both.
 
     Returns:
         (rows [T, I] in `dtype`, scales fp32 [T, 1] or [T, ceil(I / 128)], `scale` or None).
@@ -306,9 +311,11 @@ def gated_product(
     out, scales = _outputs(gate_up, size, scale, dtype, group, experts)
     rows, static = gate_up.shape[0], scale is not None
     if rows:
-        part = _part(rows, static, group, out)
+        part, clamped = _part(rows, static, group, out), isinstance(activation, Clamped)
         gated_product_kernel[(rows, triton.cdiv(size, part or size))](
-            gate_up, storage(out), scales, scale, experts, rows, size, ACTIVATION=activation,
+            gate_up, storage(out), scales, scale, experts, rows, size,
+            ACTIVATION="clamped" if clamped else activation,
+            SLOPE=activation.slope if clamped else 0.0, BOUND=activation.bound if clamped else 0.0,
             **_shape(size, static, group, out, rows, part),
         )  # fmt: skip
     return out, scales

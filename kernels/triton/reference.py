@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels.reference as reference
-from kernels.activations import Activation
+from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.numerics import FP8, INT8, block_absmax, choose_scale, dequantize, quantize
 
@@ -158,6 +158,10 @@ def gated_product(
 ) -> tuple[Tensor, Tensor | None]:
     """(rows, their scales) of activation(gate) * up, gate_up [T, 2 I], in fp32."""
     gate, up = gate_up.double().chunk(2, dim=-1)
+    if isinstance(activation, Clamped):
+        gate, up = gate.clamp(max=activation.bound), up.clamp(-activation.bound, activation.bound)
+        y = gate * torch.sigmoid(activation.slope * gate) * (up + 1)
+        return quantize_rows(y.float(), scale, dtype, group)
     kinds = {
         "silu": torch.nn.functional.silu,
         "gelu": torch.nn.functional.gelu,

@@ -9,7 +9,7 @@ import torch
 FP8 = torch.float8_e4m3fn
 FAMILIES = (
     "w4a16_zeros", "w8a16", "w8a16_whole", "w4a8", "w4a8_two_level", "w4a8_whole", "w8a8", "fp8",
-    "fp8_block", "w16a16",
+    "fp8_block", "w16a16", "mxfp4",
 )  # fmt: skip
 EXACT = ("w8a8", "w4a8_two_level", "w4a8_whole")  # sums of integers
 
@@ -39,6 +39,8 @@ def _weight(family: str, outputs: int, inputs: int):
     from kernels.triton.linear.w8a16 import pack_w8a16
     from kernels.triton.linear.w16a16 import DenseWeight
 
+    if family == "mxfp4":
+        return _mxfp4_weight(outputs, inputs)
     base, _, kind = family.partition("_")
     bias = torch.randn(outputs)
     low, high = (-8, 8) if base.startswith("w4") else (-127, 128)
@@ -67,6 +69,16 @@ def _weight(family: str, outputs: int, inputs: int):
         values = values - zeros.double().repeat_interleave(each, 1)
     values = values * scale.double().repeat_interleave(each, 1)
     return weight, lambda x: x @ values.T + bias.double()
+
+
+def _mxfp4_weight(outputs: int, inputs: int):
+    from kernels.triton.linear.mxfp4 import pack_mxfp4
+
+    bias, codes = torch.randn(outputs), torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    scale = 2.0 ** torch.randint(-9, -3, (outputs, inputs // 32))
+    half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat((half, -half))[codes.int()] * scale.repeat_interleave(32, 1)
+    return pack_mxfp4(codes, scale, bias), lambda x: x @ values.double().T + bias.double()
 
 
 def plain_rows(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

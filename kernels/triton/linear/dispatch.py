@@ -5,6 +5,7 @@
 | int4, groups, zero points         | float                          | `w4a16`      |
 | int4, groups, zero points         | int8, a scale a row or tensor  | `w4a8`       |
 | int4, scales of two levels        | int8, a scale a row or tensor  | `w4a8`       |
+| fp4 (MXFP4), a power of two by 32 | float                          | `mxfp4`      |
 | int8, groups, zero points         | float                          | `w8a16`      |
 | int8, a scale an output           | int8, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale an output or tensor | e4m3, a scale a row or tensor  | `w8a8`       |
@@ -30,6 +31,7 @@ from torch import Tensor
 from kernels.numerics import dequantize
 from kernels.triton.common import has_e4m3
 from kernels.triton.linear.fp8_block import pack_fp8_block
+from kernels.triton.linear.mxfp4 import codes_of_e4m3, fits_mxfp4, pack_mxfp4
 from kernels.triton.linear.packing import fits_tiles
 from kernels.triton.linear.w4a8 import pack_w4a8
 from kernels.triton.linear.w4a16 import pack_w4a16
@@ -55,8 +57,9 @@ def pack(
     """Lay a quantized weight out for the kernel that takes it, on the device it is on.
 
     Args:
-        q: int8 (int4 too, one a byte) or e4m3 [N, K]; or of E weights that are packed alike,
-            [E, N, K]: scales, zero points, biases and the result then have E before their own.
+        q: int8 (int4 too, one a byte) or e4m3 (fp4 too) [N, K]; or of E weights that are packed
+            alike, [E, N, K]: scales, zero points, biases and the result then have E before their
+            own.
         scale: fp32 [N, groups].
         zero_point: int8 [N, groups] or None.
         bias: Float [N] or None.
@@ -88,6 +91,9 @@ def _packed(
 ) -> GpuWeight | None:
     """The packed weight, or None where no kernel takes it."""
     outputs, inputs, groups = *q.shape[-2:], scale.shape[-1]
+    if q.dtype == FP8 and bits == 4:
+        takes = fits_mxfp4(q, scale, rows.dtype)
+        return pack_mxfp4(codes_of_e4m3(q), scale, bias) if takes else None
     if not fits_tiles(q) or inputs % group or rows.dtype == torch.float32:
         return None
     if q.dtype == FP8:

@@ -10,8 +10,11 @@ import torch
 
 from kernels.numerics import dequantize
 from tests.experts import MOE
+from tests.formats.families.test_glm4_moe import SIZES as GLM
+from tests.formats.families.test_gpt_oss import SIZES as GPT_OSS
 from tests.inference.gpu.test_gpu import engine_of, prompt, run
 from tests.kernels.triton_lab import interpreted
+from tests.mixtures import publish_mxfp4
 
 SCHEMES = [
     ("qwen2_moe", "a8w8c8"),
@@ -37,6 +40,17 @@ def test_schemes(make_model, make_quantized, family, scheme):
 
 def test_every_expert_has_its_input_scale(make_model, make_quantized):
     compare(str(make_quantized(tiny(make_model, "mixtral"), "a8w8")), 0.1, scales_differ=True)
+
+
+def test_sigmoid_scores_groups_and_an_expert_without_a_gate(make_model):
+    compare(make_model("glm4_moe", layers=1, **GLM | {"first_k_dense_replace": 0}), 0.02)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_gpt_oss(make_model, tmp_path, published):
+    """Sinks, biases and bounded experts, in floats or in MXFP4 as they are stored."""
+    folder = make_model("gpt_oss", layers=1, **GPT_OSS)
+    compare(str(publish_mxfp4(folder, tmp_path)[0] if published else folder), 0.02)
 
 
 def tiny(make_model, family: str, **sizes):

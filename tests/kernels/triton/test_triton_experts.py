@@ -90,6 +90,36 @@ def test_rows_of_experts_are_multiplied_by_their_weights(family):
         by_expert(*make_rows(family, 3, 256), chosen)
 
 
+@interpreted
+def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
+    """160 inputs are 128 and a rest; what lies behind a row in memory is another's."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.experts.sorting import sort_by_expert
+    from kernels.triton.linear.dispatch import pack
+    from kernels.triton.linear.mxfp4 import Mxfp4Weight, codes_of_e4m3
+    from kernels.triton.linear.w16a16 import DenseWeight
+    from kernels.triton.linear.weight import InputFormat
+
+    torch.manual_seed(0)
+    weights, plain = make_weights("mxfp4", 2, 64, 160)
+    x, _ = make_rows("mxfp4", 5, 160)
+    chosen = make_chosen(5, 1, 2)
+    pairs = sort_by_expert(chosen, 2, 16)
+    got = weights[0].run(x, None, Workspace.on("cpu", 1 << 18, 64), torch.float32, pairs)
+    for e in range(2):
+        own = chosen.flatten() == e
+        torch.testing.assert_close(
+            got[own].double(), plain[e](x[own].double()), atol=1e-3, rtol=1e-3
+        )
+    half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    q = torch.cat((half, -half)).to(torch.float8_e4m3fn)
+    assert codes_of_e4m3(q).tolist() == list(range(16))
+    q, rows = q.repeat(64, 10).view(1, 64, 160), InputFormat(torch.float16)
+    for scale, kind in ((2.0, Mxfp4Weight), (4.0, DenseWeight)):
+        own = pack(q, torch.full((1, 64, 5), scale), None, None, rows, x.dtype, bits=4, group=32)
+        assert type(own) is kind
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @interpreted
 def test_places_of_more_than_32_bits(family):
@@ -239,7 +269,7 @@ def test_rows_quantized_with_the_scale_of_their_expert():
     [
         (80, ("w4a8", "w16a16")),
         (89, ("w8a8", "fp8_block")),
-        (90, ("w4a16", "w4a8_two_level", "w8a8", "fp8", "fp8_block", "w16a16")),
+        (90, ("w4a16", "w4a8_two_level", "w8a8", "fp8", "fp8_block", "w16a16", "mxfp4")),
     ],
 )
 @compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.activations import Clamped
 from tests.kernels.triton_lab import interpreted
 
 
@@ -74,7 +75,7 @@ def test_what_a_layer_adds_is_normed_first(norms, dtype):
     assert (got[0] is got[2]) == (weight is None and dtype == torch.float16)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", Clamped(1.702, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
 @interpreted
 def test_products_of_activations(activation, dtype):

@@ -1,0 +1,90 @@
+"""gpt-oss: sinks, windows in turn, biases everywhere, bounded experts in bf16 or as published."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from formats.foreign.mxfp4 import SCHEME
+from kernels.activations import Clamped
+from ptq.convert.convert import convert
+from tests.experts import rewrite
+from tests.families import check_blocks, check_engine, distance, transformers_logits
+from tests.mixtures import check_quantized_experts, publish_mxfp4, stored
+from tests.ptq.quantizing import random_tokens
+
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+SIZES = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 128,
+    "sliding_window": 16,
+    "rope_parameters": ROPE,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(make_model, tmp_path_factory):
+    def decide(tensors: dict[str, torch.Tensor]) -> None:
+        """Routers of random weights would send a token elsewhere for the smallest of errors."""
+        for name in tensors:
+            if ".router." in name:
+                tensors[name] = tensors[name] * 3
+
+    return rewrite(make_model("gpt_oss", **SIZES), tmp_path_factory.mktemp("gpt_oss") / "m", decide)
+
+
+@pytest.fixture(scope="module")
+def published(gpt_oss, tmp_path_factory):
+    """The model in MXFP4, and the bf16 model that this stands for."""
+    return publish_mxfp4(gpt_oss, tmp_path_factory.mktemp("gpt_oss"))
+
+
+def test_logits_are_those_of_transformers(gpt_oss):
+    engine = check_engine(gpt_oss, random_tokens(1, 60).ids[0].clamp(min=1))
+    assert engine.model.config.windows == (16, None)
+    assert engine.model.layers[0].feed_forward.activation == Clamped(1.702, 7.0)
+
+
+def test_blocks_are_those_of_transformers(gpt_oss):
+    check_blocks(gpt_oss)
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel"])
+def test_a_quantized_checkpoint_is_near_the_float_model(gpt_oss, tmp_path, preset):
+    found = check_quantized_experts(gpt_oss, tmp_path, preset)
+    assert "model.layers.1.mlp.experts.3.down_proj" in found.quantized_modules
+    assert "model.layers.1.mlp.experts.3.down_proj.bias" in found
+
+
+def test_a_published_folder_runs_as_it_is_stored(published):
+    folder, exact = published
+    ids = random_tokens(1, 60).ids[0].clamp(min=1)
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.scheme.of_layers == SCHEME
+    assert len(checkpoint.quantized_modules) == 2 * 4 * 3
+    assert checkpoint.weight_shape("model.layers.0.mlp.experts.2.up_proj") == (128, 128)
+    engine = check_engine(exact, ids)
+    from inference.engine import Engine
+
+    ours = Engine.from_pretrained(folder).score(ids.tolist())
+    assert distance(ours, engine.score(ids.tolist())) < 1e-5
+    assert distance(ours, transformers_logits(exact, ids)) < 1e-4
+
+
+def test_floats_of_a_published_folder_are_what_it_stands_for(published, tmp_path):
+    folder, exact = published
+    convert(folder, tmp_path / "float", "float")
+    found, wanted = stored(tmp_path / "float"), stored(exact)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
