@@ -1,0 +1,198 @@
+"""Declared families on a GPU: the CPU's logits and tokens, kernels of what each of them has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
+from tests.tiny_families import TINY
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if torch.cuda.is_available():
+    import kernels.triton.reference as twins
+    from kernels.attention_inputs import KVPool
+    from kernels.bench import draw, gpu_attention
+    from kernels.triton import fused
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.attention.projection_norm import norm_projections
+    from kernels.triton.attention.rope_cache import rope_write
+    from kernels.triton.sampling.softcap import softcap_logits
+    from kernels.triton.tuning import KVSplit, PrefillTile
+    from tests.gpu.test_triton_kernels import random_inputs
+
+FAMILIES = TINY | {
+    "olmo2": {},
+    "phi3": {"head_dim": 96, "partial_rotary_factor": 0.75},
+    "qwen3": {"head_dim": 80},
+}
+PROMPTS = [[(37 * i + j * j) % 380 + 1 for j in range(length)] for i, length in enumerate((5, 90))]
+SIZES = EngineConfig(max_model_len=256, max_batch_size=4, prefix_cache=False)
+
+
+def is_near(path, dtype: torch.dtype, bound: float) -> None:
+    """Logits of a prompt are the CPU's, and so are the likeliest tokens of what a graph decodes."""
+    cpu = Engine.from_pretrained(path, config=SIZES)
+    gpu = Engine.from_pretrained(path, config=SIZES, device="cuda", dtype=dtype)
+    wanted, found = (engine.score(PROMPTS[1]) for engine in (cpu, gpu))
+    assert (found - wanted).norm() / wanted.norm() < bound
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    for prompt, out in zip(PROMPTS, gpu.generate(PROMPTS, params), strict=True):
+        logits = cpu.score([*prompt, *out.token_ids])[len(prompt) - 1 : -1]
+        own = logits.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        assert ((logits.max(1).values - own) / logits.std(1)).max() < 4 * bound
+    gpu.check_integrity()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 0.03), (torch.bfloat16, 0.12)])
+def test_families_are_as_on_the_cpu(make_model, kind, dtype, bound):
+    is_near(make_model(kind, **FAMILIES[kind]), dtype, bound)
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "a8w8c8_dynamic", "fp8_c8", "w4c8"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "olmo2", "glm4", "phi3"])
+def test_quantized_families_are_as_on_the_cpu(make_model, make_quantized, kind, preset):
+    is_near(make_quantized(make_model(kind, **FAMILIES[kind]), preset), torch.float16, 0.1)
+
+
+@pytest.mark.parametrize("scheme", ["float", "a8w8c8", "a8w8c8_dynamic", "w4c8", "fp8_c8"])
+def test_graphs_of_a_gemma_give_the_tokens_of_steps_one_by_one(scheme, monkeypatch):
+    """Heads of 256, some layers with a window that the prompts pass."""
+    from inference.backend import choose_backend
+    from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+    from inference.bench.shapes import SHAPES
+
+    small = {"num_hidden_layers": 2, "vocab_size": 4096, "sliding_window": 128}
+    kinds = ["sliding_attention", "full_attention"]
+    monkeypatch.setitem(SHAPES, "small", SHAPES["gemma-3-4b"] | small | {"layer_types": kinds})
+    params = [
+        SamplingParams(max_tokens=9 + i, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+        for i in range(12)
+    ]
+    prompts = [[(7 + i * j) % 4000 for j in range(40 * i + 1)] for i in range(12)]
+    tokens = []
+    for eager in (True, False):
+        checkpoint = RandomCheckpoint("small", scheme, "cuda")
+        sizes = {"max_model_len": 1024, "max_batch_size": 12, "max_batched_tokens": 512}
+        config = EngineConfig(**sizes, prefix_cache=False, eager=eager)
+        backend = choose_backend("cuda", checkpoint)
+        engine = Engine(checkpoint, random_tokenizer(4096), config, backend)
+        tokens.append([out.token_ids for out in engine.generate(prompts, params)])
+        engine.check_integrity()
+    assert tokens[0] == tokens[1]
+
+
+CHANGES = ("softcap", "sinks", "alibi", "softcap and sinks")
+
+
+@pytest.mark.parametrize(
+    ("storage", "kind"),
+    [("int8", "head"), ("int8", "token"), ("float8_e4m3fn", "channel"), ("bfloat16", "none")],
+)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("change", CHANGES)
+def test_attention_of_changed_logits(storage, kind, dim, change, workspace):
+    torch.manual_seed(0)
+    heads, group = 4, 4
+    more = {"sliding_window": 100 if dim == 256 else None}
+    if "softcap" in change:
+        more["softcap"] = 5.0
+    if "sinks" in change:
+        more["sinks"] = torch.randn(heads * group, device="cuda") * 3
+    if change == "alibi":
+        more["alibi"] = 2.0 ** -torch.arange(1.0, heads * group + 1, device="cuda")
+    lengths, counts = (1, 63, 0, 64, 65, 700, 1024), (1, 1, 0, 64, 1, 333, 17)
+    starts = torch.tensor((0, *counts), device="cuda").cumsum(0).int()
+    inputs = random_inputs(
+        getattr(torch, storage), kind, dim=dim, pages=128, lengths=lengths, **more
+    )
+    q = torch.randn(sum(counts), heads * group, dim, device="cuda", dtype=torch.bfloat16)
+    wanted = twins.decode_attention(q[:7], inputs)
+    for split in (None, KVSplit(2, 1), KVSplit(4, 3), KVSplit(2, 16)):
+        got, again = (decode_attention(q[:7], inputs, workspace, split=split) for _ in "ab")
+        assert draw.relative(got, wanted) < 4e-3, split
+        assert torch.equal(got, again)
+    from dataclasses import replace
+
+    inputs = replace(inputs, query_start=starts)
+    wanted = twins.prefill_attention(q, inputs)
+    tokens, warps = (64, 8) if dim <= 128 else (32, 8)
+    for tile, decodes in ((None, 2), (PrefillTile(64, tokens, warps, 3), 0)):
+        got = prefill_attention(q, inputs, workspace, decodes, tile=tile)
+        assert draw.relative(got, wanted) < 4e-3, tile
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_kinds_that_are_measured_are_right(dtype, workspace):
+    for kind in gpu_attention.KINDS:
+        gpu_attention.attention(3, 2048, workspace, dtype, kind=kind).check()
+        gpu_attention.prefill((300,), 2048, workspace, dtype, kind=kind).check()
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("size", [200, 2560, 5376])
+def test_norms_of_what_is_added_and_products(storage, size):
+    torch.manual_seed(0)
+    dtype = getattr(torch, storage)
+    x, residual = (torch.randn(33, size, device="cuda").bfloat16() for _ in "ab")
+    one, other = (torch.rand(size, device="cuda") + 0.5 for _ in "ab")
+    for weight, after in ((one, other), (None, other), (None, None)):
+        got, wanted = (
+            f.add_rms_norm(x, residual, weight, 1e-6, None, dtype, after=after)
+            for f in (fused, twins)
+        )
+        assert draw.relative(got[2], wanted[2].double()) < 1e-3
+        own, rows = (
+            part[0].double() * (1 if part[1] is None else part[1].double())
+            for part in (got, wanted)
+        )
+        assert draw.relative(own, rows) < {"int8": 2e-3, "bfloat16": 2e-3}.get(storage, 1e-2)
+    gate_up = torch.randn(33, 2 * size, device="cuda").bfloat16() * 3
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        got, wanted = (
+            f.gated_product(gate_up, None, dtype, activation=activation) for f in (fused, twins)
+        )
+        assert ((got[0].float() - wanted[0].float()) != 0).float().mean() < 2e-3
+
+
+def test_norms_of_whole_projections_and_bounded_logits():
+    qkv = torch.randn(33, 4096 + 2 * 1024, device="cuda").bfloat16()
+    norms = torch.rand(4096, device="cuda"), torch.rand(1024, device="cuda").bfloat16()
+    wanted = twins.norm_projections(qkv, *norms, 1e-6)
+    assert draw.relative(norm_projections(qkv, *norms, 1e-6), wanted.double()) < 2e-3
+    logits = torch.randn(5, 262208, device="cuda") * 40
+    logits[1, 2] = float("nan")
+    wanted = 30 * torch.tanh(logits.double() / 30)
+    torch.testing.assert_close(
+        softcap_logits(logits, 30.0).double(), wanted, rtol=1e-5, atol=1e-4, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dim", [80, 96, 256])
+@pytest.mark.parametrize("tokens", [5, 400])
+def test_cache_write_of_other_heads(dim, tokens):
+    """Queries that grow with their position, too."""
+    torch.manual_seed(0)
+    qkv = torch.randn(tokens, 12, dim, device="cuda").bfloat16()
+    angle = (torch.rand(tokens, dim // 2, device="cuda") * 6).repeat(1, 2)
+    slots, growth = torch.arange(tokens, device="cuda") + 37, torch.rand(tokens, device="cuda")
+    found = []
+    for write, device in ((rope_write, "cuda"), (twins.rope_write, "cpu")):
+        q, k, v = qkv.to(device).split([8, 2, 2], dim=1)
+        pools = [
+            torch.zeros(8, 2, *s, device=device).to(torch.int8) for s in ((64, dim), (dim, 64))
+        ]
+        scales = [torch.full((2,), 0.03, device=device) for _ in "kv"]
+        turns = [t.to(device) for t in (angle.cos(), angle.sin())]
+        pool = KVPool(*pools, *scales)
+        out = write(q, k, v, *turns, pool, slots.to(device), growth=growth.to(device))
+        found.append((out.cpu(), *(t.cpu() for t in pools)))
+    got, wanted = found
+    assert draw.relative(got[0], wanted[0].double()) < 4e-3
+    assert (got[1].int() - wanted[1].int()).abs().max() <= 1
+    assert (got[1] != wanted[1]).float().mean() < 1e-3
+    assert torch.equal(got[2], wanted[2])
