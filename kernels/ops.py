@@ -130,26 +130,24 @@ def gated_product(gate: Tensor, up: Tensor, activation: Activation = "silu") -> 
     Returns:
         [T, I] in the type of `gate`, computed in fp32.
     """
-    if activation == "silu":
-        return _rows().silu_mul(gate, up)
-    return reference.gated_product(gate, up, activation)
+    return _rows().gated_product(gate, up, activation)
 
 
 def softcapped(x: Tensor, bound: float) -> Tensor:
     """c tanh(x / c) of numbers in fp32: those far below the bound c hardly change (Gemma 2)."""
-    return reference.softcapped(x, bound)
+    return _rows().softcapped(x, bound)
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al. 2021) in the two-halves layout of Llama checkpoints.
 
-    The first R channels of a head turn, as pairs (i, i + R / 2); the others pass as they are.
+    All channels of a head turn, as pairs (i, i + D / 2); where cos is 1 and sin 0, they do not.
 
     Args:
         q: [T, Hq, D].
         k: [T, Hkv, D].
-        cos: [T, R] of each token's position, the two halves equal; R is even, at most D.
-        sin: [T, R], laid out as `cos`.
+        cos: [T, D] of each token's position, the two halves equal; D is even.
+        sin: [T, D], laid out as `cos`.
 
     Returns:
         (q, k) rotated, new tensors.

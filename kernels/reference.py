@@ -113,11 +113,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight.float() * (wide * inverse)).to(x.dtype)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """See `kernels.ops.gated_product`."""
-    return gated_product(gate, up, "silu")
-
-
 def gated_product(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """See `kernels.ops.gated_product`."""
     wide, other = gate.float(), up.float()
@@ -157,15 +152,13 @@ def softcapped(x: Tensor, bound: float) -> Tensor:
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.ops.apply_rope`."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, D]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:

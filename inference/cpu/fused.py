@@ -22,21 +22,12 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
 
     Returns:
         None where a part has no fused kernel: mixtures of experts, other types than fp32, weights
-        that are not packed for the compiled kernels, inputs in another order (act-order), norms
-        elsewhere than before the sub-layers and over single heads.
+        that are not packed for the compiled kernels, inputs in another order (act-order), latent
+        attention.
     """
-    windows = model.config.windows
-    parts = [_block(*triple) for triple in zip(model.layers, pools, windows, strict=True)]
-    head, config, first = _linear(model.head), model.config, model.layers[0]
-    bounds = (config.softcap, config.logits_softcap, model.query_growth)
-    other = (
-        any(bound is not None for bound in bounds)
-        or config.embedding_scale != 1
-        or config.scale != config.head_dim**-0.5
-        or any(layer.cos is not first.cos for layer in model.layers)
-    )
-    if other:
-        return None
+    config = model.config
+    parts = [_block(*triple) for triple in zip(model.layers, pools, config.windows, strict=True)]
+    head = _linear(model.head)
     blocks = [part for part in parts if part is not None]
     if model.dtype != torch.float32 or head is None or len(blocks) < len(parts):
         return None
@@ -46,10 +37,14 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
             blocks=blocks,
             norm=model.norm,
             head=head,
-            cos=model.layers[0].cos,
-            sin=model.layers[0].sin,
-            heads=model.config.heads,
-            eps=model.config.eps,
+            heads=config.heads,
+            eps=config.eps,
+            scale=config.scale,
+            activation=config.activation,
+            embedding_scale=config.embedding_scale,
+            growth=model.query_growth,
+            softcap=config.softcap,
+            logits_softcap=config.logits_softcap,
         )
     )
     return lambda batch: fused.step(**vars(batch))
@@ -66,19 +61,8 @@ def _linear(linear: Linear) -> LinearSpec | None:
 
 
 def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | None:
-    own, first, second = layer.feed_forward, layer.before_attention, layer.before_feed_forward
-    after = layer.after_attention is not None or layer.after_feed_forward is not None
-    whole = layer.q_norm is not None and len(layer.q_norm) != pool.k.shape[3]
-    if (
-        not isinstance(own, GatedMLP)
-        or own.activation != "silu"
-        or first is None
-        or second is None
-        or after
-        or whole
-        or layer.sinks is not None
-        or layer.latent is not None
-    ):
+    own = layer.feed_forward
+    if not isinstance(own, GatedMLP) or layer.latent is not None:
         return None
     linears = (layer.qkv, layer.o, own.gate_up, own.down)
     specs = [spec for spec in map(_linear, linears) if spec is not None]
@@ -86,14 +70,19 @@ def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | Non
         return None
     qkv, o, gate_up, down = specs
     return BlockSpec(
-        input_norm=first,
+        cos=layer.cos,
+        sin=layer.sin,
+        before_attention=layer.before_attention,
         qkv=qkv,
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
+        sinks=layer.sinks,
         o=o,
-        post_norm=second,
+        after_attention=layer.after_attention,
+        before_feed_forward=layer.before_feed_forward,
         gate_up=gate_up,
         down=down,
+        after_feed_forward=layer.after_feed_forward,
         pool=pool,
         window=window,
     )

@@ -15,10 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.activations import Activation
 from kernels.attention_inputs import KVPool
 from kernels.cpu import native
 from kernels.cpu.native_attention import check_pool
-from kernels.cpu.structures import FORMATS, STORAGE_NAMES, pointer
+from kernels.cpu.structures import ACTIVATIONS, FORMATS, STORAGE_NAMES, pointer
 
 KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
 
@@ -36,22 +37,24 @@ class _Layer(Structure):
 class _Block(Structure):
     _fields_ = [
         *[(name, _Layer) for name in ("qkv", "o", "gate_up", "down")],
-        *[(name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")],
+        *[(name, c_void_p) for name in ("cos", "sin", "before_attention", "after_attention")],
+        *[(name, c_void_p) for name in ("before_feed_forward", "after_feed_forward")],
+        *[(name, c_void_p) for name in ("q_norm", "k_norm", "sinks")],
         *[(name, c_void_p) for name in ("k_pool", "v_pool", "k_scale", "v_scale")],
         *[(name, c_int64) for name in ("window", "cache_blocks")],
-        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind", "unused")],
+        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind", "whole_norms")],
     ]
 
 
 class _Decoder(Structure):
     _fields_ = [
-        *[(name, c_void_p) for name in ("blocks", "embedding", "cos", "sin", "norm")],
+        *[(name, c_void_p) for name in ("blocks", "embedding", "norm", "growth")],
         ("head", _Layer),
         *[(name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim")],
-        *[(name, c_int64) for name in ("rotary", "intermediate", "vocabulary")],
-        ("embedding_format", c_int32),
-        ("eps", c_float),
-        ("softmax_scale", c_float),
+        *[(name, c_int64) for name in ("intermediate", "vocabulary")],
+        *[(name, c_int32) for name in ("embedding_format", "activation")],
+        *[(name, c_float) for name in ("embedding_scale", "eps", "softmax_scale")],
+        *[(name, c_float) for name in ("softcap", "logits_softcap")],
         ("unused", c_int32),
     ]
 
@@ -84,16 +87,39 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A decoder block and its cache; norms are fp32."""
+    """A decoder block and its cache; norms are fp32, and may be missing.
 
-    input_norm: Tensor
+    Attributes:
+        cos: fp32 [positions, D], the two halves equal.
+        sin: fp32 [positions, D].
+        before_attention: [hidden].
+        qkv: q, k and v merged.
+        q_norm: Of each head [D], or of the whole projection [Hq D].
+        k_norm: The same of k.
+        sinks: fp32 [Hq], as in `AttentionInputs`, or None.
+        o: Attention's output projection.
+        after_attention: [hidden].
+        before_feed_forward: [hidden].
+        gate_up: gate and up merged.
+        down: The feed-forward layer's output projection.
+        after_feed_forward: [hidden].
+        pool: The cache.
+        window: Positions that a query sees, or None for all.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    before_attention: Tensor | None
     qkv: LinearSpec
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     o: LinearSpec
-    post_norm: Tensor
+    after_attention: Tensor | None
+    before_feed_forward: Tensor | None
     gate_up: LinearSpec
     down: LinearSpec
+    after_feed_forward: Tensor | None
     pool: KVPool
     window: int | None
 
@@ -107,20 +133,28 @@ class DecoderSpec:
         blocks: In order.
         norm: fp32 [hidden].
         head: Gives the logits.
-        cos: fp32 [positions, R]: as many channels of each head, the first, are rotated.
-        sin: fp32 [positions, R].
         heads: Query heads.
         eps: Of the norms.
+        scale: Factor of q k^T.
+        activation: Of the feed-forward layers.
+        embedding_scale: Factor of the embedding's rows.
+        growth: fp32 [positions], factor of q at each, or None.
+        softcap: Bound of attention's logits, or None.
+        logits_softcap: Bound of the logits, or None.
     """
 
     embedding: Tensor
     blocks: Sequence[BlockSpec]
     norm: Tensor
     head: LinearSpec
-    cos: Tensor
-    sin: Tensor
     heads: int
     eps: float
+    scale: float
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    growth: Tensor | None = None
+    softcap: float | None = None
+    logits_softcap: float | None = None
 
 
 class FusedDecoder:
@@ -137,19 +171,22 @@ class FusedDecoder:
         self._vocabulary = native.header(spec.head.packed).outputs
         self._decoder = _Decoder(
             ctypes.addressof(self._blocks),
-            *map(pointer, (spec.embedding, spec.cos, spec.sin, spec.norm)),
+            *map(pointer, (spec.embedding, spec.norm, spec.growth)),
             self._layer(spec.head),
             len(spec.blocks),
             spec.embedding.shape[1],
             spec.heads,
             kv_heads,
             dim,
-            spec.cos.shape[1],
             native.header(spec.blocks[0].down.packed).inputs,
             self._vocabulary,
             FORMATS[STORAGE_NAMES[spec.embedding.dtype]],
+            ACTIVATIONS[spec.activation],
+            spec.embedding_scale,
             spec.eps,
-            dim**-0.5,
+            spec.scale,
+            spec.softcap or 0.0,
+            spec.logits_softcap or 0.0,
         )
         self._workspace = native.aligned(0)
 
@@ -198,12 +235,15 @@ class FusedDecoder:
     def _block(self, spec: BlockSpec) -> _Block:
         pool, kinds = spec.pool, check_pool(spec.pool)
         cache = (pool.k, pool.v, pool.k_scale, pool.v_scale)
-        norms = (spec.input_norm, spec.post_norm, spec.q_norm, spec.k_norm)
+        norms = (spec.before_attention, spec.after_attention)
+        norms += (spec.before_feed_forward, spec.after_feed_forward, spec.q_norm, spec.k_norm)
+        whole = spec.q_norm is not None and len(spec.q_norm) != pool.k.shape[3]
         return _Block(
             *map(self._layer, (spec.qkv, spec.o, spec.gate_up, spec.down)),
-            *map(pointer, (*norms, *cache)),
+            *map(pointer, (spec.cos, spec.sin, *norms, spec.sinks, *cache)),
             spec.window or 0,
             pool.k.shape[0],
             FORMATS[STORAGE_NAMES[pool.k.dtype]],
             *kinds,
+            whole,
         )

@@ -39,14 +39,16 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
         ValueError: shapes or types do not fit, a slot is not of the pool, or scales are to be taken
             from NaN or infinity; tokens with such a problem are not written, others may be.
     """
-    if pool.k.dtype not in _POOLS or pool.k.shape != pool.v.shape:
+    if pool.k.dtype not in _POOLS:
         reference.write_kv(k, v, pool, slots)
         return
     kinds = check_pool(pool)
-    if k.shape != v.shape or k.shape[1:] != pool.k.shape[1::2] or len(slots) != len(k):
+    held = [x.shape[1::2] for x in (pool.k, pool.v)]
+    if [x.shape[1:] for x in (k, v)] != held or not len(slots) == len(k) == len(v):
         raise ValueError(
             f"k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; needed are "
-            f"[T, {pool.k.shape[1]}, {pool.k.shape[3]}] twice, as the cache has, and [T]"
+            f"[T, {held[0][0]}, {held[0][1]}] and [T, {held[1][0]}, {held[1][1]}], as the cache "
+            "has, and [T]"
         )
     if pool.dynamic != (kinds[0] == SCALE_TOKEN):
         raise ValueError("dynamic scales need a place for each token, and static ones have none")
@@ -59,6 +61,7 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
         len(k),
         keys.stride(0),
         *pool.k.shape[1::2],
+        pool.v.shape[3],
         _POOLS[pool.k.dtype],
         *kinds,
         pool.k.shape[0],
@@ -75,33 +78,35 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         ValueError: shapes or types do not fit, or a sequence needs a block that is not there.
     """
     pool = inputs.pool
-    more = (inputs.softcap, inputs.sinks, inputs.alibi)
-    if (
-        pool.k.dtype not in _POOLS
-        or pool.k.shape != pool.v.shape
-        or any(one is not None for one in more)
-    ):
+    if pool.k.dtype not in _POOLS:
         return reference_attention.paged_attention(q, inputs)
     kinds, starts = check_pool(pool), reference_attention.query_starts(inputs)
     _check_queries(q, inputs, starts)
-    queries, out, problem = native.tokens(q), torch.empty(q.shape), c_int32(0)
+    v_dim, problem = pool.v.shape[3], c_int32(0)
+    queries, out = native.tokens(q), torch.empty(*q.shape[:2], v_dim)
     tables, contexts = (
         t.to(torch.int64).contiguous() for t in (inputs.block_tables, inputs.context_len)
     )
     begins = torch.tensor(starts)
     cache = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+    sinks, alibi = (
+        None if x is None else x.float().contiguous() for x in (inputs.sinks, inputs.alibi)
+    )
     args = AttentionArgs(
         *map(pointer, (queries, out, *cache, tables, begins, contexts)),
         len(contexts),
         tables.shape[1],
         queries.stride(0),
-        q.shape[1] * q.shape[2],
+        q.shape[1] * v_dim,
+        *map(pointer, (sinks, alibi)),
         q.shape[1],
         *pool.k.shape[1::2],
+        v_dim,
         inputs.sliding_window or 0,
         _POOLS[pool.k.dtype],
         *kinds,
         inputs.softmax_scale,
+        inputs.softcap or 0.0,
         pool.k.shape[0],
         addressof(problem),
         None,
@@ -116,7 +121,8 @@ def check_pool(pool: KVPool) -> tuple[int, int]:
     """Kinds of the scales of K and V; ValueError where cache and scales do not fit."""
     shape = pool.k.shape
     if (
-        pool.v.shape != shape
+        pool.v.shape[:3] != shape[:3]
+        or pool.v.dim() != len(shape)
         or pool.v.dtype != pool.k.dtype
         or len(shape) != 4
         or shape[2] != KV_BLOCK
@@ -124,7 +130,7 @@ def check_pool(pool: KVPool) -> tuple[int, int]:
     ):
         raise ValueError(
             f"pools are {pool.k.dtype} {tuple(shape)} and {pool.v.dtype} {tuple(pool.v.shape)}; "
-            f"needed are two of one type, contiguous [blocks, Hkv, {KV_BLOCK}, D]"
+            f"needed are two of one type, contiguous [blocks, Hkv, {KV_BLOCK}, D], D of each its own"
         )
     kinds = _scale_kind(pool.k_scale, pool.k), _scale_kind(pool.v_scale, pool.v)
     allowed = [(SCALE_NONE, SCALE_NONE)]
@@ -178,6 +184,12 @@ def _check_queries(q: Tensor, inputs: AttentionInputs, starts: list[int]) -> Non
             f"{tuple(tables.shape)}; a context holds its queries and has a block in its "
             f"table for each {KV_BLOCK} tokens"
         )
+    for name in ("sinks", "alibi"):
+        own: Tensor | None = getattr(inputs, name)
+        if own is not None and own.shape != q.shape[1:2]:
+            raise ValueError(f"{name} are {tuple(own.shape)}; needed is [{q.shape[1]}], as q has")
+    if inputs.softcap is not None and not inputs.softcap > 0:
+        raise ValueError(f"softcap is {inputs.softcap}; needed is a positive number, or None")
     if window is not None and window < 1:
         raise ValueError(f"the sliding window is {window}; needed is 1 at least, or None")
 

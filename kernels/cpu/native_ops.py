@@ -11,8 +11,9 @@ from ctypes import addressof, byref, c_int32
 import torch
 from torch import Tensor
 
+from kernels.activations import Activation
 from kernels.cpu import native
-from kernels.cpu.structures import FORMATS, QuantizeArgs, pointer
+from kernels.cpu.structures import ACTIVATIONS, FORMATS, QuantizeArgs, pointer
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
@@ -108,33 +109,41 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.to(x.dtype)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """See `kernels.ops.silu_mul`; `gate` and `up` may be two halves of one tensor's columns."""
+def gated_product(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+    """See `kernels.ops.gated_product`; `gate` and `up` may be halves of one tensor's columns."""
     if gate.shape != up.shape:
         raise ValueError(f"gate is {tuple(gate.shape)} and up {tuple(up.shape)}; they must agree")
     wide, other = _matrix(gate), _matrix(up)
     if wide.stride(0) != other.stride(0):
         wide, other = wide.contiguous(), other.contiguous()
     y = torch.empty(gate.shape)
-    native.loaded().ptq_silu_mul(
+    native.loaded().ptq_gated_product(
         wide.data_ptr(),
         other.data_ptr(),
         y.data_ptr(),
         *wide.shape,
         wide.stride(0),
+        ACTIVATIONS[activation],
         torch.get_num_threads(),
     )
     return y.to(gate.dtype)
 
 
+def softcapped(x: Tensor, bound: float) -> Tensor:
+    """See `kernels.ops.softcapped`."""
+    wide, y = x.float().contiguous(), torch.empty(x.shape)
+    threads = torch.get_num_threads()
+    native.loaded().ptq_softcap(wide.data_ptr(), bound, y.data_ptr(), wide.numel(), threads)
+    return y.to(x.dtype)
+
+
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.ops.apply_rope`."""
     tokens, _, dim = q.shape
-    rotary = cos.shape[-1]
-    if cos.shape != (tokens, rotary) or sin.shape != cos.shape or rotary % 2 or rotary > dim:
+    if cos.shape != (tokens, dim) or sin.shape != cos.shape or dim % 2:
         raise ValueError(
-            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; needed are [T, R] with the T "
-            f"of q, which is {tuple(q.shape)}, and an even R of at most its D"
+            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; needed are [T, D] as q has, "
+            f"which is {tuple(q.shape)}, with an even D"
         )
     if k.shape[::2] != (tokens, dim):
         raise ValueError(f"k is {tuple(k.shape)}; needed are T and D of q, {tuple(q.shape)}")
@@ -147,7 +156,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     native.loaded().ptq_rope(
         *map(pointer, (tokens, cos, sin, y)),
         *x.shape,
-        cos.shape[1],
         tokens.stride(0),
         torch.get_num_threads(),
     )

@@ -7,10 +7,13 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 import torch
 from torch import Tensor
 
+from kernels.activations import Activation
+
 FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
 NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
 SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
 NONFINITE, NO_SUCH_BLOCK = 1, 2
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 STORAGE_NAMES = {
     torch.float32: "f32",
     torch.bfloat16: "bf16",
@@ -62,9 +65,10 @@ class AttentionArgs(Structure):
         *[(name, c_void_p) for name in ("q", "out", "k_pool", "v_pool", "k_scale", "v_scale")],
         *[(name, c_void_p) for name in ("block_tables", "query_start", "context_len")],
         *[(name, c_int64) for name in ("sequences", "table_stride", "q_stride", "out_stride")],
-        *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "window")],
+        *[(name, c_void_p) for name in ("sinks", "alibi")],
+        *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "v_dim", "window")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
-        ("softmax_scale", c_float),
+        *[(name, c_float) for name in ("softmax_scale", "softcap")],
         ("blocks", c_int64),
         *[(name, c_void_p) for name in ("problem", "partials")],
     ]
@@ -76,7 +80,7 @@ class WriteKvArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
         ("slots", c_void_p),
-        *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim")],
+        *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim", "v_dim")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
         ("blocks", c_int64),
         ("problem", c_void_p),

@@ -119,15 +119,16 @@ struct LinearArgs {
 
 struct AttentionArgs {
   const float* q;  // [T, q_stride], head h at h * dim
-  float* out;      // [T, out_stride]
-  const void *k_pool, *v_pool;            // [blocks, kv_heads, 64, dim]
+  float* out;      // [T, out_stride], head h at h * v_dim
+  const void *k_pool, *v_pool;            // [blocks, kv_heads, 64, dim], [..., v_dim]
   const float *k_scale, *v_scale;         // see scale kinds
   const int64_t *block_tables, *query_start, *context_len;
   int64_t sequences, table_stride, q_stride, out_stride;
-  int64_t heads, kv_heads, dim, window;   // window: 0 for all
+  const float *sinks, *alibi;             // [heads], or null
+  int64_t heads, kv_heads, dim, v_dim, window;  // window: 0 for all
   int32_t kv_format;                      // kF32, kBF16, kI8, kF8
   int32_t k_scale_kind, v_scale_kind;     // kScaleNone, kScaleHead, kScaleChannel, kScaleToken
-  float softmax_scale;
+  float softmax_scale, softcap;  // softcap: bound of the logits, 0 for none
   int64_t blocks;    // of the pools; a table's entry beyond them is a problem
   int32_t* problem;  // gets a Problem
   float* partials;   // as many floats as attention_floats() says for the team; shared by it
@@ -135,11 +136,11 @@ struct AttentionArgs {
 enum ScaleKind : int32_t { kScaleNone = 0, kScaleHead = 1, kScaleChannel = 2, kScaleToken = 3 };
 
 struct WriteKvArgs {
-  const float *k, *v;  // [T, stride], head h at h * dim
+  const float *k, *v;  // [T, stride], head h at h * dim, at h * v_dim
   void *k_pool, *v_pool;
   float *k_scale, *v_scale;  // kScaleToken: written
   const int64_t* slots;
-  int64_t tokens, stride, kv_heads, dim;
+  int64_t tokens, stride, kv_heads, dim, v_dim;
   int32_t kv_format, k_scale_kind, v_scale_kind;
   int64_t blocks;    // of the pools
   int32_t* problem;  // a token with one is not written
@@ -160,6 +161,8 @@ struct QuantizeArgs {
   int32_t* problem;    // kNonfinite where a scale cannot be had, or null
 };
 
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+
 // The functions of one instruction set. Each is called by all threads of a team; the caller puts
 // barriers between calls. What they need of scratch they keep per thread.
 struct Kernels {
@@ -170,11 +173,11 @@ struct Kernels {
   void (*quantize)(const QuantizeArgs&, const Team&);
   void (*rms_norm)(const float* x, const float* weight, float eps, float* y, int64_t rows,
                    int64_t columns, int64_t x_stride, int64_t y_stride, const Team&);
-  void (*silu_mul)(const float* gate, const float* up, float* y, int64_t rows, int64_t columns,
-                   int64_t in_stride, int64_t y_stride, const Team&);
+  void (*gated_product)(const float* gate, const float* up, float* y, int64_t rows,
+                        int64_t columns, int64_t in_stride, int64_t y_stride, Activation, const Team&);
+  void (*softcap)(const float* x, float bound, float* y, int64_t count, const Team&);
   void (*rope)(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
-               int64_t heads, int64_t dim, int64_t rotary, int64_t x_stride, int64_t y_stride,
-               const Team&);
+               int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);
   void (*write_kv)(const WriteKvArgs&, const Team&);
   void (*attention)(const AttentionArgs&, const Team&);
   int64_t (*attention_floats)(const AttentionArgs&, int threads);

@@ -22,12 +22,14 @@ struct Tile {
 };
 
 struct Shape {
-  int64_t group, queries, rows, width;  // queries and rows of a tile at most; width: padded dim
+  int64_t group, queries, rows;  // queries and rows of a tile at most
+  int64_t width, v_width;        // padded dim and v_dim
   explicit Shape(const AttentionArgs& a) {
     group = a.heads / a.kv_heads;
     queries = group < kQueryRows ? kQueryRows / group : 1;
     rows = queries * group;
     width = round_up(a.dim, W);
+    v_width = round_up(a.v_dim, W);
   }
 };
 
@@ -100,13 +102,13 @@ struct Attender {
   float *q, *s, *decay, *k_wide, *v_wide;
 
   static int64_t floats(const Shape& shape) {
-    return shape.rows * (shape.width + kBlock + W) + 2 * kBlock * shape.width;
+    return shape.rows * (shape.width + kBlock + W) + kBlock * (shape.width + shape.v_width);
   }
   Attender(const AttentionArgs& args, const Shape& sh, const Tile& t, int64_t h, float* data)
       : a(args), shape(sh), tile(t), head(h), rows(t.queries * sh.group) {
     k_wide = data;
     v_wide = k_wide + kBlock * shape.width;
-    q = v_wide + kBlock * shape.width;
+    q = v_wide + kBlock * shape.v_width;
     s = q + shape.rows * shape.width;
     decay = s + shape.rows * kBlock;
     load_queries();
@@ -150,8 +152,13 @@ struct Attender {
     scores_of<R>(q + row * shape.width, b.k, b.next_k, shape.width, all, score);
     for (int64_t r = 0; r < R; r++)
       decay[r] = weigh(score + r * kBlock, span(row + r, b.start), b.k_scale, b.v_scale,
-                       sums.top + row + r, sums.sum + row + r);
-    gather<R>(score, b.v, b.next_v, shape.width, all, decay, sums.out + row * shape.width);
+                       bend(row + r, b.start), sums.top + row + r, sums.sum + row + r);
+    gather<R>(score, b.v, b.next_v, shape.v_width, all, decay, sums.out + row * shape.v_width);
+  }
+
+  Bend bend(int64_t row, int64_t start) const {
+    const float slope = a.alibi == nullptr ? 0.0f : a.alibi[head * shape.group + row % shape.group];
+    return {a.softcap, slope, (float)(start - tile.position - row / shape.group)};
   }
 
   template <class T>
@@ -179,15 +186,16 @@ struct Attender {
     int64_t place = place_of(start);
     while (place >= 0) {
       const int64_t next = start + kBlock < tile.end ? place_of(start + kBlock) : place;
-      Block<T> b = {start, k_pool + place * a.dim, v_pool + place * a.dim, nullptr, nullptr,
-                    k_pool + next * a.dim, v_pool + next * a.dim};
+      Block<T> b = {start, k_pool + place * a.dim, v_pool + place * a.v_dim, nullptr, nullptr,
+                    k_pool + next * a.dim, v_pool + next * a.v_dim};
       if (a.k_scale_kind == kScaleToken) b.k_scale = a.k_scale + place;
       if (a.v_scale_kind == kScaleToken) b.v_scale = a.v_scale + place;
-      if (a.dim == shape.width && (rows <= kDirectQueryRows || sizeof(T) == sizeof(float))) {
+      const bool whole = a.dim == shape.width && a.v_dim == shape.v_width;  // vectors
+      if (whole && (rows <= kDirectQueryRows || sizeof(T) == sizeof(float))) {
         attend_block(b, sums);
       } else {
         const float* k = widened(b.k, b.next_k, a.dim, shape.width, k_wide);
-        const float* v = widened(b.v, b.next_v, a.dim, shape.width, v_wide);
+        const float* v = widened(b.v, b.next_v, a.v_dim, shape.v_width, v_wide);
         attend_block(Block<float>{start, k, v, b.k_scale, b.v_scale, k, v}, sums);
       }
       start += kBlock;
@@ -197,7 +205,7 @@ struct Attender {
   }
 
   void attend(int64_t split, const Sums& sums) {
-    sums.clear(rows, shape.width);
+    sums.clear(rows, shape.v_width);
     if (a.kv_format == kI8) attend_split<int8_t>(split, sums);
     if (a.kv_format == kF8) attend_split<uint8_t>(split, sums);
     if (a.kv_format == kBF16) attend_split<uint16_t>(split, sums);
@@ -205,15 +213,26 @@ struct Attender {
   }
 };
 
+// The weights' sum of a row with that of its sink, which has the logit z and no value: both in units
+// of e^-top. Where z is the larger by far, what the row gathered is nothing beside it.
+static inline float with_sink(float sum, float top, float z) {
+  float weight[W];
+  store(weight, exp(set1(z - top)));
+  return sum + weight[0];
+}
+
 static void write_row(const AttentionArgs& a, const Shape& shape, const Tile& tile, int64_t head,
                       const Sums& sums, int64_t r) {
-  float* to = a.out + (tile.first + r / shape.group) * a.out_stride +
-              (head * shape.group + r % shape.group) * a.dim;
-  const vf sum = set1(sums.sum[r] == 0.0f ? 1.0f : sums.sum[r]);
+  const int64_t own = head * shape.group + r % shape.group;
+  float* to = a.out + (tile.first + r / shape.group) * a.out_stride + own * a.v_dim;
+  float total = sums.sum[r] == 0.0f ? 1.0f : sums.sum[r];
+  if (a.sinks != nullptr) total = with_sink(total, sums.top[r], a.sinks[own]);
+  const vf sum = set1(total);
   const float v_scale = a.v_scale_kind == kScaleHead ? a.v_scale[head] : 1.0f;
   const vf scale = set1(v_scale * unit_of(a.kv_format));
-  for (int64_t d = 0; d < a.dim; d += W)
-    store_part(to + d, mul(div(load(sums.out + r * shape.width + d), sum), scale), a.dim - d);
+  const float* out = sums.out + r * shape.v_width;
+  for (int64_t d = 0; d < a.v_dim; d += W)
+    store_part(to + d, mul(div(load(out + d), sum), scale), a.v_dim - d);
 }
 
 // Which tiles are shared out by splits: those that would keep one thread busy for more than a
@@ -230,7 +249,7 @@ struct Plan {
       if (is_split(tiles.tile)) partials += floats(tiles.tile, a, shape);
   }
   static int64_t floats(const Tile& t, const AttentionArgs& a, const Shape& shape) {
-    return a.kv_heads * t.splits() * Sums::floats(t.queries * shape.group, shape.width);
+    return a.kv_heads * t.splits() * Sums::floats(t.queries * shape.group, shape.v_width);
   }
 };
 
@@ -245,13 +264,13 @@ static void merge_splits(const AttentionArgs& a, const Shape& shape, const Plan&
   for (Tiles tiles{a, shape}; tiles.next();) {
     const Tile& tile = tiles.tile;
     if (!plan.is_split(tile)) continue;
-    const int64_t rows = tile.queries * shape.group, size = Sums::floats(rows, shape.width);
+    const int64_t rows = tile.queries * shape.group, size = Sums::floats(rows, shape.v_width);
     const Range heads = share(a.kv_heads, team);
     for (int64_t head = heads.begin; head < heads.end; head++) {
       float* data = partials + head * tile.splits() * size;
-      Sums total(data, rows, shape.width);
+      Sums total(data, rows, shape.v_width);
       for (int64_t i = 1; i < tile.splits(); i++)
-        merge(total, Sums(data + i * size, rows, shape.width), rows, shape.width);
+        merge(total, Sums(data + i * size, rows, shape.v_width), rows, shape.v_width);
       for (int64_t r = 0; r < rows; r++) write_row(a, shape, tile, head, total, r);
     }
     partials += Plan::floats(tile, a, shape);
@@ -263,7 +282,7 @@ static void attention(const AttentionArgs& a, const Team& team) {
   static thread_local Scratch scratch;
   const Shape shape(a);
   const Plan plan(a, shape, team.size);
-  const int64_t size = Sums::floats(shape.rows, shape.width);
+  const int64_t size = Sums::floats(shape.rows, shape.v_width);
   float* own = scratch.get<float>(Attender::floats(shape) + 2 * size);
   float *sums = own + Attender::floats(shape), *partials = a.partials;
   int64_t first = 0;  // items of the tiles before
@@ -271,21 +290,21 @@ static void attention(const AttentionArgs& a, const Team& team) {
     const Tile& tile = tiles.tile;
     const bool split = plan.is_split(tile);
     const int64_t parts = split ? tile.splits() : 1, items = a.kv_heads * parts;
-    const int64_t rows = tile.queries * shape.group, part = Sums::floats(rows, shape.width);
+    const int64_t rows = tile.queries * shape.group, part = Sums::floats(rows, shape.v_width);
     for (int64_t item = (team.id + team.size - first % team.size) % team.size; item < items;
          item += team.size) {
       const int64_t head = item / parts;
       Attender attender(a, shape, tile, head, own);
       if (split) {
         attender.attend(tile.first_split() + item % parts,
-                        Sums(partials + item * part, rows, shape.width));
+                        Sums(partials + item * part, rows, shape.v_width));
         continue;
       }
-      Sums total(sums, rows, shape.width), one(sums + size, rows, shape.width);
+      Sums total(sums, rows, shape.v_width), one(sums + size, rows, shape.v_width);
       attender.attend(tile.first_split(), total);
       for (int64_t i = 1; i < tile.splits(); i++) {
         attender.attend(tile.first_split() + i, one);
-        merge(total, one, rows, shape.width);
+        merge(total, one, rows, shape.v_width);
       }
       for (int64_t r = 0; r < rows; r++) write_row(a, shape, tile, head, total, r);
     }

@@ -121,10 +121,16 @@ static void scores_of(const float* q, const T* k, const T* next, int64_t width, 
   }
 }
 
+// What is done to a row's scores before the softmax: a bound c of c tanh(s / c), 0 for none, and a
+// slope that each position is weighed by, less that of the query (`offset`, of the block's first).
+struct Bend {
+  float softcap, slope, offset;
+};
+
 // Scores of one row to weights e^(s - top), 0 outside the span. `top` is the largest score so far,
 // `sum` that of the weights; returns what earlier sums are to be multiplied by.
 static inline float weigh(float* s, Span span, const float* k_scale, const float* v_scale,
-                          float* top, float* sum) {
+                          const Bend& bend, float* top, float* sum) {
   static const float kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   constexpr int kVectors = kBlock / W;
   const vf lane = load(kLane), hidden = set1(-__builtin_inff());
@@ -134,8 +140,11 @@ static inline float weigh(float* s, Span span, const float* k_scale, const float
   for (int i = 0; i < kVectors; i++) {
     score[i] = load(s + i * W);
     if (k_scale != nullptr) score[i] = mul(score[i], load(k_scale + i * W));
+    if (bend.softcap != 0.0f) score[i] = softcapped(score[i], bend.softcap);
+    const vf index = add(lane, set1((float)(i * W)));
+    if (bend.slope != 0.0f)
+      score[i] = add(score[i], mul(set1(bend.slope), add(index, set1(bend.offset))));
     if (!all) {
-      const vf index = add(lane, set1((float)(i * W)));
       const bits seen = (bits)(index >= begin) & (bits)(index < end);
       score[i] = (vf)(((bits)score[i] & seen) | ((bits)hidden & ~seen));
     }

@@ -3,7 +3,10 @@
 // what it costs to call them one by one.
 //
 //     h = norm(x);  q, k, v = qkv(h);  q, k = rope(norm(q), norm(k));  cache <- k, v
-//     x = x + o(attention(q, cache));  h = norm(x);  x = x + down(silu(gate(h)) * up(h))
+//     x = x + norm(o(attention(q, cache)))
+//     h = norm(x);  x = x + norm(down(activation(gate(h)) * up(h)))
+//
+// Each norm is there or not. Without one after it, a layer adds to x what it gives.
 #include "decoder.h"
 
 #include <string.h>
@@ -59,14 +62,16 @@ AttentionArgs attention_args(const Decoder& d, const Step& s, const Block& block
   args.table_stride = s.table_stride;
   args.q_stride = (d.heads + 2 * d.kv_heads) * d.dim;
   args.out_stride = d.heads * d.dim;
+  args.sinks = block.sinks;
   args.heads = d.heads;
   args.kv_heads = d.kv_heads;
-  args.dim = d.dim;
+  args.dim = args.v_dim = d.dim;
   args.window = block.window;
   args.kv_format = block.kv_format;
   args.k_scale_kind = block.k_scale_kind;
   args.v_scale_kind = block.v_scale_kind;
   args.softmax_scale = d.softmax_scale;
+  args.softcap = d.softcap;
   args.blocks = block.cache_blocks;
   args.problem = s.problem;
   args.partials = s.partials;
@@ -94,43 +99,60 @@ class StepRunner {
       float* to = b_.x + t * d_.hidden;
       if (d_.embedding_format == kF32) {
         memcpy(to, (const float*)d_.embedding + s_.ids[t] * d_.hidden, d_.hidden * 4);
-        continue;
+      } else {
+        const uint16_t* from = (const uint16_t*)d_.embedding + s_.ids[t] * d_.hidden;
+        for (int64_t i = 0; i < d_.hidden; i++) {
+          const uint32_t wide = (uint32_t)from[i] << 16;
+          memcpy(to + i, &wide, 4);
+        }
       }
-      const uint16_t* from = (const uint16_t*)d_.embedding + s_.ids[t] * d_.hidden;
-      for (int64_t i = 0; i < d_.hidden; i++) {
-        const uint32_t wide = (uint32_t)from[i] << 16;
-        memcpy(to + i, &wide, 4);
-      }
+      if (d_.embedding_scale != 1.0f)
+        for (int64_t i = 0; i < d_.hidden; i++) to[i] *= d_.embedding_scale;
     }
   }
 
   void block(const Block& block) {
     const int64_t q_size = d_.heads * d_.dim, kv_size = d_.kv_heads * d_.dim;
-    normed(b_.x, block.input_norm, block.qkv);
-    linear(block.qkv, b_.h, s_.tokens, d_.hidden, b_.qkv, q_size + 2 * kv_size, false);
+    const float* read = normed(block.before_attention, block.qkv);
+    linear(block.qkv, read, s_.tokens, d_.hidden, b_.qkv, q_size + 2 * kv_size, false);
     for (int64_t t = tokens_.begin; t < tokens_.end; t++) cache(block, t);
     team_.barrier();
     attend(block);
     team_.barrier();
-    prepare(block.o, b_.attended, q_size);
-    linear(block.o, b_.attended, s_.tokens, q_size, b_.x, d_.hidden, true);
-    normed(b_.x, block.post_norm, block.gate_up);
-    linear(block.gate_up, b_.h, s_.tokens, d_.hidden, b_.gate_up, 2 * d_.intermediate, false);
+    added(block.o, b_.attended, q_size, block.after_attention);
+    read = normed(block.before_feed_forward, block.gate_up);
+    linear(block.gate_up, read, s_.tokens, d_.hidden, b_.gate_up, 2 * d_.intermediate, false);
     for (int64_t t = tokens_.begin; t < tokens_.end; t++) {
       const float* gate = b_.gate_up + t * 2 * d_.intermediate;
-      kernels_.silu_mul(gate, gate + d_.intermediate, b_.product + t * d_.intermediate, 1,
-                        d_.intermediate, 0, 0, solo_);
+      kernels_.gated_product(gate, gate + d_.intermediate, b_.product + t * d_.intermediate, 1,
+                             d_.intermediate, 0, 0, (Activation)d_.activation, solo_);
     }
-    prepare(block.down, b_.product, d_.intermediate);
-    linear(block.down, b_.product, s_.tokens, d_.intermediate, b_.x, d_.hidden, true);
+    added(block.down, b_.product, d_.intermediate, block.after_feed_forward);
   }
 
-  // h = norm(x), quantized as `next` wants it; of this thread's tokens.
-  void normed(const float* x, const float* weight, const Layer& next) {
+  // norm(x), or x where there is no norm, quantized as `next` wants it.
+  const float* normed(const float* weight, const Layer& next) {
+    if (weight != nullptr) norm(b_.x, weight);
+    const float* rows = weight != nullptr ? b_.h : b_.x;
+    prepare(next, rows, d_.hidden);
+    return rows;
+  }
+
+  // h = norm(rows), of this thread's tokens; rows may be h.
+  void norm(const float* rows, const float* weight) {
     for (int64_t t = tokens_.begin; t < tokens_.end; t++)
-      kernels_.rms_norm(x + t * d_.hidden, weight, d_.eps, b_.h + t * d_.hidden, 1, d_.hidden, 0, 0,
-                        solo_);
-    prepare(next, b_.h, d_.hidden);
+      kernels_.rms_norm(rows + t * d_.hidden, weight, d_.eps, b_.h + t * d_.hidden, 1, d_.hidden, 0,
+                        0, solo_);
+  }
+
+  // x = x + norm(layer(rows)), or x + layer(rows) where there is no norm.
+  void added(const Layer& layer, const float* rows, int64_t inputs, const float* weight) {
+    prepare(layer, rows, inputs);
+    if (weight == nullptr) return linear(layer, rows, s_.tokens, inputs, b_.x, d_.hidden, true);
+    linear(layer, rows, s_.tokens, inputs, b_.h, d_.hidden, false);
+    norm(b_.h, weight);
+    for (int64_t i = tokens_.begin * d_.hidden; i < tokens_.end * d_.hidden; i++)
+      b_.x[i] = b_.x[i] + b_.h[i];
   }
 
   // Quantizes this thread's rows for a layer; all rows are ready after the barrier.
@@ -181,12 +203,17 @@ class StepRunner {
     float* q = b_.qkv + t * stride;
     float* k = q + d_.heads * d_.dim;
     if (block.q_norm != nullptr) {
-      kernels_.rms_norm(q, block.q_norm, d_.eps, q, d_.heads, d_.dim, d_.dim, d_.dim, solo_);
-      kernels_.rms_norm(k, block.k_norm, d_.eps, k, d_.kv_heads, d_.dim, d_.dim, d_.dim, solo_);
+      const int64_t parts = block.whole_norms ? 1 : d_.heads, size = d_.heads * d_.dim / parts;
+      kernels_.rms_norm(q, block.q_norm, d_.eps, q, parts, size, size, size, solo_);
+      const int64_t k_parts = block.whole_norms ? 1 : d_.kv_heads;
+      const int64_t k_size = d_.kv_heads * d_.dim / k_parts;
+      kernels_.rms_norm(k, block.k_norm, d_.eps, k, k_parts, k_size, k_size, k_size, solo_);
     }
-    const float *cos = d_.cos + position * d_.rotary, *sin = d_.sin + position * d_.rotary;
-    kernels_.rope(q, cos, sin, q, 1, d_.heads, d_.dim, d_.rotary, stride, stride, solo_);
-    kernels_.rope(k, cos, sin, k, 1, d_.kv_heads, d_.dim, d_.rotary, stride, stride, solo_);
+    const float *cos = block.cos + position * d_.dim, *sin = block.sin + position * d_.dim;
+    kernels_.rope(q, cos, sin, q, 1, d_.heads, d_.dim, stride, stride, solo_);
+    kernels_.rope(k, cos, sin, k, 1, d_.kv_heads, d_.dim, stride, stride, solo_);
+    if (d_.growth != nullptr)
+      for (int64_t i = 0; i < d_.heads * d_.dim; i++) q[i] *= d_.growth[position];
     WriteKvArgs args = {};
     args.k = k;
     args.v = k + d_.kv_heads * d_.dim;
@@ -198,7 +225,7 @@ class StepRunner {
     args.tokens = 1;
     args.stride = stride;
     args.kv_heads = d_.kv_heads;
-    args.dim = d_.dim;
+    args.dim = args.v_dim = d_.dim;
     args.kv_format = block.kv_format;
     args.k_scale_kind = block.k_scale_kind;
     args.v_scale_kind = block.v_scale_kind;
@@ -224,6 +251,9 @@ class StepRunner {
                wanted.end - wanted.begin);
     team_.barrier();
     linear(d_.head, b_.h, s_.wanted, d_.hidden, s_.logits, d_.vocabulary, false);
+    const int64_t count = s_.wanted * d_.vocabulary;
+    if (d_.logits_softcap != 0.0f)
+      kernels_.softcap(s_.logits, d_.logits_softcap, s_.logits, count, team_);
   }
 
   const Kernels& kernels_;

@@ -1,4 +1,4 @@
-// One step of a whole Llama-like decoder: structures that Python fills in once for each model, and
+// One step of a whole decoder: structures that Python fills in once for each model, and
 // for each step. See decoder.cpp for what is done with them.
 #pragma once
 #include "api.h"
@@ -18,23 +18,28 @@ struct Layer {
 
 struct Block {
   Layer qkv, o, gate_up, down;
-  const float *input_norm, *post_norm;  // [hidden]
-  const float *q_norm, *k_norm;         // [dim] or null
-  void *k_pool, *v_pool;                // as in AttentionArgs
+  const float *cos, *sin;              // [positions, dim], the two halves equal
+  const float *before_attention, *after_attention;        // norms [hidden], or null
+  const float *before_feed_forward, *after_feed_forward;  // likewise
+  const float *q_norm, *k_norm;  // [dim], or of the whole projection, or null
+  const float* sinks;            // [heads] or null
+  void *k_pool, *v_pool;         // as in AttentionArgs
   float *k_scale, *v_scale;
   int64_t window, cache_blocks;
-  int32_t kv_format, k_scale_kind, v_scale_kind, unused;
+  int32_t kv_format, k_scale_kind, v_scale_kind;
+  int32_t whole_norms;  // q_norm and k_norm are of the whole projection
 };
 
 struct Decoder {
   const Block* blocks;
   const void* embedding;    // [vocabulary, hidden], fp32 or bf16
-  const float *cos, *sin;   // [positions, rotary], the two halves equal
   const float* norm;        // [hidden]
+  const float* growth;      // [positions], factor of q, or null
   Layer head;
-  int64_t layers, hidden, heads, kv_heads, dim, rotary, intermediate, vocabulary;
-  int32_t embedding_format;
-  float eps, softmax_scale;
+  int64_t layers, hidden, heads, kv_heads, dim, intermediate, vocabulary;
+  int32_t embedding_format, activation;
+  float embedding_scale, eps, softmax_scale;
+  float softcap, logits_softcap;  // 0 for none
   int32_t unused;
 };
 

@@ -132,8 +132,23 @@ static inline vf silu(vf x) {
   return mul(x, div(top, add(one, e)));
 }
 
-static void silu_mul(const float* gate, const float* up, float* y, int64_t rows, int64_t columns,
-                     int64_t in_stride, int64_t y_stride, const Team& team) {
+// x sigmoid(2 u), which is x (1 + tanh u) / 2, with u = sqrt(2 / pi) (x + 0.044715 x^3).
+static inline vf gelu_tanh(vf x) {
+  const vf cube = mul(mul(x, x), mul(x, set1(0.044715f))), one = set1(1.0f);
+  const vf twice = mul(set1(1.59576912f), add(x, cube));
+  const vf e = exp(sub(zero(), abs(twice)));
+  return mul(x, div(choose((bits)(twice < zero()), e, one), add(one, e)));
+}
+
+// x Phi(x), with Phi(-|x|) = erfc(|x| / sqrt 2) / 2.
+static inline vf gelu(vf x) {
+  const vf tail = mul(set1(0.5f), erfc(mul(abs(x), set1(0.707106781f))));
+  return mul(x, choose((bits)(x < zero()), tail, sub(set1(1.0f), tail)));
+}
+
+template <Activation kind>
+static void gated_rows(const float* gate, const float* up, float* y, int64_t rows, int64_t columns,
+                       int64_t in_stride, int64_t y_stride, const Team& team) {
   const int64_t pieces = ceil_div(columns, kColumns);
   const Range items = share(rows * pieces, team);
   for (int64_t item = items.begin; item < items.end; item++) {
@@ -142,25 +157,43 @@ static void silu_mul(const float* gate, const float* up, float* y, int64_t rows,
     for (int64_t i = begin; i < end; i += W) {
       const vf g = load_part(gate + row * in_stride + i, end - i);
       const vf u = load_part(up + row * in_stride + i, end - i);
-      store_part(y + row * y_stride + i, mul(silu(g), u), end - i);
+      const vf a = kind == kSilu ? silu(g) : kind == kGeluTanh ? gelu_tanh(g) : gelu(g);
+      store_part(y + row * y_stride + i, mul(a, u), end - i);
     }
   }
 }
 
-// (x_i, x_{i + rotary / 2}) rotated by the angle of the row, what is beyond `rotary` left as it is;
-// y may be x.
+static void gated_product(const float* gate, const float* up, float* y, int64_t rows,
+                          int64_t columns, int64_t in_stride, int64_t y_stride,
+                          Activation activation, const Team& team) {
+  const auto run = activation == kSilu       ? gated_rows<kSilu>
+                   : activation == kGeluTanh ? gated_rows<kGeluTanh>
+                                             : gated_rows<kGelu>;
+  run(gate, up, y, rows, columns, in_stride, y_stride, team);
+}
+
+static inline vf softcapped(vf x, float bound) {
+  return mul(tanh(div(x, set1(bound))), set1(bound));
+}
+
+// Each thread takes whole vectors, so that what is left of all goes through the same code.
+static void softcap(const float* x, float bound, float* y, int64_t count, const Team& team) {
+  const Range vectors = share(ceil_div(count, W), team);
+  for (int64_t i = vectors.begin * W; i < vectors.end * W; i += W)
+    store_part(y + i, softcapped(load_part(x + i, count - i), bound), count - i);
+}
+
+// (x_i, x_{i + dim / 2}) rotated by the angle of the row; y may be x.
 static void rope(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
-                 int64_t heads, int64_t dim, int64_t rotary, int64_t x_stride, int64_t y_stride,
+                 int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride,
                  const Team& team) {
-  const int64_t half = rotary / 2;
+  const int64_t half = dim / 2;
   const Range items = share(rows * heads, team);
   for (int64_t item = items.begin; item < items.end; item++) {
     const int64_t row = item / heads, head = item % heads;
     const float* from = x + row * x_stride + head * dim;
     float* to = y + row * y_stride + head * dim;
-    const float *c = cos + row * rotary, *s = sin + row * rotary;
-    if (to != from)
-      for (int64_t i = rotary; i < dim; i++) to[i] = from[i];
+    const float *c = cos + row * dim, *s = sin + row * dim;
     for (int64_t i = 0; i < half; i += W) {
       const int64_t n = half - i, j = half + i;
       const vf a = load_part(from + i, n), b = load_part(from + j, n);

@@ -29,20 +29,20 @@ static void write_float(const float* x, void* out, int64_t dim, int32_t format) 
 }
 
 // place: of the head's token in the pool, in tokens. False if the token cannot be scaled.
-static bool write_head(const WriteKvArgs& a, const float* x, void* pool, float* scales,
+static bool write_head(int32_t format, const float* x, int64_t dim, void* pool, float* scales,
                        int32_t kind, int64_t place, int64_t head) {
-  void* out = (uint8_t*)pool + place * a.dim * element_bytes(a.kv_format);
+  void* out = (uint8_t*)pool + place * dim * element_bytes(format);
   if (kind == kScaleNone) {
-    write_float(x, out, a.dim, a.kv_format);
+    write_float(x, out, dim, format);
   } else if (kind == kScaleToken) {
-    const float scale = scale_of(absmax(x, a.dim), a.kv_format);
+    const float scale = scale_of(absmax(x, dim), format);
     if (!__builtin_isfinite(scale)) return false;
     scales[place] = scale;
-    write_quantized(x, out, a.dim, a.kv_format, scale, nullptr);
+    write_quantized(x, out, dim, format, scale, nullptr);
   } else if (kind == kScaleChannel) {
-    write_quantized(x, out, a.dim, a.kv_format, 1.0f, scales + head * a.dim);
+    write_quantized(x, out, dim, format, 1.0f, scales + head * dim);
   } else {
-    write_quantized(x, out, a.dim, a.kv_format, scales[head], nullptr);
+    write_quantized(x, out, dim, format, scales[head], nullptr);
   }
   return true;
 }
@@ -56,9 +56,11 @@ static void write_kv(const WriteKvArgs& a, const Team& team) {
       problem = kNoSuchBlock;
     } else {
       const int64_t place = (slot / kBlock * a.kv_heads + head) * kBlock + slot % kBlock;
-      const int64_t from = token * a.stride + head * a.dim;
-      if (!write_head(a, a.k + from, a.k_pool, a.k_scale, a.k_scale_kind, place, head) ||
-          !write_head(a, a.v + from, a.v_pool, a.v_scale, a.v_scale_kind, place, head))
+      const float *k = a.k + token * a.stride + head * a.dim;
+      const float *v = a.v + token * a.stride + head * a.v_dim;
+      const int32_t format = a.kv_format;
+      if (!write_head(format, k, a.dim, a.k_pool, a.k_scale, a.k_scale_kind, place, head) ||
+          !write_head(format, v, a.v_dim, a.v_pool, a.v_scale, a.v_scale_kind, place, head))
         problem = kNonfinite;
     }
     if (problem) __atomic_fetch_or(a.problem, problem, __ATOMIC_RELAXED);

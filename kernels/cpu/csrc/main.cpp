@@ -97,16 +97,20 @@ PTQ_EXPORT void ptq_rms_norm(const float* x, const float* weight, float eps, flo
     chosen->rms_norm(x, weight, eps, y, rows, columns, x_stride, columns, team);
   });
 }
-PTQ_EXPORT void ptq_silu_mul(const float* gate, const float* up, float* y, int64_t rows,
-                             int64_t columns, int64_t stride, int threads) {
+PTQ_EXPORT void ptq_gated_product(const float* gate, const float* up, float* y, int64_t rows,
+                                  int64_t columns, int64_t stride, int activation, int threads) {
   together(threads, [&](const Team& team) {
-    chosen->silu_mul(gate, up, y, rows, columns, stride, columns, team);
+    chosen->gated_product(gate, up, y, rows, columns, stride, columns, (Activation)activation,
+                          team);
   });
 }
+PTQ_EXPORT void ptq_softcap(const float* x, float bound, float* y, int64_t count, int threads) {
+  together(threads, [&](const Team& team) { chosen->softcap(x, bound, y, count, team); });
+}
 PTQ_EXPORT void ptq_rope(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
-                         int64_t heads, int64_t dim, int64_t rotary, int64_t stride, int threads) {
+                         int64_t heads, int64_t dim, int64_t stride, int threads) {
   together(threads, [&](const Team& team) {
-    chosen->rope(x, cos, sin, y, rows, heads, dim, rotary, stride, heads * dim, team);
+    chosen->rope(x, cos, sin, y, rows, heads, dim, stride, heads * dim, team);
   });
 }
 PTQ_EXPORT void ptq_write_kv(const WriteKvArgs* args, int threads) {
