@@ -53,13 +53,12 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
     if pool.dynamic != (kinds[0] == SCALE_TOKEN):
         raise ValueError("dynamic scales need a place for each token, and static ones have none")
     keys, values, problem = native.tokens(k), native.tokens(v), c_int32(0)
-    if keys.stride(0) != values.stride(0):
-        keys, values = keys.contiguous(), values.contiguous()
     slots = slots.to(torch.int64).contiguous()
     args = WriteKvArgs(
         *map(pointer, (keys, values, pool.k, pool.v, pool.k_scale, pool.v_scale, slots)),
         len(k),
         keys.stride(0),
+        values.stride(0),
         *pool.k.shape[1::2],
         pool.v.shape[3],
         _POOLS[pool.k.dtype],

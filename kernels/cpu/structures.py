@@ -80,7 +80,8 @@ class WriteKvArgs(Structure):
     _fields_ = [
         *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
         ("slots", c_void_p),
-        *[(name, c_int64) for name in ("tokens", "stride", "kv_heads", "dim", "v_dim")],
+        *[(name, c_int64) for name in ("tokens", "stride", "v_stride")],
+        *[(name, c_int64) for name in ("kv_heads", "dim", "v_dim")],
         *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
         ("blocks", c_int64),
         ("problem", c_void_p),

@@ -136,11 +136,11 @@ struct AttentionArgs {
 enum ScaleKind : int32_t { kScaleNone = 0, kScaleHead = 1, kScaleChannel = 2, kScaleToken = 3 };
 
 struct WriteKvArgs {
-  const float *k, *v;  // [T, stride], head h at h * dim, at h * v_dim
+  const float *k, *v;  // [T, stride], head h at h * dim; [T, v_stride], at h * v_dim
   void *k_pool, *v_pool;
   float *k_scale, *v_scale;  // kScaleToken: written
   const int64_t* slots;
-  int64_t tokens, stride, kv_heads, dim, v_dim;
+  int64_t tokens, stride, v_stride, kv_heads, dim, v_dim;
   int32_t kv_format, k_scale_kind, v_scale_kind;
   int64_t blocks;    // of the pools
   int32_t* problem;  // a token with one is not written

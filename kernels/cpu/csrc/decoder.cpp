@@ -223,7 +223,7 @@ class StepRunner {
     args.v_scale = block.v_scale;
     args.slots = s_.slots + t;
     args.tokens = 1;
-    args.stride = stride;
+    args.stride = args.v_stride = stride;
     args.kv_heads = d_.kv_heads;
     args.dim = args.v_dim = d_.dim;
     args.kv_format = block.kv_format;

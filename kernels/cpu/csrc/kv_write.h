@@ -57,7 +57,7 @@ static void write_kv(const WriteKvArgs& a, const Team& team) {
     } else {
       const int64_t place = (slot / kBlock * a.kv_heads + head) * kBlock + slot % kBlock;
       const float *k = a.k + token * a.stride + head * a.dim;
-      const float *v = a.v + token * a.stride + head * a.v_dim;
+      const float *v = a.v + token * a.v_stride + head * a.v_dim;
       const int32_t format = a.kv_format;
       if (!write_head(format, k, a.dim, a.k_pool, a.k_scale, a.k_scale_kind, place, head) ||
           !write_head(format, v, a.v_dim, a.v_pool, a.v_scale, a.v_scale_kind, place, head))

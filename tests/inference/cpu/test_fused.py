@@ -12,6 +12,7 @@ from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from kernels.cpu import native
+from tests.tiny_families import TINY
 
 if native.library() is None:
     pytest.skip("no C++ compiler, and no compiled kernels", allow_module_level=True)
@@ -46,6 +47,18 @@ def test_float_models(make_model, family, kv_dtype):
     fused = scores(folder, kv_dtype=kv_dtype)
     assert torch.equal(fused, scores(folder, fused=False, kv_dtype=kv_dtype))
     assert torch.isfinite(fused).all()
+
+
+@pytest.mark.parametrize("kind", ["olmo2", "phi3", *TINY])
+def test_families(make_model, make_quantized, kind, monkeypatch):
+    """Floats, integers and a cache of integers; fused is what runs."""
+    folder = make_model(kind, **TINY.get(kind, {}))
+    for path in (folder, make_quantized(folder, "a8w8c8")):
+        apart = scores(path, fused=False)
+        with monkeypatch.context() as patch:
+            patch.setattr("inference.cpu.backend.forward_by_ops", None)
+            assert torch.equal(scores(path), apart)
+        assert torch.isfinite(apart).all()
 
 
 @pytest.mark.parametrize("preset", SCHEMES)

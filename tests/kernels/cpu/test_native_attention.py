@@ -15,6 +15,7 @@ import torch
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.cpu import native, native_attention
 from tests.kernels.cpu.test_attention import (
+    EXTRAS,
     KINDS,
     make_cache,
     naive_attention,
@@ -190,3 +191,25 @@ def test_bad_writes_are_told_and_left_out(isa):
         assert bool((k_scale[0, 2, 4] == 1).all())
     with pytest.raises(ValueError, match="dynamic scales need a place"):
         write([3, 4], dynamic=False)
+
+
+@pytest.mark.parametrize("kind", ["float", "int8 per_token", "fp8 per_head"])
+def test_bounds_sinks_and_slopes_over_spans_that_threads_share(isa, kind, with_threads):
+    cache = make_cache([700, 70], (6, 2), 48, kind, v_dim=64)
+    for more in EXTRAS.values():
+        want = cache.attend([(0, 690, 700), (1, 0, 70)], None, naive_attention, **more)
+        got = cache.attend([(0, 690, 700), (1, 0, 70)], **more)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=4e-5, rtol=4e-5)
+        with_threads(3)
+        (alone,) = cache.attend([(0, 699, 700)], **more)
+        with_threads(1)
+        assert torch.equal(alone, got[0][-1:])
+
+
+def test_what_does_not_fit_the_queries_is_told(isa):
+    cache = make_cache([70], (4, 2), 32, "float")
+    with pytest.raises(ValueError, match=r"sinks are \(2,\); needed is \[4\]"):
+        cache.attend([(0, 0, 70)], sinks=torch.zeros(2))
+    with pytest.raises(ValueError, match="softcap is -1"):
+        cache.attend([(0, 0, 70)], softcap=-1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,7 +92,7 @@ def test_no_rows_are_no_rows(isa):
     q, scale = native_ops.quantize_per_token(torch.empty(0, 5))
     assert (q.shape, scale.shape) == ((0, 5), (0, 1))
     assert native_ops.rms_norm(torch.empty(0, 5), torch.ones(5), 1e-5).shape == (0, 5)
-    assert native_ops.silu_mul(torch.empty(0, 5), torch.empty(0, 5)).shape == (0, 5)
+    assert native_ops.gated_product(torch.empty(0, 5), torch.empty(0, 5)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("size", [1, 7, 61, 64, 288, 4544])
@@ -109,34 +111,56 @@ def test_rms_norm(isa, size, dtype, with_threads):
         assert torch.equal(native_ops.rms_norm(rows[i : i + 1], weight, 1e-5)[0], norms[i])
 
 
-def test_silu_mul_is_the_same_wherever_an_element_lies(isa, with_threads):
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_products_are_the_same_wherever_an_element_lies(isa, with_threads, activation):
     torch.manual_seed(0)
+    product = partial(native_ops.gated_product, activation=activation)
     both = torch.randn(37, 2602)
     both[:, :1301] *= 20
     gate, up = both[:, :1301], both[:, 1301:]
-    got = native_ops.silu_mul(gate, up)
-    want = (F.silu(gate.double()) * up.double()).float()
+    got = product(gate, up)
+    want = (ACTIVATIONS[activation](gate.double()) * up.double()).float()
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     with_threads(4)
     for count in (1, 2, 3, 7):
         part = slice(5, 5 + count)
-        assert torch.equal(native_ops.silu_mul(gate[part], up[part].contiguous()), got[part])
+        assert torch.equal(product(gate[part], up[part].contiguous()), got[part])
     for begin in (1, 2, 1000):
-        shifted = native_ops.silu_mul(gate[:, begin:], up[:, begin:])
-        assert torch.equal(shifted, got[:, begin:])
-    extreme = native_ops.silu_mul(torch.tensor([[-1e4, 1e4, 0.0, torch.nan]]), torch.ones(1, 4))
+        assert torch.equal(product(gate[:, begin:], up[:, begin:]), got[:, begin:])
+    extreme = product(torch.tensor([[-1e4, 1e4, 0.0, torch.nan]]), torch.ones(1, 4))
     assert extreme[0, :3].tolist() == [0.0, 1e4, 0.0]
     assert bool(extreme[0, 3].isnan())
 
 
-@pytest.mark.parametrize(
-    ("dim", "rotary"), [(2, 2), (14, 14), (32, 32), (80, 80), (80, 20), (32, 24), (14, 2)]
-)
-def test_rope_equals_torch_bit_for_bit(isa, dim, rotary, with_threads):
+@pytest.mark.parametrize("bound", [0.7, 30.0])
+def test_softcap(isa, bound, with_threads):
+    torch.manual_seed(0)
+    x = torch.cat((torch.randn(3, 411) * 60, torch.randn(3, 411) * 1e-3), dim=1)
+    got = native_ops.softcapped(x, bound)
+    want = (torch.tanh(x.double() / bound) * bound).float()
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7 * bound)
+    with_threads(3)
+    assert torch.equal(native_ops.softcapped(x, bound), got)
+    assert torch.equal(native_ops.softcapped(x[1:, 5:], bound), got[1:, 5:])
+    assert native_ops.softcapped(torch.tensor([1e9, -1e9]), bound).tolist() == [
+        torch.tensor(bound).item(),
+        -torch.tensor(bound).item(),
+    ]
+
+
+@pytest.mark.parametrize("dim", [2, 14, 32, 80])
+def test_rope_equals_torch_bit_for_bit(isa, dim, with_threads):
     torch.manual_seed(0)
     with_threads(3)
     qkv = torch.randn(7, 8, dim)
-    q, k, cos, sin = qkv[:, :4], qkv[:, 4:6], torch.randn(7, rotary), torch.randn(7, rotary)
+    q, k, cos, sin = qkv[:, :4], qkv[:, 4:6], torch.randn(7, dim), torch.randn(7, dim)
     got = native_ops.apply_rope(q, k, cos, sin)
     for a, b in zip(got, reference.apply_rope(q, k, cos, sin), strict=True):
         assert torch.equal(a, b)
@@ -147,7 +171,7 @@ def test_shapes_that_do_not_fit_are_told(isa):
     with pytest.raises(ValueError, match="weight is"):
         native_ops.rms_norm(x, torch.ones(7), 1e-5)
     with pytest.raises(ValueError, match="they must agree"):
-        native_ops.silu_mul(x, x[:, :7])
+        native_ops.gated_product(x, x[:, :7])
     with pytest.raises(ValueError, match="cos is"):
         native_ops.apply_rope(x[:, None], x[:, None], x[:2], x)
     with pytest.raises(ValueError, match="one element"):
