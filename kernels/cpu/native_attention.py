@@ -129,7 +129,7 @@ def check_pool(pool: KVPool) -> tuple[int, int]:
     ):
         raise ValueError(
             f"pools are {pool.k.dtype} {tuple(shape)} and {pool.v.dtype} {tuple(pool.v.shape)}; "
-            f"needed are two of one type, contiguous [blocks, Hkv, {KV_BLOCK}, D], D of each its own"
+            f"needed are two of one type, contiguous [blocks, Hkv, {KV_BLOCK}, D], each with its D"
         )
     kinds = _scale_kind(pool.k_scale, pool.k), _scale_kind(pool.v_scale, pool.v)
     allowed = [(SCALE_NONE, SCALE_NONE)]
