@@ -135,7 +135,7 @@ def test_scoring_in_chunks_gives_the_same_bits(tiny_llama, make_quantized):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "bert"}, "bert"),
         ({"hidden_act": "relu"}, "relu"),
         ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
         (
