@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,27 @@ from formats.modeling.experts import Experts, OnRoute
 OnInput = Callable[[str, Tensor], None]
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a model hands to one of its blocks beside the hidden states.
+
+    Attributes:
+        args: Arguments by place, after the hidden states.
+        kwargs: Arguments by name.
+        named: Name under which it hands over the hidden states; None where they come first.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    named: str | None = None
+
+    def call(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All arguments of the block for hidden states [1, tokens, hidden]."""
+        if self.named is not None:
+            return self.args, {**self.kwargs, self.named: hidden}
+        return (hidden, *self.args), dict(self.kwargs)
+
+
 def to_host(x: Tensor) -> Tensor:
     """A copy in host memory that a GPU reaches at full speed; `x` itself if it is on the host."""
     if not x.is_cuda:
@@ -28,9 +50,11 @@ def to_host(x: Tensor) -> Tensor:
 class DecoderBlock:
     """A decoder block with its weights, its samples, and hooks into its run.
 
+    Full names are those of the checkpoint's files; the code may have others below the block.
+
     Attributes:
         name: Full name, such as `model.layers.0`.
-        family: The declaration of its model's family.
+        family: The declaration of its model's family; None where there is none.
         attention: Full name of its attention module.
         module: The block; its float weights may be replaced by methods.
         linears: Its linear layers by full name.
@@ -42,25 +66,37 @@ class DecoderBlock:
     def __init__(
         self,
         name: str,
-        family: Family,
+        family: Family | None,
+        attention: str,
         module: nn.Module,
         inputs: list[Tensor],
-        kwargs: dict[int, dict[str, Any]],
+        given: dict[int, Given],
         quantized_inputs: list[Tensor] | None = None,
         device: torch.device | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.family = name, family
         self.device = device or torch.device("cpu")
-        self.attention = f"{name}.{family.attention.module}"
+        self.attention = attention
         self.module = module
+        renamed = names or {}
+        self._names = {
+            path: renamed.get(path, f"{name}.{path}" if path else name)
+            for path, _ in module.named_modules()
+        }
+        self._paths = {own: path for path, own in self._names.items()}
         self.inputs = inputs
         self.quantized_inputs = quantized_inputs
         self.linears = {
-            f"{name}.{path}": part
+            self._names[path]: part
             for path, part in module.named_modules()
             if isinstance(part, nn.Linear)
         }
-        self._kwargs = kwargs
+        self._given = given
+
+    def submodule(self, name: str) -> nn.Module:
+        """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
+        return self.module.get_submodule(self._paths[name])
 
     @torch.no_grad()
     def run(
@@ -118,10 +154,9 @@ class DecoderBlock:
             weights: Weights to compute with in place of those of linear layers, by the layer's
                 full name.
         """
-        given = {f"{n.removeprefix(f'{self.name}.')}.weight": w for n, w in (weights or {}).items()}
-        out = functional_call(
-            self.module, given, (hidden[None].to(self.device),), self._kwargs[len(hidden)]
-        )
+        given = {f"{self._paths[name]}.weight": w for name, w in (weights or {}).items()}
+        args, kwargs = self._given[len(hidden)].call(hidden[None].to(self.device))
+        out = functional_call(self.module, given, args, kwargs)
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     @contextmanager
@@ -132,7 +167,7 @@ class DecoderBlock:
         on_route: OnRoute | None,
         cache: Cache | None,
     ) -> Iterator[None]:
-        attention = self.module.get_submodule(self.family.attention.module)
+        attention = self.submodule(self.attention)
         with ExitStack() as stack:
             if on_input is not None:
                 for name, linear in self.linears.items():
@@ -143,9 +178,9 @@ class DecoderBlock:
                     stack.callback(linear.register_forward_pre_hook(hook).remove)
             for path, experts in self.module.named_modules():
                 if isinstance(experts, Experts):
-                    name = f"{self.name}.{path}"
+                    name = self._names[path]
                     stack.enter_context(experts.watched(name, on_input is not None, on_route))
-            names = self.family.attention
+            names = self.family and self.family.attention
             if isinstance(names, LatentAttention):
                 assert cache is None  # no method replaces what is cached there
                 stack.enter_context(watched_latent(attention, names, on_kv))

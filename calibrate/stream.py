@@ -3,7 +3,9 @@
 The model is built from transformers' own modelling code on the meta device. One pass with blocks
 that only record tells what the model hands to each of them (positions, masks, windows), so families
 need no code of their own here; layers that transformers holds merged are taken apart
-(`formats.modeling.model`). Then blocks are loaded, run on every sample and freed in turn.
+(`formats.modeling.model`). What that pass calls before the last block (embeddings of any kind,
+rotations) is loaded when it is called. Then blocks are loaded, run on every sample and freed in
+turn.
 
 Every sample is run alone and without padding. What is observed can therefore not depend on batch
 size, and padding cannot enter it.
@@ -12,34 +14,61 @@ size, and padding cannot enter it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from calibrate.attention import ATTENTION
-from calibrate.block import DecoderBlock, to_host
+from calibrate.attention import ATTENTION, BESIDE
+from calibrate.block import DecoderBlock, Given, to_host
 from formats.errors import CheckpointError
-from formats.families.names import EMBEDDING
-from formats.families.registry import block_names, family_of
+from formats.families.registry import find_family
+from formats.modeling.layers import attention_names, block_names, structure_of
+from formats.modeling.load import load_own, materialize
 from formats.modeling.model import meta_model
+from formats.modeling.stored_names import renamed_modules
 
 
 class _Recorder(nn.Module):
-    """Stands in a decoder block's place: records what it is given and passes it on."""
+    """Stands in a decoder block's place: records what it is given and passes on hidden states.
 
-    def __init__(self, block: nn.Module) -> None:
+    Whatever else the model's code asks of the block, it finds there.
+    """
+
+    def __init__(self, block: nn.Module, outputs: int | None) -> None:
         super().__init__()
-        if hasattr(block, "attention_type"):
-            self.attention_type = block.attention_type
+        self.__dict__["_block"] = block
+        self._outputs = outputs
         self.hidden: Tensor | None = None
-        self.kwargs: dict[str, Any] = {}
+        self.given = Given()
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        self.hidden, self.kwargs = hidden_states, kwargs
-        return hidden_states
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        named = next(iter(kwargs)) if not args else None
+        self.hidden = args[0] if named is None else kwargs.pop(named)
+        self.given = Given(args[1:], kwargs, named)
+        rest = (None,) * ((self._outputs or 1) - 1)
+        return self.hidden if self._outputs is None else (self.hidden, *rest)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+
+class _AllRecordedError(Exception):
+    """The last block was reached: what comes after it needs not be run."""
+
+
+class _Last(_Recorder):
+    """The recorder in the last block's place."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        super().forward(*args, **kwargs)
+        raise _AllRecordedError
 
 
 class BlockStream:
@@ -58,7 +87,7 @@ class BlockStream:
         quantized_inputs: Those after the quantized blocks, or None where they are not kept.
 
     Raises:
-        CheckpointError: the model's family is not supported.
+        CheckpointError: the model is none that is run here; the message says why.
     """
 
     def __init__(
@@ -71,24 +100,51 @@ class BlockStream:
         quantized_path: bool = False,
     ) -> None:
         values = config.to_dict()
-        self._family = family_of(values)
+        self._family = find_family(values)
+        self._found = None if self._family is not None else structure_of(values)
+        self._stored = self._found.stored if self._found else {}
         self._read = read
         self._device, self._dtype = torch.device(device), dtype
-        self._decoder: Any = meta_model(config, ATTENTION).get_submodule("model").eval()
-        self._meta_blocks = list(self._decoder.layers)
-        self.blocks = block_names(values)
+        self._model: Any = meta_model(config, ATTENTION).eval()
+        self._list = self._found.list if self._found else "model.layers"
+        self._meta_blocks = list(self._model.get_submodule(self._list))
+        self._refuse_unknown_attention()
+        self.blocks, self._attentions = block_names(values), attention_names(values)
         self.inputs: list[Tensor] = []
         self.quantized_inputs: list[Tensor] | None = [] if quantized_path else None
-        self._kwargs: list[dict[int, dict[str, Any]]] = [{} for _ in self.blocks]
+        self._given: list[dict[int, Given]] = [{} for _ in self.blocks]
+
+    def _refuse_unknown_attention(self) -> None:
+        """Refuse what changes attention and is not computed here.
+
+        Raises:
+            CheckpointError: the model's code hands it to attention.
+        """
+        for block in self._found.blocks if self._found else ():
+            unknown = set(block.attention.arguments) - BESIDE.keys() - {"mask"}
+            masked = "mask" in block.attention.arguments and len(block.attention.arguments) > 1
+            if unknown or masked:
+                told = ", ".join(sorted(unknown or block.attention.arguments))
+                raise CheckpointError(
+                    f"{block.attention.module}: its code hands {told} to attention, which is not "
+                    "computed here"
+                )
 
     def linears(self, block: str) -> tuple[str, ...]:
         """Full names of a block's linear layers."""
-        module = self._meta_blocks[self.blocks.index(block)]
+        index = self.blocks.index(block)
+        names = self._names(index)
         return tuple(
-            f"{block}.{path}"
-            for path, part in module.named_modules()
+            names.get(path, f"{block}.{path}")
+            for path, part in self._meta_blocks[index].named_modules()
             if isinstance(part, nn.Linear)
         )
+
+    def _names(self, index: int) -> dict[str, str]:
+        """Full names in the files of a block's modules, by their names in its code, if others."""
+        place = f"{self._list}.{index}."
+        renamed = {code: own for code, own in self._stored.items() if code.startswith(place)}
+        return renamed_modules({code.removeprefix(place): own for code, own in renamed.items()})
 
     @torch.no_grad()
     def start(self, sequences: list[Tensor]) -> None:
@@ -98,31 +154,78 @@ class BlockStream:
             sequences: Token ids of each sample: int64 [tokens], at least one.
 
         Raises:
-            CheckpointError: the embedding has another shape than the configuration says.
+            CheckpointError: the embedding has another shape than the configuration says, or blocks
+                are handed more of a sample than its hidden states and its length.
         """
-        decoder = self._decoder
-        config = decoder.config
-        recorders = [_Recorder(block) for block in self._meta_blocks]
-        decoder.layers = nn.ModuleList(recorders)
-        decoder.norm = nn.Identity()
-        decoder.rotary_emb = type(decoder.rotary_emb)(config=config).to(self._device)
-        shape = (config.vocab_size, config.hidden_size)
-        weight = self._weight(f"{EMBEDDING}.weight", shape)
-        scale = getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0)  # Gemma's
-        decoder.embed_tokens = nn.Embedding.from_pretrained(
-            weight if scale == 1 else weight * scale
-        )
+        recorders = self._recorders()
         self.inputs = []
-        for ids in sequences:
-            decoder(input_ids=ids[None].to(self._device), use_cache=False)
-            hidden = recorders[0].hidden
-            assert hidden is not None
-            self.inputs.append(to_host(hidden[0]))
-            for kwargs, recorder in zip(self._kwargs, recorders, strict=True):
-                kwargs.setdefault(len(ids), recorder.kwargs)
-        decoder.embed_tokens = nn.Identity()  # no longer needed
+        with self._loaded_when_called():
+            for ids in sequences:
+                self.inputs.append(self._embed(ids, recorders))
+                for given, recorder in zip(self._given, recorders, strict=True):
+                    given.setdefault(len(ids), recorder.given)
+            if self._found is not None:
+                self._check_given(sequences[0], recorders)
         if self.quantized_inputs is not None:
             self.quantized_inputs = list(self.inputs)
+
+    def _recorders(self) -> list[_Recorder]:
+        """Put recorders into the places of the blocks."""
+        found = [block.outputs for block in self._found.blocks] if self._found else None
+        outputs = found or [None] * len(self._meta_blocks)
+        kinds = [_Recorder] * (len(outputs) - 1) + [_Last]
+        each = zip(kinds, self._meta_blocks, outputs, strict=True)
+        recorders = [kind(block, count) for kind, block, count in each]
+        parent, _, name = self._list.rpartition(".")
+        setattr(self._model.get_submodule(parent), name, nn.ModuleList(recorders))
+        return recorders
+
+    def _embed(self, ids: Tensor, recorders: list[_Recorder]) -> Tensor:
+        """Hidden states of a sample before the first block, in the host's memory."""
+        with suppress(_AllRecordedError):
+            self._model(input_ids=ids[None].to(self._device), use_cache=False)
+        hidden = recorders[0].hidden
+        assert hidden is not None
+        return to_host(hidden[0])
+
+    def _check_given(self, ids: Tensor, recorders: list[_Recorder]) -> None:
+        """Refuse blocks that get more of the tokens than hidden states, by another sample."""
+        self._embed(ids.flip(0), recorders)
+        for block, given, recorder in zip(self.blocks, self._given, recorders, strict=True):
+            if not _same(given[len(ids)], recorder.given):
+                raise CheckpointError(
+                    f"{block}: its code hands it more of the tokens than their hidden states, "
+                    "which calibration block by block does not keep"
+                )
+
+    @contextmanager
+    def _loaded_when_called(self) -> Iterator[None]:
+        """Load what lies outside of the blocks when its code is called, and free it in the end."""
+        handles, loaded = [], set[nn.Module]()
+
+        def load(part: nn.Module, name: str) -> None:
+            if part not in loaded:
+                loaded.add(part)
+                load_own(
+                    part,
+                    name,
+                    self._read,
+                    owner=self._model,
+                    stored=self._stored,
+                    device=self._device,
+                    dtype=self._dtype,
+                )
+
+        for name, part in self._model.named_modules():
+            if next(part.parameters(recurse=False), None) is not None or part._buffers:
+                handles.append(part.register_forward_pre_hook(lambda m, _, n=name: load(m, n)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for part in loaded:
+                part.to("meta")
 
     def go_on(self, inputs: list[Tensor], quantized_inputs: list[Tensor] | None) -> None:
         """Take up hidden states that were kept, in place of those that `start` made."""
@@ -138,24 +241,26 @@ class BlockStream:
         Raises:
             CheckpointError: a weight has another shape than the configuration says.
         """
-        name = self.blocks[index]
         module = copy.deepcopy(self._meta_blocks[index])
-        state = {
-            key: self._weight(f"{name}.{key}", meta.shape)
-            for key, meta in module.state_dict().items()
-        }
-        module.load_state_dict(state, assign=True)
-        for parameter in module.parameters():
-            parameter.requires_grad_(False)
-        kwargs = self._kwargs[index]
+        materialize(
+            module,
+            self._read,
+            owner=self._model,
+            prefix=f"{self._list}.{index}",
+            stored=self._stored,
+            device=self._device,
+            dtype=self._dtype,
+        )
         return DecoderBlock(
-            name,
+            self.blocks[index],
             self._family,
+            self._attentions[index],
             module.eval(),
             self.inputs,
-            kwargs,
+            self._given[index],
             self.quantized_inputs,
             self._device,
+            self._names(index),
         )
 
     def advance(
@@ -184,11 +289,17 @@ class BlockStream:
             self.quantized_inputs[:] = quantized_outputs
         block.module.to("meta")
 
-    def _weight(self, name: str, shape: Sequence[int]) -> Tensor:
-        tensor = self._read(name)
-        if tuple(tensor.shape) != tuple(shape):
-            raise CheckpointError(
-                f"{name}: found shape {tuple(tensor.shape)}; the model's configuration says "
-                f"{tuple(shape)}. The checkpoint and its config.json do not belong together"
-            )
-        return tensor.to(self._device).to(self._dtype)  # narrow over the bus, wide there
+
+def _same(one: Given, other: Given) -> bool:
+    """Whether a block was handed the same, tensors with all their values."""
+    return _alike(one.args, other.args) and _alike(dict(one.kwargs), dict(other.kwargs))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return isinstance(one, Tensor) == isinstance(other, Tensor)

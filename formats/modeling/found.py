@@ -13,8 +13,8 @@ from transformers import AutoConfig, PretrainedConfig
 from formats.errors import CheckpointError
 from formats.families.names import block_of
 from formats.modeling.experts import Experts
-from formats.modeling.model import found_model
-from formats.modeling.stored_names import named_modules, tied_names
+from formats.modeling.model import built, take_apart
+from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
 from formats.modeling.structure import AttentionSite, BlockStructure, Structure
 from formats.modeling.trace import PROBE, Call, Key, Seen, is_stack, key_of, run
 
@@ -40,8 +40,9 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
     kind = str(values.get("model_type"))
     if config.is_encoder_decoder:
         raise _refused(kind, "it is an encoder and a decoder; only decoders are run here")
-    model, stored = _model(kind, config)
+    model = _model(kind, config)
     _refuse_other_states(kind, model, config)
+    stored = take_apart(model)
     try:
         seen = run(model)
     except FAULTS as error:
@@ -84,10 +85,10 @@ def _refused(kind: str, why: str) -> CheckpointError:
     return CheckpointError(f"config.json: model_type {kind!r} is not supported: {why}")
 
 
-def _model(kind: str, config: PretrainedConfig) -> tuple[Any, dict[str, str]]:
-    """The model with the attention that writes down; the stored names of its tensors."""
+def _model(kind: str, config: PretrainedConfig) -> Any:
+    """The model with the attention that writes down."""
     try:
-        model, stored = found_model(config, PROBE)
+        return built(config, PROBE).eval()
     except KeyError as error:
         if error.args == (PROBE,):
             why = "its attention does not go through transformers' attention interface"
@@ -96,7 +97,6 @@ def _model(kind: str, config: PretrainedConfig) -> tuple[Any, dict[str, str]]:
     except FAULTS as error:
         reason = " ".join(str(error).split())
         raise _refused(kind, f"transformers cannot build a causal LM of it: {reason}") from error
-    return model.eval(), stored
 
 
 def _refuse_other_states(kind: str, model: nn.Module, config: PretrainedConfig) -> None:
@@ -168,12 +168,7 @@ def _stored_modules(
     names: Mapping[nn.Module, str], stored: Mapping[str, str]
 ) -> dict[nn.Module, str]:
     """Names of modules as the names of their tensors in the files have them."""
-    renamed: dict[str, str] = {}
-    for tensor, own in stored.items():
-        here, there = tensor, own
-        while here and here.rpartition(".")[2] == there.rpartition(".")[2]:
-            here, there = here.rpartition(".")[0], there.rpartition(".")[0]
-            renamed.setdefault(here, there)
+    renamed = renamed_modules(stored)
     return {module: renamed.get(name, name) for module, name in names.items()}
 
 
@@ -214,6 +209,7 @@ def _blocks(
             inputs=inputs,
             norms=norms,
             whole=tuple(modules[part] for part in block.modules() if is_stack(part)),
+            outputs=seen.tuples.get(block),
         )
 
 

@@ -9,30 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from formats.families import registry
-from formats.families.family import heads_of
+from formats.families.family import Cached, cached_of
 from formats.families.names import EMBEDDING, HEAD, is_projection
 from formats.families.registry import find_family
 from formats.modeling.structure import Structure
-
-
-@dataclass(frozen=True)
-class CacheHeads:
-    """Sizes of what one block caches of a token.
-
-    Attributes:
-        heads: Heads of K, and of V.
-        key: Elements of a head of K.
-        value: Elements of a head of V.
-    """
-
-    heads: int
-    key: int
-    value: int
 
 
 def structure_of(config: Mapping[str, Any]) -> Structure:
@@ -70,13 +54,13 @@ def attention_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(block.attention.module for block in structure_of(config).blocks)
 
 
-def cache_heads(config: Mapping[str, Any]) -> tuple[CacheHeads, ...]:
+def cached(config: Mapping[str, Any]) -> tuple[Cached, ...]:
     """What each block caches, in their order; errors as of `block_names`."""
-    if find_family(config) is not None:
-        heads = heads_of(config)
-        return (CacheHeads(heads.kv, heads.size, heads.size),) * len(block_names(config))
+    family = find_family(config)
+    if family is not None:
+        return (cached_of(family, config),) * len(block_names(config))
     sites = (block.attention for block in structure_of(config).blocks)
-    return tuple(CacheHeads(s.kv_heads, s.key_size, s.value_size) for s in sites)
+    return tuple(Cached(s.kv_heads, s.key_size, s.value_size) for s in sites)
 
 
 def embedding_name(config: Mapping[str, Any]) -> str:

@@ -45,21 +45,31 @@ def materialize(
         CheckpointError: a tensor has another shape than the code.
     """
     left = {part for root in skip for part in root.modules()}
-    renamed = stored or {}
     for path, part in module.named_modules():
-        if part in left:
+        if part not in left:
+            name = ".".join(filter(None, (prefix, path)))
+            load_own(part, name, read, owner=owner, stored=stored, device=device, dtype=dtype)
+
+
+def load_own(
+    part: nn.Module,
+    name: str,
+    read: Read,
+    *,
+    owner: Any,
+    stored: Mapping[str, str] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """`materialize` for the tensors of one module alone, not of those in it."""
+    renamed = stored or {}
+    for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
+        if tensor is None or leaf in part._non_persistent_buffers_set:
             continue
-        name = ".".join(filter(None, (prefix, path)))
-        kept = part.state_dict(keep_vars=True)
-        for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is None or not (
-                leaf in kept and leaf not in part._non_persistent_buffers_set
-            ):
-                continue
-            own = f"{name}.{leaf}" if name else leaf
-            value = _value(renamed.get(own, own), tensor, read, device, dtype)
-            _put(part, leaf, value)
-        _make_buffers(part, owner, device)
+        own = f"{name}.{leaf}" if name else leaf
+        value = _value(renamed.get(own, own), tensor, read, device, dtype)
+        _put(part, leaf, value)
+    _make_buffers(part, owner, device)
 
 
 def _value(

@@ -47,8 +47,10 @@ def meta_model(config: PretrainedConfig, attention: str | None = None) -> nn.Mod
     values = config.to_dict()
     family = find_family(values)
     if family is None:
-        return found_model(config, attention)[0]
-    model = _built(config, attention)
+        model = built(config, attention)
+        take_apart(model)
+        return model
+    model = built(config, attention)
     blocks = model.get_submodule("model.layers").children()
     rows = merged_rows(family, values) if family.stored_merged else {}
     for block in blocks:
@@ -59,15 +61,18 @@ def meta_model(config: PretrainedConfig, attention: str | None = None) -> nn.Mod
     return model
 
 
-def found_model(
-    config: PretrainedConfig, attention: str | None = None
-) -> tuple[Any, dict[str, str]]:
-    """The model of a family without a declaration, and the stored names of its tensors.
+def take_apart(model: Any) -> dict[str, str]:
+    """Put layers in the place of expert stacks that are stored so; the names of all tensors.
+
+    Args:
+        model: Of a family without a declaration, from `built`.
+
+    Returns:
+        The name in the files of each tensor.
 
     Raises:
         CheckpointError: its files hold tensors otherwise than its code, and are not read here.
     """
-    model = _built(config, attention)
     stored: dict[str, str] = {}
     stacks: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, names in stored_names(model).items():
@@ -77,11 +82,12 @@ def found_model(
             module, _, parameter = name.rpartition(".")
             stacks.setdefault(module, {})[parameter] = names
     for module, names in stacks.items():
-        stored |= _take_apart(model, module, names)
-    return model, stored
+        stored |= _layers_for(model, module, names)
+    return stored
 
 
-def _built(config: PretrainedConfig, attention: str | None) -> Any:
+def built(config: PretrainedConfig, attention: str | None = None) -> Any:
+    """transformers' model on the meta device as it is; arguments as of `meta_model`."""
     options = {} if attention is None else {"attn_implementation": attention}
     own = copy.deepcopy(config)
     with torch.device("meta"):
@@ -89,7 +95,7 @@ def _built(config: PretrainedConfig, attention: str | None) -> Any:
         return adapted or AutoModelForCausalLM.from_config(own, **options)
 
 
-def _take_apart(
+def _layers_for(
     model: nn.Module, module: str, names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, str]:
     """Put experts' layers in the place of a stack; the stored names of their weights.

@@ -65,6 +65,17 @@ def tied_names(model: Any) -> dict[str, str]:
     return dict(tied)
 
 
+def renamed_modules(stored: Mapping[str, str]) -> dict[str, str]:
+    """Names of modules in the files by those in the code, from those of their tensors."""
+    renamed: dict[str, str] = {}
+    for tensor, own in stored.items():
+        here, there = tensor, own
+        while here and here.rpartition(".")[2] == there.rpartition(".")[2]:
+            here, there = here.rpartition(".")[0], there.rpartition(".")[0]
+            renamed.setdefault(here, there)
+    return renamed
+
+
 def named_modules(model: nn.Module) -> dict[nn.Module, str]:
     """The name of each module in the code."""
     return {module: name for name, module in model.named_modules()}

@@ -50,6 +50,7 @@ class BlockStructure:
             made it, or of the first layer that reads it.
         norms: Names among those of `inputs` that are norms with a weight for each channel.
         whole: Full names of expert stacks that are stored as they are computed, and stay in float.
+        outputs: How many values its code gives as a tuple; None where it gives hidden states alone.
     """
 
     name: str
@@ -59,6 +60,7 @@ class BlockStructure:
     inputs: Mapping[str, str]
     norms: tuple[str, ...]
     whole: tuple[str, ...] = ()
+    outputs: int | None = None
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Seen:
         calls: Calls of attention, in their order.
         reads: What each module without others reads.
         makers: The module that made a tensor.
+        tuples: How many values each module of a list gives, where it gives a tuple.
         masks: Of each mask's storage, whether (batch, head, query, key) may be seen.
         kept: Tensors that must not be freed before the run ends.
     """
@@ -68,6 +69,7 @@ class Seen:
     calls: list[Call] = field(default_factory=list)
     reads: dict[nn.Module, Tensor] = field(default_factory=dict)
     makers: dict[Key, nn.Module] = field(default_factory=dict)
+    tuples: dict[nn.Module, int] = field(default_factory=dict)
     masks: dict[int, Callable[..., Any]] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
 
@@ -123,7 +125,13 @@ def run(model: Any) -> Seen:
             if not args or not isinstance(args[0], Tensor) or key_of(args[0]) != key_of(out):
                 seen.makers[key_of(out)] = module
 
+    def block_after(module: nn.Module, _: tuple[Any, ...], out: Any) -> None:
+        if isinstance(out, tuple):
+            seen.tuples[module] = len(out)
+
     for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            handles += [part.register_forward_hook(block_after) for part in module]
         if next(module.children(), None) is None:
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after))

@@ -108,7 +108,7 @@ class BlockWork:
 
     def module(self, name: str) -> nn.Module:
         """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
-        return self.block.module.get_submodule(name.removeprefix(f"{self.block.name}."))
+        return self.block.submodule(name)
 
     def samples(self, most: int) -> Sequence[int]:
         """The first `most` samples: the driver has put them in an order set by their content."""
