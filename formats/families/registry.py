@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ def _collect() -> tuple[Family, ...]:
 
 FAMILIES = _collect()
 BY_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES for kind in family.model_types}
+CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
 MOST_LAYERS = 10_000
 MODEL_TYPES = tuple(BY_TYPE)
 
@@ -59,13 +60,30 @@ def unsupported(config: Mapping[str, Any], source: str = "") -> str:
     return f"{text}; {suggestion(found, MODEL_TYPES)}"
 
 
+def is_causal_lm(config: Mapping[str, Any]) -> bool:
+    """Whether transformers lists a causal language model of config.json's type.
+
+    Of a family without a declaration it is found from transformers' own code, which may show that
+    it is none that is run here (`formats.modeling`). Its list is read from the source.
+    """
+    found = config.get("model_type")
+    return isinstance(found, str) and any(
+        f'("{found}", ' in text.partition(CAUSAL)[2].partition("\n)\n")[0]
+        for text in _lists_of_transformers()
+    )
+
+
 def _known_to_transformers(model_type: str) -> bool:
-    """Whether transformers lists a family, read from its source: importing it takes seconds."""
+    """Whether transformers lists a family."""
+    return any(f'("{model_type}", ' in text for text in _lists_of_transformers())
+
+
+def _lists_of_transformers() -> Iterator[str]:
+    """The source of transformers' lists of models: importing it takes seconds."""
     package = importlib.util.find_spec("transformers")
     folders = (package and package.submodule_search_locations) or ()
     lists = (file for folder in folders for file in Path(folder, "models", "auto").glob("*.py"))
-    entry = f'("{model_type}", '
-    return any(entry in file.read_text(encoding="utf-8") for file in lists)
+    return (file.read_text(encoding="utf-8") for file in lists)
 
 
 def block_names(config: Mapping[str, Any]) -> tuple[str, ...]:

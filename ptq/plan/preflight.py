@@ -23,7 +23,8 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, suggestion
 from formats.families.family import cached_of
-from formats.families.registry import find_family, unsupported
+from formats.families.registry import find_family, is_causal_lm, unsupported
+from formats.modeling.layers import structure_of
 from formats.scheme import CacheRole, KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
@@ -44,8 +45,8 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
         RecipeError: of another family than those supported, quantized already, or not valid.
     """
     problems = []
-    if find_family(checkpoint.config) is None:
-        message = unsupported(checkpoint.config, str(checkpoint.path))
+    message = _refused(checkpoint)
+    if message is not None:
         problems.append(Problem(where(MODEL), MODEL, message))
     if checkpoint.scheme.quantizes_anything:
         message = (
@@ -62,6 +63,20 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
         reason = " ".join(str(error).split())
         message = f"{checkpoint.path / 'config.json'} is not a valid configuration: {reason}"
         raise recipe_error([Problem(where(MODEL), MODEL, message)]) from error
+
+
+def _refused(checkpoint: Checkpoint) -> str | None:
+    """Why a model is none that is run here; None where it is."""
+    config = checkpoint.config
+    if find_family(config) is not None:
+        return None
+    if not is_causal_lm(config):
+        return unsupported(config, str(checkpoint.path))
+    try:
+        structure_of(config)
+    except CheckpointError as error:
+        return f"{checkpoint.path}: {error}"
+    return None
 
 
 def check_tensors(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from calibrate.spec import NOT_READ, TABLES, TEXT
 from formats.errors import CheckpointError
-from formats.families.registry import find_family, unsupported
+from formats.families.registry import find_family, is_causal_lm, unsupported
 from formats.hub import find_model, is_hub_id, near_folder
 from formats.stored.folder import read_config
 from ptq.recipe.problems import (
@@ -216,4 +216,5 @@ def _unsupported(model: Path) -> str | None:
         config = read_config(model)[0]
     except CheckpointError:
         return None  # the plan opens it, and tells
-    return unsupported(config, str(model)) if find_family(config) is None else None
+    runs = find_family(config) is not None or is_causal_lm(config)
+    return None if runs else unsupported(config, str(model))
