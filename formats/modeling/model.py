@@ -47,9 +47,7 @@ def meta_model(config: PretrainedConfig, attention: str | None = None) -> nn.Mod
     values = config.to_dict()
     family = find_family(values)
     if family is None:
-        model = built(config, attention)
-        take_apart(model)
-        return model
+        return found_model(config, attention)[0]
     model = built(config, attention)
     blocks = model.get_submodule("model.layers").children()
     rows = merged_rows(family, values) if family.stored_merged else {}
@@ -59,6 +57,18 @@ def meta_model(config: PretrainedConfig, attention: str | None = None) -> nn.Mod
         for module, name in list(_merged(block, rows)):
             _split(module, name, rows[name])
     return model
+
+
+def found_model(
+    config: PretrainedConfig, attention: str | None = None
+) -> tuple[Any, dict[str, str]]:
+    """The model of a family without a declaration, and the stored names of its tensors.
+
+    Raises:
+        CheckpointError: its files hold tensors otherwise than its code, and are not read here.
+    """
+    model = built(config, attention)
+    return model, take_apart(model)
 
 
 def take_apart(model: Any) -> dict[str, str]:
