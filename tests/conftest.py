@@ -81,7 +81,7 @@ def write_model(
 
     Defaults: hidden 128, 4 query and 2 KV heads of 32, intermediate 256, vocabulary 384, tied.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     values = {
         "vocab_size": 384,
@@ -99,8 +99,15 @@ def write_model(
     } | overrides
     if family == "mistral":
         values.setdefault("sliding_window", None)
+    return write_random(folder, AutoConfig.for_model(family, **values), seed)
+
+
+def write_random(folder: Path, config, seed: int = 0) -> Path:
+    """Write a random model of a configuration in bf16, and a tokenizer of 384 tokens."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms away from 1 and biases away from 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,17 @@ def divergence(found: Tensor, wanted: Tensor) -> float:
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
-def check_engine(folder: Path, ids: Tensor, longest: int = 512) -> Engine:
-    """Our float logits are transformers', and the greedy tokens after a prompt in chunks too."""
-    sizes = EngineConfig(max_batched_tokens=16, max_batch_size=2, max_model_len=longest)
-    engine = Engine.from_pretrained(folder, config=sizes)
+def check_engine(folder: Path, ids: Tensor, longest: int = 512, **config: Any) -> Engine:
+    """Our float logits are transformers', and the greedy tokens after a prompt in chunks too.
+
+    Args:
+        folder: Of the float model.
+        ids: Of a prompt [T].
+        longest: Tokens of the longest request.
+        config: Other settings of the engine.
+    """
+    sizes = {"max_batched_tokens": 16, "max_batch_size": 2, "max_model_len": longest}
+    engine = Engine.from_pretrained(folder, config=EngineConfig(**sizes, **config))
     assert distance(engine.score(ids.tolist()), transformers_logits(folder, ids)) < 1e-4
     (out,) = engine.generate([ids.tolist()], SamplingParams(max_tokens=8, ignore_eos=True))
     whole = torch.cat((ids, torch.tensor(out.token_ids)))
@@ -111,7 +119,12 @@ def check_quantized(
 
 
 def check_rounding(
-    checkpoint: Checkpoint, ids: Tensor, wanted: Tensor, bound: float, longest: int = 512
+    checkpoint: Checkpoint,
+    ids: Tensor,
+    wanted: Tensor,
+    bound: float,
+    longest: int = 512,
+    **config: Any,
 ) -> None:
     """Our engine on a quantized checkpoint, cache and all, beside transformers rounded by hand.
 
@@ -121,9 +134,11 @@ def check_rounding(
         wanted: The float model's logits of it [T, vocabulary].
         bound: How far logits may go from these.
         longest: Tokens of the longest request.
+        config: Other settings of the engine.
     """
     rounded = fake_quantized_logits(checkpoint, ids)
-    engine = Engine.from_pretrained(checkpoint.path, config=EngineConfig(max_model_len=longest))
+    settings = EngineConfig(max_model_len=longest, **config)
+    engine = Engine.from_pretrained(checkpoint.path, config=settings)
     ours = engine.score(ids.tolist())
     assert distance(ours, rounded) < bound / 2
     told = divergence(ours, wanted), divergence(rounded, wanted)

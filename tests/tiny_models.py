@@ -91,7 +91,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-OWN: dict[str, dict[str, Any]] = {}
+LAYER_COUNTS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
+OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "longcat_flash": {"zero_expert_num": 2},
+}
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -104,6 +109,9 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
     default = kind()
     known = {*default.to_dict(), *default.attribute_map, *vars(default)}
     values = {key: value for key, value in SIZES.items() if key in known}
+    kinds = tuple(dict.fromkeys(getattr(default, "layer_types", None) or ()))
+    if len(kinds) > 1:  # one layer of each kind
+        values |= {"layer_types": list(kinds), **dict.fromkeys(LAYER_COUNTS & known, len(kinds))}
     if "kv_lora_rank" in known:  # latent attention: heads are not cut from these
         values.pop("head_dim", None)
         values["num_key_value_heads"] = HEADS
