@@ -15,6 +15,7 @@ COMMANDS = {
     "run": ("ptq.commands.run", "quantize a model as a recipe says, and report what it cost"),
     "quantize": ("ptq.commands.quantize", "quantize a model of yours, without a recipe"),
     "recipes": ("ptq.commands.recipes", "list the recipes that come with ptq, or print one"),
+    "families": ("ptq.commands.families", "list the families of models that are run, and by what"),
     "check": (
         "ptq.commands.check",
         "check a recipe against its model and show the plan; changes nothing",
