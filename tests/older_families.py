@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.conftest import write_tokenizer
 
 _TOKENS = {"vocab_size": 384, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 _SIZES = {
@@ -22,7 +28,7 @@ def _of(kind: str, *sizes: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 OLDER: dict[str, dict[str, Any]] = {
-    "bloom": _of("bloom", hidden_size=64, n_layer=2, n_head=4),
+    "bloom": _of("bloom", hidden_size=64, n_layer=2, n_head=4, seq_length=512),
     "codegen": _of("codegen", _N_SIZES, rotary_dim=8, n_ctx=512),
     "falcon": _of("falcon", _SIZES, new_decoder_architecture=True, num_kv_heads=2),
     "falcon_multi_query": _of("falcon", _SIZES, multi_query=True, parallel_attn=True),
@@ -54,3 +60,18 @@ OLDER: dict[str, dict[str, Any]] = {
         max_position_embeddings=512,
     ),
 }
+
+
+def write_older(folder: Path, name: str) -> Path:
+    """A tiny random model in bf16, as transformers saves it, with a tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**OLDER[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms away from 1 and biases away from 0
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(3.0)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder

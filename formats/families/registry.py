@@ -25,6 +25,8 @@ BY_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES for kind in
 CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
 MOST_LAYERS = 10_000
 MODEL_TYPES = tuple(BY_TYPE)
+OWN_CLASSES = {"llama_alibi": "formats.modeling.llama_alibi"}
+"""Modules that register classes of models that are ours, for what transformers has no class of."""
 
 
 def find_family(config: Mapping[str, Any]) -> Family | None:
@@ -61,13 +63,13 @@ def unsupported(config: Mapping[str, Any], source: str = "") -> str:
 
 
 def is_causal_lm(config: Mapping[str, Any]) -> bool:
-    """Whether transformers lists a causal language model of config.json's type.
+    """Whether transformers lists a causal language model of config.json's type, or it is of ours.
 
     Of a family without a declaration it is found from transformers' own code, which may show that
     it is none that is run here (`formats.modeling`). Its list is read from the source.
     """
     found = config.get("model_type")
-    return isinstance(found, str) and any(
+    return found in OWN_CLASSES or any(
         f'("{found}", ' in text.partition(CAUSAL)[2].partition("\n)\n")[0]
         for text in _lists_of_transformers()
     )

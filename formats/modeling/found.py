@@ -14,6 +14,7 @@ from formats.errors import CheckpointError
 from formats.families.names import block_of
 from formats.modeling.experts import Experts
 from formats.modeling.model import built, take_apart
+from formats.modeling.own_classes import make_known
 from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
 from formats.modeling.structure import AttentionSite, BlockStructure, Structure
 from formats.modeling.trace import PROBE, Call, Key, Seen, is_stack, key_of, run
@@ -74,6 +75,7 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
     kind = str(rest.pop("model_type", None))
     if "auto_map" in values:
         raise _refused(kind, "it needs code of its own (auto_map), which is never run")
+    make_known(kind)
     try:
         return AutoConfig.for_model(kind, **rest)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:

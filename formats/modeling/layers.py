@@ -12,11 +12,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from formats.errors import CheckpointError
 from formats.families import registry
 from formats.families.family import Cached, cached_of
 from formats.families.names import EMBEDDING, HEAD, is_projection
 from formats.families.registry import find_family
 from formats.modeling.structure import Structure
+
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""Where configurations say how many tokens a sequence may have; those of MPT, Bloom."""
 
 
 def structure_of(config: Mapping[str, Any]) -> Structure:
@@ -61,6 +65,22 @@ def cached(config: Mapping[str, Any]) -> tuple[Cached, ...]:
         return (cached_of(family, config),) * len(block_names(config))
     sites = (block.attention for block in structure_of(config).blocks)
     return tuple(Cached(s.kv_heads, s.key_size, s.value_size) for s in sites)
+
+
+def positions_of(config: Any) -> int:
+    """Most tokens of a sequence, by transformers' configuration of a model.
+
+    Raises:
+        CheckpointError: it says nothing, as that of a model with ALiBi may.
+    """
+    values = (getattr(config, key, None) for key in LENGTHS)
+    found = next((value for value in values if isinstance(value, int)), None)
+    if found is None:
+        raise CheckpointError(
+            "config.json: max_position_embeddings is missing. Add how many tokens a sequence of "
+            "this model may have"
+        )
+    return found
 
 
 def embedding_name(config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Baichuan and Baichuan 2 of 7B (model_type `baichuan`) as transformers' Llama.
+"""Baichuan and Baichuan 2 (model_type `baichuan`) as Llama, those of 13B with ALiBi.
 
 All tensors are named as Llama's but for q, k and v, which are one, with H the hidden size:
 
@@ -8,8 +8,10 @@ All tensors are named as Llama's but for q, k and v, which are one, with H the h
 Baichuan 2 divides each row of its head by the row's length when it computes (NormHead); the
 published weights are those before. Its config.json has z_loss_weight, which Baichuan's has not.
 The models of 13B have ALiBi in the place of the rotary embedding, and model_max_length as the only
-length in their config.json. Facts from modeling_baichuan.py and config.json of
-baichuan-inc/Baichuan-7B, Baichuan-13B, Baichuan2-7B-Base and Baichuan2-13B-Base.
+length in their config.json. transformers has no such class: they are read as `llama_alibi`, which
+is ours (`formats.modeling.llama_alibi`), and so are the checkpoints that are made of them. Facts
+from modeling_baichuan.py and config.json of baichuan-inc/Baichuan-7B, Baichuan-13B,
+Baichuan2-7B-Base and Baichuan2-13B-Base.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.errors import CheckpointError
 from formats.families.family import size_in
 from formats.published.layout import TOKENS, PublishedLayout, kept
 
@@ -38,22 +39,23 @@ SECOND_VOCABULARY = 125696
 
 
 def native_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the same model as transformers' Llama."""
-    if config.get("max_position_embeddings") is None:
-        raise CheckpointError(
-            "config.json: a baichuan model without max_position_embeddings is one of 13B, with "
-            "ALiBi in the place of the rotary embedding, which is not run here. Give one of 7B"
-        )
-    return {
+    """config.json of the same model as transformers' Llama, or ours with ALiBi."""
+    rotary = config.get("max_position_embeddings") is not None
+    own = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    with_alibi = {"architectures": ["LlamaAlibiForCausalLM"], "model_type": "llama_alibi"}
+    length = "max_position_embeddings" if rotary else "model_max_length"
+    return {
+        **(own if rotary else with_alibi),
         **kept(config, SAME),
         "num_key_value_heads": size_in(config, "num_attention_heads"),
-        "max_position_embeddings": config["max_position_embeddings"],
+        "max_position_embeddings": size_in(config, length),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings")),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
 
 

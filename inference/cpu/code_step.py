@@ -40,6 +40,7 @@ class CodeStep:
             sliding_window=self._windows[layer],
             softcap=own.softcap,
             sinks=None if own.sinks is None else own.sinks.float(),
+            alibi=own.alibi,
         )
         return paged_attention(widened(own.q, wide), inputs)[..., :size]
 

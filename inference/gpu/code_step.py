@@ -49,6 +49,7 @@ class CodeStep:
             sliding_window=self._windows[layer],
             softcap=own.softcap,
             sinks=None if own.sinks is None else own.sinks.float(),
+            alibi=own.alibi,
         )
         workspace = workspace_on(q.device)
         if batch.query_start is None:

@@ -23,6 +23,7 @@ from formats.families.family import (
     rotary_order,
 )
 from formats.families.registry import family_of
+from formats.modeling.own_classes import make_known
 from inference.models.model import KVHeads
 from inference.models.rotary import Growth, Rotary, read_growth, read_rotary
 from kernels.activations import Activation, Clamped
@@ -51,8 +52,10 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
         CheckpointError: transformers refuses a value.
     """
     raw = dict(values)
+    kind = raw.pop("model_type")
+    make_known(kind)
     try:
-        return AutoConfig.for_model(raw.pop("model_type"), **raw)
+        return AutoConfig.for_model(kind, **raw)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(

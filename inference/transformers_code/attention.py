@@ -44,7 +44,7 @@ NEUTRAL = frozenset(
     }
 )  # said otherwise, or of no effect on a step
 
-TAKEN = frozenset({"softcap", "s_aux"})
+TAKEN = frozenset({"softcap", "s_aux", "alibi"})
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Query:
         scale: Factor of q k^T.
         softcap: Bound of the logits, or None.
         sinks: A logit of each query head without a value [Hq], or None.
+        alibi: Slopes of biases by distance fp32 [Hq] (`AttentionInputs`), or None.
     """
 
     q: Tensor
@@ -66,6 +67,7 @@ class Query:
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    alibi: Tensor | None
 
 
 class Step(Protocol):
@@ -134,6 +136,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    alibi: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' code calls for attention; [1, heads, T, D] each, gives [1, T, Hq, Dv].
@@ -155,7 +158,7 @@ def attend(
     layer, now.layer = now.layer, now.layer + 1
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return now.step.attend(layer, Query(q, k, v, scale, softcap, s_aux))[None], None
+    return now.step.attend(layer, Query(q, k, v, scale, softcap, s_aux, alibi))[None], None
 
 
 def widened(x: Tensor, size: int) -> Tensor:

@@ -46,7 +46,9 @@ def load_code(
     Raises:
         CheckpointError: tensors are missing or of another shape.
     """
-    model, stored = found_model(transformers_config(checkpoint.config), NAME)
+    config = transformers_config(checkpoint.config)
+    config.dtype = factory.dtype  # of tables that its code makes
+    model, stored = found_model(config, NAME)
     _Loader(model, stored, checkpoint, structure, factory).load()
     fix_frequencies(model, longest)
     return model.eval()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.modeling.layers import structure_of
+from formats.modeling.layers import positions_of, structure_of
 from formats.modeling.structure import Structure
 from inference.models.config import transformers_config
 from inference.models.layers import LayerFactory
@@ -53,12 +53,6 @@ class CodeShape:
         """
         structure = structure_of(checkpoint.config)
         config: Any = transformers_config(checkpoint.config).get_text_config()
-        positions = getattr(config, "max_position_embeddings", None)
-        if not isinstance(positions, int):
-            raise CheckpointError(
-                "config.json: max_position_embeddings is missing. Add how many tokens a sequence "
-                "of this model may have"
-            )
         attentions = [block.attention for block in structure.blocks]
         if unknown := {name for own in attentions for name in own.arguments} - TAKEN:
             raise CheckpointError(
@@ -69,7 +63,7 @@ class CodeShape:
             structure,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_positions=positions,
+            max_positions=positions_of(config),
             windows=tuple(own.window for own in attentions),
             cached=tuple(KVHeads(a.kv_heads, a.key_size, a.value_size) for a in attentions),
         )

@@ -24,7 +24,7 @@ from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, suggestion
 from formats.families.family import cached_of
 from formats.families.registry import find_family, is_causal_lm, unsupported
-from formats.modeling.layers import structure_of
+from formats.modeling.layers import positions_of, structure_of
 from formats.scheme import CacheRole, KVCacheSpec, LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
@@ -153,7 +153,7 @@ def describe_shortfalls(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterato
 
 def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
     """Sequences that are longer than the model's positions."""
-    most = config.max_position_embeddings
+    most = positions_of(config)
     for split in ("calibration", "evaluation"):
         length = getattr(recipe.dataset, split).sequence_length
         if length > most:

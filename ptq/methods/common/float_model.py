@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
+from formats.modeling.own_classes import make_known
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -76,4 +78,6 @@ def config_of(model: FloatModel) -> PretrainedConfig:
     from transformers import AutoConfig  # takes a second, and a recipe is read without it
 
     values = dict(model.config)
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = values.pop("model_type")
+    make_known(kind)
+    return AutoConfig.for_model(kind, **values)

@@ -8,9 +8,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from inference.engine import Engine
+from tests.families import distance
+from tests.ptq.quantizing import random_tokens
 from tests.published import as_baichuan, check_published
 
 
@@ -59,13 +63,28 @@ def test_the_second_has_a_head_of_unit_rows(native, second, tmp_path):
     assert head.norm(dim=1).sub(1).abs().max() < 0.01
 
 
-def test_models_of_13b_are_refused_by_name(first, tmp_path):
+def alibi_logits(native, ids):
+    """transformers' Llama without rotation, its mask biased by ALiBi: logits [T, vocabulary]."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(native, **options).eval()
+    still = torch.ones(1, len(ids), 32), torch.zeros(1, len(ids), 32)
+    model.model.rotary_emb.forward = lambda *_, **__: still
+    at = torch.arange(len(ids))
+    distance = at - at[:, None]
+    bias = 2.0 ** -torch.tensor([2.0, 4.0, 6.0, 8.0])[:, None, None] * distance
+    with torch.no_grad():
+        mask = bias.masked_fill(distance > 0, float("-inf"))[None]
+        return model(ids[None], attention_mask=mask).logits[0]
+
+
+def test_models_of_13b_have_biases_by_distance(native, first, tmp_path):
     folder = shutil.copytree(first, tmp_path / "large")
     config = json.loads((folder / "config.json").read_text())
     config["model_max_length"] = config.pop("max_position_embeddings")
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="baichuan model without max_position_emb.*ALiBi"):
-        Checkpoint.open(folder)
+    ids = random_tokens().sequences()[1]
+    wanted = alibi_logits(native, ids)
+    assert distance(Engine.from_pretrained(folder).score(ids.tolist()), wanted) < 1e-4
 
 
 def test_rows_that_do_not_fit_the_heads_are_refused(first, tmp_path):
