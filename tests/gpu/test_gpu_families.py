@@ -48,7 +48,7 @@ def is_near(path, dtype: torch.dtype, bound: float) -> None:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 0.03), (torch.bfloat16, 0.12)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 0.01), (torch.bfloat16, 0.04)])
 def test_families_are_as_on_the_cpu(make_model, kind, dtype, bound):
     is_near(make_model(kind, **FAMILIES[kind]), dtype, bound)
 
