@@ -107,7 +107,7 @@ def attention(
     q = torch.randn(sequences, kind.heads, dim, device="cuda", dtype=torch.bfloat16)
     each = [kind.inputs(pool, tables, lengths) for pool in pools]
     wanted = twins.decode_attention(q, each[0])
-    own = kv_split(q.device, sequences, heads, context // 64, scale_kind(pools[0]))
+    own = kv_split(q.device, sequences, heads, context // 64, scale_kind(pools[0]), dim)
     shared = (max(1, own.splits * own.warps // 4), own.splits)
     held = name if dtype.itemsize == 2 else f"{name} {'per token' if per_token else 'per head'}"
     return BenchCase(

@@ -148,13 +148,18 @@ def measured_tile(
 
 @cache
 def kv_split(
-    device: torch.device, sequences: int, heads: int, pages: int, scales: int = 1
+    device: torch.device, sequences: int, heads: int, pages: int, scales: int = 1, dim: int = 128
 ) -> KVSplit:
     """The cut of decode attention over at most `pages` pages a sequence: measured, else by rule.
 
     Entries are keyed by sequences * KV heads and by pages, both as powers of two. `scales` is the
-    number of dimensions of the cache's scales, 0 for 16 bits.
+    number of dimensions of the cache's scales, 0 for 16 bits. Heads of more than 128 channels go by
+    the rule: their pages are twice as large, and fewer programs fit on an SM.
     """
+    if dim > 128:
+        wanted = (4 if scales else 3) * multiprocessors(device)
+        splits = max(1, min(wanted // (sequences * heads), -(-pages // 2), 64))
+        return KVSplit(4, splits, 3)
     key = f"{bucket(sequences * heads)}x{bucket(pages)}"
     family = {0: "attention_16_bits", 3: "attention_per_token"}.get(scales, "attention")
     found = _entry(device, family, key)

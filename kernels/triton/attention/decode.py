@@ -256,7 +256,8 @@ def _launch(
     (sequences, q_heads, dim), pool = q.shape, inputs.pool
     heads, width, kind = pool.k.shape[1], inputs.block_tables.shape[1], scale_kind(pool)
     window = inputs.sliding_window or UNLIMITED
-    split = split or kv_split(q.device, sequences, heads, min(width, window // 64 + 2), kind)
+    pages = min(width, window // 64 + 2)
+    split = split or kv_split(q.device, sequences, heads, pages, kind, dim)
     group, items = q_heads // heads, sequences * heads
     padded, wide = max(8, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     if split.splits > 1:

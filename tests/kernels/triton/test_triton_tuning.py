@@ -128,6 +128,7 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
     assert kv_split(CPU, 2, 8, 64) == KVSplit(2, 7)
     assert kv_split(CPU, 2, 8, 65).splits != 7
     assert kv_split(CPU, 2, 8, 64, 3).splits != 7
+    assert kv_split(CPU, 2, 8, 64, 1, 256) == KVSplit(4, 1, 3), "no table is of such heads"
     assert prefill_tile(CPU, 130, 128, 1) == PrefillTile(64, 32, 4, 9)
     assert prefill_tile(CPU, 130, 128, 0).stages != 9
 
