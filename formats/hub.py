@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from formats.errors import CheckpointError
 from formats.later import later
 from formats.namespace import ROOT
-from formats.published.known import find_layout
+from formats.published.known import needs_code
 
 if TYPE_CHECKING:
     import huggingface_hub as hub
@@ -158,7 +158,7 @@ def _check(name: str, info: hub.ModelInfo) -> None:
             f"{name} on the hub holds no safetensors, only {', '.join(files[:8]) or 'nothing'}; "
             "look there for the same model in the transformers layout"
         )
-    if "auto_map" in (info.config or {}) and find_layout(info.config or {}) is None:
+    if needs_code(info.config or {}):
         raise CheckpointError(
             f"{name} on the hub needs code of its own (auto_map, trust_remote_code), which is "
             "never run. Look for a conversion to an architecture that transformers knows"

@@ -18,7 +18,7 @@ from formats.checkpoint.compressed_tensors import (
     read_cache_scheme,
     read_groups,
 )
-from formats.checkpoint.native import native_tensors
+from formats.checkpoint.native import native_tensors, with_prefix
 from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
@@ -68,7 +68,7 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
         return _foreign_contents(ForeignFolder(path), to_run)
     if published is not None:
         return Contents(config, native_tensors(open_weights(path), published, config))
-    files = split_stored(open_weights(path), config)
+    files = split_stored(with_prefix(open_weights(path), config), config)
     if not quantization:
         return Contents(config, files, own=own)
     if quantization.get("quant_method") == mxfp4.METHOD:

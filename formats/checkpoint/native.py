@@ -16,7 +16,7 @@ from torch import Tensor
 from formats.checkpoint.split import RowsOf, split_stored
 from formats.errors import CheckpointError
 from formats.families.family import heads_of
-from formats.published.known import find_layout
+from formats.published.known import PREFIXES, find_layout
 from formats.published.layout import PublishedLayout
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
@@ -63,6 +63,26 @@ def native_tensors(
         if name in found:
             found[name] = UnitRows(found[name], name)
     return found
+
+
+def with_prefix(
+    files: Mapping[str, StoredTensors], config: Mapping[str, Any]
+) -> Mapping[str, StoredTensors]:
+    """Files of a model that was saved without its head, by the names of the model with one.
+
+    Args:
+        files: By the names on disk.
+        config: config.json.
+    """
+    prefix = f"{PREFIXES.get(str(config.get('model_type')), '')}."
+    if prefix == "." or any(name.startswith(prefix) for name in files):
+        return files
+    inner = {name: prefix + name for name in files if not name.startswith("lm_head.")}
+    renamed = {
+        own: RowsOf(files[name], name, {own: 0}, files[name].tensors[name][1])
+        for name, own in inner.items()
+    }
+    return {name: file for name, file in files.items() if name not in inner} | renamed
 
 
 def _rename(

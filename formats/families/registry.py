@@ -68,11 +68,17 @@ def is_causal_lm(config: Mapping[str, Any]) -> bool:
     Of a family without a declaration it is found from transformers' own code, which may show that
     it is none that is run here (`formats.modeling`). Its list is read from the source.
     """
-    found = config.get("model_type")
-    return found in OWN_CLASSES or any(
-        f'("{found}", ' in text.partition(CAUSAL)[2].partition("\n)\n")[0]
-        for text in _lists_of_transformers()
-    )
+    return config.get("model_type") in OWN_CLASSES or causal_class(config) is not None
+
+
+def causal_class(config: Mapping[str, Any]) -> str | None:
+    """Name of transformers' causal language model of config.json's type; None where it has none."""
+    for text in _lists_of_transformers():
+        listed = text.partition(CAUSAL)[2].partition("\n)\n")[0]
+        entry = listed.partition(f'("{config.get("model_type")}", "')[2]
+        if entry:
+            return entry.partition('"')[0]
+    return None
 
 
 def _known_to_transformers(model_type: str) -> bool:

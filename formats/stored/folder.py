@@ -12,7 +12,7 @@ from formats.errors import CheckpointError
 from formats.families.values import check_model_values
 from formats.files import sha256_file
 from formats.links import find_file
-from formats.published.known import find_layout
+from formats.published.known import find_layout, needs_code
 from formats.published.layout import PublishedLayout
 from formats.scheme import KVCacheSpec, Strict
 from formats.stored.other_kinds import refuse_other_kinds
@@ -134,12 +134,13 @@ def read_config(path: Path) -> ConfigFile:
     if layout is not None:
         return _published(path, layout, config, quantization, remedy)
     check_model_values(config, f"{path / CONFIG} is not a valid configuration", remedy)
-    if "auto_map" in config:
+    if needs_code(config):
         raise CheckpointError(
             f"{path / CONFIG}: model_type {config.get('model_type')!r} needs code of its own "
             "(auto_map, trust_remote_code), which is never run. Convert it to an architecture that "
             "transformers knows"
         )
+    config.pop("auto_map", None)
     if quantization is not None and not isinstance(quantization, dict):
         raise CheckpointError(f"{path / CONFIG}: quantization_config is not an object. {remedy}")
     own = config.pop(OWN_KEY, None)
