@@ -15,7 +15,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from kernels.numerics import dequantize, fake_quantize
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
 
 
 def token_ids(count=150) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""What is folded into tensors at load: channels of heads in another order, with all that is theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from formats.families.family import rotary_order
+from formats.families.registry import BY_TYPE
+from formats.scheme import PRESETS, KVCacheSpec, Scheme
+from inference.cpu.layers import pack_linear
+from inference.engine import Engine
+from inference.models.fold import held_heads, held_norm, held_scales, with_divided_input
+from inference.models.read import StoredLinear
+from kernels.numerics import TYPES
+from ptq.pipeline.driver import quantize_tokens
+from tests.families import distance
+from tests.ptq.quantizing import make_plan, random_tokens
+
+SIZE, HEADS, KV = 8, 3, 1
+CHANNELS = (0, 2, 4, 5, 1, 3, 6, 7)
+
+
+def test_the_order_of_channels_follows_from_what_turns():
+    config = {"hidden_size": 24, "num_attention_heads": 3, "head_dim": SIZE}
+    assert tuple(rotary_order(BY_TYPE["glm"], config)) == CHANNELS
+    partial = config | {"partial_rotary_factor": 0.5}
+    assert rotary_order(BY_TYPE["phi3"], partial) == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert rotary_order(BY_TYPE["llama"], config) == list(range(SIZE))
+
+
+def stored_linear(preset: str) -> StoredLinear:
+    """q, k and v merged, of random integers, with everything that a layer can have."""
+    generator = torch.Generator().manual_seed(0)
+    rows, inputs, scheme = (HEADS + 2 * KV) * SIZE, 32, PRESETS[preset].of_layers
+    spec = scheme.weights
+    bias = torch.randn(rows, generator=generator)
+    if spec is None:
+        weight = torch.randn(rows, inputs, generator=generator)
+        return StoredLinear([["q", "k", "v"]], scheme, weight, bias=bias)
+    kind = TYPES[spec.dtype]
+    q = torch.randint(-7, 8, (rows, inputs), generator=generator).to(kind.storage)
+    group = 8 if spec.granularity == "group" else inputs
+    scale = torch.rand(rows, inputs // group, generator=generator) + 0.1
+    zero = None
+    if not kind.storage.is_floating_point:
+        zero = torch.randint(-2, 3, scale.shape, generator=generator).to(torch.int8)
+    if spec.granularity == "group":
+        scheme = replace_group(scheme, group)
+    order = torch.randperm(inputs, generator=generator)
+    return StoredLinear([["q", "k", "v"]], scheme, q, scale, zero, bias, order=order)
+
+
+def replace_group(scheme, group: int):
+    """The scheme with so many inputs to a group."""
+    return scheme.model_copy(
+        update={"weights": scheme.weights.model_copy(update={"group_size": group})}
+    )
+
+
+@pytest.mark.parametrize("preset", ["c8", "w8", "w4", "fp8_channel"])
+def test_rows_of_q_and_k_move_with_all_that_is_theirs(preset):
+    stored = stored_linear(preset)
+    held = held_heads(stored, HEADS + KV, CHANNELS)
+    x = torch.randn(5, 32)
+    given, found = (
+        pack_linear(s, torch.float32)(x).unflatten(1, (-1, SIZE)) for s in (stored, held)
+    )
+    assert torch.equal(found[:, : HEADS + KV], given[:, : HEADS + KV][..., CHANNELS])
+    assert torch.equal(found[:, HEADS + KV :], given[:, HEADS + KV :])
+    assert held_heads(stored, HEADS + KV, None) is stored
+
+
+def test_norms_and_scales_of_channels_move_too():
+    assert held_norm(torch.arange(8.0), CHANNELS).tolist() == list(CHANNELS)
+    whole = held_norm(torch.arange(16.0), CHANNELS)
+    assert whole[8:].tolist() == [8.0 + channel for channel in CHANNELS]
+    k, v = held_scales((torch.arange(16.0).view(2, 8), torch.ones(2)), CHANNELS) or ()
+    assert k[1].tolist() == [8.0 + channel for channel in CHANNELS]
+    pair = (torch.ones(2), torch.ones(2))
+    assert held_scales(pair, CHANNELS) is pair
+    assert v.tolist() == [1, 1]
+
+
+def test_a_static_scale_of_what_is_divided_is_divided():
+    stored = replace(stored_linear("w8"), input_scale=torch.tensor([0.5]))
+    assert with_divided_input(stored, 4.0).input_scale == 0.125
+    assert with_divided_input(stored, 1.0) is stored
+
+
+def test_the_caches_scales_of_channels_are_those_of_channels_that_moved(make_model, tmp_path):
+    """K of GLM, whose pairs lie side by side, with channels of very different size."""
+    model, source = make_model("glm"), tmp_path / "model"
+    source.mkdir()
+    for path in model.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    tensors, size = load_file(source / "model.safetensors"), 32
+    for name, tensor in tensors.items():
+        row = torch.arange(len(tensor)) % size
+        if "k_proj." in name:
+            tensor[(row == 2) | (row == 3)] *= 64
+        if "q_proj." in name:
+            tensor[(row == 2) | (row == 3)] /= 64
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    spec = KVCacheSpec(granularity="per_channel")
+    plan = make_plan(source, tmp_path / "out", Scheme(kv_cache=spec), methods=())
+    quantized = Engine.from_pretrained(
+        quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    )
+    assert quantized.quantized_kv
+    ids = (torch.arange(1, 90) * 7 % 384).tolist()
+    assert distance(quantized.score(ids), Engine.from_pretrained(source).score(ids)) < 0.03
+
+
+def test_queries_grow_only_beyond_the_length_of_training(make_model):
+    from inference.config import EngineConfig
+    from tests.tiny_families import TINY
+
+    folder = make_model("ministral3", **TINY["ministral3"])
+    short = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=16))
+    assert short.model.query_growth is None
+    growth = Engine.from_pretrained(folder).model.query_growth
+    assert growth[[0, 15]].tolist() == [1.0, 1.0]
+    assert growth[16] == pytest.approx(1 + 0.3 * torch.log(torch.tensor(2.0)).item())
