@@ -252,6 +252,34 @@ def test_rows_quantized_by_runs(capability):
         assert binary.count(r"div\.rn\.f32") <= 8, "scales alone are divided, not elements"
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@compiled
+def test_norms_and_products_of_other_families(capability):
+    from kernels.triton.attention.projection_norm import norm_projections
+    from kernels.triton.attention.rope_cache import rope_write
+    from kernels.triton.fused import add_rms_norm, gated_product
+    from kernels.triton.sampling.softcap import softcap_logits
+
+    x, weight = torch.zeros(2, 2560).bfloat16(), torch.ones(2560)
+    heads, pool = torch.zeros(2, 40, 96).bfloat16(), make_pool(torch.int8, 3, 96)
+    angle, slots = torch.zeros(2, 96), torch.zeros(2, dtype=torch.int64)
+    with building_for(capability) as built:
+        for own in (weight, None):
+            for dtype in (torch.int8, torch.bfloat16):
+                add_rms_norm(x, x, own, 1e-6, dtype=dtype, after=weight, residual_ready=True)
+        for activation in ("gelu", "gelu_tanh"):
+            gated_product(x, dtype=torch.int8, activation=activation)
+        norm_projections(x, weight[:1024], weight[:512].bfloat16(), 1e-6)
+        q, k, v = heads.split([24, 8, 8], dim=1)
+        rope_write(q, k, v, angle, angle, pool, slots, growth=torch.ones(2), metadata_ready=True)
+        softcap_logits(torch.zeros(2, 5000), 30.0)
+    assert len(built) == 9
+    for binary in built:
+        assert binary.stack == 0
+        assert binary.registers <= 168
+        assert bool(binary.count(WAIT)) == (capability == 90 and binary is not built[-1])
+
+
 @pytest.mark.parametrize(
     ("capability", "dims", "storage", "dim"),
     [
