@@ -34,6 +34,7 @@ from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
 from formats.foreign.folder import named
 from formats.links import find_file
+from formats.mxfp4 import unpack_scales
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
@@ -229,7 +230,8 @@ class Checkpoint:
     def scale(self, name: str) -> Tensor:
         """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
         if name in self._files:
-            return self.tensor(name).float()
+            scale = self.tensor(name)
+            return unpack_scales(scale) if scale.dtype == torch.uint8 else scale.float()
         if name in self._cache.files:
             file = self._cache.files[name]
             return read_elements({name: file}, [name]).reshape(file.tensors[name][1]).float()
@@ -250,7 +252,11 @@ class Checkpoint:
     def _check_scale_table(self) -> None:
         if self.scale_table is None:
             return
-        files = {name: file for name, file in self._files.items() if name.endswith("_scale")}
+        files = {
+            name: file
+            for name, file in self._files.items()
+            if name.endswith("_scale") and file.tensors[name][0].is_floating_point
+        }  # powers of two of MXFP4 came with the model
         files |= self._cache.files
         named = {row.tensor for row in self.scale_table.entries}
         same_names(set(files), named, f"{SCALE_TABLE}: ")

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec
+from ptq.methods.common.stored_layers import seen_as_floats
 
 
 def _collect() -> dict[str, type[MethodSpec]]:
@@ -43,6 +44,8 @@ def view_of(model: FloatModel, specs: Sequence[MethodSpec]) -> FloatModel:
     Raises:
         RecipeError: a method does not know this model.
     """
+    if not isinstance(model, FloatModelView):
+        model = seen_as_floats(model)
     for spec in specs:
         model = spec.view(model)
     return model

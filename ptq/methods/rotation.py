@@ -37,6 +37,7 @@ from formats.later import later
 from formats.scheme import LayerScheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.spec import MethodSpec, Stage
+from ptq.methods.common.stored_layers import kept_layers
 
 if TYPE_CHECKING:
     import torch
@@ -85,7 +86,19 @@ class RotationSpec(MethodSpec):
         return self
 
     def view(self, model: FloatModel) -> FloatModel:
-        """The rotated model."""
+        """The rotated model.
+
+        Raises:
+            RecipeError: layers that read the residual stream are kept as they are stored, or it has
+                tensors whose place in it is not known here.
+        """
+        kept = next(iter(kept_layers(model)), None)
+        if self.residual and kept is not None:
+            raise RecipeError(
+                f"rotation: {kept} is kept as it is stored, and cannot turn with the residual "
+                "stream. Set residual: false, or make a float model first with `ptq convert "
+                f"{model.path} FLOAT --to float`"
+            )
         return RotatedCheckpoint(model, self)
 
     def explain(

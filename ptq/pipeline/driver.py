@@ -28,6 +28,7 @@ from formats.progress import bar, on_terminal, say
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.tokenizer import load_tokenizer
 from ptq.methods.common.events import Event, SmoothingRow
+from ptq.methods.common.stored_layers import kept_layers
 from ptq.output import (
     CHECKPOINT_FOLDER,
     RECIPE_FILE,
@@ -238,11 +239,14 @@ class _Driver:
         """A writer with shards of the size of an fp32 block: memory does not follow depth."""
         of_block = [n for n in self.model.names() if n.startswith(f"{self.plan.blocks[0]}.")]
         elements = sum(math.prod(self.model.shape(name)) for name in of_block)
+        scheme, kept = self.recipe.scheme, kept_layers(self.model)
+        if scheme.weights is None and kept:  # only those are
+            scheme = scheme.model_copy(update={"weights": next(iter(kept.values())).weights})
         return CheckpointWriter(
             self.recipe.output.path / CHECKPOINT_FOLDER,
             config=self.model.config,
-            scheme=self.recipe.scheme,
-            layers=self.plan.schemes,
+            scheme=scheme,
+            layers={**self.plan.schemes, **kept},
             ignore=[module.name for module in self.plan.modules if module.action == "float"],
             aux_files=self.model.auxiliary_files,
             force=force,

@@ -17,6 +17,7 @@ from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.stored_layers import stored_tensors
 from ptq.pipeline.measure import CACHES, cache_ratios
 from ptq.result import ModuleRow
 
@@ -38,7 +39,7 @@ def block_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor]:
             continue
         if module not in work.quantized:
             folded = work.folded.get(name)
-            tensors[name] = checkpoint.tensor(name) if folded is None else folded
+            tensors |= stored_tensors(checkpoint, name) if folded is None else {name: folded}
         elif leaf == "weight":
             solved, bias = work.quantized[module], work.block.linears[module].bias
             assert not solved.spec.two_level or two_level(solved.weight.scale) is not None
@@ -105,7 +106,8 @@ def kv_scales(
     if spec.dynamic:
         return {}, []
     attention, entries = work.block.attention, []
-    latent = isinstance(work.block.family.attention, LatentAttention)
+    family = work.block.family
+    latent = family is not None and isinstance(family.attention, LatentAttention)
     by_channel = {role: spec.by_channel(role, latent=latent) for role in CACHES}
     found: dict[Role, tuple[Tensor, float]] = {
         role: kv_scale(work.observed(attention, role), spec, observer, by_channel=by_channel[role])

@@ -55,7 +55,7 @@ def _starred(text: str) -> str:
 
 def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
     """What happens to a linear layer, in order."""
-    if module.action == "float":
+    if module.action != "quantize":
         yield f"stays as it is: {module.reason}"
         for source in dict.fromkeys(g.source for g in plan.smoothing if module.name in g.routers):
             yield f"but for powers of two in its columns, by which {source} is divided"

@@ -11,7 +11,7 @@ from formats.checkpoint.targets import is_ignored
 from formats.families.family import Family
 from formats.families.groups import merged_layers
 from formats.families.names import is_router
-from formats.scheme import Strict
+from formats.scheme import LayerScheme, Strict
 from ptq.recipe.schema import Recipe
 
 
@@ -20,14 +20,15 @@ class ModulePlan(Strict):
 
     Attributes:
         name: Full name.
-        action: Whether its weight and input are quantized or stay as they are.
+        action: Whether its weight and input are quantized, stay as they are, or the weight came
+            quantized and stays as it is stored.
         reason: Why, for a person.
         shape: Of its weight: (out, in).
         fused_group: Full name of the fused layer that it becomes a part of at run time, if any.
     """
 
     name: str
-    action: Literal["quantize", "float"]
+    action: Literal["quantize", "float", "stored"]
     reason: str
     shape: tuple[int, int]
     fused_group: str | None
@@ -47,6 +48,7 @@ def plan_modules(
     blocks: tuple[str, ...],
     shapes: Mapping[str, tuple[int, int]],
     names: Mapping[str, list[str]],
+    stored: Mapping[str, LayerScheme],
 ) -> Iterator[ModulePlan]:
     """The fate of every linear layer and router.
 
@@ -56,6 +58,7 @@ def plan_modules(
         blocks: Full names of its decoder blocks.
         shapes: Weights of its linear layers and routers, by full name, in the model's order.
         names: The same layers' names by their block.
+        stored: Schemes of layers that came quantized and are kept so, by full name.
     """
     inside, merged = set[str](), dict[str, str]()
     for block in blocks:
@@ -64,9 +67,12 @@ def plan_modules(
     for name, shape in shapes.items():
         kept = None if name in inside else "outside of the decoder blocks"
         kept = kept or _kept_reason(recipe, name)
+        if name in stored:
+            kept = f"{stored[name].text}, as they were published"
+        left = "stored" if name in stored else "float"
         yield ModulePlan(
             name=name,
-            action="float" if kept else "quantize",
+            action=left if kept else "quantize",
             reason=kept or recipe.scheme_of(name).text,
             shape=shape,
             fused_group=merged.get(name),

@@ -21,6 +21,7 @@ from formats.families.registry import BY_TYPE, block_names, family_of
 from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
+from ptq.methods.common.stored_layers import kept_layers, seen_as_floats
 from ptq.methods.registry import view_of
 from ptq.plan import preflight
 from ptq.plan.footprint import Footprint
@@ -149,12 +150,14 @@ def build_plan(
     blocks, model = block_names(config.to_dict()), meta_model(config)
     shapes = dict(layer_shapes(model))
     names, family = by_block(shapes), family_of(checkpoint.config)
-    modules = tuple(plan_modules(recipe, family, blocks, shapes, names))
+    floats = seen_as_floats(checkpoint)
+    kept = kept_layers(floats)
+    modules = tuple(plan_modules(recipe, family, blocks, shapes, names, kept))
     quantized = {m.name: recipe.scheme_of(m.name) for m in modules if m.action == "quantize"}
-    source = view_of(checkpoint, recipe.methods)
+    source = view_of(floats, recipe.methods)
     prediction = _predict(recipe, source, config, shapes, quantized, blocks)
     problems: list[tuple[Key, str]] = [
-        *preflight.check_tensors(checkpoint, config, model),
+        *preflight.check_tensors(floats, config, model),
         *preflight.check_tokenizer(checkpoint, config),
         *preflight.check_data(recipe),
         *preflight.check_lengths(recipe, config),
@@ -171,7 +174,7 @@ def build_plan(
         modules=modules,
         smoothing=tuple(_smoothing_groups(recipe, family, blocks, names)),
         blocks=blocks,
-        model=_summary(checkpoint, len(blocks)),
+        model=_summary(floats, checkpoint.nbytes, len(blocks)),
         prediction=prediction,
         transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
     )
@@ -186,7 +189,8 @@ def _predict(
     blocks: Sequence[str],
 ) -> Prediction:
     """What a run takes, from the model's headers."""
-    size = preflight.predict_checkpoint(source, config, quantized, recipe.scheme.kv_cache)
+    written = {**quantized, **kept_layers(source)}
+    size = preflight.predict_checkpoint(source, config, written, recipe.scheme.kv_cache)
     sizes = tuple(block_shapes(source, config, shapes, quantized, blocks))
     footprint = Footprint(recipe, source, sizes, size, preflight.on_gpu(recipe))
     return Prediction(
@@ -208,12 +212,12 @@ def _smoothing_groups(
         yield from smoothing_groups(family, block, names[block], tuple(kinds))
 
 
-def _summary(checkpoint: Checkpoint, blocks: int) -> ModelSummary:
+def _summary(checkpoint: FloatModel, nbytes: int, blocks: int) -> ModelSummary:
     dtypes = sorted({str(checkpoint.dtype(n)).removeprefix("torch.") for n in checkpoint.names()})
     return ModelSummary(
         model_type=checkpoint.config["model_type"],
         blocks=blocks,
         parameters=sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()),
-        nbytes=checkpoint.nbytes,
+        nbytes=nbytes,
         dtype=", ".join(dtypes),
     )

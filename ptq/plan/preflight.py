@@ -26,10 +26,11 @@ from formats.families.family import cached_of
 from formats.families.registry import find_family, is_causal_lm, unsupported
 from formats.modeling.layers import positions_of, structure_of
 from formats.scheme import CacheRole, KVCacheSpec, LayerScheme
-from formats.stored.weights import scale_shape, storage_format
+from formats.stored.weights import MXFP4, scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel, config_of
+from ptq.methods.common.stored_layers import seen_as_floats
 from ptq.output import is_taken, kept_bytes
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
@@ -48,7 +49,7 @@ def read_config(checkpoint: Checkpoint, where: Where) -> PretrainedConfig:
     message = _refused(checkpoint)
     if message is not None:
         problems.append(Problem(where(MODEL), MODEL, message))
-    if checkpoint.scheme.quantizes_anything:
+    if seen_as_floats(checkpoint) is checkpoint and checkpoint.scheme.quantizes_anything:
         message = (
             f"{checkpoint.path} is quantized already ({checkpoint.scheme.wac}); give the original "
             "model in FP16, BF16 or FP32, or what "
@@ -80,7 +81,7 @@ def _refused(checkpoint: Checkpoint) -> str | None:
 
 
 def check_tensors(
-    checkpoint: Checkpoint, config: PretrainedConfig, model: nn.Module
+    checkpoint: FloatModel, config: PretrainedConfig, model: nn.Module
 ) -> Iterator[tuple[Key, str]]:
     """Tensors that the configuration asks for and the files do not have, or have otherwise."""
     tied = "lm_head.weight" if config.tie_word_embeddings else ""
@@ -274,6 +275,8 @@ def _weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtyp
     """Bytes of a quantized layer [out, in], without its bias, for a model in `dtype`."""
     assert scheme.weights is not None
     spec, scales = scheme.weights, math.prod(scale_shape(scheme.weights, shape))
+    if storage_format(scheme) == MXFP4:
+        return math.prod(shape) // 2 + scales
     packed = storage_format(scheme) == "pack-quantized"
     total = math.prod(shape) * spec.bits // 8 + scales * (dtype.itemsize if packed else 4)
     total += 16 if packed else 0  # its shape

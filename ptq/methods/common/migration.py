@@ -118,7 +118,7 @@ class Migration(Method):
         self.groups = []
         found = {group.kind for group in work.groups}
         for kind in (kind for kind in self.targets if kind not in found):
-            message = f"not smoothed: {kind}, which no norm stands before in this family"
+            message = f"not smoothed: {kind}, before which nothing can be divided in this family"
             event = Event(module=work.block.name, kind="smoothing_skipped", message=message)
             work.events.append(event)
         for group in work.groups:
@@ -136,7 +136,7 @@ class Migration(Method):
                 self.groups.append(group)
             elif len(kept) < len(members):
                 more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
-                message = f"not smoothed: {', '.join(kept[:3])}{more} is kept in float"
+                message = f"not smoothed: {', '.join(kept[:3])}{more} is not quantized here"
                 work.events.append(
                     Event(module=group.source, kind="smoothing_skipped", message=message)
                 )

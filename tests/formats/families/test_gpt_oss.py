@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
+from formats.errors import RecipeError
 from formats.foreign.mxfp4 import SCHEME
+from inference.engine import Engine
 from kernels.activations import Clamped
 from ptq.convert.convert import convert
+from ptq.methods.rotation import RotationSpec
+from ptq.methods.rtn import RTNSpec
+from ptq.pipeline.driver import quantize_tokens
 from tests.experts import rewrite
-from tests.families import check_blocks, check_engine, distance, transformers_logits
+from tests.families import METHODS, check_blocks, check_engine, distance, transformers_logits
 from tests.mixtures import check_quantized_experts, publish_mxfp4, stored
-from tests.ptq.quantizing import random_tokens
+from tests.ptq.quantizing import make_plan, random_tokens
 
 ROPE = {
     "rope_type": "yarn",
@@ -75,11 +80,37 @@ def test_a_published_folder_runs_as_it_is_stored(published):
     assert len(checkpoint.quantized_modules) == 2 * 4 * 3
     assert checkpoint.weight_shape("model.layers.0.mlp.experts.2.up_proj") == (128, 128)
     engine = check_engine(exact, ids)
-    from inference.engine import Engine
-
     ours = Engine.from_pretrained(folder).score(ids.tolist())
     assert distance(ours, engine.score(ids.tolist())) < 1e-5
     assert distance(ours, transformers_logits(exact, ids)) < 1e-4
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_channel", "c8"])
+def test_quantizing_a_published_folder_keeps_its_experts_bit_for_bit(published, tmp_path, preset):
+    folder, exact = published
+    methods = METHODS[preset][0] if preset in METHODS else ()
+    plan = make_plan(folder, tmp_path / "run", preset, methods=methods)
+    actions = {module.name.rpartition(".layers.0.")[2]: module.action for module in plan.modules}
+    assert actions["mlp.experts.0.up_proj"] == "stored"
+    assert actions["mlp.router"] == "float"
+    result = quantize_tokens(plan, random_tokens(), progress=False)
+    found, wanted = stored(result.checkpoint), stored(folder)
+    experts = {name for name in wanted if ".experts." in name}
+    assert experts == {name for name in found if ".experts." in name}
+    assert all(torch.equal(found[name], wanted[name]) for name in experts)
+    size = sum(tensor.nbytes for tensor in found.values())
+    assert plan.prediction.checkpoint_bytes == pytest.approx(size, rel=0.01)
+    checkpoint = Checkpoint.open(result.checkpoint, verify=True)
+    assert checkpoint.scheme_of("model.layers.0.mlp.experts.0.up_proj") == SCHEME
+    ids = random_tokens().sequences()[1]
+    engine = Engine.from_pretrained(checkpoint.path, quantized_kv=False)
+    bound = METHODS[preset][1] if preset in METHODS else 1e-4
+    assert distance(engine.score(ids.tolist()), transformers_logits(exact, ids)) < bound
+
+
+def test_experts_that_are_kept_do_not_turn(published, tmp_path):
+    with pytest.raises(RecipeError, match=r"kept as it is stored.*Set residual: false"):
+        make_plan(published[0], tmp_path, "w4", methods=(RotationSpec(), RTNSpec()))
 
 
 def test_floats_of_a_published_folder_are_what_it_stands_for(published, tmp_path):
