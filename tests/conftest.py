@@ -143,7 +143,9 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
     """Quantize a model directory by plain rounding with made-up activation and cache scales."""
     from formats.checkpoint.read import Checkpoint
     from formats.checkpoint.write import CheckpointWriter
+    from formats.families.family import cached_of
     from formats.families.names import is_projection
+    from formats.families.registry import find_family
     from formats.scale_table import ScaleEntry, ScaleTable
     from formats.scheme import PRESETS
     from formats.stored.weights import storage_format
@@ -197,8 +199,10 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
                 row("input", input_scale, f"{module}.input_scale")
         for layer in range(model.config["num_hidden_layers"] if scheme.kv_cache else 0):
             attention = f"model.layers.{layer}.self_attn"
-            heads = model.config["num_key_value_heads"]
-            k, v = torch.linspace(0.03, 0.04, heads), torch.linspace(0.02, 0.03, heads)
+            own = cached_of(find_family(model.config), model.config)
+            k, v = torch.linspace(0.03, 0.04, own.heads), torch.linspace(0.02, 0.03, own.heads)
+            if own.latent:
+                k, v = torch.tensor([0.04]), torch.linspace(0.02, 0.03, own.v)[None]
             file.set_kv_scales(attention, k, v)
             row("k_cache", k, f"{attention}.k_scale")
             row("v_cache", v, f"{attention}.v_scale")

@@ -48,3 +48,31 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 """Overrides of the shape that `tests.conftest.write_model` gives: two layers, four heads of 32."""
+
+_LATENT = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("deepseek_v2", _LATENT | {"topk_method": "group_limited_greedy"}),
+    "v2_lite": ("deepseek_v2", _LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "v3": (
+        "deepseek_v3",
+        _LATENT | {"rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "v3_halves": ("deepseek_v3", _LATENT | {"rope_interleave": False}),
+}
+"""Likewise, of families that cache a latent: model_type and overrides, the second block a mixture."""

@@ -24,6 +24,7 @@ from inference.scheduling.blocks import blocks_for
 from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
 
 
@@ -44,7 +45,7 @@ class TritonBackend:
         Raises:
             CheckpointError: this decoder has such heads.
         """
-        if not is_head_size(config.head_dim):
+        if config.latent is None and not is_head_size(config.head_dim):
             raise CheckpointError(
                 f"head_dim: found {config.head_dim}; GPUs run multiples of 16 up to "
                 f"{LARGEST_HEAD}, the CPU any"
@@ -92,7 +93,7 @@ class TritonBackend:
                 tokens_last=True,
                 dynamic_scales=torch.float16,
             )
-        _check(pools)
+        _check(pools, shape)
         return pools
 
     def loop(
@@ -140,11 +141,11 @@ def _name(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check(pools: Sequence[KVPool]) -> None:
+def _check(pools: Sequence[KVPool], shape: CacheShape) -> None:
     """Raise EngineError now where the kernels would refuse a cache at the first step."""
     try:
-        for pool in pools:
-            check_pages(pool)
+        for pool, layer in zip(pools, shape.layers, strict=True):
+            (check_latents if layer.heads.latent else check_pages)(pool)
     except ValueError as error:
         raise EngineError(
             f"the GPU's kernels do not take this model's cache: {error}; quantized_kv=False gives "

@@ -4,7 +4,8 @@ A block is nine launches: RMSNorm with the sum of the residual before it, q/k/v,
 write to the cache, attention, o, RMSNorm, gate and up, their product, down; where inputs are
 quantized, the kernel before a linear layer ends in that (but o's, if scaled by its data: a tenth).
 What a family norms before it is added is normed by the kernel that adds it; norms of q and k over
-all of their heads are a launch of their own, as is a bound of the logits. A mixture of experts has
+all of their heads are a launch of their own, as is a bound of the logits. Latent attention has
+launches of its own (`inference.gpu.latent`). A mixture of experts has
 routing and a sum beside (`inference.gpu.feed_forward`).
 Nothing is allocated but outputs and nothing waits for the device, so that a step can be captured as
 a CUDA graph. On Hopper a kernel's programs start before the kernel ahead has ended
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
+from inference.gpu.latent import attend_latents
 from inference.gpu.layers import GpuLinear, workspace_on
 from inference.models.decoder import Decoder, Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
@@ -131,6 +133,19 @@ def _attend(
 ) -> Tensor:
     """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H]."""
     c, q_norm, k_norm = model.config, layer.q_norm, layer.k_norm
+    inputs = AttentionInputs(
+        pool,
+        batch.tables,
+        batch.lengths,
+        batch.query_start,
+        c.scale,
+        window,
+        c.softcap,
+        layer.sinks,
+    )
+    if layer.latent is not None:
+        turn, places = (layer.cos, layer.sin), (batch.positions, batch.slots)
+        return layer.o(attend_latents(c, layer.latent, qkv, turn, places, inputs, batch.decodes))
     if c.qk_norm == "projection" and q_norm is not None and k_norm is not None:
         qkv, q_norm, k_norm = norm_projections(qkv, q_norm, k_norm, c.eps), None, None
     heads = qkv.unflatten(1, (-1, c.head_dim))
@@ -145,9 +160,6 @@ def _attend(
     if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     starts, workspace = batch.query_start, workspace_on(q.device)
-    inputs = AttentionInputs(
-        pool, batch.tables, batch.lengths, starts, c.scale, window, c.softcap, layer.sinks
-    )
     if starts is None:
         y = decode_attention(q, inputs, workspace, metadata_ready=True, **fused)
     else:

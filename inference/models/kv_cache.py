@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
+from formats.errors import EngineError
 from formats.modeling.layers import attention_names
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
@@ -63,8 +64,17 @@ class CacheShape:
             model: The model's shape.
             sizes: The engine's sizes, all resolved.
             spec: How K and V are quantized, or None.
+
+        Raises:
+            EngineError: it quantizes latents otherwise than with static scales.
         """
         assert sizes.kv_blocks is not None
+        if spec is not None and spec.dynamic and any(heads.latent for heads in model.cached):
+            raise EngineError(
+                f"the cache of the checkpoint is {spec.dtype} {spec.granularity}; one of latents "
+                "has static scales alone. Quantize it with granularity per_head, or run it with "
+                "quantized_kv=False"
+            )
         scales: list[tuple[Tensor, Tensor] | None] = [None] * len(model.cached)
         if spec is not None and not spec.dynamic:
             scales = [checkpoint.kv_scales[name] for name in attention_names(checkpoint.config)]

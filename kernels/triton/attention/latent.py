@@ -71,7 +71,8 @@ def latent_kernel(
     softmax_scale, decodes, S, width, q_token, q_head,
     HEADS: tl.constexpr, OWN: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     RANK: tl.constexpr, WIDE: tl.constexpr, TURN: tl.constexpr, TURN_WIDE: tl.constexpr,
-    TOKENS: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, PROMPTS: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr,
+    PROMPTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (split, block of OWN heads, sequence, or with PROMPTS tile of QUERIES queries)."""
     wait(OVERLAP)
@@ -98,7 +99,7 @@ def latent_kernel(
     i, d, r, t = (
         tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, TURN_WIDE), tl.arange(0, TOKENS)
     )  # fmt: skip
-    query, head = first + i // OWN, block * OWN + i % OWN
+    query, head = first + i // OWN, (block * OWN + i % OWN).to(tl.int64)
     real = (query < count) & (i < OWN * QUERIES) & (head < HEADS)
     row = (start + query).to(tl.int64)
     inside, turning = real[:, None] & (d < RANK)[None, :], real[:, None] & (r < TURN)[None, :]

@@ -13,40 +13,13 @@ from inference.engine import Engine
 from ptq.pipeline.driver import quantize_tokens
 from tests.families import check_blocks, check_engine, check_quantized, distance
 from tests.ptq.quantizing import make_plan, random_tokens
-
-EXPERTS = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "head_dim": 16,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 128,
-    "q_lora_rank": 128,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-}
-GROUPS = {"n_group": 2, "topk_group": 1}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-KINDS = {
-    "v2": ("deepseek_v2", GROUPS | {"topk_method": "group_limited_greedy"}),
-    "v2_lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
-    "v3": (
-        "deepseek_v3",
-        GROUPS | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
-    ),
-    "v3_halves": ("deepseek_v3", GROUPS | {"rope_interleave": False}),
-}
+from tests.tiny_families import DEEPSEEK
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=DEEPSEEK)
 def folder(request, make_model):
-    kind, own = KINDS[request.param]
-    return make_model(kind, **(LATENT | EXPERTS | own))
+    kind, own = DEEPSEEK[request.param]
+    return make_model(kind, **own)
 
 
 def test_logits_are_those_of_transformers(folder):
@@ -61,10 +34,10 @@ def test_blocks_are_those_of_transformers(folder):
     ("name", "preset"), [("v3", "a8w8c8"), ("v2", "w4"), ("v2_lite", "fp8_channel")]
 )
 def test_a_quantized_checkpoint_runs_here_and_in_transformers(make_model, tmp_path, name, preset):
-    kind, own = KINDS[name]
+    kind, own = DEEPSEEK[name]
     if preset == "a8w8c8":  # transformers reads no static inputs of experts
         own = own | {"first_k_dense_replace": 2}
-    checkpoint = check_quantized(make_model(kind, **(LATENT | EXPERTS | own)), tmp_path, preset)
+    checkpoint = check_quantized(make_model(kind, **own), tmp_path, preset)
     absorbed = checkpoint.scheme_of("model.layers.0.self_attn.kv_b_proj")
     assert absorbed.weights == checkpoint.scheme.weights
     assert absorbed.activations is None
@@ -73,8 +46,8 @@ def test_a_quantized_checkpoint_runs_here_and_in_transformers(make_model, tmp_pa
 @pytest.fixture(scope="module")
 def c8(make_model, tmp_path_factory):
     """V2-Lite with a calibrated cache alone."""
-    kind, own = KINDS["v2_lite"]
-    model = make_model(kind, **(LATENT | EXPERTS | own))
+    kind, own = DEEPSEEK["v2_lite"]
+    model = make_model(kind, **own)
     plan = make_plan(model, tmp_path_factory.mktemp("c8"), "c8", methods=())
     return quantize_tokens(plan, random_tokens(), progress=False).checkpoint
 
@@ -82,7 +55,7 @@ def c8(make_model, tmp_path_factory):
 def test_static_scales_of_the_latent_are_its_channels(c8):
     checkpoint = Checkpoint.open(c8, verify=True)
     k, v = checkpoint.kv_scales["model.layers.0.self_attn"]
-    assert (k.shape, v.shape) == ((1,), (1, LATENT["kv_lora_rank"]))
+    assert (k.shape, v.shape) == ((1,), (1, 128))
     table = checkpoint.scale_table
     assert table is not None
     rows = [table.get("model.layers.0.self_attn", role) for role in ("k_cache", "v_cache")]

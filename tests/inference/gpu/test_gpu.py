@@ -12,7 +12,7 @@ from formats.errors import CheckpointError, EngineError
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import SHAPES
 from tests.kernels.triton_lab import interpreted
-from tests.tiny_families import TINY
+from tests.tiny_families import DEEPSEEK, TINY
 
 SCHEMES = [
     "float",
@@ -104,6 +104,7 @@ FAMILIES = {  # one that has each part; all of them run in tests/gpu
     "olmo2": {},
     "phi3": {"head_dim": 48},
     **{kind: TINY[kind] for kind in ("gemma2", "gemma3_text", "granite", "ministral3")},
+    **dict(DEEPSEEK[kind] for kind in ("v2_lite", "v3")),
 }
 
 
@@ -113,7 +114,10 @@ def test_families(make_model, family):
     compare(str(make_model(family, **own, **FAMILIES[family])), 0.03)
 
 
-@pytest.mark.parametrize(("family", "preset"), [("gemma2", "a8w8c8"), ("olmo2", "a8w8c8_dynamic")])
+@pytest.mark.parametrize(
+    ("family", "preset"),
+    [("gemma2", "a8w8c8"), ("olmo2", "a8w8c8_dynamic"), ("deepseek_v3", "a8w8c8")],
+)
 def test_quantized_families(make_model, make_quantized, family, preset):
     """What is quantized stands behind a norm of a sum, or behind none."""
     source = make_model(family, layers=1, tie_word_embeddings=False, **FAMILIES[family])
