@@ -105,7 +105,9 @@ class BlockStream:
         self._stored = self._found.stored if self._found else {}
         self._read = read
         self._device, self._dtype = torch.device(device), dtype
-        self._model: Any = meta_model(config, ATTENTION).eval()
+        own = copy.deepcopy(config)
+        own.dtype = dtype  # of tables that its code makes
+        self._model: Any = meta_model(own, ATTENTION).eval()
         self._list = self._found.list if self._found else "model.layers"
         self._meta_blocks = list(self._model.get_submodule(self._list))
         self._refuse_unknown_attention()
