@@ -19,6 +19,7 @@ class Clamped:
     bound: float
 
 
-Activation = Literal["silu", "gelu_tanh", "gelu"] | Clamped
+Named = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Named | Clamped
 """x sigmoid(x); x Phi(x) with the normal distribution Phi by its approximation by tanh, or exactly
 (Hendrycks and Gimpel 2016, arXiv 1606.08415); or one that changes the factor beside it too."""

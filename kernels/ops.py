@@ -24,7 +24,7 @@ from torch import Tensor
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
 import kernels.reference_latent as reference_latent
-from kernels.activations import Activation
+from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.cpu import native, native_attention, native_ops
 from kernels.cpu.weights import Int8Weight, NativeWeight, Weight
@@ -130,6 +130,8 @@ def gated_product(gate: Tensor, up: Tensor, activation: Activation = "silu") -> 
     Returns:
         [T, I] in the type of `gate`, computed in fp32.
     """
+    if isinstance(activation, Clamped):
+        return reference.gated_product(gate, up, activation)
     return _rows().gated_product(gate, up, activation)
 
 

@@ -11,7 +11,7 @@ from ctypes import addressof, byref, c_int32
 import torch
 from torch import Tensor
 
-from kernels.activations import Activation
+from kernels.activations import Named
 from kernels.cpu import native
 from kernels.cpu.structures import ACTIVATIONS, FORMATS, QuantizeArgs, pointer
 
@@ -109,7 +109,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y.to(x.dtype)
 
 
-def gated_product(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+def gated_product(gate: Tensor, up: Tensor, activation: Named = "silu") -> Tensor:
     """See `kernels.ops.gated_product`; `gate` and `up` may be halves of one tensor's columns."""
     if gate.shape != up.shape:
         raise ValueError(f"gate is {tuple(gate.shape)} and up {tuple(up.shape)}; they must agree")
