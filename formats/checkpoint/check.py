@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
 from formats.families.names import HEAD, is_projection
+from formats.families.registry import find_family
 from formats.scale_table import TOGETHER
 from formats.stored.safetensors_files import TensorFile, read_elements
 from formats.stored.weights import (
@@ -35,10 +36,12 @@ def check_quantized(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> 
         CheckpointError: a tensor is missing, extra, of another type or shape, or no scale.
     """
     quantized = set(checkpoint.quantized_modules)
+    declared = find_family(checkpoint.config) is not None  # others may have tensors of such names
     found = {
         name
         for name in files
-        if name.rpartition(".")[2] in OF_LAYERS or name.endswith(("_scale", "_zero_point"))
+        if name.rpartition(".")[2] in OF_LAYERS
+        or (declared and name.endswith(("_scale", "_zero_point")))
     }
     if checkpoint.scheme.weights is None:
         if quantized:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,7 +131,12 @@ class _Loader:
             )
         own, checkpoint = self._structure.head, self._checkpoint
         there = f"{own}.weight" in checkpoint or own in checkpoint.quantized_modules
-        layer = self._read((own if there else self._structure.embedding,))
+        of = own if there else self._structure.embedding
+        stored = read_linear(checkpoint, (of,), self._factory.device)
+        if not there and f"{own}.bias" in checkpoint:  # of its own, beside the embedding's matrix
+            bias = self._tensor(f"{own}.bias").float().to(self._factory.device)
+            stored = replace(stored, bias=bias)
+        layer = self._factory.linear(stored)
         place = next(name for name, module in self._model.named_modules() if module is head)
         self._model.set_submodule(place, Head(layer))
         if type(embedding) is nn.Embedding:  # others compute with their own type
