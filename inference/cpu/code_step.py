@@ -10,7 +10,7 @@ from inference.cpu.batch import Batch
 from inference.transformers_code.attention import Query, widened
 from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import AttentionInputs, KVPool
-from kernels.ops import paged_attention, write_kv
+from kernels.ops import apply_rope, paged_attention, rms_norm, write_kv
 
 
 class CodeStep:
@@ -43,6 +43,14 @@ class CodeStep:
             alibi=own.alibi,
         )
         return paged_attention(widened(own.q, wide), inputs)[..., :size]
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension: [..., H] to the same."""
+        return rms_norm(x, weight, eps)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
+        return apply_rope(q, k, cos, sin)
 
 
 def forward_code(model: CodeModel, pools: Sequence[KVPool], batch: Batch) -> Tensor:

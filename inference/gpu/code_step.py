@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
+from kernels.triton.attention.rotate import rotate
+from kernels.triton.fused import add_rms_norm
 
 
 class CodeStep:
@@ -37,9 +40,7 @@ class CodeStep:
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
         wide = pool.k.shape[3]
         q, k, v = (self._heads(x, wide) for x in (own.q, own.k, own.v))
-        cos = torch.ones(1, wide, device=q.device)  # the model's code has turned q and k
-        sin = torch.zeros_like(cos)
-        q = rope_write(q, k, v, cos, sin, pool, batch.slots, self._unturned)
+        q = rope_write(q, k, v, *_no_turn(wide, q.device), pool, batch.slots, self._unturned)
         inputs = AttentionInputs(
             pool,
             batch.tables,
@@ -56,10 +57,25 @@ class CodeStep:
             return decode_attention(q, inputs, workspace)[..., :size]
         return prefill_attention(q, inputs, workspace, batch.decodes)[..., :size]
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension: [..., H] to the same."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return add_rms_norm(rows, None, weight, eps, dtype=x.dtype)[0].view(x.shape)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
+        return rotate(q, k, cos, sin)
+
     def _heads(self, x: Tensor, size: int) -> Tensor:
         """Heads [T, heads, D] as the kernels take them: of their size, side by side."""
         x = widened(x.to(self._dtype), size)
         return x if x.stride()[1:] == (size, 1) else x.contiguous()
+
+
+@cache
+def _no_turn(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of position 0: the model's own code has turned q and k."""
+    return torch.ones(1, size, device=device), torch.zeros(1, size, device=device)
 
 
 def forward_code(model: CodeModel, pools: Sequence[KVPool], batch: GpuBatch) -> Tensor:

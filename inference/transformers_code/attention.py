@@ -92,6 +92,14 @@ class Step(Protocol):
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         ...
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension: [..., H] to the same."""
+        ...
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""
+        ...
+
 
 @dataclass
 class _Running:

@@ -23,6 +23,7 @@ from inference.models.layers import LayerFactory, LinearLayer
 from inference.models.read import read_linear
 from inference.transformers_code.attention import NAME
 from inference.transformers_code.experts import RoutedExperts
+from inference.transformers_code.known import use_kernels
 from inference.transformers_code.linear import (
     BackendLinear,
     Embedding,
@@ -52,6 +53,7 @@ def load_code(
     model, stored = found_model(config, NAME)
     _Loader(model, stored, checkpoint, structure, factory).load()
     fix_frequencies(model, longest)
+    use_kernels(model)
     return model.eval()
 
 

@@ -17,10 +17,11 @@ def test_logits_are_those_of_the_cpu(make_model, kind):
 
 @interpreted
 def near_the_cpu(path: str):
-    wanted = engine_of(path, triton=False).score(prompt(20))
-    engine = engine_of(path, max_batched_tokens=16)
+    wanted = engine_of(path, triton=False, transformers_code=True).score(prompt(20))
+    engine = engine_of(path, max_batched_tokens=16, transformers_code=True)
     assert type(engine.model).__name__ == "CodeModel"
-    assert (engine.score(prompt(20)) - wanted).norm() / wanted.norm() < 0.03
+    error = (engine.score(prompt(20)) - wanted).norm() / wanted.norm()
+    assert error < 0.03, error
 
 
 def test_quantized_layers_are_those_of_the_fast_path(make_model, make_quantized):
