@@ -27,14 +27,20 @@ class SideBySide:
     """Linear layers that read one input, called as the one layer that they were.
 
     It is no module: the layers are registered with the module that held the one.
+
+    Args:
+        parts: The layers by their names there.
+
+    Attributes:
+        parts: The same.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Linear]) -> None:
-        self._parts = tuple(parts.values())
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        self.parts = dict(parts)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] to the layers' outputs side by side."""
-        return torch.cat([part(x) for part in self._parts], dim=-1)
+        return torch.cat([part(x) for part in self.parts.values()], dim=-1)
 
 
 def meta_model(config: PretrainedConfig, attention: str | None = None) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor
 from inference.cpu.batch import Batch
 from inference.transformers_code.attention import Query, widened
 from inference.transformers_code.model import CodeModel
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.attention_inputs import KVPool
 from kernels.ops import apply_rope, paged_attention, rms_norm, write_kv
 
 
@@ -31,17 +31,8 @@ class CodeStep:
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
         wide, wide_v = pool.k.shape[3], pool.v.shape[3]
         write_kv(widened(own.k, wide), widened(own.v, wide_v), pool, batch.slots)
-        inputs = AttentionInputs(
-            pool,
-            batch.block_tables,
-            batch.context_len,
-            batch.query_start,
-            softmax_scale=own.scale,
-            sliding_window=self._windows[layer],
-            softcap=own.softcap,
-            sinks=None if own.sinks is None else own.sinks.float(),
-            alibi=own.alibi,
-        )
+        where = (batch.block_tables, batch.context_len, batch.query_start)
+        inputs = own.inputs(pool, *where, self._windows[layer])
         return paged_attention(widened(own.q, wide), inputs)[..., :size]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

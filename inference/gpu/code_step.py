@@ -12,7 +12,7 @@ from inference.gpu.decoder import GpuBatch
 from inference.gpu.layers import workspace_on
 from inference.transformers_code.attention import Query, widened
 from inference.transformers_code.model import CodeModel
-from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.attention_inputs import KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
@@ -41,17 +41,8 @@ class CodeStep:
         wide = pool.k.shape[3]
         q, k, v = (self._heads(x, wide) for x in (own.q, own.k, own.v))
         q = rope_write(q, k, v, *_no_turn(wide, q.device), pool, batch.slots, self._unturned)
-        inputs = AttentionInputs(
-            pool,
-            batch.tables,
-            batch.lengths,
-            batch.query_start,
-            softmax_scale=own.scale,
-            sliding_window=self._windows[layer],
-            softcap=own.softcap,
-            sinks=None if own.sinks is None else own.sinks.float(),
-            alibi=own.alibi,
-        )
+        where = (batch.tables, batch.lengths, batch.query_start)
+        inputs = own.inputs(pool, *where, self._windows[layer])
         workspace = workspace_on(q.device)
         if batch.query_start is None:
             return decode_attention(q, inputs, workspace)[..., :size]

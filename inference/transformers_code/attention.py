@@ -4,8 +4,9 @@ transformers' models call one function for attention, which is chosen by a name
 (`transformers.AttentionInterface`). Under `NAME` they call the one here, with q, k and v of all
 tokens of a step in one row [1, heads, T, D]: it hands them to the step (`Step`), which puts k and v
 into the cache of the layer and attends over what each token's sequence has there. Masks are not
-built: what a token sees is known by `formats.modeling`. A bound of the logits (`softcap`) and sinks
-(`s_aux`) come as arguments; one that is not known here, and says something, is refused by its name.
+built: what a token sees is known by `formats.modeling`. A bound of the logits (`softcap`), sinks
+(`s_aux`) and biases by distance (`alibi`) come as arguments; one that is not known here, and says
+something, is refused by its name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from formats.errors import CheckpointError
+from kernels.attention_inputs import AttentionInputs, KVPool
 
 NAME = "ptq_paged"
 NEUTRAL = frozenset(
@@ -44,7 +46,7 @@ NEUTRAL = frozenset(
     }
 )  # said otherwise, or of no effect on a step
 
-TAKEN = frozenset({"softcap", "s_aux", "alibi"})
+TAKEN = frozenset({"alibi", "s_aux", "softcap"})
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,27 @@ class Query:
     softcap: float | None
     sinks: Tensor | None
     alibi: Tensor | None
+
+    def inputs(
+        self,
+        pool: KVPool,
+        tables: Tensor,
+        lengths: Tensor,
+        starts: Tensor | None,
+        window: int | None,
+    ) -> AttentionInputs:
+        """What a backend's attention is given beside the queries."""
+        return AttentionInputs(
+            pool,
+            tables,
+            lengths,
+            starts,
+            softmax_scale=self.scale,
+            sliding_window=window,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks.float(),
+            alibi=None if self.alibi is None else self.alibi.float(),
+        )
 
 
 class Step(Protocol):

@@ -57,11 +57,14 @@ def known_norm(module: Any) -> KnownNorm | None:
         return None
     twin, size = copy.copy(module), len(module.weight)
     weight, x = _random(size), _random(2, size)
-    twin._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    twin._parameters = module._parameters | {"weight": nn.Parameter(weight, requires_grad=False)}
     x[1] *= eps**0.5  # where eps counts
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    with torch.no_grad():
-        found = twin(x)
+    try:
+        with torch.no_grad():
+            found = twin(x)
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it wants something else
+        return None
     for offset in (0.0, 1.0):
         if torch.allclose(found, normed * (weight + offset), rtol=NEAR, atol=NEAR):
             own = module.weight.data

@@ -37,10 +37,14 @@ class SharedInput:
     Args:
         layer: All of them as one, their outputs side by side.
         outputs: Numbers of an output of each.
+
+    Attributes:
+        layer: All of them as one.
+        outputs: Numbers of an output of each.
     """
 
     def __init__(self, layer: LinearLayer, outputs: Sequence[int]) -> None:
-        self.layer, self._outputs = layer, list(outputs)
+        self.layer, self.outputs = layer, list(outputs)
         self._input: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
 
@@ -48,7 +52,7 @@ class SharedInput:
         """The outputs of one of them for x [..., inputs]; each is told once for a tensor."""
         if x is not self._input or index not in self._parts:
             y = self.layer(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-            self._input, self._parts = x, dict(enumerate(y.split(self._outputs, dim=-1)))
+            self._input, self._parts = x, dict(enumerate(y.split(self.outputs, dim=-1)))
         own = self._parts.pop(index)
         if not self._parts:
             self._input = None  # nothing of a step is held after it

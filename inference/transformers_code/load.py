@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.family import merged_rows
+from formats.families.groups import common_inputs
 from formats.families.registry import find_family
 from formats.memory import release_freed_memory
 from formats.modeling.experts import Experts
 from formats.modeling.load import materialize
-from formats.modeling.model import found_model
+from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
 from inference.models.config import transformers_config
 from inference.models.layers import LayerFactory, LinearLayer
@@ -50,7 +50,10 @@ def load_code(
     """
     config = transformers_config(checkpoint.config)
     config.dtype = factory.dtype  # of tables that its code makes
-    model, stored = found_model(config, NAME)
+    if find_family(checkpoint.config) is None:
+        model, stored = found_model(config, NAME)
+    else:  # cut and named as its declaration has it
+        model, stored = meta_model(config, NAME), {}
     _Loader(model, stored, checkpoint, structure, factory).load()
     fix_frequencies(model, longest)
     use_kernels(model)
@@ -94,21 +97,26 @@ class _Loader:
     ) -> None:
         self._model, self._stored, self._checkpoint = model, stored, checkpoint
         self._structure, self._factory = structure, factory
-        family = find_family(checkpoint.config)
-        merged = family is not None and bool(family.stored_merged)
-        self._merged = merged_rows(family, checkpoint.config) if merged and family else {}
         self._inputs: dict[str, str] = {}
+        family = find_family(checkpoint.config)
         for block in structure.blocks:
-            self._inputs |= block.inputs
+            if family is None:
+                self._inputs |= block.inputs
+            else:
+                names = [f"{block.name}.{n}" for n in self._linears_of(block.name)]
+                self._inputs |= common_inputs(family, block.name, names)
 
     def load(self) -> None:
         """Load everything."""
         self._load_head()
         for name, parent in list(self._model.named_modules()):
             linears = {k: m for k, m in parent.named_children() if isinstance(m, nn.Linear)}
+            wholes = {k: v for k, v in vars(parent).items() if isinstance(v, SideBySide)}
             if linears:
                 self._load_linears(name, parent, linears)
                 release_freed_memory()  # else what packing a layer leaves behind may add up
+            for key, whole in wholes.items():
+                _as_one(parent, key, list(whole.parts))
         materialize(
             self._model,
             self._tensor,
@@ -151,39 +159,39 @@ class _Loader:
         self, parent_name: str, parent: nn.Module, linears: Mapping[str, nn.Linear]
     ) -> None:
         """Put a backend's layers in the place of a module's, as one where they read one input."""
-        groups: dict[str, dict[str, tuple[str, ...]]] = {}
+        groups: dict[str, dict[str, str]] = {}
         for name, linear in linears.items():
             own = self._stored_module(f"{parent_name}.{name}".lstrip("."))
-            groups.setdefault(self._inputs.get(own, own), {})[name] = self._parts(own, linear)
+            self._check_bias(own, linear)
+            groups.setdefault(self._inputs.get(own, own), {})[name] = own
         for group in groups.values():
             layer = self._read_as_one(list(group.values())) if len(group) > 1 else None
             if layer is None:
-                for name, parts in group.items():
-                    setattr(parent, name, BackendLinear(self._read(parts)))
+                for name, own in group.items():
+                    setattr(parent, name, BackendLinear(self._read((own,))))
                 continue
             shared = SharedInput(layer, [linears[name].out_features for name in group])
             for index, name in enumerate(group):
                 setattr(parent, name, PartOfLinear(shared, index))
 
+    def _linears_of(self, block: str) -> list[str]:
+        """Names, in it, of the linear layers of a block of a declared family."""
+        parts = self._model.get_submodule(block).named_modules()
+        return [name for name, part in parts if isinstance(part, nn.Linear)]
+
     def _stored_module(self, module: str) -> str:
         """Name of a module of the code in the files."""
         return self._stored.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
 
-    def _parts(self, module: str, linear: nn.Linear) -> tuple[str, ...]:
-        """The layers that a linear layer of the code is, as the checkpoint is read."""
-        parent, _, leaf = module.rpartition(".")
-        parts = tuple(f"{parent}.{part}" for part in self._merged.get(leaf, ())) or (module,)
-        for part in parts:
-            if linear.bias is not None and f"{part}.bias" not in self._checkpoint:
-                raise CheckpointError(f"{part}.bias is missing from {self._checkpoint.path}")
-        return parts
+    def _check_bias(self, module: str, linear: nn.Linear) -> None:
+        if linear.bias is not None and f"{module}.bias" not in self._checkpoint:
+            raise CheckpointError(f"{module}.bias is missing from {self._checkpoint.path}")
 
     def _read(self, modules: tuple[str, ...]) -> LinearLayer:
         return self._factory.linear(read_linear(self._checkpoint, modules, self._factory.device))
 
-    def _read_as_one(self, layers: Sequence[tuple[str, ...]]) -> LinearLayer | None:
+    def _read_as_one(self, modules: Sequence[str]) -> LinearLayer | None:
         """Layers that read one input as one layer; None where they are not quantized alike."""
-        modules = [part for parts in layers for part in parts]
         try:
             stored = read_linear(self._checkpoint, modules, self._factory.device)
         except CheckpointError:  # what is wrong with one of them is said when it is read alone
@@ -205,3 +213,16 @@ class _Loader:
                 f"{stored} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
             )
         return tensor
+
+
+def _as_one(parent: nn.Module, name: str, parts: Sequence[str]) -> None:
+    """Put the layers that a module's code calls as one, by a name, in the place of that one."""
+    loaded = {part: parent.get_submodule(part) for part in parts}
+    shared = {m.shared for m in loaded.values() if isinstance(m, PartOfLinear)}
+    delattr(parent, name)
+    if len(shared) != 1 or len(parts) != len(next(iter(shared)).outputs):
+        parent.__dict__[name] = SideBySide(loaded)
+        return
+    for part in parts:
+        delattr(parent, part)
+    setattr(parent, name, BackendLinear(shared.pop().layer))

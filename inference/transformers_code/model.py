@@ -8,6 +8,7 @@ a step, of any sequences, lie in one row with their positions.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,6 +103,13 @@ class CodeModel:
     ) -> None:
         self.config, self.dtype, self.device = config, factory.dtype, factory.device
         self._module = load_code(checkpoint, config.structure, factory, longest)
+        self._placed = "position_ids" in inspect.signature(self._module.forward).parameters
+        by_distance = all("alibi" in b.attention.arguments for b in config.structure.blocks)
+        if not self._placed and not by_distance:
+            raise CheckpointError(
+                f"{type(self._module).__name__}: transformers' code does not take the positions of "
+                "tokens; such a model is not run here"
+            )
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -120,6 +128,10 @@ class CodeModel:
         """Bytes of the weights in memory."""
         return nbytes_of(self._module)
 
+    def _places(self, step: Step) -> dict[str, Tensor]:
+        """Positions of the tokens, for code that asks for them."""
+        return {"position_ids": step.positions[None]} if self._placed else {}
+
     @torch.no_grad()
     def logits(self, step: Step) -> Tensor:
         """Run the tokens of a step; their K and V go into the cache.
@@ -128,9 +140,7 @@ class CodeModel:
             Logits fp32 [R, vocabulary] of the rows wanted.
         """
         with running(step, len(self.config.cached)):
-            out = self._module(
-                input_ids=step.ids[None], position_ids=step.positions[None], use_cache=False
-            )
+            out = self._module(input_ids=step.ids[None], use_cache=False, **self._places(step))
         return out.logits[0]
 
 

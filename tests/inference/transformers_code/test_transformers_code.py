@@ -35,6 +35,7 @@ LATENT = {
 }
 KINDS = {  # what each has that Llama has not
     "biogpt": {},  # learned positions, a bias everywhere
+    "bloom": {"n_head": 4},  # biases by distance (ALiBi), no positions
     "cohere2": {"sliding_window": 16},  # parallel sub-layers, LayerNorm, scaled logits
     "deepseek_v2": LATENT,  # V's heads smaller than K's, dense and mixed blocks
     "gemma2": {"sliding_window": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
