@@ -41,7 +41,8 @@ FLOORS = {
     "kernels.triton": """
         tuning gluon_names versions
         common reference
-        fused sampling attention experts
+        rows sampling attention experts
+        fused
         linear""",
     "formats": """
         errors
