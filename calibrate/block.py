@@ -94,6 +94,12 @@ class DecoderBlock:
         }
         self._given = given
 
+    @property
+    def declared(self) -> Family:
+        """The declaration of its model's family, for methods that are refused without one."""
+        assert self.family is not None
+        return self.family
+
     def submodule(self, name: str) -> nn.Module:
         """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
         return self.module.get_submodule(self._paths[name])

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.families.names import HEAD, is_projection
+from formats.families.names import HEAD
 from formats.families.registry import find_family
+from formats.modeling.layers import quantizable_of
 from formats.scale_table import TOGETHER
 from formats.stored.safetensors_files import TensorFile, read_elements
 from formats.stored.weights import (
@@ -61,11 +62,12 @@ def check_quantized(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> 
 
 def _projections(checkpoint: Checkpoint) -> set[str]:
     """Linear layers that may be quantized: those of the blocks, and the head where it is."""
+    is_quantizable = quantizable_of(checkpoint.config)
     weights = (name.rpartition(".") for name in checkpoint.names())
     return {
         module
         for module, _, leaf in weights
-        if leaf in ("weight", "weight_packed") and is_projection(module)
+        if leaf in ("weight", "weight_packed") and is_quantizable(module)
     } | ({HEAD} & set(checkpoint.quantized_modules))
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from formats.checkpoint.check import same_names
 from formats.errors import CheckpointError
-from formats.families.family import cached_of
-from formats.families.registry import attention_names, find_family
+from formats.families.family import Cached
 from formats.links import find_file
+from formats.modeling.layers import attention_names, cached
 from formats.scheme import KVCacheSpec
 from formats.stored.folder import KV_SCALES
 from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
@@ -114,8 +114,8 @@ def _checked(
     wanted = {f"{attention}.{role[0]}_scale" for attention in attentions for role in ROLES}
     same_names(wanted, set(files), where)
     pairs = {}
-    for attention in attentions:
-        k, v = (_scale(spec, f"{attention}.{role[0]}_scale", role, files, config) for role in ROLES)
+    for attention, own in zip(attentions, cached(config), strict=True):
+        k, v = (_scale(spec, f"{attention}.{role[0]}_scale", role, files, own) for role in ROLES)
         pairs[attention] = (k, v)
     return CacheScales(spec, files, pairs)
 
@@ -125,10 +125,10 @@ def _scale(
     name: str,
     role: Any,
     files: Mapping[str, TensorFile],
-    config: Mapping[str, Any],
+    own: Cached,
 ) -> Tensor:
     """One scale in fp32, by head."""
-    own, shape = cached_of(find_family(config), config), files[name].tensors[name][1]
+    shape = files[name].tensors[name][1]
     size = own.k if role == "k_cache" else own.v
     wanted = spec.scale_shape(role, own.heads, size, latent=own.latent)
     scale = read_elements(files, [name]).reshape(shape)

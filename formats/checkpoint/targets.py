@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from formats.families.names import HEAD, MERGED, MERGED_EXPERTS, any_expert, split_name
+from formats.families.names import HEAD, MERGED, MERGED_EXPERTS, any_expert, list_of, split_name
 
 
 def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -32,7 +32,9 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
         for block, module, leaf in layers:
             owners.setdefault((block, _starred(module), leaf), set()).add(i)
             owners.setdefault((_starred(module), leaf), set()).add(i)
-    targets = [_targets(i, layers, owners) for i, layers in enumerate(parts)]
+    lists = [list_of(name) for names in groups for name in names if name != HEAD]
+    blocks = lists[0] if lists else "layers"
+    targets = [_targets(i, layers, owners, blocks) for i, layers in enumerate(parts)]
     heads = ([rf"re:.*{HEAD}$"] if HEAD in names else [] for names in groups)
     return [of_blocks + head for of_blocks, head in zip(targets, heads, strict=True)]
 
@@ -60,7 +62,10 @@ def _starred(module: str) -> str:
 
 
 def _targets(
-    group: int, layers: Sequence[tuple[str, str, str]], owners: Mapping[tuple[str, ...], set[int]]
+    group: int,
+    layers: Sequence[tuple[str, str, str]],
+    owners: Mapping[tuple[str, ...], set[int]],
+    blocks_list: str,
 ) -> list[str]:
     """Patterns of one group; blocks and experts are numbered where other groups have some."""
     places: dict[tuple[str, str], dict[str, None]] = {}
@@ -71,11 +76,14 @@ def _targets(
     for (module, leaf), blocks in places.items():
         alone = owners[_starred(module), leaf] == {group}
         together.setdefault((module, () if alone else tuple(blocks)), []).append(leaf)
-    return [_pattern(module, blocks, leaves) for (module, blocks), leaves in together.items()]
+    return [
+        _pattern(blocks_list, module, blocks, leaves)
+        for (module, blocks), leaves in together.items()
+    ]
 
 
-def _pattern(module: str, blocks: tuple[str, ...], leaves: list[str]) -> str:
+def _pattern(blocks_list: str, module: str, blocks: tuple[str, ...], leaves: list[str]) -> str:
     merged = [name for name, parts in (MERGED | MERGED_EXPERTS).items() if {*parts} <= {*leaves}]
     where = f"({'|'.join(blocks)})" if blocks else r"\d+"
-    inside = re.escape(module).replace(r"\*", r"\d+")
-    return rf"re:.*layers\.{where}\.{inside}\.({'|'.join([*leaves, *merged])})$"
+    inside = re.escape(module).replace(r"\*", r"\d+") + (r"\." if module else "")
+    return rf"re:.*{blocks_list}\.{where}\.{inside}({'|'.join([*leaves, *merged])})$"

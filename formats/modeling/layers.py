@@ -8,14 +8,13 @@ neither torch nor transformers is imported; of others they come from transformer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.families import registry
-from formats.families.family import Cached, cached_of
-from formats.families.names import EMBEDDING, HEAD, is_projection
+from formats.families import groups, names, registry
+from formats.families.family import Cached, cached_of, heads_of
 from formats.families.registry import find_family
 from formats.modeling.structure import Structure
 
@@ -83,18 +82,68 @@ def positions_of(config: Any) -> int:
     return found
 
 
+def query_elements(config: Mapping[str, Any], block: str) -> int:
+    """Elements of all query heads of a token in a block; errors as of `block_names`."""
+    if find_family(config) is not None:
+        heads = heads_of(config)
+        return heads.query * heads.size
+    site = structure_of(config).block(block).attention
+    return site.query_heads * site.key_size
+
+
 def embedding_name(config: Mapping[str, Any]) -> str:
     """Full name of the token embedding; errors as of `block_names`."""
-    return EMBEDDING if find_family(config) is not None else structure_of(config).embedding
+    return names.EMBEDDING if find_family(config) is not None else structure_of(config).embedding
 
 
 def head_name(config: Mapping[str, Any]) -> str:
     """Full name of the layer that gives logits; errors as of `block_names`."""
-    return HEAD if find_family(config) is not None else structure_of(config).head
+    return names.HEAD if find_family(config) is not None else structure_of(config).head
 
 
-def is_quantizable(config: Mapping[str, Any], module: str) -> bool:
-    """Whether a full name is that of a linear layer of a block that can be quantized."""
+def common_inputs(config: Mapping[str, Any], block: str, layers: Sequence[str]) -> dict[str, str]:
+    """Layers of a block that read one input: a name for that input, for each of them.
+
+    Args:
+        config: config.json.
+        block: Full name of the block.
+        layers: Full names of its linear layers and routers.
+    """
+    family = find_family(config)
+    if family is not None:
+        return groups.common_inputs(family, block, layers)
+    found = structure_of(config).block(block).inputs
+    return {name: found[name] for name in layers if name in found}
+
+
+def merged_layers(config: Mapping[str, Any], block: str, layers: Sequence[str]) -> dict[str, str]:
+    """Layers that runtimes merge: full name of the merged one for each part; none of found ones."""
+    family = find_family(config)
+    return {} if family is None else groups.merged_layers(family, block, layers)
+
+
+def routers_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Tells of a full name whether it is that of a layer that says how much an expert counts."""
     if find_family(config) is not None:
-        return is_projection(module)
-    return module in structure_of(config).quantizable
+        return names.is_router
+    return structure_of(config).routers.__contains__
+
+
+def stored_names(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Name in the files of each tensor of the code on the meta device, where the two differ."""
+    return {} if find_family(config) is not None else structure_of(config).stored
+
+
+def tied_names(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Tensors that the files may lack, and by which one each is replaced then."""
+    if find_family(config) is None:
+        return structure_of(config).tied
+    tied = config.get("tie_word_embeddings", False)
+    return {f"{names.HEAD}.weight": f"{names.EMBEDDING}.weight"} if tied else {}
+
+
+def quantizable_of(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Tells of a full name whether it is that of a linear layer of a block to be quantized."""
+    if find_family(config) is not None:
+        return names.is_projection
+    return structure_of(config).quantizable.__contains__

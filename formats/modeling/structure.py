@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,23 @@ class Structure:
         """Whether any block sees a window of tokens only."""
         return any(block.attention.window is not None for block in self.blocks)
 
-    @property
+    @cached_property
+    def _by_name(self) -> dict[str, BlockStructure]:
+        return {block.name: block for block in self.blocks}
+
+    @cached_property
     def quantizable(self) -> frozenset[str]:
         """Full names of the linear layers of all blocks that can be quantized."""
         return frozenset(name for block in self.blocks for name in block.linears)
 
+    @cached_property
+    def routers(self) -> frozenset[str]:
+        """Full names of the layers of all blocks that say how much an expert counts."""
+        return frozenset(name for block in self.blocks for name in block.routers)
+
     def block(self, name: str) -> BlockStructure:
         """The block of that full name."""
-        return next(block for block in self.blocks if block.name == name)
+        return self._by_name[name]
 
     def stored_name(self, tensor: str) -> str:
         """Name in the files of a tensor of the code."""

@@ -71,6 +71,7 @@ class RotationSpec(MethodSpec):
     """
 
     stage: ClassVar = Stage.ROTATE
+    needs_declaration: ClassVar[bool] = True
     name: Literal["rotation"] = "rotation"
     residual: bool = True
     """Turn the residual stream (R1). Unties a tied lm_head, which adds its bytes."""

@@ -56,6 +56,7 @@ class ShiftSpec(MethodSpec):
     """
 
     stage: ClassVar = Stage.SHIFT
+    needs_declaration: ClassVar[bool] = True
     name: Literal["shift"] = "shift"
 
     def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
@@ -100,7 +101,7 @@ class Shift(Method):
 
     def prepare(self, work: BlockWork) -> None:
         """Find the two layers; where one has no bias, say so."""
-        names = work.block.family.attention
+        names = work.block.declared.attention
         if isinstance(names, LatentAttention):
             message = "not shifted: heads of latent attention share one latent in the place of V"
             own = Event(module=work.block.attention, kind="smoothing_skipped", message=message)
@@ -111,7 +112,7 @@ class Shift(Method):
         self.value = f"{work.block.attention}.{names.v}"
         self.output = f"{work.block.attention}.{names.o}"
         self._weight = self._bias = self._low = self._high = self.z = None
-        if work.block.family.attention.sinks is not None:
+        if work.block.declared.attention.sinks is not None:
             message = "not shifted: attention's sinks take a part of its weights, which sum to less"
             event = Event(module=self.value, kind="smoothing_skipped", message=f"{message} than 1")
             work.events.append(event)

@@ -68,6 +68,7 @@ class SmoothKSpec(MethodSpec):
     """
 
     stage: ClassVar = Stage.SMOOTH_CACHE
+    needs_declaration: ClassVar[bool] = True
     fits_cache_alone: ClassVar[bool] = True
     name: Literal["smooth_k"] = "smooth_k"
     alpha: Literal["search"] | Alpha = "search"
@@ -143,7 +144,7 @@ class SmoothK(Method):
     def prepare(self, work: BlockWork) -> None:
         """Find what makes K; where no projection makes it alone, say so."""
         self.key, self.factors = "", None
-        if not isinstance(work.block.family.attention, LatentAttention):
+        if not isinstance(work.block.declared.attention, LatentAttention):
             self.key = _stages(work)[0]
             return
         message = "not smoothed: one layer makes the latent and the keys that are cached with it"
@@ -152,7 +153,7 @@ class SmoothK(Method):
 
     def solve(self, work: BlockWork) -> None:
         """Try no factors and every strength on the first samples; without any, take the one."""
-        if isinstance(work.block.family.attention, LatentAttention):
+        if isinstance(work.block.declared.attention, LatentAttention):
             return
         k, q = _stages(work)
         absmax = work.observed(work.block.attention, "k_cache").channel_absmax  # [kv heads, D]
@@ -195,7 +196,7 @@ class SmoothK(Method):
 
 def _stages(work: BlockWork) -> tuple[str, str]:
     """Names of the last modules that K and Q pass before rotary embedding, and that can scale."""
-    attention, names = work.block.attention, work.block.family.attention
+    attention, names = work.block.attention, work.block.declared.attention
     assert not isinstance(names, LatentAttention)  # `prepare` has skipped it
     normed = any(name == names.k_norm for name, _ in work.module(attention).named_children())
     k, q = (names.k_norm, names.q_norm) if normed else (names.k, names.q)
@@ -206,7 +207,7 @@ def _takes_any_factor(work: BlockWork, name: str) -> bool:
     """Whether powers of two cost less than other factors in nothing that is stored of a module."""
     module = work.module(name)
     if not isinstance(module, nn.Linear):
-        return work.block.family.norms.offset != 0
+        return work.block.declared.norms.offset != 0
     return name in work.targets and module.bias is None
 
 
@@ -216,7 +217,7 @@ def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
     A norm's weight is [D], and all rows of the factors are one then.
     """
     module = work.module(name)
-    offset = 0.0 if isinstance(module, nn.Linear) else work.block.family.norms.offset
+    offset = 0.0 if isinstance(module, nn.Linear) else work.block.declared.norms.offset
     for leaf, parameter in list(module.named_parameters()):
         heads = parameter.shape[0] // factors.shape[1]
         repeated = factors.repeat_interleave(max(1, heads // len(factors)), dim=0)

@@ -24,6 +24,7 @@ from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RecipeError
 from formats.files import replace_file
 from formats.memory import peak_rss_bytes
+from formats.modeling.layers import stored_names
 from formats.progress import bar, on_terminal, say
 from formats.scale_table import ScaleEntry, ScaleTable
 from formats.tokenizer import load_tokenizer
@@ -247,11 +248,18 @@ class _Driver:
             config=self.model.config,
             scheme=scheme,
             layers={**self.plan.schemes, **kept},
-            ignore=[module.name for module in self.plan.modules if module.action == "float"],
+            ignore=self._ignored(),
             aux_files=self.model.auxiliary_files,
             force=force,
             shard_bytes=shard_bytes(elements),
         )
+
+    def _ignored(self) -> list[str]:
+        """Full names of the layers left alone, in the files and, where it differs, in the code."""
+        left = [module.name for module in self.plan.modules if module.action == "float"]
+        code = {own: name for name, own in stored_names(self.model.config).items()}
+        weights = (f"{name}.weight" for name in left)
+        return left + [code[w].removesuffix(".weight") for w in weights if w in code]
 
     def _block(self, index: int, name: str, writer: CheckpointWriter) -> None:
         """Take one block from float to the writer."""

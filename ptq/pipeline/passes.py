@@ -11,8 +11,8 @@ from calibrate.block import DecoderBlock, to_host
 from calibrate.statistics import Statistics
 from formats.errors import RecipeError
 from formats.families.family import heads_of
-from formats.families.groups import common_inputs
 from formats.families.pairs import turning_pairs
+from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import FloatModel
@@ -28,15 +28,18 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
     config = checkpoint.config
     schemes = {name: s for name, s in plan.schemes.items() if name in block.linears}
     index = int(block.name.rpartition(".")[2])
+    family, found = block.family, None
+    if family is None:
+        found = structure_of(config).block(block.name).attention
     return BlockWork(
         block=block,
         scheme=plan.recipe.scheme,
         schemes=schemes,
         targets=tuple(schemes),
-        common_input=common_inputs(block.family, block.name, tuple(block.linears)),
+        common_input=common_inputs(config, block.name, tuple(block.linears)),
         groups=tuple(group for group in plan.smoothing if group.block == block.name),
-        head_dim=heads_of(config).size,
-        pairs=turning_pairs(block.family, config, index),
+        head_dim=heads_of(config).size if found is None else found.value_size,
+        pairs=() if family is None else turning_pairs(family, config, index),
         input_observer=plan.recipe.observers.input,
         dtype_of=checkpoint.dtype,
     )

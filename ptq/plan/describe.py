@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from calibrate.data import TokenSet
-from formats.families.names import expert_of, split_name
+from formats.families.names import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
 from ptq.output import is_taken
 from ptq.plan.plan import Plan
@@ -35,6 +35,9 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
     yield from (f"  {transform}" for transform in plan.transforms)
     if plan.smoothing:
         yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"
+    if plan.family is None and (plan.smoothing or plan.left):
+        yield from (f"  found on the blocks: {line}" for line in _found_groups(plan))
+        yield from (f"  left alone: {line}" for line in plan.left)
     for split, tokens in data.items():
         yield (
             f"{split:<13}{tokens.source}: {len(tokens.ids)} sequences, {tokens.tokens} tokens, "
@@ -43,6 +46,17 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
     yield from describe_prediction(plan)
     taken = " (exists: run with --force)" if is_taken(recipe.output.path) else ""
     yield f"output       {recipe.output.path}{taken}"
+
+
+def _found_groups(plan: Plan) -> Iterator[str]:
+    """Where nothing is declared: sources and consumers of smoothing groups, of all blocks."""
+    kinds: dict[str, None] = {}
+    for group in plan.smoothing:
+        consumers = ", ".join(name.removeprefix(f"{group.block}.") for name in group.consumers[:4])
+        more = f" and {len(group.consumers) - 4} more" if len(group.consumers) > 4 else ""
+        source = group.source.removeprefix(f"{group.block}.")
+        kinds[any_expert(f"{source} -> {consumers}{more}")] = None
+    yield from kinds
 
 
 def describe_prediction(plan: Plan) -> Iterator[str]:

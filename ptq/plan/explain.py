@@ -21,7 +21,7 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
     Raises:
         RequestError: the pattern matches no module.
     """
-    attentions = [f"{block}.{plan.family.attention.module}" for block in plan.blocks]
+    attentions = list(plan.attentions)
     known = [module.name for module in plan.modules] + attentions
     if pattern is not None and not any(matches(name, pattern) for name in known):
         raise RequestError(

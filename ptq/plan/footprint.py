@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from formats.families.groups import SMOOTHING_KINDS
+from formats.modeling.layers import embedding_name
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.spec import FLOAT, BlockSizes
 from ptq.plan.schedule import KEPT_MOMENTS, Schedule
@@ -146,7 +147,7 @@ class Footprint:
 
     def _embedding(self) -> int:
         """The stored table, and the same in fp32."""
-        name = "model.embed_tokens.weight"
+        name = f"{embedding_name(self.source.config)}.weight"
         itemsize = self.source.dtype(name).itemsize
         return math.prod(self.source.shape(name)) * (itemsize + FLOAT)
 
@@ -172,5 +173,5 @@ class Footprint:
         if not self._schedule.counts(0):
             return 0
         tensors = sum(len(block.inputs(block.layers)) for block in self.blocks)
-        heads = 2 * len(self.blocks) * self.blocks[0].kv_heads
+        heads = 2 * sum(block.kv_heads for block in self.blocks)
         return 16 * OCCUPIED * (tensors + heads)

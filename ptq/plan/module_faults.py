@@ -24,7 +24,7 @@ TOLD = 3  # names of layers in a message
 
 
 def check_modules(
-    recipe: Recipe, family: Family, modules: tuple[ModulePlan, ...]
+    recipe: Recipe, family: Family | None, modules: tuple[ModulePlan, ...]
 ) -> Iterator[tuple[Key, str]]:
     """What is wrong with the fates of a model's layers.
 
@@ -160,13 +160,14 @@ def _leaf(name: str) -> str:
 
 
 def _check_stored_merged(
-    recipe: Recipe, family: Family, modules: tuple[ModulePlan, ...]
+    recipe: Recipe, family: Family | None, modules: tuple[ModulePlan, ...]
 ) -> Iterator[tuple[Key, str]]:
     """The first layer that is stored as a part of one, and whose scales do not lie side by side."""
+    stored = () if family is None else family.stored_merged
     for module in modules:
         spec, entry = recipe.scheme_of(module.name).weights, recipe.entry_of(module.name)
         whole = (module.fused_group or "").rpartition(".")[2]
-        if module.action != "quantize" or spec is None or whole not in family.stored_merged:
+        if module.action != "quantize" or spec is None or whole not in stored:
             continue
         rows = spec.block[0]
         if rows != 1 and (rows == -1 or module.shape[0] % rows):

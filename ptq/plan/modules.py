@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from torch import nn
 
 from formats.checkpoint.targets import is_ignored
-from formats.families.family import Family
-from formats.families.groups import merged_layers
-from formats.families.names import is_router
+from formats.families.registry import find_family
+from formats.modeling.layers import merged_layers, quantizable_of, routers_of, stored_names
 from formats.scheme import LayerScheme, Strict
 from ptq.recipe.schema import Recipe
 
@@ -34,9 +33,18 @@ class ModulePlan(Strict):
     fused_group: str | None
 
 
-def layer_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Linear layers and routers of a model, with the shapes of their weights."""
-    for name, part in model.named_modules():
+def layer_shapes(
+    model: nn.Module, config: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Linear layers and routers of a model, with the shapes of their weights.
+
+    Args:
+        model: On the meta device.
+        config: config.json of it.
+    """
+    stored, is_router = stored_names(config), routers_of(config)
+    for code, part in model.named_modules():
+        name = stored.get(f"{code}.weight", f"{code}.weight").removesuffix(".weight")
         if isinstance(part, nn.Linear) or is_router(name):
             rows, columns = part.get_parameter("weight").shape
             yield name, (rows, columns)
@@ -44,7 +52,7 @@ def layer_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 def plan_modules(
     recipe: Recipe,
-    family: Family,
+    config: Mapping[str, Any],
     blocks: tuple[str, ...],
     shapes: Mapping[str, tuple[int, int]],
     names: Mapping[str, list[str]],
@@ -54,7 +62,7 @@ def plan_modules(
 
     Args:
         recipe: The run.
-        family: Of the model.
+        config: config.json of the model.
         blocks: Full names of its decoder blocks.
         shapes: Weights of its linear layers and routers, by full name, in the model's order.
         names: The same layers' names by their block.
@@ -63,10 +71,11 @@ def plan_modules(
     inside, merged = set[str](), dict[str, str]()
     for block in blocks:
         inside |= set(names[block])
-        merged |= merged_layers(family, block, names[block])
+        merged |= merged_layers(config, block, names[block])
+    kept_reason = _kept_reasons(recipe, config)
     for name, shape in shapes.items():
         kept = None if name in inside else "outside of the decoder blocks"
-        kept = kept or _kept_reason(recipe, name)
+        kept = kept or kept_reason(name)
         if name in stored:
             kept = f"{stored[name].text}, as they were published"
         left = "stored" if name in stored else "float"
@@ -79,11 +88,19 @@ def plan_modules(
         )
 
 
-def _kept_reason(recipe: Recipe, name: str) -> str | None:
-    """Why a layer of a decoder block stays in float, if it does."""
-    if recipe.scheme.weights is None:
-        return f"scheme {recipe.scheme.wac} quantizes the cache only"
-    if is_router(name):
-        return "router: it decides how much each expert counts"
-    ignored = next((entry for entry in recipe.ignore if is_ignored(name, [entry])), None)
-    return None if ignored is None else f"ignored by {ignored!r}"
+def _kept_reasons(recipe: Recipe, config: Mapping[str, Any]) -> Callable[[str], str | None]:
+    """Tells of a layer of a decoder block why it stays in float, if it does."""
+    is_router, is_quantizable = routers_of(config), quantizable_of(config)
+    declared = find_family(config) is not None
+
+    def reason(name: str) -> str | None:
+        if recipe.scheme.weights is None:
+            return f"scheme {recipe.scheme.wac} quantizes the cache only"
+        if is_router(name):
+            return "router: it decides how much each expert counts"
+        if not (declared or is_quantizable(name)):
+            return "its code computes otherwise than a linear layer does, or never calls it"
+        ignored = next((entry for entry in recipe.ignore if is_ignored(name, [entry])), None)
+        return None if ignored is None else f"ignored by {ignored!r}"
+
+    return reason

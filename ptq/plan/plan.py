@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import pandas as pd
 from transformers import PretrainedConfig
@@ -15,15 +16,22 @@ from transformers import PretrainedConfig
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import Family
-from formats.families.groups import SmoothingGroup, SmoothingKind, smoothing_groups
+from formats.families.groups import (
+    SMOOTHING_KINDS,
+    SmoothingGroup,
+    SmoothingKind,
+    smoothing_groups,
+)
 from formats.families.names import by_block
-from formats.families.registry import BY_TYPE, block_names, family_of
+from formats.families.registry import BY_TYPE, find_family
+from formats.modeling.layers import attention_names, block_names, structure_of
 from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.stored_layers import kept_layers, seen_as_floats
 from ptq.methods.registry import view_of
 from ptq.plan import preflight
+from ptq.plan.checked_groups import CheckedGroups, checked_groups
 from ptq.plan.footprint import Footprint
 from ptq.plan.module_faults import check_modules
 from ptq.plan.modules import ModulePlan, layer_shapes, plan_modules
@@ -72,18 +80,22 @@ class Plan(Strict):
         modules: Every linear layer and router of the model, in its order.
         smoothing: Groups that the recipe's methods smooth, block by block.
         blocks: Full names of the decoder blocks, in their order.
+        attentions: Full names of their attention modules.
         model: The model as it comes.
         prediction: What the run will take.
         transforms: What the recipe makes of the float model before anything is observed.
+        left: Where nothing is declared, what was tried for smoothing and is left alone.
     """
 
     recipe: Recipe
     modules: tuple[ModulePlan, ...]
     smoothing: tuple[SmoothingGroup, ...]
     blocks: tuple[str, ...]
+    attentions: tuple[str, ...]
     model: ModelSummary
     prediction: Prediction
     transforms: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -91,9 +103,9 @@ class Plan(Strict):
         return tuple(module.name for module in self.modules if module.action == "quantize")
 
     @property
-    def family(self) -> Family:
-        """The declaration of the model's family."""
-        return BY_TYPE[self.model.model_type]
+    def family(self) -> Family | None:
+        """The declaration of the model's family; None where there is none."""
+        return BY_TYPE.get(self.model.model_type)
 
     @property
     def schemes(self) -> dict[str, LayerScheme]:
@@ -147,17 +159,28 @@ def build_plan(
     """
     where = where or Where()
     config = preflight.read_config(checkpoint, where)
-    blocks, model = block_names(config.to_dict()), meta_model(config)
-    shapes = dict(layer_shapes(model))
-    names, family = by_block(shapes), family_of(checkpoint.config)
+    values = checkpoint.config
+    blocks, model = block_names(values), meta_model(config)
+    shapes = dict(layer_shapes(model, values))
+    names, family = by_block(shapes), find_family(values)
     floats = seen_as_floats(checkpoint)
     kept = kept_layers(floats)
-    modules = tuple(plan_modules(recipe, family, blocks, shapes, names, kept))
+    modules = tuple(plan_modules(recipe, values, blocks, shapes, names, kept))
     quantized = {m.name: recipe.scheme_of(m.name) for m in modules if m.action == "quantize"}
+    tensors = list(preflight.check_tensors(floats, model))
+    undeclared = list(preflight.check_declared(recipe, values))
+    if undeclared:
+        raise recipe_error(Problem(where(key), key, told) for key, told in undeclared + tensors)
     source = view_of(floats, recipe.methods)
-    prediction = _predict(recipe, source, config, shapes, quantized, blocks)
+    smoothed = CheckedGroups((), ())
+    if family is not None:
+        every = (smoothing_groups(family, b, names[b], SMOOTHING_KINDS) for b in blocks)
+        smoothed = CheckedGroups(tuple(chain.from_iterable(every)), ())
+    elif _wanted(recipe) and not tensors:
+        smoothed = checked_groups(source, config, structure_of(values), _wanted(recipe))
+    prediction = _predict(recipe, source, config, shapes, quantized, blocks, smoothed.groups)
     problems: list[tuple[Key, str]] = [
-        *preflight.check_tensors(floats, config, model),
+        *tensors,
         *preflight.check_tokenizer(checkpoint, config),
         *preflight.check_data(recipe),
         *preflight.check_lengths(recipe, config),
@@ -172,11 +195,13 @@ def build_plan(
     return Plan(
         recipe=recipe,
         modules=modules,
-        smoothing=tuple(_smoothing_groups(recipe, family, blocks, names)),
+        smoothing=tuple(_in_order(smoothed.groups, blocks, _wanted(recipe))),
         blocks=blocks,
+        attentions=attention_names(values),
         model=_summary(floats, checkpoint.nbytes, len(blocks)),
         prediction=prediction,
         transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
+        left=smoothed.left,
     )
 
 
@@ -187,11 +212,12 @@ def _predict(
     shapes: Mapping[str, Shape],
     quantized: Mapping[str, LayerScheme],
     blocks: Sequence[str],
+    smoothed: Sequence[SmoothingGroup],
 ) -> Prediction:
     """What a run takes, from the model's headers."""
     written = {**quantized, **kept_layers(source)}
-    size = preflight.predict_checkpoint(source, config, written, recipe.scheme.kv_cache)
-    sizes = tuple(block_shapes(source, config, shapes, quantized, blocks))
+    size = preflight.predict_checkpoint(source, written, recipe.scheme.kv_cache)
+    sizes = tuple(block_shapes(source, config, shapes, quantized, blocks, smoothed))
     footprint = Footprint(recipe, source, sizes, size, preflight.on_gpu(recipe))
     return Prediction(
         checkpoint_bytes=size,
@@ -202,14 +228,21 @@ def _predict(
     )
 
 
-def _smoothing_groups(
-    recipe: Recipe, family: Family, blocks: tuple[str, ...], names: Mapping[str, list[str]]
+def _wanted(recipe: Recipe) -> tuple[SmoothingKind, ...]:
+    """Kinds of smoothing groups whose factors a recipe's methods choose."""
+    return tuple(dict.fromkeys(kind for method in recipe.methods for kind in method.smooths))
+
+
+def _in_order(
+    groups: Sequence[SmoothingGroup], blocks: Sequence[str], kinds: Sequence[SmoothingKind]
 ) -> Iterator[SmoothingGroup]:
-    kinds: dict[SmoothingKind, None] = {}
-    for method in recipe.methods:
-        kinds |= dict.fromkeys(method.smooths)
+    """Those of the wanted kinds, block by block, in the order of the kinds."""
+    of: dict[str, list[SmoothingGroup]] = {}
+    for group in groups:
+        of.setdefault(group.block, []).append(group)
     for block in blocks:
-        yield from smoothing_groups(family, block, names[block], tuple(kinds))
+        for kind in kinds:
+            yield from (group for group in of.get(block, ()) if group.kind == kind)
 
 
 def _summary(checkpoint: FloatModel, nbytes: int, blocks: int) -> ModelSummary:

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -22,9 +23,14 @@ from calibrate.spec import SplitSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, suggestion
-from formats.families.family import cached_of
-from formats.families.registry import find_family, is_causal_lm, unsupported
-from formats.modeling.layers import positions_of, structure_of
+from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, unsupported
+from formats.modeling.layers import (
+    cached,
+    positions_of,
+    stored_names,
+    structure_of,
+    tied_names,
+)
 from formats.scheme import CacheRole, KVCacheSpec, LayerScheme
 from formats.stored.weights import MXFP4, scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
@@ -80,19 +86,30 @@ def _refused(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def check_tensors(
-    checkpoint: FloatModel, config: PretrainedConfig, model: nn.Module
-) -> Iterator[tuple[Key, str]]:
+def check_declared(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
+    """Methods that need a declaration of the model's family, where there is none."""
+    for i, method in enumerate(recipe.methods):
+        if method.needs_declaration and find_family(config) is None:
+            yield (
+                ("methods", i),
+                f"{method.name} must know what each layer is, and no family declares "
+                f"{config.get('model_type')!r}; leave it out. Declared are "
+                f"{', '.join(MODEL_TYPES)}",
+            )
+
+
+def check_tensors(checkpoint: FloatModel, model: nn.Module) -> Iterator[tuple[Key, str]]:
     """Tensors that the configuration asks for and the files do not have, or have otherwise."""
-    tied = "lm_head.weight" if config.tie_word_embeddings else ""
+    stored, tied = stored_names(checkpoint.config), tied_names(checkpoint.config)
     missing, misshaped = [], []
-    for name, tensor in model.state_dict().items():
+    for code, tensor in model.state_dict().items():
+        name = stored.get(code, code)
         if name not in checkpoint:
-            missing += [] if name == tied else [name]
+            missing += [] if name in tied else [name]
         elif checkpoint.shape(name) != tuple(tensor.shape):
             shapes = f"{list(checkpoint.shape(name))}, needed is {list(tensor.shape)}"
             misshaped.append(f"{name} is {shapes}")
-        elif not checkpoint.dtype(name).is_floating_point:
+        elif tensor.is_floating_point() and not checkpoint.dtype(name).is_floating_point:
             misshaped.append(f"{name} is {checkpoint.dtype(name)}, needed is a floating point type")
     for names, verb in ((missing, "misses "), (misshaped, "does not fit its config.json: ")):
         if names:
@@ -102,7 +119,7 @@ def check_tensors(
 
 def check_tokenizer(checkpoint: Checkpoint, config: PretrainedConfig) -> Iterator[tuple[Key, str]]:
     """A tokenizer that is missing, damaged or larger than the model's vocabulary."""
-    folder, vocabulary = checkpoint.path, config.vocab_size
+    folder, vocabulary = checkpoint.path, config.get_text_config().vocab_size
     if not has_tokenizer(folder):
         files = ", ".join(VOCABULARIES)
         yield MODEL, f"{folder} has no tokenizer; needed is one of {files} beside the weights"
@@ -244,7 +261,6 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
 
 def predict_checkpoint(
     checkpoint: FloatModel,
-    config: PretrainedConfig,
     quantized: Mapping[str, LayerScheme],
     kv_cache: KVCacheSpec | None,
 ) -> int:
@@ -262,12 +278,11 @@ def predict_checkpoint(
         else:
             total += math.prod(shape) * dtype.itemsize
     if kv_cache is not None and not kv_cache.dynamic:
-        values = config.to_dict()
-        own = cached_of(find_family(values), values)
-        sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}
-        for role, size in sizes.items():
-            scales = kv_cache.scale_shape(role, own.heads, size, latent=own.latent)
-            total += config.num_hidden_layers * 4 * math.prod(scales)
+        for own in cached(checkpoint.config):
+            sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}
+            for role, size in sizes.items():
+                scales = kv_cache.scale_shape(role, own.heads, size, latent=own.latent)
+                total += 4 * math.prod(scales)
     return total
 
 

@@ -8,15 +8,9 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
-from formats.families.family import Family, cached_of, heads_of
-from formats.families.groups import (
-    SmoothingGroup,
-    SmoothingKind,
-    common_inputs,
-    smoothing_groups,
-)
-from formats.families.names import by_block, expert_of, is_router
-from formats.families.registry import family_of
+from formats.families.groups import SmoothingGroup, SmoothingKind
+from formats.families.names import by_block, expert_of
+from formats.modeling.layers import cached, common_inputs, query_elements, routers_of
 from ptq.methods.common.float_model import FloatModel
 
 SMALLEST_SHARD = 16 << 20  # bytes
@@ -28,9 +22,10 @@ class BlockShape:
     """What is known of a block before it is loaded.
 
     Attributes:
-        family: Its model's.
         name: Full name.
         layers: Its linear layers by full name, with the shapes of their weights.
+        reads: A name for the input of each layer that shares it with others.
+        smoothed: Its smoothing groups, of all kinds.
         targets: Those that are quantized.
         routers: Full names of its routers.
         elements: Of all its tensors.
@@ -41,9 +36,10 @@ class BlockShape:
         share: Part of the experts that a token is sent to; 1 without experts.
     """
 
-    family: Family
     name: str
     layers: Mapping[str, Shape]
+    reads: Mapping[str, str]
+    smoothed: tuple[SmoothingGroup, ...]
     targets: tuple[str, ...]
     routers: tuple[str, ...]
     elements: int
@@ -59,10 +55,9 @@ class BlockShape:
 
     def inputs(self, layers: Iterable[str]) -> dict[str, list[str]]:
         """Layers by the distinct input that they read."""
-        common = common_inputs(self.family, self.name, tuple(self.layers))
         distinct: dict[str, list[str]] = {}
         for name in layers:
-            distinct.setdefault(common.get(name, name), []).append(name)
+            distinct.setdefault(self.reads.get(name, name), []).append(name)
         return distinct
 
     def width(self, layers: Sequence[str]) -> int:
@@ -72,8 +67,8 @@ class BlockShape:
     def groups(self, kinds: Sequence[SmoothingKind]) -> list[list[SmoothingGroup]]:
         """Smoothing groups that can be folded; those that are searched together, in one list."""
         tied: dict[str, list[SmoothingGroup]] = {}
-        names = (*self.layers, *self.routers)
-        for group in smoothing_groups(self.family, self.name, names, kinds):
+        wanted = (g for kind in kinds for g in self.smoothed if g.kind == kind)
+        for group in wanted:
             source = (group.source,) if group.source in self.layers else ()
             if {*group.consumers, *source} <= set(self.targets):
                 tied.setdefault(group.tied or group.source, []).append(group)
@@ -104,6 +99,7 @@ def block_shapes(
     layers: Mapping[str, Shape],
     quantized: Iterable[str],
     blocks: Sequence[str],
+    smoothed: Sequence[SmoothingGroup],
 ) -> Iterator[BlockShape]:
     """The blocks of a model.
 
@@ -113,23 +109,33 @@ def block_shapes(
         layers: Its linear layers and routers by full name, with the shapes of their weights.
         quantized: Full names of those that are quantized.
         blocks: Full names of its blocks.
+        smoothed: Smoothing groups of all blocks.
     """
     elements, names, targets = by_block(source.names()), by_block(layers), by_block(quantized)
-    family, values = family_of(source.config), config.to_dict()
-    heads, own = heads_of(values), cached_of(family, values)
+    of_blocks = dict(zip(blocks, cached(source.config), strict=True))
+    is_router = routers_of(source.config)
     for block in blocks:
-        routers = tuple(filter(is_router, names[block]))
+        routers = tuple(name for name in names[block] if is_router(name))
         experts = {expert_of(name) for name in names[block]} - {None}
+        inside = {name: layers[name] for name in names[block] if name not in routers}
         yield BlockShape(
-            family=family,
             name=block,
-            layers={name: layers[name] for name in names[block] if name not in routers},
+            layers=inside,
+            reads=common_inputs(source.config, block, tuple(inside)),
+            smoothed=tuple(group for group in smoothed if group.block == block),
             targets=tuple(targets.get(block, ())),
             routers=routers,
             elements=sum(math.prod(source.shape(name)) for name in elements.get(block, ())),
-            hidden=config.hidden_size,
-            query=heads.query * heads.size,
-            cached=own.heads * max(own.k, own.v),
-            kv_heads=own.heads,
-            share=config.num_experts_per_tok / len(experts) if experts else 1.0,
+            hidden=config.get_text_config().hidden_size,
+            query=query_elements(source.config, block),
+            cached=of_blocks[block].heads * max(of_blocks[block].k, of_blocks[block].v),
+            kv_heads=of_blocks[block].heads,
+            share=_chosen(config) / len(experts) if experts else 1.0,
         )
+
+
+def _chosen(config: PretrainedConfig) -> int:
+    """Experts that a token is sent to, by the names that configurations have for their number."""
+    keys = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token")
+    text = config.get_text_config()
+    return next((getattr(text, key) for key in keys if hasattr(text, key)), 1)

@@ -12,7 +12,7 @@ from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
-from formats.families.registry import attention_names
+from formats.modeling.layers import attention_names
 from formats.tokenizer import load_tokenizer
 from inference.accuracy import compare
 from inference.bench.figures import environment

@@ -121,7 +121,7 @@ class SmoothedGroup:
         """Wanted factors [channels] fp64 (None: all 1), as they can be stored without loss."""
         if scale is None:
             return Folding(torch.ones_like(self.x_absmax), None)
-        if self.routers:
+        if self.routers or self._norm_bias is not None:
             scale = self._exact_for_routers(power_of_two(scale))
         if self.vector_name is None:
             return Folding(scale, None)
@@ -129,6 +129,12 @@ class SmoothedGroup:
         dtype = self.work.dtype_of(self.vector_name)
         folded, effective = fold_vector(vector, scale, dtype, self.group.offset)
         return Folding(effective, folded)
+
+    @property
+    def _norm_bias(self) -> Tensor | None:
+        """The source's bias where it is a LayerNorm: divided by powers of two, without rounding."""
+        bias = getattr(self.source, "bias", None)
+        return None if isinstance(self.source, nn.Linear) else bias
 
     def _exact_for_routers(self, scale: Tensor) -> Tensor:
         """The factors, 1 for channels in which a router's weight could not be stored without loss.
@@ -154,6 +160,7 @@ class SmoothedGroup:
             moved = folding.vector.float().to(self.work.block.device)
             set_parameter(self.source, self.vector_name.rpartition(".")[2], moved)
             self.work.folded[self.vector_name] = folding.vector
+        self._commit_norm_bias(folding)
         for name, linear in zip(self.group.consumers, self.consumers, strict=True):
             set_parameter(linear, "weight", self._smoothed_weight(linear, folding))
             self.work.divide(name, "input", folding.scale[self.channel])
@@ -165,6 +172,14 @@ class SmoothedGroup:
         if self.group.kind == "attention_output":
             heads = folding.scale.view(-1, self.work.head_dim)
             self.work.divide(self.work.block.attention, "v_cache", heads)
+
+    def _commit_norm_bias(self, folding: Folding) -> None:
+        if (bias := self._norm_bias) is None:
+            return
+        stored = f"{self.group.source}.bias"
+        moved = (bias.double().cpu() / folding.scale).to(self.work.dtype_of(stored))
+        set_parameter(self.source, "bias", moved.float().to(self.work.block.device))
+        self.work.folded[stored] = moved
 
     def _smoothed_weight(self, linear: nn.Module, folding: Folding) -> Tensor:
         """A consumer's weight with its columns multiplied: fp32 [out, in]."""

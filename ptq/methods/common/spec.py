@@ -96,11 +96,13 @@ class MethodSpec(Strict):
     Attributes:
         stage: Its place in a recipe's list.
         fits_cache_alone: Whether it is of use where nothing but the cache is quantized.
+        needs_declaration: Whether it must know what each layer is, as a declared family tells.
     """
 
     name: str
     stage: ClassVar[Stage]
     fits_cache_alone: ClassVar[bool] = False
+    needs_declaration: ClassVar[bool] = False
 
     @property
     def smooths(self) -> tuple[SmoothingKind, ...]:
