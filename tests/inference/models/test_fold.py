@@ -8,17 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from formats.checkpoint.read import Checkpoint
 from formats.families.family import rotary_order
 from formats.families.registry import BY_TYPE
 from formats.scheme import PRESETS, KVCacheSpec, Scheme
+from inference.cpu.backend import CpuBackend
 from inference.cpu.layers import pack_linear
 from inference.engine import Engine
+from inference.models.decoder import Decoder
 from inference.models.fold import held_heads, held_norm, held_scales, with_divided_input
 from inference.models.read import StoredLinear
 from kernels.numerics import TYPES
 from ptq.pipeline.driver import quantize_tokens
 from tests.families import distance
 from tests.ptq.quantizing import make_plan, random_tokens
+from tests.tiny_families import TINY
 
 SIZE, HEADS, KV = 8, 3, 1
 CHANNELS = (0, 2, 4, 5, 1, 3, 6, 7)
@@ -78,11 +82,12 @@ def test_norms_and_scales_of_channels_move_too():
     assert held_norm(torch.arange(8.0), CHANNELS).tolist() == list(CHANNELS)
     whole = held_norm(torch.arange(16.0), CHANNELS)
     assert whole[8:].tolist() == [8.0 + channel for channel in CHANNELS]
-    k, v = held_scales((torch.arange(16.0).view(2, 8), torch.ones(2)), CHANNELS) or ()
-    assert k[1].tolist() == [8.0 + channel for channel in CHANNELS]
+    found = held_scales((torch.arange(16.0).view(2, 8), torch.ones(2)), CHANNELS)
+    assert found is not None
+    assert found[0][1].tolist() == [8.0 + channel for channel in CHANNELS]
+    assert found[1].tolist() == [1, 1]
     pair = (torch.ones(2), torch.ones(2))
     assert held_scales(pair, CHANNELS) is pair
-    assert v.tolist() == [1, 1]
 
 
 def test_a_static_scale_of_what_is_divided_is_divided():
@@ -116,12 +121,9 @@ def test_the_caches_scales_of_channels_are_those_of_channels_that_moved(make_mod
 
 
 def test_queries_grow_only_beyond_the_length_of_training(make_model):
-    from inference.config import EngineConfig
-    from tests.tiny_families import TINY
-
-    folder = make_model("ministral3", **TINY["ministral3"])
-    short = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=16))
-    assert short.model.query_growth is None
-    growth = Engine.from_pretrained(folder).model.query_growth
+    checkpoint = Checkpoint.open(make_model("ministral3", **TINY["ministral3"]))
+    assert Decoder(checkpoint, CpuBackend(), longest=16).query_growth is None
+    growth = Decoder(checkpoint, CpuBackend()).query_growth
+    assert growth is not None
     assert growth[[0, 15]].tolist() == [1.0, 1.0]
     assert growth[16] == pytest.approx(1 + 0.3 * torch.log(torch.tensor(2.0)).item())
