@@ -94,6 +94,13 @@ def _rename(
         for module, native in layout.modules.items()
     }
     for name, file in files.items():
+        prefix = next((prefix for prefix in layout.prefixes if name.startswith(prefix)), None)
+        if prefix is not None:
+            native = layout.prefixes[prefix]
+            if native is not None:
+                own = native + name.removeprefix(prefix)
+                yield own, RowsOf(file, name, {own: 0}, file.tensors[name][1])
+            continue
         module, _, leaf = name.rpartition(".")
         if leaf in layout.buffers:
             continue

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.families.registry import causal_class
-from formats.published import baichuan, chatglm
+from formats.published import baichuan, chatglm, with_images
 from formats.published.layout import PublishedLayout
 
-_BY_TYPE = {layout.model_type: layout for layout in (baichuan.LAYOUT, chatglm.LAYOUT)}
+_LAYOUTS = (baichuan.LAYOUT, chatglm.LAYOUT, *with_images.LAYOUTS)
+_BY_TYPE = {layout.model_type: layout for layout in _LAYOUTS}
 
 PREFIXES = {"bloom": "transformer", "opt": "model"}
 """By model_type, what stands before all names but the head's in transformers' class, and is left

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from formats.errors import CheckpointError
@@ -23,14 +23,17 @@ class PublishedLayout:
             the number of the block: one, or those of q, k and v, whose rows lie one below the
             other.
         buffers: Last parts of the names of tensors that follow from the configuration.
+        prefixes: Beginnings of names that stand for others in the native class; None for those of
+            tensors that it has not.
         unit_rows: Native names of the modules whose rows are divided by their length before they
             multiply, as config.json tells.
     """
 
     model_type: str
     native_config: Callable[[Mapping[str, Any]], dict[str, Any]]
-    modules: Mapping[str, tuple[str, ...]]
-    buffers: tuple[str, ...]
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    prefixes: Mapping[str, str | None] = field(default_factory=dict)
     unit_rows: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda _: ()
 
 

@@ -1,0 +1,92 @@
+"""Models of text and images, of which the part that computes text is read (gemma3, mistral3).
+
+Their config.json holds the text's as `text_config`, and their tensors are the text's under a prefix
+beside those of the images, which are left out: what is quantized and run sees text alone.
+
+    language_model.model.X, model.language_model.X    X below the text's `model`
+    language_model.lm_head.weight, lm_head.weight     its head
+    [model.]vision_tower, [model.]multi_modal_projector    of images
+
+Gemma 3's text_config leaves out what its class has by default. Facts from config.json of
+google/gemma-3-4b-it and transformers' Gemma3TextConfig, MistralConfig and Mistral3Config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from formats.errors import CheckpointError
+from formats.published.layout import TOKENS, PublishedLayout, kept
+
+PREFIXES: dict[str, str | None] = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "vision_tower.": None,
+    "model.vision_tower.": None,
+    "multi_modal_projector.": None,
+    "model.multi_modal_projector.": None,
+}
+GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+ARCHITECTURES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+}
+
+
+def native_config(
+    config: Mapping[str, Any], *, usual: str, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """config.json of the text's model.
+
+    Args:
+        config: Of both.
+        usual: Its model_type, where text_config leaves it out.
+        defaults: What text_config may leave out.
+
+    Raises:
+        CheckpointError: there is no text_config, or it is of another kind of model.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(
+            f"config.json: text_config is missing in a {config['model_type']} model. Copy that of "
+            "the original model"
+        )
+    kind = text.get("model_type", usual)
+    if kind not in ARCHITECTURES:
+        raise CheckpointError(
+            f"config.json: text_config is of model_type {kind!r}; of {config['model_type']} models "
+            f"the text is read where it is {', '.join(ARCHITECTURES)}"
+        )
+    both = ("tie_word_embeddings", "dtype", "torch_dtype", *TOKENS)
+    native = {**defaults, **text, **kept(config, both), "model_type": kind}
+    return native | {"architectures": [ARCHITECTURES[kind]]}
+
+
+LAYOUTS = tuple(
+    PublishedLayout(
+        model_type=model_type,
+        native_config=partial(native_config, usual=usual, defaults=defaults),
+        prefixes=PREFIXES,
+    )
+    for model_type, usual, defaults in (
+        ("gemma3", "gemma3_text", GEMMA3),
+        ("mistral3", "mistral", {}),
+    )
+)
