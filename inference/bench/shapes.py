@@ -92,6 +92,45 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
     "gemma-3-4b-as-llama": LLAMA  # as many bytes of weights, and of a token in the cache
     | OF_4B
     | {"num_attention_heads": 16, "head_dim": 128, "rope_theta": 500000.0},
+    "deepseek-v2-lite": SHARED
+    | {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
 
 

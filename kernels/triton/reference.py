@@ -102,6 +102,28 @@ def prefill_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     return out
 
 
+def latent_attention(q: Tensor, rotated: Tensor, inputs: AttentionInputs) -> Tensor:
+    """fp64 [T, Hq, R], one sequence at a time; zeros for a sequence of length 0."""
+    pool, starts = inputs.pool, inputs.query_start
+    begins = range(len(q) + 1) if starts is None else starts.tolist()
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for s, length in enumerate(inputs.context_len.tolist()):
+        own = slice(begins[s], begins[s + 1])
+        count = own.stop - own.start
+        if not count or not length:
+            continue
+        pages = inputs.block_tables[s, : -(-length // 64)].long()
+        latents = dequantize_pages(pool.v, pool.v_scale, pages)[0, :length]  # [t, R]
+        keys = dequantize_pages(pool.k, pool.k_scale, pages)[0, :length]
+        scores = torch.einsum("nhr,tr->hnt", q[own].double(), latents)
+        scores = scores + torch.einsum("nhp,tp->hnt", rotated[own].double(), keys)
+        token = torch.arange(length, device=q.device)
+        hidden = token > token[length - count :, None]  # [n, t]
+        scores = (scores * inputs.softmax_scale).masked_fill(hidden, -torch.inf)
+        out[own] = torch.einsum("hnt,tr->nhr", torch.softmax(scores, dim=-1), latents)
+    return out
+
+
 def _changed(logits: Tensor, age: Tensor, inputs: AttentionInputs) -> Tensor:
     """Logits [Hkv, group, n, t] of keys so many tokens old [n, t], bounded and biased."""
     if inputs.softcap is not None:

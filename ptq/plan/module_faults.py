@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from formats.checkpoint.targets import is_ignored
-from formats.families.family import Family
+from formats.families.family import Family, LatentAttention
 from formats.scheme import WeightSpec
 from ptq.plan.modules import ModulePlan
 from ptq.recipe.schema import Recipe
@@ -29,11 +29,20 @@ def check_modules(
     """What is wrong with the fates of a model's layers.
 
     These are fused layers of which only some are ignored or that would have several schemes, a
-    scheme that finds nothing to quantize, and weights that do not divide into groups or words.
+    scheme that finds nothing to quantize, weights that do not divide into groups or words, and
+    scales that a cache of latents does not have.
     """
     yield from _check_fused(recipe, modules)
     yield from _check_divisible(recipe, modules)
     yield from _check_stored_merged(recipe, family, modules)
+    cache = recipe.scheme.kv_cache
+    latent = family is not None and isinstance(family.attention, LatentAttention)
+    if cache is not None and cache.dynamic and latent:
+        yield (
+            ("scheme", "kv_cache", "granularity"),
+            f"found {cache.granularity}; latents, which this model caches, have static scales; "
+            "use per_head",
+        )
     left = [m.name for m in modules if m.action == "quantize"]
     if recipe.scheme.weights is not None and not left:
         yield ("ignore",), f"leaves no layer to the scheme {recipe.scheme.wac}; ignore fewer"

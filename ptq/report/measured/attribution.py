@@ -149,14 +149,15 @@ def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, Callable[[int], bool]]
     """Each kind of part: its name, how a float block gets it from a quantized one, its cache."""
     roles = {role_of(name) for name in quantized_linears(quantized.checkpoint)}
     takes: dict[tuple[str, ...], Put] = {
-        ("q", "k", "v"): lambda f, q: replace(f, qkv=q.qkv),
+        ("q", "k", "v", "q_a", "kv_a"): lambda f, q: replace(f, qkv=q.qkv),
+        ("q_b", "kv_b"): lambda f, q: replace(f, latent=q.latent),
         ("o",): lambda f, q: replace(f, o=q.o),
         ("gate", "up"): lambda f, q: _with(f, "gate_up", q),
         ("down",): lambda f, q: _with(f, "down", q),
     }
     for names, put in takes.items():
         if roles & set(names):
-            yield "/".join(names), put, lambda _: False
+            yield "/".join(name for name in names if name in roles), put, lambda _: False
     if quantized.quantized_kv:
         yield "cache", lambda f, _: f, lambda _: True
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
+from formats.errors import RecipeError
 from formats.families.groups import common_inputs, merged_layers, smoothing_groups
 from formats.families.registry import family_of
+from formats.scheme import KVCacheSpec, Scheme
 from inference.config import EngineConfig
 from inference.engine import Engine
 from ptq.pipeline.driver import quantize_tokens
@@ -80,6 +82,13 @@ def test_chunks_and_single_tokens_give_the_same_bits(c8):
         for tokens in (128, 7)
     )
     assert torch.equal(whole, steps)
+
+
+def test_latents_have_no_scales_of_tokens(make_model, tmp_path):
+    kind, own = DEEPSEEK["v2_lite"]
+    scheme = Scheme(kv_cache=KVCacheSpec(granularity="per_token_head"))
+    with pytest.raises(RecipeError, match=r"found per_token_head; latents.* use per_head"):
+        make_plan(make_model(kind, **own), tmp_path, scheme, methods=())
 
 
 def test_layers_that_belong_together():
