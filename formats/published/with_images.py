@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from formats.errors import CheckpointError
+from formats.families.registry import causal_class, find_family, unsupported
 from formats.published.layout import TOKENS, PublishedLayout, kept
 
 PREFIXES: dict[str, str | None] = {
@@ -42,25 +43,17 @@ GEMMA3 = {
     "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
 }
-ARCHITECTURES = {
-    "gemma3_text": "Gemma3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-}
 
 
-def native_config(
-    config: Mapping[str, Any], *, usual: str, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
+def native_config(config: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the text's model.
 
     Args:
         config: Of both.
-        usual: Its model_type, where text_config leaves it out.
         defaults: What text_config may leave out.
 
     Raises:
-        CheckpointError: there is no text_config, or it is of another kind of model.
+        CheckpointError: there is no text_config, or it is of a model that is not declared.
     """
     text = config.get("text_config")
     if not isinstance(text, dict):
@@ -68,25 +61,17 @@ def native_config(
             f"config.json: text_config is missing in a {config['model_type']} model. Copy that of "
             "the original model"
         )
-    kind = text.get("model_type", usual)
-    if kind not in ARCHITECTURES:
-        raise CheckpointError(
-            f"config.json: text_config is of model_type {kind!r}; of {config['model_type']} models "
-            f"the text is read where it is {', '.join(ARCHITECTURES)}"
-        )
+    if find_family(text) is None:
+        raise CheckpointError(f"config.json: {unsupported(text, 'text_config')}")
     both = ("tie_word_embeddings", "dtype", "torch_dtype", *TOKENS)
-    native = {**defaults, **text, **kept(config, both), "model_type": kind}
-    return native | {"architectures": [ARCHITECTURES[kind]]}
+    return {**defaults, **text, **kept(config, both), "architectures": [causal_class(text)]}
 
 
 LAYOUTS = tuple(
     PublishedLayout(
         model_type=model_type,
-        native_config=partial(native_config, usual=usual, defaults=defaults),
+        native_config=partial(native_config, defaults=defaults),
         prefixes=PREFIXES,
     )
-    for model_type, usual, defaults in (
-        ("gemma3", "gemma3_text", GEMMA3),
-        ("mistral3", "mistral", {}),
-    )
+    for model_type, defaults in (("gemma3", GEMMA3), ("mistral3", {}))
 )

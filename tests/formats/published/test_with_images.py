@@ -90,7 +90,10 @@ def test_what_gemma_leaves_out_is_what_its_class_has(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "told"),
-    [({}, "text_config is missing"), ({"text_config": {"model_type": "qwen2"}}, "'qwen2'")],
+    [
+        ({}, "text_config is missing"),
+        ({"text_config": {"model_type": "bert"}}, "'bert' of text_config"),
+    ],
 )
 def test_other_texts_are_refused_by_name(tmp_path, change, told):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3"} | change))
