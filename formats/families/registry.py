@@ -68,7 +68,8 @@ def is_causal_lm(config: Mapping[str, Any]) -> bool:
     Of a family without a declaration it is found from transformers' own code, which may show that
     it is none that is run here (`formats.modeling`). Its list is read from the source.
     """
-    return config.get("model_type") in OWN_CLASSES or causal_class(config) is not None
+    found = config.get("model_type")
+    return found in OWN_CLASSES or causal_class(config) is not None
 
 
 def causal_class(config: Mapping[str, Any]) -> str | None:
