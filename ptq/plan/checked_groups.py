@@ -200,7 +200,8 @@ def _folded(
         source = loaded.submodule(group.source)
         weight = source.get_parameter("weight")
         scale = torch.exp2(2 * torch.rand(len(weight), generator=seeded) - 1).to(weight.device)
-        put(weight, ((weight + form).T / scale).T - form)
+        rows = scale.view(-1, *(1 for _ in weight.shape[1:]))
+        put(weight, (weight + form) / rows - form)
         if isinstance(bias := getattr(source, "bias", None), nn.Parameter):
             put(bias, bias / scale)
         for name in (*group.consumers, *group.routers):

@@ -160,6 +160,7 @@ def build_plan(
     where = where or Where()
     config = preflight.read_config(checkpoint, where)
     values = checkpoint.config
+    recipe = preflight.with_named_head(recipe, values)
     blocks, model = block_names(values), meta_model(config)
     shapes = dict(layer_shapes(model, values))
     names, family = by_block(shapes), find_family(values)

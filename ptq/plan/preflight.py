@@ -23,9 +23,11 @@ from calibrate.spec import SplitSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, suggestion
+from formats.families.names import HEAD
 from formats.families.registry import MODEL_TYPES, find_family, is_causal_lm, unsupported
 from formats.modeling.layers import (
     cached,
+    head_name,
     positions_of,
     stored_names,
     structure_of,
@@ -181,6 +183,16 @@ def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Ke
     if speed is not None and speed.prompt_tokens + speed.new_tokens > most:
         total = f"{speed.prompt_tokens} prompt and {speed.new_tokens} new tokens"
         yield ("report", "speed"), f"found {total}; the model has {most} positions"
+
+
+def with_named_head(recipe: Recipe, config: Mapping[str, Any]) -> Recipe:
+    """A recipe whose `lm_head` among the layers that are left alone is the model's own name of it.
+
+    Some families (GPT-NeoX) call the layer that gives logits otherwise.
+    """
+    own = head_name(config)
+    ignore = tuple(own if entry == HEAD else entry for entry in recipe.ignore)
+    return recipe.model_copy(update={"ignore": ignore})
 
 
 def check_patterns(

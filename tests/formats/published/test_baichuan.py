@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from inference.engine import Engine
-from tests.families import distance
-from tests.ptq.quantizing import random_tokens
+from ptq.pipeline.driver import quantize_tokens
+from tests.families import METHODS, distance
+from tests.ptq.quantizing import make_plan, random_tokens
 from tests.published import as_baichuan, check_published
 
 
@@ -85,6 +86,11 @@ def test_models_of_13b_have_biases_by_distance(native, first, tmp_path):
     ids = random_tokens().sequences()[1]
     wanted = alibi_logits(native, ids)
     assert distance(Engine.from_pretrained(folder).score(ids.tolist()), wanted) < 1e-4
+    methods, bound = METHODS["a8w8c8"]
+    plan = make_plan(folder, tmp_path / "out", methods=methods)
+    written = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    assert distance(Engine.from_pretrained(written).score(ids.tolist()), wanted) < bound
+    assert json.loads((written / "config.json").read_text())["model_type"] == "llama_alibi"
 
 
 def test_rows_that_do_not_fit_the_heads_are_refused(first, tmp_path):
