@@ -294,7 +294,7 @@ class GpuRunner:
         if size.prompts and size not in self._seen:
             self._seen.add(size)
             return None
-        if not self._captured and isinstance(self.model, CodeModel) and self._must_wait(size):
+        if size not in self._captured and self._must_wait(size):
             return None
         try:
             return self._graph_of(size)
@@ -314,9 +314,14 @@ class GpuRunner:
 
     def _must_wait(self, size: Size) -> bool:
         """Whether transformers' code asks the host during a step; then no step is captured."""
-        x = self._uploaded(size, self._planned(Work.nothing(self._batch), size)[0].block)
+        if not isinstance(self.model, CodeModel):
+            return False
+        block = HostBlock(step_shapes(size, self._width), pinned=self._on_gpu)
+        write_step(block.arrays, Work.nothing(self._batch), size)
+        x = self._uploaded(size, block.bytes)
         self._run(x, size)  # kernels are compiled before
         self._graphs = not asks_host(lambda: self._run(x, size))
+        torch.cuda.synchronize(self._device)  # the block has been moved
         if not self._graphs:
             log.warning(
                 "%s: the model's code asks the host during a step, which no CUDA graph holds; "

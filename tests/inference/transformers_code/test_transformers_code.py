@@ -181,3 +181,16 @@ def test_what_a_device_refuses_runs_there_by_transformers_code(make_model, monke
     assert isinstance(engine.model, CodeModel)
     assert "found something that is not run there; transformers' own code runs it" in caplog.text
     assert Checkpoint.open(make_model("llama")).config["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("preset", ["a8w8c8", "w4", "fp8_c8"])
+def test_quantized_models_that_no_family_declares(make_model, make_quantized, preset):
+    """Layers compute what transformers computes of the same checkpoint; the cache is near it."""
+    folder = make_quantized(make_model("stablelm", tie_word_embeddings=False), preset)
+    ids, sizes = ids_of(40), EngineConfig(max_batched_tokens=16)
+    wanted = transformers_logits(folder, ids)
+    layers = Engine.from_pretrained(folder, config=sizes, quantized_kv=False)
+    whole = Engine.from_pretrained(folder, config=sizes)
+    assert distance(layers.score(ids.tolist()), wanted) < 0.02
+    assert distance(whole.score(ids.tolist()), wanted) < 0.2
+    assert (whole.pools[0].k.dtype == layers.pools[0].k.dtype) == (preset == "w4")
