@@ -36,7 +36,8 @@ from torch import Tensor
 
 from formats.checkpoint.alternating import alternating_experts
 from formats.errors import CheckpointError
-from formats.families.family import Mixture, merged_rows
+from formats.families.family import Mixture, merged_rows, size_in
+from formats.families.names import block_of
 from formats.families.registry import find_family
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
@@ -112,6 +113,10 @@ def split_stored(
     family, found = find_family(config), dict[str, TensorFile](files)
     if family is None:
         return found
+    if family.predicting is not None and config.get(family.predicting):
+        count = size_in(config, "num_hidden_layers")
+        files = {name: file for name, file in files.items() if not _lies_behind(name, count)}
+        found = dict[str, TensorFile](files)
     if family.mixture is not None:
         for name, file in files.items():
             if family.mixture.alternating:
@@ -124,6 +129,12 @@ def split_stored(
         for name, file in files.items():
             _split_merged(found, name, file, merged_rows(family, config))
     return found
+
+
+def _lies_behind(name: str, count: int) -> bool:
+    """Whether a tensor is one of a layer behind so many blocks."""
+    block = block_of(name)
+    return block is not None and int(block.rpartition(".")[2]) >= count
 
 
 def split_shapes(

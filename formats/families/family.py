@@ -322,6 +322,8 @@ class Family:
         partial_rotary: Which part of each head turns, the first, where config.json leaves it out;
             None where heads turn as a whole.
         multipliers: Factors and bounds outside of attention.
+        predicting: Key of config.json of how many layers stand behind the blocks that predict
+            further tokens; they are not read. None where files have none.
         paddle: Its name in PaddleNLP's tables of scales; None where these are not known.
     """
 
@@ -333,6 +335,7 @@ class Family:
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     partial_rotary: float | None = None
     multipliers: Multipliers = Multipliers()
+    predicting: str | None = None
     paddle: str | None = None
 
     @property

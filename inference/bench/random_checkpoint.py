@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RequestError
+from formats.families.names import is_projection
 from formats.scale_table import Role, ScaleEntry, ScaleTable
 from inference.bench.random_model import RandomCheckpoint
 from inference.bench.random_weights import ABSMAX, ROLES, words_of
@@ -61,7 +62,9 @@ def random_checkpoint(work: Path, shape: str, scheme: str, *, quantize_head: boo
 
 def _write(out: Path, made: RandomCheckpoint) -> None:
     entries: list[ScaleEntry] = []
-    options = {"layers": made.layers, "ignore": (), "shard_bytes": SHARD_BYTES}
+    modules = [name.removesuffix(".weight") for name in made.names() if name.endswith(".weight")]
+    others = [m for m in modules if is_projection(m) and m not in made.layers]
+    options = {"layers": made.layers, "ignore": others, "shard_bytes": SHARD_BYTES}
     with CheckpointWriter(out, config=made.config, scheme=made.scheme, **options) as writer:
         for name in made.names():
             module = name.removesuffix(".weight")
@@ -83,6 +86,8 @@ def _add_linear(
     assert weights is not None
     input_scale = made.scale(f"{module}.input_scale") if scheme.static_input else None
     writer.add_linear(module, stored, torch.bfloat16, input_scale=input_scale)
+    if weights.dtype == "fp4_e2m1":
+        return  # its scales are bytes, of which the table has none
     shown = stored.scale.reshape(1) if weights.granularity == "per_tensor" else stored.scale
     absmax = made.tensor(f"{module}.weight").abs().max().item()
     yield _entry(f"{module}.weight_scale", "weight", shown, weights, absmax)

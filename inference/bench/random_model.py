@@ -23,7 +23,7 @@ from inference.bench.random_weights import (
     tensor_shapes,
     words_of,
 )
-from inference.bench.shapes import read_scheme, read_shape
+from inference.bench.shapes import PUBLISHED, read_scheme, read_shape
 
 
 class RandomCheckpoint(Checkpoint):
@@ -46,7 +46,10 @@ class RandomCheckpoint(Checkpoint):
         self.path, self.scheme = Path(f"{name}-{scheme}"), read_scheme(scheme)
         self.config = config | {"torch_dtype": "bfloat16"}
         self._device, self._shapes = device, tensor_shapes(config)
-        self.layers = quantized_layers(self._shapes, self.scheme, quantize_head)
+        experts = PUBLISHED.get(shape)
+        self.layers = quantized_layers(self._shapes, self.scheme, quantize_head, experts)
+        if experts is not None and self.scheme.weights is None:  # only they are
+            self.scheme = self.scheme.model_copy(update={"weights": experts.weights})
         self.quantized_modules, self.scale_table = tuple(sorted(self.layers)), None
         self.kv_scales = kv_scales(config, self.scheme)
 

@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from formats.checkpoint.split import split_shapes
 from formats.families.family import cached_of
-from formats.families.names import HEAD, is_projection, is_weight_only
+from formats.families.names import HEAD, expert_of, is_projection, is_weight_only
 from formats.families.registry import attention_names, find_family
-from formats.scheme import PRESETS, ActivationSpec, LayerScheme, Scheme
+from formats.scheme import MX_GROUP, PRESETS, ActivationSpec, LayerScheme, Scheme
 from formats.stored.weights import StoredWeight, storage_format
 from kernels.numerics import (
     TYPES,
@@ -47,9 +47,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def quantized_layers(
-    tensors: Iterable[str], scheme: Scheme, quantize_head: bool
+    tensors: Iterable[str],
+    scheme: Scheme,
+    quantize_head: bool,
+    experts: LayerScheme | None = None,
 ) -> dict[str, LayerScheme]:
-    """Schemes of the linear layers that are quantized."""
+    """Schemes of the linear layers that are quantized; `experts` have one of their own, or None."""
     modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     own = scheme.of_layers
     layers = {
@@ -57,6 +60,8 @@ def quantized_layers(
         for m in modules
         if own.weights and is_projection(m)
     }
+    if experts is not None:
+        layers |= {m: experts for m in modules if expert_of(m) is not None}
     return layers | ({HEAD: HEAD_SCHEME} if quantize_head else {})
 
 
@@ -82,6 +87,8 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
     """
     spec = scheme.weights
     assert spec is not None
+    if spec.dtype == "fp4_e2m1":
+        return _powers_of_two(weight)
     kind, zero_point = TYPES[spec.dtype], None
     block = (1,) * (weight.dim() - 2) + spec.block
     if spec.symmetric:
@@ -97,6 +104,17 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
         scale = nearest_multiples(scale, unit) * unit
     q = quantize(weight, scale, kind, zero_point, block)
     return StoredWeight(q, scale, zero_point)
+
+
+def _powers_of_two(weight: Tensor) -> StoredWeight:
+    """[..., N, K] in MXFP4: scales from the largest exponent (OCP Microscaling 1.0, 6.3)."""
+    groups = weight.unflatten(-1, (-1, MX_GROUP))
+    scale = torch.exp2(groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2)
+    elements = groups / scale[..., None]
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
+    nearest = torch.bucketize(elements.abs(), (values[1:] + values[:-1]) / 2)
+    q = values[nearest].copysign(elements).flatten(-2)
+    return StoredWeight(q.to(torch.float8_e4m3fn), scale)
 
 
 def kv_scales(config: dict[str, Any], scheme: Scheme) -> dict[str, tuple[Tensor, Tensor]]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from formats.errors import RequestError, suggestion
 from formats.families.registry import find_family, unsupported
-from formats.scheme import PRESETS, Scheme
+from formats.foreign.mxfp4 import SCHEME as MXFP4
+from formats.scheme import PRESETS, LayerScheme, Scheme
 from formats.stored.folder import read_config
 
 SHARED = {
@@ -71,6 +72,35 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
     },
+    "gpt-oss-20b": SHARED
+    | {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": [WINDOW, WHOLE] * 12,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    },
     "gemma-3-4b": SHARED
     | OF_4B
     | {
@@ -132,6 +162,8 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
         },
     },
 }
+PUBLISHED: dict[str, LayerScheme] = {"gpt-oss-20b": MXFP4}
+"""What the experts of a shape are published in, and stay in whatever the scheme."""
 
 
 def read_shape(text: str) -> tuple[str, dict[str, Any]]:

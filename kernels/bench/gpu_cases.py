@@ -7,11 +7,13 @@ from itertools import islice
 
 import torch
 
-from kernels.bench import gpu_attention, gpu_latent, gpu_linear, gpu_rows
+from kernels.bench import gpu_attention, gpu_experts, gpu_latent, gpu_linear, gpu_rows
 from kernels.bench.case import BenchCase
 from kernels.bench.draw import FP8
 from kernels.bench.shapes import (
     DECODE,
+    EXPERT_LAYERS,
+    EXPERT_TOKENS,
     KINDS_DECODE,
     KINDS_PREFILL,
     MIXED,
@@ -33,6 +35,8 @@ def of_family(family: str, workspace: Workspace, selection: Selection) -> Iterat
     """The cases of a family."""
     if family == "attention":
         return of_attention(workspace, selection.table)
+    if family == "experts":
+        return of_experts(workspace)
     if family == "prefill":
         return of_prefill(workspace)
     if family == "attention_kinds":
@@ -50,6 +54,13 @@ def of_gemms(family: str, workspace: Workspace, selection: Selection) -> Iterato
         both = "a16" in family and rows < 4096 and not selection.table
         for dtype in (torch.bfloat16, *((torch.float16,) if both else ())):
             yield gpu_linear.gemm(family, rows, outputs, inputs, workspace, dtype)
+
+
+def of_experts(workspace: Workspace) -> Iterator[BenchCase]:
+    """Layers of experts in MXFP4, few tokens to many."""
+    for outputs, inputs in EXPERT_LAYERS:
+        for tokens in EXPERT_TOKENS:
+            yield gpu_experts.mxfp4(tokens, outputs, inputs, workspace)
 
 
 def of_attention(workspace: Workspace, integers: bool = False) -> Iterator[BenchCase]:

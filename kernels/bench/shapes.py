@@ -16,7 +16,7 @@ VARIANTS = ("", "_g64", "_zeros")  # of weights with scales of groups
 GROUPED = tuple(base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in VARIANTS)
 INTEGERS = ("w4a8_two_level", "w8a8")  # whose sums over all inputs are exact
 LAYERS = (*GROUPED, *INTEGERS, "fp8", "fp8_block", "w16a16")
-FAMILIES = (*LAYERS, "attention", "prefill", "attention_kinds", "fused", "sampling")
+FAMILIES = (*LAYERS, "experts", "attention", "prefill", "attention_kinds", "fused", "sampling")
 CPU_LAYERS = ("w8a8", "w4a8", "w8a16", "w4a16", "fp8", "w16a16")
 CPU_FAMILIES = (*CPU_LAYERS, "attention", "fused")
 
@@ -27,6 +27,8 @@ ROWS = (1, 16, 64, 256)
 DECODE = ((1, 4096), (16, 4096), (64, 4096), (64, 1024), (8, 32768))
 PREFILL = (((1024,), 1024), ((1024,), 4096), ((1024,) * 8, 1024), ((2048,), 32768))
 MIXED = (1,) * 16 + (1024,)
+EXPERT_TOKENS = (1, 16, 64, 512)
+EXPERT_LAYERS = ((5760, 2880), (2880, 2880))  # of a gpt-oss-20b
 KINDS_DECODE = ((1, 4096), (16, 4096), (64, 1024))
 KINDS_PREFILL = (((1024,), 1024), ((1024,), 4096))
 CPU_SHAPES = ((8192, 2048), (2048, 8192))

@@ -8,6 +8,9 @@ import torch
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
+from tests.formats.families.test_glm4_moe import SIZES as GLM
+from tests.formats.families.test_gpt_oss import SIZES as GPT_OSS
+from tests.mixtures import publish_mxfp4
 from tests.tiny_families import TINY
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -51,6 +54,46 @@ def is_near(path, dtype: torch.dtype, bound: float) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 0.01), (torch.bfloat16, 0.04)])
 def test_families_are_as_on_the_cpu(make_model, kind, dtype, bound):
     is_near(make_model(kind, **FAMILIES[kind]), dtype, bound)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 0.02), (torch.bfloat16, 0.08)])
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "mxfp4"])
+def test_mixtures_are_as_on_the_cpu(make_model, tmp_path, kind, dtype, bound):
+    """Every expert is chosen, so that no rounding sends a token to another."""
+    sizes = GLM | {"num_experts_per_tok": 8, "topk_group": 2} if kind == "glm4_moe" else GPT_OSS
+    family = "glm4_moe" if kind == "glm4_moe" else "gpt_oss"
+    folder = make_model(
+        family, **sizes | ({} if family == "glm4_moe" else {"num_experts_per_tok": 4})
+    )
+    is_near(publish_mxfp4(folder, tmp_path)[0] if kind == "mxfp4" else folder, dtype, bound)
+
+
+@pytest.mark.parametrize("scheme", ["float", "c8"])
+def test_graphs_of_a_gpt_oss_give_the_tokens_of_steps_one_by_one(scheme, monkeypatch):
+    """Experts in MXFP4 of 2880 inputs, which are no multiple of 128."""
+    from inference.backend import choose_backend
+    from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+    from inference.bench.shapes import SHAPES
+
+    small = {"num_hidden_layers": 2, "vocab_size": 4096}
+    kinds = ["sliding_attention", "full_attention"]
+    shape = SHAPES["gpt-oss-20b"] | small | {"layer_types": kinds}
+    monkeypatch.setitem(SHAPES, "gpt-oss-20b", shape)
+    prompts = [[(7 + i * j) % 4000 for j in range(40 * i + 1)] for i in range(8)]
+    params, tokens = SamplingParams(max_tokens=12, ignore_eos=True), []
+    for eager in (True, False):
+        checkpoint = RandomCheckpoint("gpt-oss-20b", scheme, "cuda")
+        sizes = {"max_model_len": 1024, "max_batch_size": 8, "max_batched_tokens": 512}
+        engine = Engine(
+            checkpoint,
+            random_tokenizer(4096),
+            EngineConfig(**sizes, eager=eager),
+            choose_backend("cuda", checkpoint),
+        )
+        for layer in engine.model.layers:
+            assert layer.feed_forward.gate_up.merged is not None
+        tokens.append([out.token_ids for out in engine.generate(prompts, params)])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("preset", ["a8w8c8", "a8w8c8_dynamic", "fp8_c8", "w4c8"])

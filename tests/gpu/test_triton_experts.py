@@ -45,3 +45,26 @@ def test_rows_of_experts_are_multiplied_by_their_weights(tokens, rows, by_pair, 
             errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
             assert errors.max() < 4e-3, family
         assert not workspace.arrivals.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (64, 32), (512, 128)])
+def test_mxfp4_weights_are_multiplied_exactly(dtype, tokens, rows):
+    """Of 2880 inputs, the subnormal 0.5 among elements: only sums and the result are rounded."""
+    from kernels.triton.common import Workspace
+    from kernels.triton.experts.sorting import sort_by_expert
+    from tests.kernels.expert_cases import make_weights
+
+    torch.manual_seed(0)
+    workspace = Workspace.on("cuda")
+    with torch.device("cuda"):
+        weights, plain = make_weights("mxfp4", 8, 768, 2880)
+        x = torch.randn(tokens, 2880).to(dtype)
+        chosen = torch.rand(tokens, 8).topk(2).indices.int()
+    pairs = sort_by_expert(chosen, 8, rows)
+    got = weights[0].run(x, None, workspace, torch.float32, pairs)
+    owners, source = chosen.flatten(), torch.arange(2 * tokens, device="cuda") // 2
+    wanted = torch.zeros_like(got).double()
+    for e in range(8):
+        wanted[owners == e] = plain[e](x[source[owners == e]].double())
+    assert (got - wanted).norm() < 1e-5 * wanted.norm()

@@ -1,6 +1,6 @@
 """DeepSeek-V3, R1 (arXiv 2412.19437): V2 with experts scored by sigmoids and corrected scores.
 
-The layers for predicting several tokens, which its files have behind the last block, are not run.
+The layers for predicting several tokens, which its files have behind the last block, are not read.
 """
 
 from formats.families.family import ExpertGroups, Family, GatedMLP, LatentAttention, Mixture
@@ -19,4 +19,5 @@ FAMILY = Family(
         groups=ExpertGroups(best=2),
         factor="routed_scaling_factor",
     ),
+    predicting="num_nextn_predict_layers",
 )

@@ -21,4 +21,5 @@ FAMILY = Family(
         factor="routed_scaling_factor",
     ),
     partial_rotary=0.5,
+    predicting="num_nextn_predict_layers",
 )

@@ -161,4 +161,4 @@ def peers_for(shape: Shape, device: torch.device) -> tuple[Peer, ...]:
         return OF_GEMMS[device.type].get(shape.base, (LINEAR,))
     if isinstance(shape, AttentionShape):
         return () if shape.kind else OF_ATTENTION[device.type]
-    return () if shape.op == "sample" else (OF_ROWS[device.type],)
+    return () if shape.op in ("sample", "experts") else (OF_ROWS[device.type],)

@@ -11,10 +11,11 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from formats.files import sha256_file
+from formats.foreign.mxfp4 import SCHEME as MXFP4
 from inference.bench.engine_process import EngineSource
 from inference.bench.load import Load, run_once
 from inference.bench.random_checkpoint import random_checkpoint
-from inference.bench.random_model import random_tokenizer
+from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.bench.shapes import SHAPES, read_shape
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -55,6 +56,31 @@ def test_it_runs(tmp_path, scheme):
         assert checkpoint.scheme_of("lm_head").text == (
             "int8 weights per_channel, dynamic int8 inputs per_token"
         )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "wac"), [("float", "wf4"), ("a8w8c8", "a8w8c8"), ("c8", "wf4c8")]
+)
+def test_experts_of_gpt_oss_are_in_mxfp4_whatever_the_scheme(tmp_path, monkeypatch, scheme, wac):
+    small = TINY | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+    small |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    monkeypatch.setitem(SHAPES, "gpt-oss-20b", SHAPES["gpt-oss-20b"] | small)
+    path = random_checkpoint(tmp_path, "gpt-oss-20b", scheme)
+    engine = Engine.from_pretrained(path, config=EngineConfig(max_model_len=64))
+    assert run_once(engine, Load(batch=2, prompt_tokens=9, new_tokens=3)).decode_tokens == 4
+    found = engine.checkpoint
+    assert found.scheme.wac == wac
+    assert found.scheme_of("model.layers.1.mlp.experts.3.down_proj") == MXFP4
+    made = RandomCheckpoint("gpt-oss-20b", scheme, "cpu").weight(
+        "model.layers.1.mlp.experts.3.up_proj"
+    )
+    values, stood = made.q.float(), random_values_of("model.layers.1.mlp.experts.3.up_proj")
+    values = (values.unflatten(1, (-1, 32)) * made.scale[..., None]).flatten(1)
+    assert (values - stood).norm() < 0.15 * stood.norm()
+
+
+def random_values_of(module: str) -> torch.Tensor:
+    return RandomCheckpoint("gpt-oss-20b", "float", "cpu").tensor(f"{module}.weight").float()
 
 
 @pytest.mark.parametrize("family", MOE)
