@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,15 @@ from ptq.result import ModuleRow
 
 
 def emit_rest(writer: CheckpointWriter, checkpoint: FloatModel, blocks: tuple[str, ...]) -> None:
-    """Copy every tensor that belongs to no decoder block, bit for bit."""
-    prefixes = tuple(f"{block}." for block in blocks)
+    """Copy every tensor that belongs to no decoder block, bit for bit.
+
+    What lies behind the last block, as layers do that predict further tokens (DeepSeek-V3), is left
+    out: nothing runs it, and it is not calibrated.
+    """
+    parents = {block.rpartition(".")[0] for block in blocks}
+    numbered = re.compile("|".join(rf"{re.escape(parent)}\.\d+\." for parent in parents))
     for name in checkpoint.names():
-        if not name.startswith(prefixes):
+        if not numbered.match(name):
             writer.add(name, checkpoint.tensor(name))
 
 

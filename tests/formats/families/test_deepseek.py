@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
@@ -12,8 +16,16 @@ from formats.families.registry import family_of
 from formats.scheme import KVCacheSpec, Scheme
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.requests.request import SamplingParams
+from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
-from tests.families import check_blocks, check_engine, check_quantized, distance
+from tests.families import (
+    check_blocks,
+    check_engine,
+    check_quantized,
+    distance,
+    transformers_logits,
+)
 from tests.ptq.quantizing import make_plan, random_tokens
 from tests.tiny_families import DEEPSEEK
 
@@ -82,6 +94,47 @@ def test_chunks_and_single_tokens_give_the_same_bits(c8):
         for tokens in (128, 7)
     )
     assert torch.equal(whole, steps)
+
+
+def test_shared_and_preempted_blocks_give_the_same_tokens(c8):
+    """Blocks of latents are shared by prompts with one start, copied, and computed again."""
+    first = random_tokens().sequences()[1][:64].tolist() * 2
+    prompts = [[*first[:100], token] for token in (7, 8, 9)] + [first[:40]]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    ample = EngineConfig(max_model_len=256, max_batch_size=4, prefix_cache=False)
+    scarce = EngineConfig(max_model_len=256, max_batch_size=4, kv_blocks=7)
+    tokens = [
+        [out.token_ids for out in Engine.from_pretrained(c8, config=own).generate(prompts, params)]
+        for own in (ample, scarce)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_is_published_runs_and_quantizes(make_model, tmp_path):
+    """Layers that predict further tokens lie behind the last block, and nothing runs them."""
+    kind, own = DEEPSEEK["v3"]
+    model = make_model(kind, **own)
+    folder = tmp_path / "published"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    rotation = config.pop("rope_parameters") | {"type": "yarn"}
+    del config["head_dim"], rotation["rope_type"]
+    config |= {"rope_theta": rotation.pop("rope_theta"), "rope_scaling": rotation}
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    behind = {
+        name.replace(".1.", ".2.", 1): t.clone() for name, t in tensors.items() if ".1." in name
+    }
+    behind["model.layers.2.eh_proj.weight"] = torch.ones(128, 256).bfloat16()
+    save_file(tensors | behind, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = random_tokens().sequences()[1]
+    engine = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=512))
+    assert distance(engine.score(ids.tolist()), transformers_logits(model, ids)) < 1e-4
+    plan = make_plan(folder, tmp_path / "out", "w8", methods=(RTNSpec(),))
+    quantized = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    names = Checkpoint.open(quantized, verify=True).names()
+    assert not any(name.startswith("model.layers.2.") for name in names)
 
 
 def test_latents_have_no_scales_of_tokens(make_model, tmp_path):
