@@ -78,9 +78,15 @@ def watched_latent(
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Any:
     """transformers' attention function; what `watched` left on the module takes part."""
+    mask = attention_mask
     callback, cache = getattr(module, _CALLBACK, None), getattr(module, _CACHE, None)
     if callback is not None:
         callback(key[0].transpose(0, 1), value[0].transpose(0, 1))  # [tokens, kv heads, head_dim]

@@ -86,16 +86,15 @@ SIZES: dict[str, Any] = {
     "index_head_dim": HEAD,
     "index_topk": 512,
     "vocab_size_per_layer_input": 384,
-    "hidden_size_per_layer_input": HEAD,
+    "hidden_size_per_layer_input": HIDDEN,
     "pad_token_id": 0,
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
 LAYER_COUNTS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "longcat_flash": {"zero_expert_num": 2},
+    "longcat_flash": {"zero_expert_num": 2, "head_dim": HEAD // 2},
 }
 
 

@@ -58,8 +58,10 @@ def unsupported(config: Mapping[str, Any], source: str = "") -> str:
         return f"found no model_type{of}; supported are {', '.join(MODEL_TYPES)}"
     text = f"model_type {found!r}{of} is not supported"
     if _known_to_transformers(found):  # no typing error, however close it is to one of ours
-        return f"{text} yet. transformers knows it; this project runs {', '.join(MODEL_TYPES)}"
-    return f"{text}; {suggestion(found, MODEL_TYPES)}"
+        text = f"{text} yet. transformers knows it; this project runs {', '.join(MODEL_TYPES)}"
+    else:
+        text = f"{text}; {suggestion(found, MODEL_TYPES)}"
+    return f"{text}. `ptq families` tells what else is run, and by what"
 
 
 def is_causal_lm(config: Mapping[str, Any]) -> bool:

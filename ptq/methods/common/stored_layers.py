@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from formats.later import later
 from formats.scheme import LayerScheme
-from formats.stored.weights import MXFP4, needed_leaves, storage_format
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 
 if TYPE_CHECKING:
@@ -21,7 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from formats.checkpoint.read import Checkpoint
+    from formats.stored import weights as storage
 else:
+    storage = later("formats.stored.weights")
     torch = later("torch")
 
 
@@ -43,7 +44,9 @@ class StoredLayers(FloatModelView):
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        own = {f"{name}.{leaf}" for name, s in self.kept.items() for leaf in needed_leaves(s)}
+        own = {
+            f"{name}.{leaf}" for name, s in self.kept.items() for leaf in storage.needed_leaves(s)
+        }
         return tuple(sorted({*self.source.names()} - own | self._weights.keys()))
 
     def names(self) -> tuple[str, ...]:
@@ -73,14 +76,14 @@ class StoredLayers(FloatModelView):
 
     def as_stored(self, module: str) -> dict[str, Tensor]:
         """The tensors that a kept layer's weight is stored as."""
-        names = (f"{module}.{leaf}" for leaf in sorted(needed_leaves(self.kept[module])))
+        names = (f"{module}.{leaf}" for leaf in sorted(storage.needed_leaves(self.kept[module])))
         return {name: self.source.tensor(name) for name in names}
 
 
 def seen_as_floats(checkpoint: Checkpoint) -> FloatModel:
     """A checkpoint as a float model, if it has layers that are kept; else itself."""
     schemes = [checkpoint.scheme_of(name) for name in checkpoint.quantized_modules]
-    if not schemes or any(storage_format(scheme) != MXFP4 for scheme in schemes):
+    if not schemes or any(storage.storage_format(scheme) != storage.MXFP4 for scheme in schemes):
         return checkpoint
     return StoredLayers(checkpoint)
 
