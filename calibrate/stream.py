@@ -145,8 +145,8 @@ class BlockStream:
     def _names(self, index: int) -> dict[str, str]:
         """Full names in the files of a block's modules, by their names in its code, if others."""
         place = f"{self._list}.{index}."
-        renamed = {code: own for code, own in self._stored.items() if code.startswith(place)}
-        return renamed_modules({code.removeprefix(place): own for code, own in renamed.items()})
+        whole = ((code, place + code) for code in self._meta_blocks[index].state_dict())
+        return renamed_modules({code: self._stored.get(full, full) for code, full in whole})
 
     @torch.no_grad()
     def start(self, sequences: list[Tensor]) -> None:

@@ -66,14 +66,22 @@ def tied_names(model: Any) -> dict[str, str]:
 
 
 def renamed_modules(stored: Mapping[str, str]) -> dict[str, str]:
-    """Names of modules in the files by those in the code, from those of their tensors."""
+    """Names of modules in the files by those in the code.
+
+    A module is named by a tensor of its own, or else by the first one below it.
+
+    Args:
+        stored: Name in the files of each tensor of the code, of all those of a model or block.
+    """
     renamed: dict[str, str] = {}
+    above: dict[str, str] = {}
     for tensor, own in stored.items():
-        here, there = tensor, own
+        here, there, names = tensor, own, renamed
         while here and here.rpartition(".")[2] == there.rpartition(".")[2]:
             here, there = here.rpartition(".")[0], there.rpartition(".")[0]
-            renamed.setdefault(here, there)
-    return renamed
+            names.setdefault(here, there)
+            names = above
+    return {**above, **renamed}
 
 
 def named_modules(model: nn.Module) -> dict[nn.Module, str]:

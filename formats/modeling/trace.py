@@ -59,7 +59,7 @@ class Seen:
 
     Attributes:
         calls: Calls of attention, in their order.
-        reads: What each module without others reads.
+        reads: What each module reads that has no others in it, or tensors of its own.
         makers: The module that made a tensor.
         tuples: How many values each module of a list gives, where it gives a tuple.
         masks: Of each mask's storage, whether (batch, head, query, key) may be seen.
@@ -132,7 +132,8 @@ def run(model: Any) -> Seen:
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             handles += [part.register_forward_hook(block_after) for part in module]
-        if next(module.children(), None) is None:
+        own = next(module.parameters(recurse=False), None) is not None
+        if own or next(module.children(), None) is None:
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after))
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from formats.families.groups import common_inputs
 from formats.families.registry import find_family
 from formats.memory import release_freed_memory
 from formats.modeling.experts import Experts
+from formats.modeling.found import is_linear
 from formats.modeling.load import materialize
 from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
@@ -110,7 +111,7 @@ class _Loader:
         """Load everything."""
         self._load_head()
         for name, parent in list(self._model.named_modules()):
-            linears = {k: m for k, m in parent.named_children() if isinstance(m, nn.Linear)}
+            linears = dict(_linears(parent))
             wholes = {k: v for k, v in vars(parent).items() if isinstance(v, SideBySide)}
             if linears:
                 self._load_linears(name, parent, linears)
@@ -226,3 +227,10 @@ def _as_one(parent: nn.Module, name: str, parts: Sequence[str]) -> None:
     for part in parts:
         delattr(parent, part)
     setattr(parent, name, BackendLinear(shared.pop().layer))
+
+
+def _linears(parent: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers of a module by their own names; a router may be one that computes otherwise."""
+    for name, part in parent.named_children():
+        if isinstance(part, nn.Linear) and is_linear(part):
+            yield name, part

@@ -1,0 +1,108 @@
+"""What is found of models that no family declares, and what is refused by name."""
+
+import pytest
+from transformers import AutoConfig
+
+from formats.errors import CheckpointError
+from formats.modeling.layers import (
+    attention_names,
+    block_names,
+    cached,
+    embedding_name,
+    head_name,
+    structure_of,
+)
+from tests.undeclared import UNDECLARED
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+MANY = {  # list of blocks, embedding, head, heads of K and V with their sizes
+    "apertus": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "arcee": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "biogpt": ("biogpt.layers", "biogpt.embed_tokens", "output_projection", (4, 16, 16)),
+    "cohere2": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "ernie4_5": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "gpt2": ("transformer.h", "transformer.wte", "lm_head", (4, 16, 16)),
+    "gpt_neox": ("gpt_neox.layers", "gpt_neox.embed_in", "embed_out", (4, 16, 16)),
+    "helium": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "nanochat": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "persimmon": ("model.layers", "model.embed_tokens", "lm_head", (4, 16, 16)),
+    "phi": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "seed_oss": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "stablelm": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+    "starcoder2": ("model.layers", "model.embed_tokens", "lm_head", (2, 16, 16)),
+}
+REFUSED = {
+    "bert": "'bert' is not supported: its tokens see later ones: it is an encoder",
+    "bart": "'bart' is not supported: it is an encoder and a decoder",
+    "t5": "'t5' is not supported: it is an encoder and a decoder",
+    "mamba": "'mamba' is not supported: its blocks keep another state than K and V",
+    "qwen3_next": "'qwen3_next' is not supported: its blocks keep another state",
+    "jamba": "'jamba' is not supported: its blocks keep another state",
+    "recurrent_gemma": "'recurrent_gemma' is not supported: its blocks keep another state",
+    "rwkv": "'rwkv' is not supported: its attention does not go through",
+    "ctrl_": "transformers takes it for none",
+}
+
+
+def config_of(kind, **more):
+    return AutoConfig.for_model(kind, **SIZES, **more).to_dict()
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_blocks_embedding_head_and_cache_are_found(kind):
+    config, (blocks, embedding, head, sizes) = config_of(kind), MANY[kind]
+    assert block_names(config) == (f"{blocks}.0", f"{blocks}.1")
+    assert (embedding_name(config), head_name(config)) == (embedding, head)
+    assert [(own.heads, own.k, own.v) for own in cached(config)] == [sizes, sizes]
+    assert all(name.startswith(blocks) for name in attention_names(config))
+    assert structure_of(config) is structure_of(config)
+
+
+def test_windows_bounds_and_sinks_are_told_by_layer():
+    config = AutoConfig.for_model("vaultgemma", **SIZES, sliding_window=8).to_dict()
+    sites = [block.attention for block in structure_of(config).blocks]
+    assert [site.window for site in sites] == [8, None]
+    assert [site.arguments for site in sites] == [("softcap",)] * 2
+    config = AutoConfig.for_model("granite_swa", **SIZES, sliding_window=8).to_dict()
+    assert {block.attention.arguments for block in structure_of(config).blocks} == {("s_aux",)}
+
+
+def test_who_reads_what_is_found():
+    (block, _) = structure_of(config_of("cohere2")).blocks
+    norm = f"{block.name}.input_layernorm"
+    readers = [name.rpartition(".")[2] for name, read in block.inputs.items() if read == norm]
+    assert readers == ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
+    assert block.attention.value == f"{block.name}.self_attn.v_proj"
+    assert block.attention.output == f"{block.name}.self_attn.o_proj"
+
+
+def test_experts_have_the_names_of_the_files():
+    config = AutoConfig.for_model("phimoe", **SIZES | UNDECLARED["phimoe"]).to_dict()
+    structure = structure_of(config)
+    (block, _) = structure.blocks
+    experts = [name for name in block.linears if ".experts." in name]
+    assert len(experts) == 12
+    assert f"{block.name}.block_sparse_moe.experts.3.w2" in experts
+    assert block.routers == (f"{block.name}.block_sparse_moe.gate",)
+    assert len({block.inputs[name] for name in experts if not name.endswith("w2")}) == 1
+
+
+def test_stacks_that_files_hold_as_they_are_stay_whole():
+    config = AutoConfig.for_model("granitemoe", **SIZES, num_local_experts=4).to_dict()
+    (block, _) = structure_of(config).blocks
+    assert block.whole == (f"{block.name}.block_sparse_moe.experts",)
+    assert not any("experts" in name for name in block.linears)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_causal_decoder_is_refused_by_name(kind):
+    known = kind != "ctrl_"
+    config = AutoConfig.for_model(kind).to_dict() if known else {"model_type": kind}
+    with pytest.raises(CheckpointError, match=REFUSED[kind]):
+        structure_of(config)
+
+
+def test_code_of_its_own_is_never_run():
+    with pytest.raises(CheckpointError, match=r"code of its own \(auto_map\), which is never run"):
+        structure_of({"model_type": "opt", "auto_map": {"AutoModelForCausalLM": "code.Model"}})
