@@ -57,7 +57,10 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
     """What happens to a linear layer, in order."""
     if module.action != "quantize":
         yield f"stays as it is: {module.reason}"
-        for source in dict.fromkeys(g.source for g in plan.smoothing if module.name in g.routers):
+        groups = [group for group in plan.smoothing if module.name in group.routers]
+        quantized = set(plan.quantized) if groups else set()
+        folded = (group.source for group in groups if quantized.issuperset(group.consumers))
+        for source in dict.fromkeys(folded):
             yield f"but for powers of two in its columns, by which {source} is divided"
         return
     recipe, scheme = plan.recipe, plan.recipe.scheme_of(module.name)

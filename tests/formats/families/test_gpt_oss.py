@@ -14,6 +14,7 @@ from ptq.convert.convert import convert
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
+from ptq.plan.explain import steps
 from tests.experts import rewrite
 from tests.families import METHODS, check_blocks, check_engine, distance, transformers_logits
 from tests.mixtures import check_quantized_experts, publish_mxfp4, stored
@@ -93,6 +94,8 @@ def test_quantizing_a_published_folder_keeps_its_experts_bit_for_bit(published, 
     actions = {module.name.rpartition(".layers.0.")[2]: module.action for module in plan.modules}
     assert actions["mlp.experts.0.up_proj"] == "stored"
     assert actions["mlp.router"] == "float"
+    router = next(module for module in plan.modules if module.name.endswith("mlp.router"))
+    assert len(list(steps(plan, router))) == 1, "nothing is folded into what is kept"
     result = quantize_tokens(plan, random_tokens(), progress=False)
     found, wanted = stored(result.checkpoint), stored(folder)
     experts = {name for name in wanted if ".experts." in name}
