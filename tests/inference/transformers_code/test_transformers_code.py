@@ -9,6 +9,7 @@ import torch
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
+from inference.beam_search import BeamParams, beam_search
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.models.decoder import Decoder
@@ -194,3 +195,16 @@ def test_quantized_models_that_no_family_declares(make_model, make_quantized, pr
     assert distance(layers.score(ids.tolist()), wanted) < 0.02
     assert distance(whole.score(ids.tolist()), wanted) < 0.2
     assert (whole.pools[0].k.dtype == layers.pools[0].k.dtype) == (preset == "w4")
+
+
+def test_beams_and_seeded_samples_are_those_of_the_fast_path(tiny_llama):
+    """What requests ask for does not know whose code gives the logits."""
+    prompt, found = ids_of(20).tolist(), []
+    for code in (True, False):
+        engine = engine_of(tiny_llama, transformers_code=code)
+        (beams,) = beam_search(engine, [prompt], BeamParams(beam_width=3, max_tokens=6))
+        sampled = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
+        (output,) = engine.generate([prompt], sampled)
+        found.append(([beam.token_ids for beam in beams], output.token_ids))
+        engine.check_integrity()
+    assert found[0] == found[1]
