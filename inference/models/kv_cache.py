@@ -10,6 +10,8 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
+from formats.families.family import LatentAttention
+from formats.families.registry import find_family
 from formats.modeling.layers import attention_names
 from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
@@ -66,10 +68,14 @@ class CacheShape:
             spec: How K and V are quantized, or None.
 
         Raises:
-            EngineError: it quantizes latents otherwise than with static scales.
+            EngineError: it quantizes latents otherwise than with static scales, or the checkpoint
+                has scales of latents and the model caches none.
         """
         assert sizes.kv_blocks is not None
-        if spec is not None and spec.dynamic and any(heads.latent for heads in model.cached):
+        latent = any(heads.latent for heads in model.cached)
+        if spec is not None and not spec.dynamic and not latent:
+            _check_scaled(checkpoint)
+        if spec is not None and spec.dynamic and latent:
             raise EngineError(
                 f"the cache of the checkpoint is {spec.dtype} {spec.granularity}; one of latents "
                 "has static scales alone. Quantize it with granularity per_head, or run it with "
@@ -142,6 +148,16 @@ class CacheShape:
 
     def _stored(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.spec is None else TYPES[self.spec.dtype].storage
+
+
+def _check_scaled(checkpoint: Checkpoint) -> None:
+    """Refuse static scales of latents for a model that caches K and V."""
+    family = find_family(checkpoint.config)
+    if family is not None and isinstance(family.attention, LatentAttention):
+        raise EngineError(
+            "the checkpoint has static scales of latents, and transformers' own code caches K and "
+            "V instead. Run it without transformers_code, or with quantized_kv=False"
+        )
 
 
 def _fitted(layer: LayerCache, sizes: Callable[[int, int], tuple[int, int]]) -> LayerCache:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import RecipeError
+from formats.errors import EngineError, RecipeError
 from formats.families.groups import common_inputs, merged_layers, smoothing_groups
 from formats.families.registry import family_of
 from formats.scheme import KVCacheSpec, Scheme
@@ -135,6 +135,20 @@ def test_what_is_published_runs_and_quantizes(make_model, tmp_path):
     quantized = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
     names = Checkpoint.open(quantized, verify=True).names()
     assert not any(name.startswith("model.layers.2.") for name in names)
+
+
+def test_scales_of_latents_are_no_scales_of_keys(c8):
+    """transformers' own code makes K and V of the latents before it hands them to attention."""
+    sizes = EngineConfig(max_model_len=256, transformers_code=True)
+    with pytest.raises(EngineError, match=r"static scales of latents.*without transformers_code"):
+        Engine.from_pretrained(c8, config=sizes)
+    ids = random_tokens().sequences()[1].tolist()
+    engines = [
+        Engine.from_pretrained(c8, config=own, quantized_kv=False)
+        for own in (sizes, sizes.model_copy(update={"transformers_code": False}))
+    ]
+    theirs, ours = (engine.score(ids) for engine in engines)
+    assert distance(ours, theirs) < 1e-4
 
 
 def test_latents_have_no_scales_of_tokens(make_model, tmp_path):
