@@ -14,6 +14,7 @@ from kernels.bench.shapes import (
     DECODE,
     EXPERT_LAYERS,
     EXPERT_TOKENS,
+    FEW,
     KINDS_DECODE,
     KINDS_PREFILL,
     MIXED,
@@ -74,7 +75,7 @@ def of_attention(workspace: Workspace, integers: bool = False) -> Iterator[Bench
 
 def of_prefill(workspace: Workspace) -> Iterator[BenchCase]:
     """Prefill attention: whole prompts, chunks, and one beside decodes."""
-    for new, context in (*PREFILL, (MIXED, 4096)):
+    for new, context in (*PREFILL, (MIXED, 4096), (FEW, 65536)):
         for dtype in (torch.int8, FP8, torch.bfloat16):
             yield gpu_attention.prefill(new, context, workspace, dtype)
         yield gpu_attention.prefill(new, context, workspace, per_token=True)

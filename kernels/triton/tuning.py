@@ -12,7 +12,7 @@ Rows fall into buckets by powers of two from 16 on, so that one row and sixteen 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -77,12 +77,14 @@ class PrefillTile:
         warps: Of a program.
         stages: 0 for the kernel whose warps have different tasks, where it can, which has 128 rows,
             64 tokens and 12 warps; else the depth of the plain one's load pipeline.
+        splits: Programs that share the pages that a tile's rows see; of the plain kernel.
     """
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    splits: int = 1
 
 
 def bucket(rows: int) -> int:
@@ -171,18 +173,25 @@ def kv_split(
 
 
 @cache
-def prefill_tile(device: torch.device, rows: int, dim: int, scales: int) -> PrefillTile:
-    """The block of prefill attention over `rows` queries times query heads.
+def prefill_tile(
+    device: torch.device, rows: int, dim: int, scales: int, pages: int = 1
+) -> PrefillTile:
+    """The block of prefill attention over `rows` queries times query heads, which see at most
+    `pages` pages.
 
     Measured (entries are keyed by head size and rows, a power of two), else the larger one that
-    gives every SM a program.
+    gives every SM a program. Rows that give half of them none share pages among more programs: two
+    an SM, of 16 pages or more.
     """
     family = "prefill" if scales else "prefill_16_bits"
     found = _entry(device, family, f"{dim}x{bucket(rows)}")
     if found:
         return PrefillTile(**found)
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return prefill_rule(rows >= 128 * multiprocessors(device), dim, 10 * major + minor)
+    processors = multiprocessors(device)
+    tile = prefill_rule(rows >= 128 * processors, dim, 10 * major + minor)
+    splits = min(2 * processors * tile.rows // rows, pages // 16, 16)
+    return replace(tile, splits=splits) if splits > 1 else tile
 
 
 def prefill_rule(many: bool, dim: int, capability: int) -> PrefillTile:

@@ -169,6 +169,29 @@ def test_attention_of_changed_logits(storage, kind, dim, change, workspace):
         assert draw.relative(got, wanted) < 4e-3, tile
 
 
+@pytest.mark.parametrize(
+    ("storage", "kind", "dim"),
+    [("int8", "head", 128), ("int8", "token", 256), ("bfloat16", "none", 128)],
+)
+def test_few_tokens_behind_many_share_their_pages(storage, kind, dim, workspace):
+    from kernels.triton.tuning import prefill_tile
+
+    torch.manual_seed(0)
+    lengths, counts = (1, 8960, 300, 6000), (1, 20, 3, 70)
+    starts = torch.tensor((0, *counts), device="cuda").cumsum(0).int()
+    more = {"lengths": lengths, "query_start": starts, "sinks": torch.zeros(16, device="cuda")}
+    inputs = random_inputs(getattr(torch, storage), kind, dim=dim, pages=256, **more)
+    q = torch.randn(sum(counts), 16, dim, device="cuda", dtype=torch.bfloat16)
+    width, kinds = inputs.block_tables.shape[1], {"none": 0, "head": 1, "token": 3}
+    assert prefill_tile(q.device, len(q) * 16, dim, kinds[kind], width).splits > 1
+    wanted = twins.prefill_attention(q, inputs)
+    for decodes in (0, 1):
+        found = [prefill_attention(q, inputs, workspace, decodes) for _ in range(5)]
+        assert draw.relative(found[0], wanted) < 4e-3
+        assert all(torch.equal(found[0], again) for again in found)
+        assert not workspace.arrivals.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 def test_kinds_that_are_measured_are_right(dtype, workspace):
     for kind in gpu_attention.KINDS:

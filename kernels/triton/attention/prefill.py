@@ -14,6 +14,10 @@ Which tile a program has is found on the device, in `query_start`: sequence s, w
 has the tiles from query_start[s] // QUERIES + s on, enough for any number of queries. So launches
 depend on shapes alone and can be captured. Later tiles see more, and start first.
 
+Where few rows would leave most SMs idle, the pages of a tile are cut into at most SPLITS runs, as
+in decode, and the last of a tile's programs to finish adds them up: a few tokens behind a long
+context are read by all SMs.
+
 A sequence with one new token would leave most of a tile's rows idle. `decodes` of them, first in
 the batch, go through `decode_attention`, a launch of its own.
 """
@@ -45,15 +49,17 @@ from kernels.triton.attention.paged_cache import (
     capped,
     check_pages,
     check_queries,
-    finish,
     load_channels,
     operand_type,
     result,
     scale_kind,
 )
+from kernels.triton.attention.prefill_runs import leave_run, store_rows
 from kernels.triton.common import Workspace, capability, require
 from kernels.triton.tuning import PrefillTile, prefill_rule, prefill_tile
 from kernels.triton.versions import run_gluon
+
+LEAST = tl.constexpr(1024)  # tokens of a run
 
 
 @triton.jit
@@ -119,13 +125,13 @@ def walk(
 
 @triton.jit(do_not_specialize=["decodes", "S", "window", "width"])
 def prefill_kernel(
-    q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
-    softmax_scale, decodes, S, window, width, softcap, sinks, alibi,
+    q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale, parts,
+    arrivals, softmax_scale, decodes, S, window, width, softcap, sinks, alibi,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, SCALES: tl.constexpr, WINDOWED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, tile of queries); SCALES and WIDE as for decode."""
+    """Program (KV head, tile of queries, split); SCALES and WIDE as for decode."""
     QUERIES: tl.constexpr = ROWS // GROUP
     head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     base = tl.load(query_start + decodes).to(tl.int32)
@@ -160,8 +166,13 @@ def prefill_kernel(
     m = tl.full([ROWS], LOWEST, tl.float32)
     l = tl.zeros([ROWS], tl.float32)  # noqa: E741
     if sinks is not None:  # a maximum and a sum of one, of no value
-        m = tl.load(sinks + head * GROUP + r % GROUP) * LOG2_E
-        l += 1.0  # noqa: E741
+        sink = tl.load(sinks + head * GROUP + r % GROUP) * LOG2_E
+        if SPLITS > 1:
+            m = tl.where(tl.program_id(2) == 0, sink, m)
+            l = tl.where(tl.program_id(2) == 0, 1.0, l)  # noqa: E741
+        else:
+            m = sink
+            l += 1.0  # noqa: E741
     slopes = None
     if alibi is not None:
         slopes = tl.load(alibi + head * GROUP + r % GROUP) * LOG2_E
@@ -171,21 +182,37 @@ def prefill_kernel(
         whole = tl.maximum(old + first + 1 - window, 0) // TOKENS  # where the walk begins
     else:
         whole = (old + first + 1) // TOKENS
+    begin, runs = 0, 1
+    if SPLITS > 1:
+        if WINDOWED:
+            begin = whole
+        share = tl.maximum(tl.cdiv(end - begin, SPLITS), LEAST // TOKENS)
+        runs = tl.maximum(tl.cdiv(end - begin, share), 1)
+        if tl.program_id(2) >= runs:
+            return
+        begin += tl.program_id(2) * share
+        end = tl.minimum(begin + share, end)
+        whole = tl.minimum(tl.maximum(whole, begin), end)
+    if not WINDOWED:
         m, l, acc = walk(  # noqa: E741
-            m, l, acc, x, position, 0, whole, factor, window, softcap, slopes, k_pages, v_pages,
+            m, l, acc, x, position, begin, whole, factor, window, softcap, slopes, k_pages, v_pages,
             k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, False, STAGES,
         )  # fmt: skip
     m, l, acc = walk(  # noqa: E741
         m, l, acc, x, position, whole, end, factor, window, softcap, slopes, k_pages, v_pages,
         k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, True, STAGES,
     )  # fmt: skip
-    unit = 1.0
-    if SCALES == PER_TOKEN:
-        unit = 1.0 / LIFT
-    elif SCALES > 0:
-        unit = tl.load(v_scale + head)
-    y = acc * tl.where(l > 0, unit / l, 0.0)[:, None]
-    tl.store(out + cells, finish(y, out, out_scale), mask=inside)
+    if SPLITS == 1:
+        store_rows(l, acc, v_scale, out, out_scale, head, cells, inside, SCALES)
+    else:
+        last = runs == 1
+        if runs > 1:
+            item = tile * HEADS + head
+            last, l, acc = leave_run(  # noqa: E741
+                m, l, acc, parts, arrivals, item, tl.program_id(2), r, d, runs, SPLITS
+            )
+        if last:
+            store_rows(l, acc, v_scale, out, out_scale, head, cells, inside, SCALES)
 
 
 def prefill_attention(
@@ -206,7 +233,7 @@ def prefill_attention(
         inputs: With a pool as in `kernels.triton.attention.paged_cache`, finite also where no token
             is yet, and block tables that hold valid numbers throughout. A sequence without queries
             costs nothing; rows from the last entry of `query_start` on are not written.
-        workspace: Of the stream that this runs in; used for `decodes`.
+        workspace: Of the stream that this runs in.
         decodes: How many sequences, first in the batch, have one new token each.
         tile: What a program takes; by default the device's table says.
         out_scale: fp32, one element: the result is quantized with it.
@@ -236,13 +263,14 @@ def prefill_attention(
         )
         decode_attention(q[:decodes], first, workspace, out_scale=out_scale, out=out[:decodes])
     if decodes < min(sequences, tokens):
-        _launch(q, inputs, decodes, tile, out, out_scale)
+        _launch(q, inputs, workspace, decodes, tile, out, out_scale)
     return out
 
 
 def _launch(
     q: Tensor,
     inputs: AttentionInputs,
+    workspace: Workspace,
     decodes: int,
     tile: PrefillTile | None,
     out: Tensor,
@@ -253,8 +281,9 @@ def _launch(
     heads, sequences, wide = pool.k.shape[1], len(inputs.context_len), triton.next_power_of_2(dim)
     if dim > 128 and kind:
         q = q.half()  # converted in the kernel, it would be held in registers that there are not
-    tile = tile or prefill_tile(q.device, (tokens - decodes) * q_heads, wide, kind)
     group, window = q_heads // heads, inputs.sliding_window or UNLIMITED
+    pages = min(inputs.block_tables.shape[1], window // 64)
+    tile = tile or prefill_tile(q.device, (tokens - decodes) * q_heads, wide, kind, pages)
     if tile.stages == 0 and _fits_hopper(inputs, group, kind):
 
         def launch() -> None:
@@ -268,13 +297,17 @@ def _launch(
         tile = prefill_rule(True, wide, capability())
     queries = tile.rows // group
     require(queries > 0, f"{group} query heads a KV head; the most are {tile.rows}")
-    prefill_kernel[(heads, (tokens - decodes) // queries + sequences - decodes)](
+    tiles = (tokens - decodes) // queries + sequences - decodes
+    room = workspace.parts.numel() // (heads * tiles * tile.rows * (wide + 2))
+    splits = max(1, min(tile.splits, room)) if heads * tiles <= workspace.arrivals.numel() else 1
+    prefill_kernel[(heads, tiles, splits)](
         q, pool.k, pool.v, inputs.block_tables, inputs.query_start, inputs.context_len,
-        pool.k_scale, pool.v_scale, out, out_scale, inputs.softmax_scale, decodes, sequences,
+        pool.k_scale, pool.v_scale, out, out_scale, workspace.parts if splits > 1 else None,
+        workspace.arrivals if splits > 1 else None, inputs.softmax_scale, decodes, sequences,
         window, inputs.block_tables.shape[1], inputs.softcap, inputs.sinks, inputs.alibi,
         HEADS=heads, GROUP=group, DIM=dim, WIDE=wide, ROWS=tile.rows, TOKENS=tile.tokens,
-        SCALES=kind, WINDOWED=inputs.sliding_window is not None,
-        STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        SCALES=kind, WINDOWED=inputs.sliding_window is not None, STAGES=tile.stages, SPLITS=splits,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 

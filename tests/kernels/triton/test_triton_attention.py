@@ -177,6 +177,37 @@ def test_prefill_attention(storage, dims, shape):
     assert distance(got[:105], twins.prefill_attention(q, inputs)[:105]) < 8e-4
 
 
+@pytest.mark.parametrize(
+    ("storage", "dims", "window", "changes"),
+    [("int8", 1, None, {}), ("int8", 3, 1300, {"sinks": SINKS, "softcap": 5.0})],
+)
+@interpreted
+def test_few_tokens_behind_many_share_their_pages(storage, dims, window, changes):
+    """In runs of 1024 tokens or more, which the last program of a tile adds up."""
+    import kernels.triton.reference as twins
+    from kernels.attention_inputs import AttentionInputs, KVPool
+    from kernels.triton.attention.prefill import prefill_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import PrefillTile
+
+    small = make_inputs(storage, dims, 1, 16).pool
+    tables = torch.randint(PAGES, (2, 24), generator=torch.Generator().manual_seed(2)).int()
+    scales = [s.nan_to_num(0.02) for s in (small.k_scale, small.v_scale)]
+    pool, more = KVPool(small.k, small.v, *scales, dynamic=dims == 3), {"sliding_window": window}
+    lengths, starts = torch.tensor([1500, 40]).int(), torch.tensor([0, 20, 24]).int()
+    inputs = AttentionInputs(pool, tables, lengths, starts, 0.25, **more, **changes)
+    q = torch.randn(24, 4, 16, generator=torch.Generator().manual_seed(1))
+    wanted, workspace = twins.prefill_attention(q, inputs), Workspace.on("cpu", 1 << 15, 64)
+    found = []
+    for splits, own in ((1, workspace), (3, workspace), (3, Workspace.on("cpu", 1, 1))):
+        tile = PrefillTile(64, 64, 4, 2, splits)
+        found.append(prefill_attention(q, inputs, own, tile=tile))
+        assert distance(found[-1], wanted) < 8e-4
+        assert not own.arrivals.any()
+    assert not torch.equal(found[0], found[1]), "sums are in another order"
+    assert torch.equal(found[0], found[2]), "without room nothing is shared"
+
+
 @interpreted
 def test_prefill_attention_quantizes_and_refuses():
     import kernels.triton.reference as twins

@@ -230,6 +230,8 @@ def test_attention_with_bounded_logits_and_sinks(capability, dims, storage, dim)
     with building_for(capability) as built:
         decode_attention(q[:2], inputs, workspace, split=KVSplit(4, 4, 3))
         prefill_attention(q, inputs, workspace, tile=tile)
+        prefill_attention(q, inputs, workspace, tile=replace(tile, splits=2))
+    assert len(built) == 3
     for binary in built:
         assert binary.stack == 0
         assert binary.shared <= (232448 if capability == 90 else 101376), binary.shared

@@ -131,6 +131,8 @@ def test_a_table_goes_before_the_rule(tmp_path, monkeypatch):
     assert kv_split(CPU, 2, 8, 64, 1, 256) == KVSplit(4, 1, 3), "no table is of such heads"
     assert prefill_tile(CPU, 130, 128, 1) == PrefillTile(64, 32, 4, 9)
     assert prefill_tile(CPU, 130, 128, 0).stages != 9
+    few = [prefill_tile(CPU, rows, 128, 0, 64).splits for rows in (1, 16, 32, 64, 100)]
+    assert few == [4, 4, 4, 2, 1], "runs of 16 pages or more, two programs an SM"
 
 
 def test_a_device_without_an_entry_takes_that_of_its_chip(tmp_path, monkeypatch):
