@@ -22,7 +22,7 @@ from formats.families.names import role_of
 from formats.progress import bar
 from formats.scheme import Strict
 from inference.engine import Engine
-from inference.models.decoder import Layer
+from inference.models.decoder import Decoder, Layer
 from inference.models.feed_forward import FeedForward, MixtureOfExperts
 
 MOST_GROUPS = 12  # of blocks, each of which is a run
@@ -146,8 +146,12 @@ Put = Callable[[AnyLayer, AnyLayer], AnyLayer]
 
 
 def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, Callable[[int], bool]]]:
-    """Each kind of part: its name, how a float block gets it from a quantized one, its cache."""
-    roles = {role_of(name) for name in quantized_linears(quantized.checkpoint)}
+    """Each kind of part: its name, how a float block gets it from a quantized one, its cache.
+
+    Blocks of transformers' own code are exchanged as a whole: their layers are of no kinds here.
+    """
+    named = quantized_linears(quantized.checkpoint)
+    roles = {role_of(name) for name in named if isinstance(quantized.model, Decoder)}
     takes: dict[tuple[str, ...], Put] = {
         ("q", "k", "v", "q_a", "kv_a"): lambda f, q: replace(f, qkv=q.qkv),
         ("q_b", "kv_b"): lambda f, q: replace(f, latent=q.latent),

@@ -30,6 +30,7 @@ from ptq.report.measured.attribution import Attribution, attribute, references
 from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.pages import sections
 from tests.experts import MOE
+from tests.older_families import write_older
 from tests.ptq.quantizing import make_plan, random_tokens
 
 SIZES = EngineConfig(max_batch_size=1, max_model_len=64)
@@ -131,6 +132,19 @@ def test_what_methods_moved_between_layers_is_moved_and_not_rounded(
     assert all(kl > found.unrounded for kl in of_parts(found).values())
     assert 0.3 * whole < sum(part.kl for part in found.kinds) < 3 * whole
     assert 0.3 * whole < sum(part.kl for part in found.blocks) < 3 * whole
+
+
+def test_blocks_of_transformers_code_are_exchanged_as_a_whole(tmp_path):
+    """Whatever their layers are called: OPT has a q_proj, and no Llama's blocks."""
+    folder = write_older(tmp_path / "opt", "opt")
+    plan = make_plan(folder, tmp_path / "out", methods=(RTNSpec(),))
+    written = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
+    original, quantized = (Engine.from_pretrained(p, config=SIZES) for p in (folder, written))
+    own = sequences()
+    found = attribute(original, quantized, own, references(original, own), progress=False)
+    assert [part.name for part in found.kinds] == ["cache"]
+    assert [part.name for part in found.blocks] == ["block 0", "block 1"]
+    assert 0 < max(of_parts(found).values()) < 2 * found.whole
 
 
 def test_many_blocks_are_taken_in_groups():
