@@ -35,6 +35,7 @@ from ptq.report.provenance import provenance_of
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 
 MOVED = 0.1  # of the whole loss; an unrounded model that differs more is not the original
+UNDECLARED = "what each part of a block is follows from a declaration of the model's family"
 NOT_THE_SAME = (
     "without any rounding, the checkpoint's model is {0.unrounded:.2g} nats away from the "
     "original, where all of the loss is {0.whole:.2g}, so that no part of it can be told"
@@ -158,6 +159,8 @@ def _attribution(
         expected: The original's log probabilities of them.
         progress: Show a progress bar.
     """
+    if plan.family is None:
+        return f"{UNDECLARED}, and none declares {plan.model.model_type!r}"
     try:
         if unrounded is None:
             unrounded = Engine(
