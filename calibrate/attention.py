@@ -98,9 +98,11 @@ def _attend(
     if beside or (window is not None and window < query.shape[2]):
         scale = kwargs.get("scaling")
         out = plain_attention(query, key, value, mask, scale, window=window, **beside)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
     if mask is None and query.device.type == "cpu" and not kwargs.get("dropout"):
-        return causal_attention(query, key, value, kwargs.get("scaling")).transpose(1, 2), None
+        return causal_attention(query, key, value, kwargs.get("scaling")).transpose(
+            1, 2
+        ).contiguous(), None
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
 

@@ -49,7 +49,7 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
         model.set_attn_implementation(ATTENTION)
         scales = sorted(checkpoint.kv_scales.items(), key=lambda item: _layer(item[0]))
         for module in model.modules():
-            if hasattr(module, "layer_idx"):
+            if getattr(module, "layer_idx", None) is not None:
                 static = scales[module.layer_idx][1] if scales else (None, None)
                 module.fake_cache = checkpoint.scheme.kv_cache, *static
                 _round_latents(module, checkpoint)

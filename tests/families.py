@@ -124,6 +124,7 @@ def check_rounding(
     wanted: Tensor,
     bound: float,
     longest: int = 512,
+    near: float = NEAR,
     **config: Any,
 ) -> None:
     """Our engine on a quantized checkpoint, cache and all, beside transformers rounded by hand.
@@ -134,6 +135,7 @@ def check_rounding(
         wanted: The float model's logits of it [T, vocabulary].
         bound: How far logits may go from these.
         longest: Tokens of the longest request.
+        near: How far apart the two KL may be, as a share of one.
         config: Other settings of the engine.
     """
     rounded = fake_quantized_logits(checkpoint, ids)
@@ -142,4 +144,4 @@ def check_rounding(
     ours = engine.score(ids.tolist())
     assert distance(ours, rounded) < bound / 2
     told = divergence(ours, wanted), divergence(rounded, wanted)
-    assert abs(told[0] - told[1]) < NEAR * told[1], told
+    assert abs(told[0] - told[1]) < near * told[1], told

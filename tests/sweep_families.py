@@ -133,7 +133,8 @@ def run_steps(model_type: str, folder: Path, passed: list[str]) -> str | None:
         plan = make_plan(model, folder / preset, preset, methods=(RTNSpec(),))
         result = quantize_tokens(plan, random_tokens(), progress=False)
         made = Checkpoint.open(result.checkpoint)  # latents in the cache are the fast path's alone
-        check_rounding(made, ids, wanted, 1.0, transformers_code=not latent)
+        # A token that a random router sends elsewhere after a rounding is far from where it was.
+        check_rounding(made, ids, wanted, 1.0, near=0.5, transformers_code=not latent)
         passed.append(preset)
     return None
 

@@ -45,6 +45,7 @@ SIZES: dict[str, Any] = {
     "swa_num_key_value_heads": KV_HEADS,
     "num_global_key_value_heads": KV_HEADS,
     "head_dim": HEAD,
+    "rotary_dim": HEAD // 2,
     "kv_channels": HEAD,
     "swa_head_dim": HEAD,
     "global_head_dim": HEAD,
@@ -94,6 +95,7 @@ SIZES: dict[str, Any] = {
 LAYER_COUNTS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2, "head_dim": HEAD // 2},
 }
 
