@@ -57,4 +57,6 @@ def test_quantized_layers_and_caches_are_those_of_the_fast_path(make_model, make
     folder, ids = make_quantized(make_model("llama", **sizes), preset), ids_of(150).tolist()
     slow, fast = engine_of(folder), engine_of(folder, transformers_code=False)
     assert [p.k.dtype for p in slow.pools] == [p.k.dtype for p in fast.pools]
-    assert distance(slow.score(ids), fast.score(ids)) < 0.1
+    exact = Engine.from_pretrained(folder, config=EngineConfig(max_model_len=256)).score(ids)
+    own, usual = (distance(engine.score(ids), exact) for engine in (slow, fast))
+    assert own < 1.3 * usual + 0.01  # both round as 16 bits do, at other places

@@ -222,7 +222,11 @@ def test_norms_of_what_is_added_and_products(storage, size):
         got, wanted = (
             f.gated_product(gate_up, None, dtype, activation=activation) for f in (fused, twins)
         )
-        assert ((got[0].float() - wanted[0].float()) != 0).float().mean() < 2e-3
+        own, rows = (part[0].double() for part in (got, wanted))
+        if dtype == torch.bfloat16:  # the last bit is that of the kernel's own tanh and erf
+            assert draw.relative(own, rows) < 1e-3
+        else:
+            assert (own != rows).double().mean() < 2e-3
 
 
 def test_norms_of_whole_projections_and_bounded_logits():
