@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from formats.checkpoint.join import MergedLayers
+from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
 from formats.families.family import LatentAttention, latent_sizes
 from formats.families.registry import find_family
@@ -68,6 +69,7 @@ def write_float(checkpoint: Checkpoint, folder: Path) -> None:
             tensors[f"{module}.weight"] = dequantized(checkpoint, module)
     merged = MergedLayers(checkpoint.config)
     tensors = dict(pair for item in tensors.items() for pair in merged.add(*item))
+    tensors = {name: as_stored(name, x, checkpoint.config) for name, x in tensors.items()}
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
     same = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(same, folder / "model.safetensors", metadata={"format": "pt"})
@@ -103,7 +105,9 @@ class RoundedInputs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch."""
-        if func in PRODUCTS and (seen := self._seen.get(args[1].data_ptr())):
+        if func is torch.addmm and (seen := self._seen.get(args[2].data_ptr())):
+            args = (args[0], seen(args[1]), args[2])
+        elif func in PRODUCTS and (seen := self._seen.get(args[1].data_ptr())):
             args = (seen(args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 

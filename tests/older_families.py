@@ -45,6 +45,7 @@ OLDER: dict[str, dict[str, Any]] = {
     ),
     "gpt_neox": _of("gpt_neox", _SIZES, intermediate_size=256),
     "gpt_neox_japanese": _of("gpt_neox_japanese", _SIZES),
+    "gpt2": _of("gpt2", _N_SIZES),
     "gptj": _of("gptj", _N_SIZES, rotary_dim=16),
     "mpt": _of("mpt", d_model=128, n_heads=4, n_layers=2, max_seq_len=512),
     "opt": _of("opt", _SIZES, ffn_dim=256, word_embed_proj_dim=128),

@@ -6,7 +6,7 @@ import pytest
 
 from tests.sweep_families import STEPS, try_type, why_left_out
 
-SAMPLE = ("apertus", "gpt_bigcode", "helium", "nemotron", "dots1", "seed_oss")
+SAMPLE = ("apertus", "gpt_bigcode", "helium", "nemotron", "dots1", "seed_oss", "hunyuan_v1_moe")
 
 
 @pytest.mark.parametrize("kind", SAMPLE)
@@ -22,3 +22,10 @@ def test_a_model_without_a_declaration_passes_every_step(kind):
 def test_what_is_no_decoder_with_a_cache_does_not_count(kind, reason):
     assert reason in why_left_out(kind)
     assert reason in try_type(kind).left_out
+
+
+def test_what_its_code_does_not_compute_is_refused_by_name():
+    found = try_type("gemma3n_text")
+    assert found.failed is not None
+    assert found.failed.startswith("CheckpointError: Gemma3nTextModel")
+    assert "per_layer_projection_scale" in found.failed

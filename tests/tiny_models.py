@@ -94,6 +94,7 @@ SIZES: dict[str, Any] = {
 }
 LAYER_COUNTS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
+    "bloom": {"seq_length": 512},  # as published ones have
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2, "head_dim": HEAD // 2},

@@ -18,7 +18,7 @@ from formats.checkpoint.compressed_tensors import (
     read_cache_scheme,
     read_groups,
 )
-from formats.checkpoint.native import native_tensors, with_prefix
+from formats.checkpoint.native import native_tensors, turned_weights, with_prefix
 from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
@@ -69,6 +69,7 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
     if published is not None:
         return Contents(config, native_tensors(open_weights(path), published, config))
     files = split_stored(with_prefix(open_weights(path), config), config)
+    files = turned_weights(files, config)
     if not quantization:
         return Contents(config, files, own=own)
     if quantization.get("quant_method") == mxfp4.METHOD:
@@ -92,7 +93,7 @@ def _foreign_contents(folder: ForeignFolder, to_run: bool) -> Contents:
     require_scheme(folder)
     if to_run:
         refuse_to_run(folder)
-    files = split_stored(folder.plain_files, folder.config)
+    files = turned_weights(split_stored(folder.plain_files, folder.config), folder.config)
     layers = _apart(folder)
     tensors = {name: layer for layer in layers.values() for name in layer.tensors}
     groups = (((CLASS,), folder.scheme.of_layers),)

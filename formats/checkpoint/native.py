@@ -1,7 +1,8 @@
 """Tensors of a published layout by the names that the native class has for them.
 
 Names are changed, and layers that lie in one tensor cut into runs of its rows, when a folder is
-opened; no weight is read for that. What is computed from a weight is computed when it is read.
+opened; no weight is read for that. What is computed from a weight is computed when it is read, and
+float weights that lie as [in, out] are turned when they are read and written.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor
 from formats.checkpoint.split import RowsOf, split_stored
 from formats.errors import CheckpointError
 from formats.families.family import heads_of
-from formats.published.known import PREFIXES, find_layout
+from formats.published.known import PREFIXES, find_layout, is_turned
 from formats.published.layout import PublishedLayout
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class UnitRows:
@@ -39,6 +42,51 @@ class UnitRows:
         dtype, shape = self.tensors[name]
         stored = read_elements({name: self._file}, [name]).reshape(shape)
         return torch.nn.functional.normalize(stored.float()).to(dtype)
+
+
+class Turned:
+    """The weight of a linear layer [out, in] that lies as [in, out].
+
+    Args:
+        file: Holds it as it is stored.
+        name: Of the weight; the turned one has the same.
+    """
+
+    def __init__(self, file: TensorFile, name: str) -> None:
+        self._file = file
+        self.path = file.path
+        dtype, shape = file.tensors[name]
+        self.tensors = {name: (dtype, shape[::-1])}
+
+    def held(self, name: str) -> Tensor:
+        """The weight [out, in]."""
+        shape = self._file.tensors[name][1]
+        return read_elements({name: self._file}, [name]).reshape(shape).T
+
+
+def turned_weights(
+    files: Mapping[str, TensorFile], config: Mapping[str, Any]
+) -> dict[str, TensorFile]:
+    """Float weights of linear layers as [out, in] where they lie as [in, out]; all else as it is.
+
+    Args:
+        files: By the names of the native class.
+        config: config.json.
+    """
+    return {
+        name: Turned(file, name) if _lies_turned(name, file.tensors[name][0], config) else file
+        for name, file in files.items()
+    }
+
+
+def as_stored(name: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor:
+    """A tensor as the files of its model have it: the way back from `turned_weights`."""
+    return tensor.T.contiguous() if _lies_turned(name, tensor.dtype, config) else tensor
+
+
+def _lies_turned(name: str, dtype: torch.dtype, config: Mapping[str, Any]) -> bool:
+    module, _, leaf = name.rpartition(".")
+    return leaf == "weight" and dtype in FLOATS and is_turned(config, module)
 
 
 def native_tensors(

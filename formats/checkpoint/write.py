@@ -18,6 +18,7 @@ from torch import Tensor
 
 from formats.checkpoint.compressed_tensors import quantization_config
 from formats.checkpoint.join import MergedLayers
+from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
@@ -116,7 +117,7 @@ class CheckpointWriter:
         tensor = tensor.detach().contiguous()
         with writing(self.out):
             for stored, whole in self._merged.add(name, tensor):
-                self._shards.add(stored, whole)
+                self._shards.add(stored, as_stored(stored, whole, self._config))
         self._digests[name] = self._pool.submit(_digest, tensor)
 
     def add_linear(

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from formats.errors import CheckpointError
 from formats.families.names import block_of
 from formats.modeling.experts import Experts
+from formats.modeling.load import FAULTS
 from formats.modeling.model import built, take_apart
 from formats.modeling.own_classes import make_known
 from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
@@ -22,16 +23,6 @@ from formats.modeling.trace import PROBE, Call, Key, Seen, is_stack, key_of, run
 NEUTRAL = frozenset(  # arguments that change no number, or whose meaning is kept elsewhere
     """dropout scaling sliding_window is_causal position_ids use_cache cache_position layer_idx
     output_attentions output_hidden_states output_router_logits logits_to_keep""".split()
-)
-FAULTS = (  # of others' code, run on tensors without data
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
 )
 
 
@@ -199,7 +190,7 @@ def _blocks(
         linears = [
             part
             for part in block.modules()
-            if is_linear(part) and part in seen.reads and part not in routers
+            if is_linear(part) and part in seen.reads and part not in routers | seen.weighed
         ]
         readers = [part for part in block.modules() if part in routers or part in set(linears)]
         inputs, norms = _inputs(readers, seen, modules)
@@ -210,6 +201,7 @@ def _blocks(
             routers=tuple(modules[part] for part in readers if part in routers),
             inputs=inputs,
             norms=norms,
+            weighed=tuple(modules[part] for part in block.modules() if part in seen.weighed),
             whole=tuple(modules[part] for part in block.modules() if is_stack(part)),
             outputs=seen.tuples.get(block),
         )

@@ -11,6 +11,16 @@ from torch import Tensor, nn
 from formats.errors import CheckpointError
 
 Read = Callable[[str], Tensor]
+FAULTS = (  # of others' code
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def materialize(
@@ -113,5 +123,12 @@ def _make_buffers(part: nn.Module, owner: Any, device: torch.device | str) -> No
     fresh = {id(part._buffers[name]) for name in missing}
     for tensor in loaded:  # transformers leaves alone what is marked so
         tensor._is_hf_initialized = id(tensor) not in fresh  # pyright: ignore[reportAttributeAccessIssue]
-    with torch.device(device):
-        owner._init_weights(part)
+    try:
+        with torch.device(device):
+            owner._init_weights(part)
+    except FAULTS as error:
+        raise CheckpointError(
+            f"{type(part).__name__}: the code of {type(owner).__name__} does not compute "
+            f"{', '.join(missing)} ({type(error).__name__}: {error}), which no file holds; such a "
+            "model is not run here"
+        ) from error

@@ -2,7 +2,8 @@
 
 Some families (Phi-3) compute q, k and v, or gate and up, by one layer. Here it is taken apart into
 the layers that it stands for, side by side as before, so that methods see these in every family.
-Where nothing is declared, only experts are taken apart, by what their files hold.
+Where nothing is declared, only experts are taken apart, by what their files hold, and layers whose
+weights lie as [in, out] become linear layers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from formats.errors import CheckpointError
 from formats.families.family import merged_rows
@@ -21,6 +23,7 @@ from formats.families.registry import find_family
 from formats.modeling.adapters import adapted_model
 from formats.modeling.experts import apart, split_experts
 from formats.modeling.stored_names import stored_names
+from formats.published.known import is_turned
 
 
 class SideBySide:
@@ -78,7 +81,7 @@ def found_model(
 
 
 def take_apart(model: Any) -> dict[str, str]:
-    """Put layers in the place of expert stacks that are stored so; the names of all tensors.
+    """Put linear layers in the place of other modules that are such; the names of all tensors.
 
     Args:
         model: Of a family without a declaration, from `built`.
@@ -89,6 +92,7 @@ def take_apart(model: Any) -> dict[str, str]:
     Raises:
         CheckpointError: its files hold tensors otherwise than its code, and are not read here.
     """
+    _turn(model)
     stored: dict[str, str] = {}
     stacks: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, names in stored_names(model).items():
@@ -100,6 +104,15 @@ def take_apart(model: Any) -> dict[str, str]:
     for module, names in stacks.items():
         stored |= _layers_for(model, module, names)
     return stored
+
+
+def _turn(model: Any) -> None:
+    """Put linear layers in the place of those that multiply by [in, out], as they are read here."""
+    values = model.config.to_dict()
+    for parent in list(model.modules()):
+        for name, part in list(parent.named_children()):
+            if isinstance(part, Conv1D) and is_turned(values, name):
+                setattr(parent, name, nn.Linear(part.nx, part.nf, device="meta"))
 
 
 def built(config: PretrainedConfig, attention: str | None = None) -> Any:

@@ -51,6 +51,8 @@ class BlockStructure:
             made it, or of the first layer that reads it.
         norms: Names among those of `inputs` that are norms with a weight for each channel.
         whole: Full names of expert stacks that are stored as they are computed, and stay in float.
+        weighed: Full names of linear layers whose weight its code looks at, beside calling them;
+            they stay what they are in its code, and in float.
         outputs: How many values its code gives as a tuple; None where it gives hidden states alone.
     """
 
@@ -61,6 +63,7 @@ class BlockStructure:
     inputs: Mapping[str, str]
     norms: tuple[str, ...]
     whole: tuple[str, ...] = ()
+    weighed: tuple[str, ...] = ()
     outputs: int | None = None
 
 

@@ -62,6 +62,7 @@ class Seen:
         reads: What each module reads that has no others in it, or tensors of its own.
         makers: The module that made a tensor.
         tuples: How many values each module of a list gives, where it gives a tuple.
+        weighed: Linear layers whose weight other code looks at, beside calling them.
         masks: Of each mask's storage, whether (batch, head, query, key) may be seen.
         kept: Tensors that must not be freed before the run ends.
     """
@@ -70,6 +71,7 @@ class Seen:
     reads: dict[nn.Module, Tensor] = field(default_factory=dict)
     makers: dict[Key, nn.Module] = field(default_factory=dict)
     tuples: dict[nn.Module, int] = field(default_factory=dict)
+    weighed: set[nn.Module] = field(default_factory=set)
     masks: dict[int, Callable[..., Any]] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
 
@@ -139,7 +141,7 @@ def run(model: Any) -> Seen:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     _SEEN.append(seen)
     try:
-        with torch.no_grad(), _shapes_only(model):
+        with torch.no_grad(), _shapes_only(model), _weights_watched(model, seen):
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     finally:
         _SEEN.pop()
@@ -159,6 +161,34 @@ def _read_alike(stack: Experts, seen: Seen) -> None:
             read = seen.reads[first]
             of_all = key_of(read) == key_of(seen.reads[shown[0]])
             seen.reads[layer] = read if of_all else torch.empty_like(read)
+
+
+@contextmanager
+def _weights_watched(model: nn.Module, seen: Seen) -> Iterator[None]:
+    """Note which linear layers have a weight that other code than theirs looks at."""
+    called: list[nn.Module] = []
+
+    class Watched(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            called.append(self)
+            try:
+                return super().forward(input)
+            finally:
+                called.pop()
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "weight" and self not in called:
+                seen.weighed.add(self)
+            return super().__getattr__(name)
+
+    layers = [part for part in model.modules() if type(part) is nn.Linear]
+    for layer in layers:
+        layer.__class__ = Watched
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Linear
 
 
 @contextmanager

@@ -100,6 +100,7 @@ class _Loader:
         self._structure, self._factory = structure, factory
         self._inputs: dict[str, str] = {}
         family = find_family(checkpoint.config)
+        self._weighed = {name for block in structure.blocks for name in block.weighed}
         for block in structure.blocks:
             if family is None:
                 self._inputs |= block.inputs
@@ -163,6 +164,8 @@ class _Loader:
         groups: dict[str, dict[str, str]] = {}
         for name, linear in linears.items():
             own = self._stored_module(f"{parent_name}.{name}".lstrip("."))
+            if own in self._weighed:
+                continue
             self._check_bias(own, linear)
             groups.setdefault(self._inputs.get(own, own), {})[name] = own
         for group in groups.values():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint.contents import is_foreign
+from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from formats.families.registry import find_family
@@ -161,7 +162,7 @@ def _export(
         shards = ShardWriter(folder, shard_bytes)
         for name, module in parts(source, modules, "Converting", progress):
             if module is None:
-                shards.add(name, source.tensor(name))
+                shards.add(name, as_stored(name, source.tensor(name), source.config))
                 continue
             with named(module):
                 assert layout.pack is not None

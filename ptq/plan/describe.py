@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from calibrate.data import TokenSet
 from formats.families.names import any_expert, expert_of, split_name
 from formats.memory import rss_bytes
+from formats.published.known import is_turned
 from ptq.output import is_taken
 from ptq.plan.plan import Plan
 from ptq.text import duration_text, size_text
@@ -33,6 +34,8 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
         )
     yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
     yield from (f"  {transform}" for transform in plan.transforms)
+    if any(is_turned({"model_type": model.model_type}, name) for name in plan.quantized):
+        yield "  the checkpoint opens here alone: to transformers its layers are not linear ones"
     if plan.smoothing:
         yield f"  smoothed inputs: {', '.join(dict.fromkeys(g.kind for g in plan.smoothing))}"
     if plan.family is None and (plan.smoothing or plan.left):

@@ -164,6 +164,10 @@ def build_plan(
     blocks, model = block_names(values), meta_model(config)
     shapes = dict(layer_shapes(model, values))
     names, family = by_block(shapes), find_family(values)
+    bare = next((block for block in blocks if block not in names), None)
+    if bare is not None:
+        told = f"{bare} has no linear layer that is known here, so that nothing of it is quantized"
+        raise recipe_error([Problem(where(preflight.MODEL), preflight.MODEL, told)])
     floats = seen_as_floats(checkpoint)
     kept = kept_layers(floats)
     modules = tuple(plan_modules(recipe, values, blocks, shapes, names, kept))

@@ -146,6 +146,19 @@ class StatisticsSpec(Strict):
     """
 
 
+def _is_made(scheme: LayerScheme) -> None:
+    """Refuse weights of a type that is run as it is published, and made of no floats.
+
+    Raises:
+        ValueError: the scheme wants such weights.
+    """
+    if scheme.weights is not None and scheme.weights.dtype == "fp4_e2m1":
+        raise ValueError(
+            "fp4_e2m1 weights are kept of models that are published with them, and not made of "
+            "floats; use int4, or a preset such as w4"
+        )
+
+
 class LayersSpec(Strict):
     """Linear layers that have another scheme than the rest of the model.
 
@@ -168,6 +181,7 @@ class LayersSpec(Strict):
             raise ValueError(
                 "quantizes no weights; give weights, or name layers that stay in float in ignore"
             )
+        _is_made(scheme)
         return scheme
 
 
@@ -298,6 +312,7 @@ class Recipe(Strict):
     def _quantizes(cls, scheme: Scheme) -> Scheme:
         if not scheme.quantizes_anything:
             raise ValueError("quantizes nothing; give weights and activations, kv_cache, or both")
+        _is_made(scheme.of_layers)
         return scheme
 
     @field_validator("layers")

@@ -12,6 +12,7 @@ QUICK = {
     ("bloom", "w4"),
     ("falcon", "a8w8c8"),
     ("gpt_neox", "w4"),
+    ("gpt2", "a8w8c8"),
     ("gptj", "a8w8c8"),
     ("opt", "fp8_channel"),
     ("opt", "w4"),
@@ -19,6 +20,7 @@ QUICK = {
 }
 PAIRS = [(name, preset) for name in OLDER for preset in METHODS]
 UNREAD = [("falcon", "w4"), ("falcon_multi_query", "w4")]  # its own kind of linear layer
+UNREAD += [("gpt2", preset) for preset in METHODS]  # to transformers, none are linear layers
 TWICE = "falcon_alibi"  # transformers' eager attention, which tests round by hand, biases twice
 
 
