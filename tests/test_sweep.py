@@ -1,4 +1,4 @@
-"""A few of the models that `tests.sweep_families` tries; all of them take half an hour."""
+"""A few of the models that `tests.sweep_families` tries; all of them take five minutes."""
 
 from __future__ import annotations
 

@@ -95,6 +95,18 @@ SIZES: dict[str, Any] = {
 LAYER_COUNTS = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 OWN: dict[str, dict[str, Any]] = {  # what the sizes above do not tell
     "bloom": {"seq_length": 512},  # as published ones have
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": EXPERT, "moe_top_k": 2},
+    },
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "num_heads": HEADS,
+        "window_size": 16,
+    },
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"zero_expert_num": 2, "head_dim": HEAD // 2},
