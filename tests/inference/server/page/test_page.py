@@ -115,7 +115,7 @@ def eventually(holds: Callable[[], object]) -> None:
 
 
 def test_an_answer_streams_is_rendered_and_measured(site, visit):
-    site.says(ANSWER, delay=0.002)
+    site.says(ANSWER, delay=0.01)
     page = visit()
     expect(page.locator("#state")).to_have_text("Ready")
     expect(page.locator("h1")).to_have_text("tiny")
