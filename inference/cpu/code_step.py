@@ -9,8 +9,9 @@ from torch import Tensor
 from inference.cpu.batch import Batch
 from inference.transformers_code.attention import Query, widened
 from inference.transformers_code.model import CodeModel
+from kernels.activations import Named
 from kernels.attention_inputs import KVPool
-from kernels.ops import apply_rope, paged_attention, rms_norm, write_kv
+from kernels.ops import apply_rope, gated_product, paged_attention, rms_norm, write_kv
 
 
 class CodeStep:
@@ -38,6 +39,11 @@ class CodeStep:
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension: [..., H] to the same."""
         return rms_norm(x, weight, eps)
+
+    def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
+        """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gated_product(gate, up, activation)
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""

@@ -12,12 +12,13 @@ from inference.gpu.decoder import GpuBatch
 from inference.gpu.layers import workspace_on
 from inference.transformers_code.attention import Query, widened
 from inference.transformers_code.model import CodeModel
+from kernels.activations import Named
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.attention.rotate import rotate
-from kernels.triton.fused import add_rms_norm
+from kernels.triton.fused import add_rms_norm, gated_product
 
 
 class CodeStep:
@@ -52,6 +53,10 @@ class CodeStep:
         """RMSNorm over the last dimension: [..., H] to the same."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         return add_rms_norm(rows, None, weight, eps, dtype=x.dtype)[0].view(x.shape)
+
+    def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
+        """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
+        return gated_product(gate_up, None, gate_up.dtype, activation=activation)[0]
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Turn channels i and i + D / 2 of heads [T, heads, D] by angles [T, D], halves equal."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from formats.errors import CheckpointError
+from kernels.activations import Named
 from kernels.attention_inputs import AttentionInputs, KVPool
 
 NAME = "ptq_paged"
@@ -117,6 +118,10 @@ class Step(Protocol):
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension: [..., H] to the same."""
+        ...
+
+    def gated_product(self, gate_up: Tensor, activation: Named) -> Tensor:
+        """activation(gate) * up of rows [T, 2 I], the gate's half first: [T, I]."""
         ...
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

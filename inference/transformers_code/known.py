@@ -1,4 +1,4 @@
-"""Parts of transformers' code that one kernel computes as well: RMSNorms and rotations by halves.
+"""Parts of transformers' code that kernels compute as well: norms, rotations, gated MLPs.
 
 Nothing is known of a family here. A part is taken for one of these if it gives the same numbers on
 random ones, and is left as it is otherwise.
@@ -7,16 +7,26 @@ random ones, and is left as it is otherwise.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from inference.transformers_code.attention import current_step
+from inference.transformers_code.linear import BackendLinear, PartOfLinear
+from kernels.activations import Named
 
 ROTATE = "apply_rotary_pos_emb"  # what transformers' modelling files call their rotation
 NEAR = 1e-5
+_ACTIVATIONS: dict[Named, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class KnownNorm(nn.Module):
@@ -36,13 +46,34 @@ class KnownNorm(nn.Module):
         return current_step().norm(x, self.weight, self._eps)
 
 
+class KnownGatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202, Eq. 6).
+
+    Args:
+        gate_up: Gate and up as one layer, the gate's outputs first.
+        down: The layer that reads the product.
+        activation: Of the gate.
+    """
+
+    def __init__(self, gate_up: BackendLinear, down: BackendLinear, activation: Named) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self._activation: Named = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to the same."""
+        rows = self.gate_up(x.reshape(-1, x.shape[-1]))
+        product = current_step().gated_product(rows, self._activation)
+        return self.down(product).view(*x.shape[:-1], -1)
+
+
 def use_kernels(model: nn.Module) -> None:
     """Let kernels compute the parts of a loaded model that are known, in place."""
     for parent in list(model.modules()):
         for name, part in list(parent.named_children()):
-            norm = known_norm(part)
-            if norm is not None:
-                setattr(parent, name, norm)
+            known = known_norm(part) or known_gated_mlp(part)
+            if known is not None:
+                setattr(parent, name, known)
         _rotate_by_kernel(parent)
 
 
@@ -69,6 +100,33 @@ def known_norm(module: Any) -> KnownNorm | None:
         if torch.allclose(found, normed * (weight + offset), rtol=NEAR, atol=NEAR):
             own = module.weight.data
             return KnownNorm(own.float() + offset if offset else own, eps)
+    return None
+
+
+def known_gated_mlp(module: Any) -> KnownGatedMLP | None:
+    """A module as a gated MLP whose gate and up run as one; None where it computes otherwise."""
+    parts = {n: m for n, m in module.named_children() if isinstance(m, PartOfLinear)}
+    others = {n: m for n, m in module.named_children() if isinstance(m, BackendLinear)}
+    if len(parts) != 2 or len(others) != 1:
+        return None
+    (shared, second), (last,) = (part.shared for part in parts.values()), others.values()
+    if second is not shared or shared.outputs != [shared.outputs[0]] * 2:
+        return None
+    small = [nn.Linear(*sizes, bias=False) for sizes in ((8, 6), (8, 6), (6, 8))]
+    for linear, weight in zip(small, _random(3, 48), strict=True):
+        linear.weight.data = weight.view(linear.weight.shape)
+    twin, x = copy.copy(module), _random(3, 8)
+    names = (*parts, *others)  # in their order: gate, up, down, if it is one
+    twin._modules = module._modules | dict(zip(names, small, strict=True))
+    gate, up, down = small
+    try:
+        with torch.no_grad():
+            found = twin(x)
+            for name, activation in _ACTIVATIONS.items():
+                if torch.allclose(found, down(activation(gate(x)) * up(x)), rtol=NEAR, atol=NEAR):
+                    return KnownGatedMLP(BackendLinear(shared.layer), last, name)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return None  # it wants something else
     return None
 
 

@@ -162,7 +162,9 @@ def rope_write(
     check_pages(pool)
     for name, x, count in (("q", q, q_heads), ("k", k, heads), ("v", v, heads)):
         require(
-            tuple(x.shape) == (tokens, count, pool.k.shape[3]) and x.stride()[1:] == (dim, 1),
+            tuple(x.shape) == (tokens, count, pool.k.shape[3])
+            and x.stride(2) == 1
+            and (count == 1 or x.stride(1) == dim),
             f"{name} is {tuple(x.shape)} with strides {x.stride()}; needed is "
             f"{(tokens, count, pool.k.shape[3])}, heads side by side",
         )

@@ -6,7 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from inference.transformers_code.known import KnownNorm, known_norm, use_kernels
+from formats.scheme import LayerScheme
+from inference.cpu.backend import CpuBackend
+from inference.cpu.code_step import CodeStep
+from inference.models.read import StoredLinear
+from inference.transformers_code.attention import running
+from inference.transformers_code.known import (
+    KnownGatedMLP,
+    KnownNorm,
+    known_gated_mlp,
+    known_norm,
+    use_kernels,
+)
+from inference.transformers_code.linear import BackendLinear, PartOfLinear, SharedInput
 
 
 class Norm(nn.Module):
@@ -35,6 +47,43 @@ def test_rms_norms_are_found(offset):
 @pytest.mark.parametrize("module", [Norm("centred"), Norm("eps"), nn.LayerNorm(8), nn.Linear(8, 8)])
 def test_others_are_left_as_they_are(module):
     assert known_norm(module) is None
+
+
+class GatedMLP(nn.Module):
+    """A gated MLP as transformers' files write it, of layers of a backend."""
+
+    def __init__(self, act, swapped: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        backend = CpuBackend()
+        first = backend.linear(StoredLinear([["gate", "up"]], LayerScheme(), torch.randn(24, 8)))
+        last = backend.linear(StoredLinear([["down"]], LayerScheme(), torch.randn(8, 12)))
+        shared = SharedInput(first, [12, 12])
+        self.gate_proj, self.up_proj = (PartOfLinear(shared, i) for i in range(2))
+        self.down_proj, self.act, self._swapped, self._factor = (
+            BackendLinear(last), act, swapped, factor,
+        )  # fmt: skip
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = (up, gate) if self._swapped else (gate, up)
+        return self.down_proj(self.act(gate) * up * self._factor)
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(), nn.GELU("tanh")])
+def test_gated_mlps_are_found_and_compute_the_same(act):
+    module, x = GatedMLP(act), torch.randn(5, 8)
+    found = known_gated_mlp(module)
+    assert isinstance(found, KnownGatedMLP)
+    with running(CodeStep.__new__(CodeStep), 0):  # of which the product alone is asked
+        assert torch.allclose(found(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [GatedMLP(nn.ReLU()), GatedMLP(nn.SiLU(), swapped=True), GatedMLP(nn.SiLU(), factor=2.0)],
+)
+def test_other_mlps_are_left_as_they_are(module):
+    assert known_gated_mlp(module) is None
 
 
 def test_rotations_of_other_pairs_are_left_as_they_are():
