@@ -98,7 +98,7 @@ def write_card(folder: Path, record: Mapping[str, Any]) -> None:
     """Write README.md of a model's folder, from its config.json and what `training.json` holds."""
     config = AutoConfig.from_pretrained(folder)
     largest, median = record["absmax"], record["absmax_median"]
-    (architecture,) = config.architectures
+    (architecture,) = config.architectures or [""]
     card = CARD.format(
         **record,
         name=folder.resolve().name,

@@ -6,13 +6,13 @@ from json.encoder import encode_basestring as _c_encode
 from typing import Any
 
 from inference.server.http.errors import ApiError
-from inference.server.http.responses import dumps
+from inference.server.http.responses import dumps, in_one_line
 from inference.server.schema.generation import GenerationBody
 
 
 def quote(text: str) -> str:
     """A text as JSON."""
-    return _c_encode(text)
+    return in_one_line(_c_encode(text))
 
 
 def check_stream(body: GenerationBody) -> None:

@@ -24,11 +24,18 @@ LOG = logging.getLogger("ptq.serve")
 DEFECT = "the server met a defect of its own; its log tells more"
 QUIET_SECONDS = 15.0  # proxies take a connection for dead after 60, often
 LINGER_SECONDS, LINGER_BYTES = 2.0, 2**26  # of a refused body that are still read away
+LINE_ENDS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"})
 
 
 def dumps(content: Any) -> str:
     """JSON as compact as it gets; a number that is not finite is a defect."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return in_one_line(text)
+
+
+def in_one_line(text: str) -> str:
+    """JSON without what a client may take for a line's end: Unicode has more than JSON escapes."""
+    return text if text.isascii() else text.translate(LINE_ENDS)
 
 
 class Json(Response):
