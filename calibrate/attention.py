@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from calibrate.plain_attention import QUERIES, plain_attention
-from formats.families.family import LatentAttention
+from formats.families.attention import LatentAttention
 
 ATTENTION = "ptq_observed"  # the name that transformers knows it by
 BESIDE = {"softcap": "softcap", "s_aux": "sinks", "alibi": "alibi"}  # by transformers' names

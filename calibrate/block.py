@@ -13,7 +13,8 @@ from torch.func import functional_call
 
 from calibrate.attention import Cache, OnKV, watched, watched_latent
 from formats.errors import RecipeError
-from formats.families.family import Family, LatentAttention
+from formats.families.attention import LatentAttention
+from formats.families.family import Family
 from formats.modeling.experts import Experts, OnRoute
 
 OnInput = Callable[[str, Tensor], None]

@@ -25,8 +25,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
-from formats.families.family import LatentAttention, latent_sizes
+from formats.families.attention import LatentAttention
 from formats.families.registry import find_family
+from formats.families.sizes import latent_sizes
 from formats.scheme import KVCacheSpec
 from kernels.numerics import TYPES, dequantize, fake_quantize, fake_quantize_activations
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.families.family import GatedMLP
+from formats.families.feed_forward import GatedMLP
 from formats.stored.safetensors_files import StoredTensors, read_elements
 
 LEAVES = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}

@@ -21,8 +21,8 @@ from formats.checkpoint.compressed_tensors import (
 from formats.checkpoint.native import native_tensors, turned_weights, with_prefix
 from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
-from formats.families.family import merged_rows
 from formats.families.registry import find_family
+from formats.families.sizes import merged_rows
 from formats.foreign import mxfp4
 from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_scheme
 from formats.scheme import KVCacheSpec, Scheme

@@ -16,8 +16,8 @@ from torch import Tensor
 from formats.checkpoint.split import ONE_FOR_ALL, SHAPE
 from formats.checkpoint.stacks import ExpertStacks
 from formats.errors import CheckpointError
-from formats.families.family import merged_rows
 from formats.families.registry import find_family
+from formats.families.sizes import merged_rows
 
 
 class MergedLayers:

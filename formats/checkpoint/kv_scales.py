@@ -21,7 +21,7 @@ from torch import Tensor
 
 from formats.checkpoint.check import same_names
 from formats.errors import CheckpointError
-from formats.families.family import Cached
+from formats.families.sizes import Cached
 from formats.links import find_file
 from formats.modeling.layers import attention_names, cached
 from formats.scheme import KVCacheSpec

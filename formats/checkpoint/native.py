@@ -16,7 +16,7 @@ from torch import Tensor
 
 from formats.checkpoint.split import RowsOf, split_stored
 from formats.errors import CheckpointError
-from formats.families.family import heads_of
+from formats.families.sizes import heads_of
 from formats.published.known import PREFIXES, find_layout, is_turned
 from formats.published.layout import PublishedLayout
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements

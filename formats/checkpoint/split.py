@@ -36,9 +36,10 @@ from torch import Tensor
 
 from formats.checkpoint.alternating import alternating_experts
 from formats.errors import CheckpointError
-from formats.families.family import Mixture, merged_rows, size_in
+from formats.families.feed_forward import Mixture
 from formats.families.names import block_of
 from formats.families.registry import find_family
+from formats.families.sizes import merged_rows, size_in
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
 SHAPE = "weight_shape"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.alternating import LEAVES
-from formats.families.family import Mixture, size_in
+from formats.families.feed_forward import Mixture
+from formats.families.sizes import size_in
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = {leaf: kind for kind, leaf in LEAVES.items()}

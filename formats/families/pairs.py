@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.families.family import Family, heads_of, rotary_channels
+from formats.families.family import Family
+from formats.families.sizes import heads_of, rotary_channels
 
 
 def turning_pairs(family: Family, config: Mapping[str, Any], layer: int) -> tuple[int, ...]:

@@ -11,7 +11,9 @@ from typing import Any
 
 from formats.errors import CheckpointError, suggestion
 from formats.families import declared
-from formats.families.family import Attention, Family, size_in
+from formats.families.attention import Attention
+from formats.families.family import Family
+from formats.families.sizes import size_in
 
 
 def _collect() -> tuple[Family, ...]:

@@ -2,7 +2,7 @@
 
 Only families that are declared here are checked: others may mean something else by a key. What is
 absent follows from the rest or from transformers' defaults; what nothing can follow from is asked
-for where it is needed (`formats.families.family.needed`).
+for where it is needed (`formats.families.sizes.needed`).
 """
 
 from __future__ import annotations

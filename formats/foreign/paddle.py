@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.families.family import heads_of
 from formats.families.names import MERGED
 from formats.families.registry import FAMILIES, find_family
+from formats.families.sizes import heads_of
 from formats.scheme import Scheme
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.families.family import heads_of
 from formats.families.registry import attention_names
+from formats.families.sizes import heads_of
 from formats.foreign.paddle import FILES, LARGEST, check_merged, require_family, table_name
 from formats.stored.weights import check_scale
 

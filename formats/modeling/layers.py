@@ -14,8 +14,8 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.families import groups, names, registry
-from formats.families.family import Cached, cached_of, heads_of
 from formats.families.registry import find_family
+from formats.families.sizes import Cached, cached_of, heads_of
 from formats.modeling.structure import Structure
 
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")

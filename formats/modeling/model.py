@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from formats.errors import CheckpointError
-from formats.families.family import merged_rows
 from formats.families.registry import find_family
+from formats.families.sizes import merged_rows
 from formats.modeling.adapters import adapted_model
 from formats.modeling.experts import apart, split_experts
 from formats.modeling.stored_names import stored_names

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from formats.families.family import size_in
+from formats.families.sizes import size_in
 from formats.published.layout import TOKENS, PublishedLayout, kept
 
 SAME = (

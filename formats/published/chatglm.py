@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.families.family import needed, size_in
+from formats.families.sizes import needed, size_in
 from formats.published.layout import TOKENS, PublishedLayout, kept, require_settings
 
 BASE = 10000.0

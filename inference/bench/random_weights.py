@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from formats.checkpoint.split import split_shapes
-from formats.families.family import cached_of
 from formats.families.names import HEAD, expert_of, is_projection, is_weight_only
 from formats.families.registry import attention_names, find_family
+from formats.families.sizes import cached_of
 from formats.scheme import MX_GROUP, PRESETS, ActivationSpec, LayerScheme, Scheme
 from formats.stored.weights import StoredWeight, storage_format
 from kernels.numerics import (

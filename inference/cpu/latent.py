@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from formats.families.family import LatentAttention
+from formats.families.attention import LatentAttention
 from inference.cpu.batch import Batch
 from inference.cpu.layers import Linear
 from inference.models.config import ModelConfig

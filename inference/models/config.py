@@ -12,17 +12,10 @@ from transformers import AutoConfig, PretrainedConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.family import (
-    Family,
-    LatentAttention,
-    LatentSizes,
-    QKNorm,
-    heads_of,
-    latent_sizes,
-    needed,
-    rotary_order,
-)
+from formats.families.attention import LatentAttention, QKNorm
+from formats.families.family import Family
 from formats.families.registry import family_of
+from formats.families.sizes import LatentSizes, heads_of, latent_sizes, needed, rotary_order
 from formats.modeling.own_classes import make_known
 from inference.models.model import KVHeads
 from inference.models.rotary import Growth, Rotary, read_growth, read_rotary
@@ -66,7 +59,7 @@ def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a family's routers choose; see `formats.families.family.Mixture`.
+    """How a family's routers choose; see `formats.families.feed_forward.Mixture`.
 
     Attributes:
         experts: How many there are in a block.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
-from formats.families.family import LatentAttention
+from formats.families.attention import LatentAttention
 from formats.families.registry import find_family
 from formats.modeling.layers import attention_names
 from formats.scheme import KVCacheSpec

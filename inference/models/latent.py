@@ -16,7 +16,8 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from formats.families.family import LatentAttention, LatentSizes
+from formats.families.attention import LatentAttention
+from formats.families.sizes import LatentSizes
 from inference.models.fold import Channels, with_rows
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear, read_linear

@@ -33,7 +33,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from formats.errors import CheckpointError
-from formats.families.family import Family, heads_of, rotary_channels
+from formats.families.family import Family
+from formats.families.sizes import heads_of, rotary_channels
 
 
 @dataclass(frozen=True, eq=False)

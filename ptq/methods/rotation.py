@@ -30,9 +30,10 @@ from pydantic import Field, model_validator
 
 from formats.errors import RecipeError
 from formats.families import names
-from formats.families.family import LatentAttention, heads_of
+from formats.families.attention import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
+from formats.families.sizes import heads_of
 from formats.later import later
 from formats.scheme import LayerScheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView

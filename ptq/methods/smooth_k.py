@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from formats.families.family import LatentAttention
+from formats.families.attention import LatentAttention
 from formats.families.groups import SmoothingGroup
 from formats.families.names import role_of
 from formats.later import later

@@ -11,7 +11,7 @@ from calibrate.observers import choose_absmax, clip_fraction
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.checkpoint.write import CheckpointWriter
-from formats.families.family import LatentAttention
+from formats.families.attention import LatentAttention
 from formats.scale_table import Role, ScaleEntry
 from formats.scheme import KVCacheSpec
 from formats.stored.weights import weight_tensors

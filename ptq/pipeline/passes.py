@@ -10,8 +10,8 @@ from torch import Tensor
 from calibrate.block import DecoderBlock, to_host
 from calibrate.statistics import Statistics
 from formats.errors import RecipeError
-from formats.families.family import heads_of
 from formats.families.pairs import turning_pairs
+from formats.families.sizes import heads_of
 from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event

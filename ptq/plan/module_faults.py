@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from formats.checkpoint.targets import is_ignored
-from formats.families.family import Family, LatentAttention
+from formats.families.attention import LatentAttention
+from formats.families.family import Family
 from formats.scheme import WeightSpec
 from ptq.plan.modules import ModulePlan
 from ptq.recipe.schema import Recipe

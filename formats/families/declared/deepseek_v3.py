@@ -3,7 +3,9 @@
 The layers for predicting several tokens, which its files have behind the last block, are not read.
 """
 
-from formats.families.family import ExpertGroups, Family, GatedMLP, LatentAttention, Mixture
+from formats.families.attention import LatentAttention
+from formats.families.family import Family
+from formats.families.feed_forward import ExpertGroups, GatedMLP, Mixture
 
 FAMILY = Family(
     model_types=("deepseek_v3",),

@@ -3,7 +3,9 @@
 The first half of each head turns, in pairs of channels that lie side by side.
 """
 
-from formats.families.family import Attention, Family, GatedMLP
+from formats.families.attention import Attention
+from formats.families.family import Family
+from formats.families.feed_forward import GatedMLP
 
 FAMILY = Family(
     model_types=("glm",),

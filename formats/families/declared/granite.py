@@ -4,7 +4,8 @@ The logits are divided by one too. The factors are those of maximal update param
 al. 2022, arXiv 2203.03466).
 """
 
-from formats.families.family import Attention, Family, Multipliers
+from formats.families.attention import Attention
+from formats.families.family import Family, Multipliers
 
 FAMILY = Family(
     model_types=("granite",),

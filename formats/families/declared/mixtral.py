@@ -1,6 +1,7 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088): Mistral with experts in every block."""
 
-from formats.families.family import Family, GatedMLP, Mixture
+from formats.families.family import Family
+from formats.families.feed_forward import GatedMLP, Mixture
 
 FAMILY = Family(
     model_types=("mixtral",),

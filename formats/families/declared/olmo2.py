@@ -5,7 +5,8 @@
 q and k pass RMSNorms over their whole projection, all heads together.
 """
 
-from formats.families.family import Attention, Family, Norms
+from formats.families.attention import Attention
+from formats.families.family import Family, Norms
 
 FAMILY = Family(
     model_types=("olmo2",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from formats.families.family import LatentAttention
+from formats.families.attention import LatentAttention
 from formats.families.registry import attention_names, family_of
 from formats.later import later
 from ptq.methods.common.float_model import FloatModel, FloatModelView

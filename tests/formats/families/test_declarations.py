@@ -12,8 +12,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from formats.errors import CheckpointError
 from formats.families import registry
-from formats.families.family import Heads, heads_of
 from formats.families.registry import FAMILIES, MODEL_TYPES, family_of, find_family, unsupported
+from formats.families.sizes import Heads, heads_of
 
 ROOT = Path(__file__).resolve().parents[3]
 DECLARED = ROOT / "formats" / "families" / "declared"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from formats.families.family import Attention, Family
+from formats.families.attention import Attention
+from formats.families.family import Family
 from formats.families.pairs import turning_pairs
 
 CONFIG = {"num_attention_heads": 2, "hidden_size": 12, "layers": [1, 0]}

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
-from formats.families.family import rotary_order
 from formats.families.registry import BY_TYPE
+from formats.families.sizes import rotary_order
 from formats.scheme import PRESETS, KVCacheSpec, Scheme
 from inference.cpu.backend import CpuBackend
 from inference.cpu.layers import pack_linear
