@@ -6,16 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from formats.errors import CheckpointError
 from formats.families.names import block_of
+from formats.modeling.config import transformers_config
 from formats.modeling.experts import Experts
 from formats.modeling.load import FAULTS
 from formats.modeling.model import built, take_apart
-from formats.modeling.own_classes import make_known
 from formats.modeling.stored_names import named_modules, renamed_modules, tied_names
 from formats.modeling.structure import AttentionSite, BlockStructure, Structure
 from formats.modeling.trace import PROBE, Call, Key, Seen, is_stack, key_of, run
@@ -28,8 +27,10 @@ NEUTRAL = frozenset(  # arguments that change no number, or whose meaning is kep
 
 def found_structure(values: Mapping[str, Any]) -> Structure:
     """The structure of config.json's model; errors as of `formats.modeling.layers.structure_of`."""
-    config = transformers_config(values)
     kind = str(values.get("model_type"))
+    if "auto_map" in values:
+        raise _refused(kind, "it needs code of its own (auto_map), which is never run")
+    config = transformers_config(values)
     if config.is_encoder_decoder:
         raise _refused(kind, "it is an encoder and a decoder; only decoders are run here")
     model = _model(kind, config)
@@ -54,24 +55,6 @@ def found_structure(values: Mapping[str, Any]) -> Structure:
         stored=renamed,
         tied={stored.get(a, a): stored.get(b, b) for a, b in tied_names(model).items()},
     )
-
-
-def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
-    """config.json as transformers reads it.
-
-    Raises:
-        CheckpointError: it knows no such model, or a value is not valid.
-    """
-    rest = dict(values)
-    kind = str(rest.pop("model_type", None))
-    if "auto_map" in values:
-        raise _refused(kind, "it needs code of its own (auto_map), which is never run")
-    make_known(kind)
-    try:
-        return AutoConfig.for_model(kind, **rest)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"config.json: transformers takes it for none: {reason}") from error
 
 
 def _refused(kind: str, why: str) -> CheckpointError:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
@@ -16,7 +15,7 @@ from formats.families.attention import LatentAttention, QKNorm
 from formats.families.family import Family
 from formats.families.registry import family_of
 from formats.families.sizes import LatentSizes, heads_of, latent_sizes, needed, rotary_order
-from formats.modeling.own_classes import make_known
+from formats.modeling.config import transformers_config
 from inference.models.model import KVHeads
 from inference.models.rotary import Growth, Rotary, read_growth, read_rotary
 from kernels.activations import Activation, Clamped
@@ -36,25 +35,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }  # by transformers' names
-
-
-def transformers_config(values: Mapping[str, Any]) -> PretrainedConfig:
-    """A config.json as transformers reads it.
-
-    Raises:
-        CheckpointError: transformers refuses a value.
-    """
-    raw = dict(values)
-    kind = raw.pop("model_type")
-    make_known(kind)
-    try:
-        return AutoConfig.for_model(kind, **raw)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(
-            f"config.json: transformers refuses it ({reason}). Correct it, or copy that of the "
-            "original model"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.modeling.config import transformers_config
 from formats.modeling.layers import positions_of, structure_of
 from formats.modeling.structure import Structure
-from inference.models.config import transformers_config
 from inference.models.layers import LayerFactory
 from inference.models.model import KVHeads
 from inference.transformers_code.attention import TAKEN, Step, running
