@@ -9,23 +9,51 @@ channel of a weight `[out, in]`; `per_token` one for each row of an activation `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
-
-class Strict(BaseModel):
-    """Frozen configuration that rejects unknown keys and does not coerce types."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+from formats.cache_scheme import KVCacheSpec
+from formats.strict import Strict
 
 WeightType = Literal["int8", "int4", "fp8_e4m3", "fp4_e2m1"]
 ActivationType = Literal["int8", "fp8_e4m3"]
 BITS = {"int8": 8, "int4": 4, "fp8_e4m3": 8, "fp4_e2m1": 4}
+ScaleType = Literal["float", "e8m0", "e4m3"]
 BLOCK = 128  # rows and columns of a block, and elements of a group of activations
-MX_GROUP = 32  # fp4 weights that share a power of two
+MX_GROUP = 32  # weights that share a power of two in MXFP4 and MXFP8
+NV_GROUP = 16  # weights that share an e4m3 scale in NVFP4
+
+
+_GRANULARITIES = {
+    "int8": ("per_channel", "group"),
+    "int4": ("per_channel", "group"),
+    "fp8_e4m3": ("per_tensor", "per_channel", "block", "group"),
+    "fp4_e2m1": ("group",),
+}
+GROUP_SIZES: dict[WeightType, tuple[int, ...]] = {
+    "int8": (32, 64, BLOCK),
+    "int4": (32, 64, BLOCK),
+    "fp8_e4m3": (MX_GROUP,),
+    "fp4_e2m1": (NV_GROUP, MX_GROUP),
+}
+
+
+def _either(names: Sequence[object]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, (", ".join(map(str, names[:-1])), str(names[-1]))))
+
+
+def _sizes(dtype: WeightType) -> str:
+    return _either(GROUP_SIZES[dtype])
+
+
+FORMATS: dict[tuple[str, int | None], str] = {  # by element type and group
+    ("fp4_e2m1", 16): "nvfp4",
+    ("fp4_e2m1", 32): "mxfp4",
+    ("fp8_e4m3", 32): "mxfp8",
+}
 
 
 class WeightSpec(Strict):
@@ -37,17 +65,20 @@ class WeightSpec(Strict):
 
     dtype: WeightType = "int8"
     """Type of a stored weight: `int8`; `int4`, half the bytes and the first to lose accuracy;
-    `fp8_e4m3`, whose steps grow with the magnitude; GPUs multiply it from Ada on; `fp4_e2m1`
-    (MXFP4), of models that are published in it: it is run as it is stored, and made of no other.
+    `fp8_e4m3`, whose steps grow with the magnitude; GPUs multiply it from Ada on; `fp4_e2m1`, half
+    its bytes: in groups of 16 (NVFP4) or 32 (MXFP4).
     """
     granularity: Literal["per_tensor", "per_channel", "group", "block"] = "per_channel"
     """Which weights share a scale: those of an output channel (`per_channel`), of `group_size`
     neighbouring inputs of it (`group`; int4's usual), of 128 x 128 weights (`block`, fp8), or all
     (`per_tensor`, fp8). Finer is more accurate and stores more scales.
     """
-    group_size: Literal[32, 64, 128] | None = None
+    group_size: Literal[16, 32, 64, 128] | None = None
     """Inputs that share a scale where granularity is `group`, null elsewhere. It must divide the
-    layer's inputs. 32 costs half a bit a weight, 128 an eighth.
+    layer's inputs. Integers have groups of 32, 64 or 128: 32 costs half a bit a weight, 128 an
+    eighth. Of floats it tells the type of the scales, of 8 bits each: 16 is NVFP4, whose scales are
+    e4m3 times one number a tensor; 32 is MXFP4 and (`fp8_e4m3`) MXFP8, whose scales are powers of
+    two.
     """
     symmetric: bool = True
     """Whether zero is stored as zero. `false` gives each scale a zero point, for integer weights
@@ -61,38 +92,30 @@ class WeightSpec(Strict):
 
     @model_validator(mode="after")
     def _is_run_somewhere(self) -> WeightSpec:
-        if self.dtype == "fp4_e2m1":
-            return self._as_published()
-        integer = self.dtype != "fp8_e4m3"
-        if integer and self.granularity not in ("per_channel", "group"):
-            raise ValueError(
-                f"{self.dtype} weights {self.granularity} are not supported; use per_channel or "
-                "group"
-            )
-        if not integer and self.granularity == "group":
-            raise ValueError(
-                "fp8 weights in groups are not supported; use per_tensor, per_channel or block"
-            )
-        if not integer and not self.symmetric:
-            raise ValueError("fp8 weights have no zero point; set symmetric: true")
+        floating = self.dtype.startswith("fp")
         if (self.group_size is not None) != (self.granularity == "group"):
             raise ValueError(
                 f"found granularity {self.granularity} with group_size {self.group_size}; "
-                "granularity group needs a group_size of 32, 64 or 128, the others have none"
+                f"granularity group needs a group_size of {_sizes(self.dtype)}, the others have "
+                "none"
             )
+        if self.granularity not in _GRANULARITIES[self.dtype]:
+            raise ValueError(
+                f"{self.dtype} weights {self.granularity} are not supported; use "
+                f"{_either(_GRANULARITIES[self.dtype])}"
+            )
+        if self.group_size is not None and self.group_size not in GROUP_SIZES[self.dtype]:
+            raise ValueError(
+                f"{self.dtype} weights in groups of {self.group_size} are not supported; set "
+                f"group_size: {_sizes(self.dtype)}"
+            )
+        if floating and not self.symmetric:
+            raise ValueError(f"{self.dtype} weights have no zero point; set symmetric: true")
         plain = self.dtype == "int4" and self.granularity == "group" and self.symmetric
         if self.two_level and not plain:
             raise ValueError(
                 f"found two_level for {self.text}; scales have two levels where int4 weights are "
                 "symmetric and in groups of 32, 64 or 128: set these, or two_level: false"
-            )
-        return self
-
-    def _as_published(self) -> WeightSpec:
-        if self.group_size != MX_GROUP or not self.symmetric or self.two_level:
-            raise ValueError(
-                f"fp4_e2m1 weights have groups of {MX_GROUP} with a power of two each; set "
-                f"granularity: group, group_size: {MX_GROUP}, symmetric: true, two_level: false"
             )
         return self
 
@@ -106,6 +129,18 @@ class WeightSpec(Strict):
         """Rows and columns that share a scale; -1 for all."""
         blocks = {"per_tensor": (-1, -1), "per_channel": (1, -1), "block": (BLOCK, BLOCK)}
         return blocks.get(self.granularity, (1, self.group_size or -1))
+
+    @property
+    def scale_type(self) -> ScaleType:
+        """What a scale is: any float, a power of two (e8m0), or e4m3 times one number a tensor."""
+        if self.dtype.startswith("fp") and self.granularity == "group":
+            return "e4m3" if self.group_size == NV_GROUP else "e8m0"
+        return "float"
+
+    @property
+    def format_name(self) -> str | None:
+        """The name of a small float format with scales of groups; None for other weights."""
+        return FORMATS.get((self.dtype, self.group_size))
 
     @property
     def text(self) -> str:
@@ -149,58 +184,6 @@ class ActivationSpec(Strict):
     def text(self) -> str:
         """A few words for a person."""
         return f"{'dynamic' if self.dynamic else 'static'} {self.dtype} inputs {self.granularity}"
-
-
-CacheRole = Literal["k_cache", "v_cache"]
-
-
-class KVCacheSpec(Strict):
-    """How K (after RoPE) and V are stored in the cache.
-
-    YAML: ``kv_cache: {dtype: int8, granularity: per_head}``
-    """
-
-    dtype: ActivationType = "int8"
-    """Type of cached keys and values: either takes half the memory of 16 bits."""
-    granularity: Literal["per_head", "per_tensor", "per_channel", "per_token_head"] = "per_head"
-    """`per_head` and `per_tensor` have scales fixed at calibration. `per_channel` has
-    one, fixed too, for each channel of K, for keys with outlying channels, and one for each head of
-    V. `per_token_head` scales each head of each token when it is written, and needs no data.
-
-    Latent attention (DeepSeek) caches one rotated key part and one latent for all heads, which
-    stand here for K and V: scales of the key part are as above. The latent has a scale for each of
-    its channels (but one with `per_tensor`), which differ widely and cost nothing: its scales are
-    multiplied with queries and results. They are fixed at calibration; `per_token_head` is refused.
-    """
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether scales are computed at run time."""
-        return self.granularity == "per_token_head"
-
-    @property
-    def bits(self) -> int:
-        """Bits of one cached element."""
-        return BITS[self.dtype]
-
-    def by_channel(self, role: CacheRole, *, latent: bool = False) -> bool:
-        """Whether each channel of K or V has a static scale; `latent` for latent attention."""
-        if role == "v_cache":
-            return latent and self.granularity != "per_tensor"
-        return self.granularity == "per_channel"
-
-    def scale_shape(
-        self,
-        role: CacheRole,
-        heads: int,
-        dim: int,
-        *,
-        latent: bool = False,
-    ) -> tuple:
-        """Shape of the static scales of K or V, for KV heads of `dim` elements."""
-        if self.granularity == "per_tensor":
-            return (1,)
-        return (heads, dim) if self.by_channel(role, latent=latent) else (heads,)
 
 
 class LayerScheme(Strict):
@@ -268,28 +251,26 @@ class Scheme(LayerScheme):
     def wac(self) -> str:
         """Short name: the field's notation, then what bits leave open: `a8w4c8`, `a8w8_dynamic`.
 
-        `float` for none; parts in fp8 are marked: `af8wf8`. Two schemes have two names.
+        `float` for none; parts in fp8 are marked: `af8wf8`; formats with a name of their own have
+        it: `nvfp4c8`. Two schemes have two names.
         """
-        parts = (("a", self.activations), ("w", self.weights), ("c", self.kv_cache))
-        names = [
-            f"{letter}{'f' if spec.dtype.startswith('fp') else ''}{spec.bits}"
-            for letter, spec in parts
-            if spec
-        ]
+        names = [] if self.activations is None else [_bits("a", self.activations)]
+        if self.weights is not None:
+            names.append(self.weights.format_name or _bits("w", self.weights))
+        names += [self.kv_cache.name] if self.kv_cache else []
         return "_".join(("".join(names) or "float", *self._marks))
 
     @property
     def _marks(self) -> Iterator[str]:
         """What bits leave open.
 
-        Unsaid go int4 weights in groups of 128, fp4 ones in groups of 32, others per channel,
-        static int8 inputs of int8 weights, a cache with scales per head, and what follows from
-        these.
+        Unsaid go int4 weights in groups of 128, others per channel, static int8 inputs of int8
+        weights, and what follows from these; of the cache see `KVCacheSpec.marks`.
         """
-        weights, inputs, cache = self.weights, self.activations, self.kv_cache
+        weights, inputs = self.weights, self.activations
         if weights is not None:
-            groups = {"int4": BLOCK, "fp4_e2m1": MX_GROUP}
-            if weights.block != (1, groups.get(weights.dtype, -1)):
+            usual = (1, BLOCK if weights.dtype == "int4" else -1)
+            if weights.block != usual and weights.format_name is None:
                 yield f"g{weights.group_size}" if weights.group_size else weights.granularity
             if not weights.symmetric:
                 yield "asymmetric"
@@ -297,8 +278,8 @@ class Scheme(LayerScheme):
                 yield "two_level"
             if weights.dtype == "int8" and inputs is not None and inputs.dynamic:
                 yield "dynamic"
-        if cache is not None and cache.granularity != "per_head":
-            yield f"cache_{cache.granularity}"
+        if self.kv_cache is not None:
+            yield from self.kv_cache.marks
 
     @property
     def static(self) -> bool:
@@ -312,6 +293,11 @@ class Scheme(LayerScheme):
         return self.weights is not None or self.kv_cache is not None
 
 
+def _bits(letter: str, spec: WeightSpec | ActivationSpec) -> str:
+    """A part of a scheme's short name: `a8`, or `af8` of a float type."""
+    return f"{letter}{'f' if spec.dtype.startswith('fp') else ''}{spec.bits}"
+
+
 def _mismatch(weights: WeightSpec, activations: ActivationSpec | None) -> str | None:
     """Why weights and activations do not go together, or None."""
     if activations is None:
@@ -321,8 +307,8 @@ def _mismatch(weights: WeightSpec, activations: ActivationSpec | None) -> str | 
                 f"{'group' if weights.granularity == 'block' else 'per_tensor'}"
             )
         return None
-    if weights.dtype == "fp4_e2m1":
-        return "fp4_e2m1 weights are for weight-only schemes; drop activations"
+    if weights.scale_type != "float":
+        return f"{weights.text} are for weight-only schemes; drop activations"
     if (weights.dtype == "fp8_e4m3") != (activations.dtype == "fp8_e4m3"):
         return (
             f"{weights.dtype} weights with {activations.dtype} activations are not supported: "
@@ -353,7 +339,11 @@ _PER_TOKEN = ActivationSpec(granularity="per_token")
 _W4 = WeightSpec(dtype="int4", granularity="group", group_size=128)
 _W4_TWO_LEVEL = _W4.model_copy(update={"two_level": True})
 _KV, _KV_FP8 = KVCacheSpec(), KVCacheSpec(dtype="fp8_e4m3")
+_KV4 = KVCacheSpec(dtype="int4", granularity="per_token_head", rotate_keys=True, center_keys=True)
 _W_FP8 = WeightSpec(dtype="fp8_e4m3")
+_NVFP4 = WeightSpec(dtype="fp4_e2m1", granularity="group", group_size=NV_GROUP)
+_MXFP4 = WeightSpec(dtype="fp4_e2m1", granularity="group", group_size=MX_GROUP)
+_MXFP8 = WeightSpec(dtype="fp8_e4m3", granularity="group", group_size=MX_GROUP)
 _A_FP8_TOKEN = ActivationSpec(dtype="fp8_e4m3", granularity="per_token")
 PRESETS: dict[str, Scheme] = {
     "w8": Scheme(weights=WeightSpec()),
@@ -366,6 +356,7 @@ PRESETS: dict[str, Scheme] = {
     "a8w4c8": Scheme(weights=_W4, activations=_PER_TOKEN, kv_cache=_KV),
     "a8w4_two_level": Scheme(weights=_W4_TWO_LEVEL, activations=_PER_TOKEN),
     "a8w4c8_two_level": Scheme(weights=_W4_TWO_LEVEL, activations=_PER_TOKEN, kv_cache=_KV),
+    "a8w4c4_two_level": Scheme(weights=_W4_TWO_LEVEL, activations=_PER_TOKEN, kv_cache=_KV4),
     "fp8_tensor": Scheme(
         weights=WeightSpec(dtype="fp8_e4m3", granularity="per_tensor"), activations=_FP8
     ),
@@ -375,7 +366,12 @@ PRESETS: dict[str, Scheme] = {
         activations=ActivationSpec(dtype="fp8_e4m3", granularity="group"),
     ),
     "fp8_c8": Scheme(weights=_W_FP8, activations=_A_FP8_TOKEN, kv_cache=_KV_FP8),
+    "nvfp4": Scheme(weights=_NVFP4),
+    "mxfp4": Scheme(weights=_MXFP4),
+    "mxfp8": Scheme(weights=_MXFP8),
     "w4c8": Scheme(weights=_W4, kv_cache=_KV),
     "c8": Scheme(kv_cache=_KV),
     "c8_fp8": Scheme(kv_cache=_KV_FP8),
+    "k8v4": Scheme(kv_cache=KVCacheSpec(granularity="per_token_head", value_dtype="int4")),
+    "c4": Scheme(kv_cache=_KV4),
 }

@@ -19,16 +19,23 @@ class KVPool:
     """The paged cache of one layer (Kwon et al. 2023); its tensors change in place.
 
     Attributes:
-        k: [blocks, Hkv, 64, D], int8 or e4m3 with scales, float without.
-        v: As `k`, its heads of a size of their own perhaps; for the GPU's kernels
-            [blocks, Hkv, D, 64]. A pool for latents has the rotated part of the keys as `k`,
-            [blocks, 1, 64, P], and the latents as `v`, [blocks, 1, 64, R] everywhere.
+        k: [blocks, Hkv, 64, D], int8 or e4m3 with scales, float without. uint8 is int4, two numbers
+            a byte, [blocks, Hkv, 64, D / 2]; see `kernels.packed_cache`.
+        v: As `k`, its heads of a size, and beside int8 keys perhaps of a type, of their own; for
+            the GPU's kernels [blocks, Hkv, D, 64]. A pool for latents has the rotated part of the
+            keys as `k`, [blocks, 1, 64, P], and the latents as `v`, [blocks, 1, 64, R] everywhere.
         k_scale: Static: fp32 [Hkv], or [Hkv, D] with a scale for each channel. Dynamic: one for
-            each head of each cached token, [blocks, Hkv, 64], fp32 on a CPU and fp16 on a GPU.
-            None without quantization.
+            each head of each cached token, [blocks, Hkv, 64], fp16 on a GPU and where K or V is
+            int4, else fp32; that of int4 may be negative. None without quantization.
         v_scale: Static: fp32 [Hkv], for latents [1, R] and `k_scale` [1, P]; dynamic and without
             quantization as `k_scale`.
         dynamic: Whether a token's scales are taken from its K and V when they are written.
+        turn: Channels that are turned together in K, which is turned before it is written, as are
+            its queries (`kernels.packed_cache.turned`); 0 where K is as RoPE gives it.
+        k_offset: fp32 [Hkv, D], subtracted from K, after its turn, before it is quantized; or None.
+            It stands in every key of a head, so that a query's products with them all shrink by one
+            number, which the softmax does not see (Zhang et al., "SageAttention", arXiv 2410.02367,
+            section 4.2); never there beside a softcap or sinks, which would.
     """
 
     k: Tensor
@@ -36,6 +43,8 @@ class KVPool:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     dynamic: bool = False
+    turn: int = 0
+    k_offset: Tensor | None = None
 
     @property
     def nbytes_per_token(self) -> int:
@@ -79,6 +88,11 @@ class AttentionInputs:
     softcap: float | None = None
     sinks: Tensor | None = None
     alibi: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse keys that are centred where a shift of all logits would be seen."""
+        if self.pool.k_offset is not None and (self.softcap is not None or self.sinks is not None):
+            raise ValueError("keys are centred, which attention with a softcap or sinks would see")
 
     @property
     def changes_logits(self) -> bool:

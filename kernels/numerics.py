@@ -7,14 +7,18 @@ per-token: a tensor is cut into blocks, each block has one scale, and
 
 Symmetric int8 is [-127, 127] with scale = absmax / 127, so that negation is exact; int4 is [-8, 7]
 with absmax / 7.5; fp8 is e4m3 with absmax / 448, clamped before the cast, which rounds half to
-even. Asymmetric integers have a zero point z: q = clamp(round(x / scale) + z), x' = (q - z) scale.
+even; fp4 is e2m1, of the values 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with absmax / 6.
+Asymmetric integers have a zero point z: q = clamp(round(x / scale) + z), x' = (q - z) scale.
 Scales are fp32. A block of zeros gets `TINY_SCALE`, so that a scale is always finite and positive.
+Some formats store other scales: powers of two (`choose_power`), or e4m3 values times a unit
+(`e4m3_multiples`), both exact in fp32.
 The division is a true fp32 division: fake quantization in calibration, the packed file and every
 kernel agree bit for bit on the integers.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_LEAST_E4M3 = 2.0**-9  # its smallest positive value
 TINY_SCALE = 2.0**-60  # scale of an all-zero block: positive, and its square is still normal
 
 
@@ -31,12 +36,14 @@ class QuantizedType:
 
     Attributes:
         name: As recipes and scale tables call it.
-        storage: Element type that holds it; int4 is held one a byte until it is packed.
+        storage: Element type that holds it; int4 is held one a byte until it is packed, and fp4 as
+            e4m3, which has all of its values.
         q_min: Smallest value.
         q_max: Largest value.
         top: The value that the largest magnitude of a block is scaled to. For int4 it is 7.5, half
             a step beyond the range: the step is finer, and the one value that is cut loses no more
             than rounding loses elsewhere.
+        reach: Half a step beyond the range: what is cut to `q_max` and loses no more than that.
     """
 
     name: str
@@ -44,12 +51,29 @@ class QuantizedType:
     q_min: int
     q_max: int
     top: float
+    reach: float
 
 
-INT8 = QuantizedType("int8", torch.int8, -127, 127, 127.0)
-INT4 = QuantizedType("int4", torch.int8, -8, 7, 7.5)
-FP8 = QuantizedType("fp8_e4m3", torch.float8_e4m3fn, -448, 448, 448.0)
-TYPES: dict[str, QuantizedType] = {kind.name: kind for kind in (INT8, INT4, FP8)}
+INT8 = QuantizedType("int8", torch.int8, -127, 127, 127.0, 127.5)
+INT4 = QuantizedType("int4", torch.int8, -8, 7, 7.5, 7.5)
+FP8 = QuantizedType("fp8_e4m3", torch.float8_e4m3fn, -448, 448, 448.0, 464.0)
+FP4 = QuantizedType("fp4_e2m1", torch.float8_e4m3fn, -6, 6, 6.0, 7.0)
+TYPES: dict[str, QuantizedType] = {kind.name: kind for kind in (INT8, INT4, FP8, FP4)}
+
+
+@dataclass(frozen=True)
+class E4M3Multiples:
+    """How NVFP4 stores scales: as e4m3 values times a number that a tensor's scales share.
+
+    Attributes:
+        unit: That number, a power of two. A weight whose scales are beyond its multiples has a
+            larger one.
+    """
+
+    unit: float
+
+
+ScaleStorage = torch.dtype | E4M3Multiples
 
 
 def block_view(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -110,6 +134,35 @@ def choose_scale(absmax: Tensor, dtype: QuantizedType = INT8) -> Tensor:
     return divide(absmax.float(), dtype.top).clamp(min=TINY_SCALE)
 
 
+def choose_power(absmax: Tensor, dtype: QuantizedType) -> Tensor:
+    """The least power of two that absmax divided by is at most `dtype.reach`: fp32.
+
+    Raises:
+        ValueError: absmax holds NaN, infinity or a negative number.
+    """
+    least = choose_scale(absmax, dataclasses.replace(dtype, top=dtype.reach))
+    return power_above(least)
+
+
+def power_above(x: Tensor) -> Tensor:
+    """The least power of two that is no smaller, of positive normal fp32 values."""
+    return ((x.contiguous().view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def e4m3_unit(absmax: Tensor) -> Tensor:
+    """A power of two u with room for e4m3 multiples of it twice as large as absmax: fp32.
+
+    Multiples as small as absmax / 14336 keep all their bits.
+    """
+    return power_above((absmax.float() / (FP8.top / 2)).clamp(min=TINY_SCALE))
+
+
+def e4m3_multiples(scale: Tensor, unit: Tensor | float) -> Tensor:
+    """The positive e4m3 values times a unit that are next to scales: fp32."""
+    codes = (scale / unit).clamp(min=_LEAST_E4M3, max=FP8.top).to(torch.float8_e4m3fn)
+    return codes.float() * unit
+
+
 def choose_affine(low: Tensor, high: Tensor, dtype: QuantizedType) -> tuple[Tensor, Tensor]:
     """Scale and zero point that map [low, high], widened to contain 0, onto the whole range.
 
@@ -167,12 +220,26 @@ def quantize(
     """
     if scale.dim():
         scale = expand_scale(scale, x.shape, block)
-    q = x.float() / scale
-    if not dtype.storage.is_floating_point:
-        q = torch.round(q)
-    if zero_point is not None:
-        q = q + expand_scale(zero_point.float(), x.shape, block)
-    return q.clamp_(dtype.q_min, dtype.q_max).to(dtype.storage)
+    zeros = None if zero_point is None else expand_scale(zero_point.float(), x.shape, block)
+    return round_to(x.float() / scale, dtype, zeros).to(dtype.storage)
+
+
+def round_to(x: Tensor, dtype: QuantizedType, zeros: Tensor | None = None) -> Tensor:
+    """The values of a type next to those of `x`, half to even, in the type of `x`.
+
+    Args:
+        x: Floats; they are overwritten.
+        dtype: Type to round to.
+        zeros: Zero point of each element, added before what is beyond the range is cut.
+    """
+    if dtype is FP4:  # steps of 0.5 up to 2, 1 up to 4, 2 up to 6: half the power of two below
+        power = x.abs().clamp_(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
+        step = power.view(torch.float32).mul_(0.5)
+        return x.div_(step).round_().mul_(step).clamp_(dtype.q_min, dtype.q_max)
+    if dtype.storage.is_floating_point:
+        return x.clamp_(dtype.q_min, dtype.q_max).to(dtype.storage).to(x.dtype)
+    x = x.round_() if zeros is None else x.round_().add_(zeros)
+    return x.clamp_(dtype.q_min, dtype.q_max)
 
 
 def dequantize(

@@ -61,6 +61,22 @@ def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _rows().quantize_per_token(x)
 
 
+def weight_rows(weight: Weight, ids: Tensor) -> Tensor:
+    """Rows of a weight as floats: the embedding of tokens, where the head is the embedding, too.
+
+    Args:
+        weight: From `pack_quantized_weight` or `pack_float_weight`.
+        ids: int64 [R].
+
+    Returns:
+        fp32 [R, K]: (q - zero point) * scale.
+    """
+    if isinstance(weight, NativeWeight):
+        return native.rows(weight.packed, ids)
+    own = weight.packed[ids].float()
+    return own * weight.scale[ids, None] if isinstance(weight, Int8Weight) else own
+
+
 def linear(
     x: Tensor,
     weight: Weight,
@@ -157,11 +173,25 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return _rows().apply_rope(q, k, cos, sin)
 
 
-def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
-    """Put the keys (after RoPE) and values of new tokens into the paged cache, quantizing them.
+def turn_heads(x: Tensor, size: int) -> Tensor:
+    """Queries or keys turned by a Hadamard matrix, head by head, as a pool's `turn` says.
 
-    Static scales say how; where they are dynamic, each head of each token is scaled by its own
-    absmax, and its scale is put where the pool has a place for it.
+    Args:
+        x: [T, heads, D], after RoPE.
+        size: Channels that are turned together, a power of two that divides D.
+
+    Returns:
+        Of the shape and type of `x`: every run of `size` channels times H / sqrt(size).
+    """
+    return _rows().turn_heads(x, size)
+
+
+def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
+    """Put the keys and values of new tokens into the paged cache, quantizing them.
+
+    Keys come after RoPE, and turned where the pool says so (`turn_heads`). Static scales say how;
+    where they are dynamic, each head of each token is scaled by its own absmax, and its scale is
+    put where the pool has a place for it.
 
     Args:
         k: [T, Hkv, D].

@@ -31,16 +31,19 @@ from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import (
     FP8,
+    INT4,
     INT8,
+    QuantizedType,
     block_absmax,
     choose_scale,
     fake_quantize_activations,
     quantize,
 )
+from kernels.packed_cache import LEAST_FP16, MOST_FP16, pack_halves, token_scales, turned
 
 RUN = 1024  # inputs whose int8 products add up exactly in fp32: 127 * 128 * 1024 < 2^24
 ROWS = 16  # of one float product
-_BY_STORAGE = {kind.storage: kind for kind in (INT8, FP8)}
+_BY_STORAGE = {INT8.storage: INT8, FP8.storage: FP8, torch.uint8: INT4}  # of a cache
 
 
 def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
@@ -161,17 +164,36 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def turn_heads(x: Tensor, size: int) -> Tensor:
+    """See `kernels.ops.turn_heads`."""
+    return turned(x, size)
+
+
 def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
     """See `kernels.ops.write_kv`."""
     block, offset = slots // KV_BLOCK, slots % KV_BLOCK
+    if pool.k_offset is not None:
+        k = k.float() - pool.k_offset
     for x, held, scale in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
         if scale is None:
             held[block, :, offset] = x.to(held.dtype)
             continue
         kind = _BY_STORAGE[held.dtype]
         if pool.dynamic:
-            own = choose_scale(block_absmax(x, (1, 1, -1)), kind)  # [T, Hkv, 1]
-            scale[block, :, offset] = own[..., 0]
+            own = (
+                token_scales(x) if kind is INT4 else choose_scale(block_absmax(x, (1, 1, -1)), kind)
+            )
+            own = own.to(scale.dtype).float()  # [T, Hkv, 1], as it is held
+            scale[block, :, offset] = own[..., 0].to(scale.dtype)
         else:
             own = scale.reshape(1, scale.shape[0], -1)  # [1, Hkv, 1 or D]
-        held[block, :, offset] = quantize(x, own, kind)
+        q = quantize(x, own, kind)
+        held[block, :, offset] = pack_halves(q) if kind is INT4 else q
+
+
+def _token_scales(x: Tensor, kind: QuantizedType, held: torch.dtype) -> Tensor:
+    """Scales of heads [T, Hkv, D] that are quantized as they come, in the type they are held in."""
+    if kind is INT4:
+        return token_scales(x)
+    scale = choose_scale(block_absmax(x, (1, 1, -1)), kind)
+    return (scale.clamp(LEAST_FP16, MOST_FP16) if held == torch.float16 else scale).to(held)

@@ -2,7 +2,7 @@
 
 It runs where there are no compiled kernels, and for caches of types that those do not hold.
 
-The cache's integers are multiplied as they are: the scale of K (of a head, or of each of its
+The cache's numbers are multiplied as they are: the scale of K (of a head, or of each of its
 channels), like 1/sqrt(D), is folded into the query and the scale of V into the output. Where each
 token has scales of its own, that of K multiplies its score and that of V its weight.
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_inputs import KV_BLOCK, AttentionInputs
+from kernels.packed_cache import channels, unpack_halves
 from kernels.reference import product
 
 SCORES_AT_ONCE = 1 << 22  # elements; bounds the memory of a long prefill
@@ -30,7 +31,7 @@ SCORES_AT_ONCE = 1 << 22  # elements; bounds the memory of a long prefill
 
 def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     """See `kernels.ops.paged_attention`."""
-    out = q.new_empty((*q.shape[:2], inputs.pool.v.shape[3]))
+    out = q.new_empty((*q.shape[:2], channels(inputs.pool.v)))
     starts, contexts = query_starts(inputs), inputs.context_len.tolist()
     for first, last in _equal_runs(starts):  # sequences with as many queries each
         own, rows = slice(first, last), slice(starts[first], starts[last])
@@ -88,15 +89,15 @@ def _attend_part(q: Tensor, position: Tensor, inputs: AttentionInputs) -> Tensor
     per_token, static_v = None, None
     if pool.k_scale is not None and pool.v_scale is not None:
         if pool.k_scale.dim() == 3:
-            per_token = (pool.k_scale[table], pool.v_scale[table])
+            per_token = (pool.k_scale[table].float(), pool.v_scale[table].float())
         else:
             fold = fold * pool.k_scale.reshape(kv_heads, 1, -1)
             static_v = pool.v_scale.reshape(-1, 1, 1)
     rows = q.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4)
     result = _attend(
         rows.flatten(2, 3).float() * fold,  # [S, Hkv, n * group, D]
-        pool.k[table],  # [S, blocks, Hkv, 64, D]
-        pool.v[table],
+        _numbers(pool.k[table]),  # [S, blocks, Hkv, 64, D]
+        _numbers(pool.v[table]),
         position.repeat_interleave(group, dim=1),
         replace(inputs, sinks=by_row(inputs.sinks), alibi=by_row(inputs.alibi)),
         per_token,
@@ -104,6 +105,11 @@ def _attend_part(q: Tensor, position: Tensor, inputs: AttentionInputs) -> Tensor
     if static_v is not None:
         result = result * static_v
     return result.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+
+def _numbers(held: Tensor) -> Tensor:
+    """What is cached, as numbers: int4 is taken out of its bytes."""
+    return unpack_halves(held) if held.dtype == torch.uint8 else held
 
 
 def _equal_runs(starts: list[int]) -> list[tuple[int, int]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from formats.errors import CheckpointError
-from formats.families.names import HEAD
 from formats.families.registry import find_family
-from formats.modeling.layers import quantizable_of
+from formats.modeling.layers import head_name, quantizable_of
 from formats.scale_table import TOGETHER
 from formats.stored.safetensors_files import TensorFile, read_elements
 from formats.stored.weights import (
@@ -68,7 +68,7 @@ def _projections(checkpoint: Checkpoint) -> set[str]:
         module
         for module, _, leaf in weights
         if leaf in ("weight", "weight_packed") and is_quantizable(module)
-    } | ({HEAD} & set(checkpoint.quantized_modules))
+    } | ({head_name(checkpoint.config)} & set(checkpoint.quantized_modules))
 
 
 def _leaves(checkpoint: Checkpoint, module: str) -> set[str]:
@@ -87,14 +87,22 @@ def _check_values(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> No
         check_weight(scheme, module, checkpoint.weight_shape(module), kind)
         if checkpoint.dtype(f"{module}.weight_scale").is_floating_point:
             scales.append(f"{module}.weight_scale")  # others are looked at when they are read
+        if "weight_global_scale" in needed_leaves(scheme):
+            scales.append(f"{module}.weight_global_scale")
         if scheme.static_input:
             scales.append(f"{module}.input_scale")
             check_scale_kind(scales[-1], kind, ((1,), ()))
-    for i in range(0, len(scales), TOGETHER):
-        run = scales[i : i + TOGETHER]
-        if not is_scale(read_elements(files, run)):
-            for name in run:
-                check_scale_values(name, checkpoint.tensor(name))
+    for _, alike in groupby(sorted(scales, key=_type_of(files)), _type_of(files)):
+        names = list(alike)
+        for run in (names[i : i + TOGETHER] for i in range(0, len(names), TOGETHER)):
+            if not is_scale(read_elements(files, run)):
+                for name in run:
+                    check_scale_values(name, checkpoint.tensor(name))
+
+
+def _type_of(files: Mapping[str, TensorFile]) -> Callable[[str], str]:
+    """Names the type of a tensor: elements of several float types with 8 bits cannot be joined."""
+    return lambda name: str(files[name].tensors[name][0])
 
 
 def same_names(wanted: set[str], found: set[str], where: str) -> None:

@@ -5,6 +5,10 @@ keys that all of them have are written. That scales have two levels is told in `
 whose keys are free and which no loader heeds. Cache scales are not written here: no release
 serves static int8 scales a head, so they lie beside the served files and `kv_cache_scheme` stays
 null. That of others, such as llm-compressor's, is read.
+
+A head whose integers are the embedding's, too (`formats.checkpoint.read.Checkpoint.shares_head`),
+is something that no other loader knows: it would run an embedding that it does not find. So the
+strategy of its group is told as `tied_channel` or `tied_group`, which their strict readers refuse.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.documents import check_values
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
-from formats.scheme import BLOCK, ActivationSpec, KVCacheSpec, LayerScheme, WeightSpec
+from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
 from formats.stored.weights import storage_format
 
 METHOD = "compressed-tensors"
@@ -27,14 +32,16 @@ CLASS = "Linear"  # the target that means every linear layer
 TWO_LEVEL = "two_level"
 SUPPORTED = (
     "int8, int4 (packed) and fp8 e4m3 weights per channel, int8 and int4 in groups of 32, 64 or "
-    "128, fp8 per tensor or in blocks of 128 x 128, MXFP4; activations unquantized, int8 or fp8, "
-    "static per tensor, dynamic per token, or (fp8) dynamic in groups of 128"
+    "128, fp8 per tensor or in blocks of 128 x 128; activations float, int8 or fp8, static, "
+    "per token or (fp8) in groups of 128; NVFP4, MXFP4, MXFP8 weight-only"
 )
 CACHES = (
     "caches in int8 or fp8 e4m3, symmetric and static, with scales per tensor (strategy tensor) or "
     "per head (attn_head)"
 )
+_TIED = "tied_"  # before the strategy of a head that is the embedding, too
 _STRATEGY = {"per_tensor": "tensor", "per_channel": "channel", "group": "group", "block": "block"}
+_SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 _INPUT_STRATEGY = {"per_tensor": "tensor", "per_token": "token", "group": "group"}
 _CACHE_STRATEGY = {"per_tensor": "tensor", "per_head": "attn_head"}
 _TYPES = {
@@ -46,7 +53,11 @@ _TYPES = {
 
 
 def quantization_config(
-    scheme: LayerScheme, ignore: Sequence[str], layers: Mapping[str, LayerScheme] | None = None
+    scheme: LayerScheme,
+    ignore: Sequence[str],
+    layers: Mapping[str, LayerScheme] | None = None,
+    *,
+    shared_head: str | None = None,
 ) -> dict[str, Any] | None:
     """The `quantization_config` of a scheme, or None where no weight is quantized.
 
@@ -55,16 +66,17 @@ def quantization_config(
         ignore: Linear layers left alone: full names, or `re:` patterns for `re.match`.
         layers: Schemes of all quantized layers by their full name, where they may differ; the
             scheme is that of one at least. The head, `lm_head`, is left alone unless it is here.
+        shared_head: Full name of the head, where its integers are the embedding's, too.
     """
     if scheme.weights is None:
         return None
     main = LayerScheme(weights=scheme.weights, activations=scheme.activations)
-    members: dict[LayerScheme, list[str]] = {}
-    members.setdefault(main, [])  # first, whichever layer is
+    members: dict[tuple[LayerScheme, bool], list[str]] = {}
+    members.setdefault((main, False), [])  # first, whichever layer is
     for name, of_layer in (layers or {}).items():
-        members.setdefault(of_layer, []).append(name)
+        members.setdefault((of_layer, name == shared_head), []).append(name)
     targets = [[CLASS]] if len(members) == 1 else layer_targets(list(members.values()))
-    formats = {storage_format(of_group) for of_group in members}
+    formats = {storage_format(of_group) for of_group, _ in members}
     return {
         "quant_method": METHOD,
         "version": "0.17.0",
@@ -72,8 +84,8 @@ def quantization_config(
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "config_groups": {
-            f"group_{i}": _group(*group)
-            for i, group in enumerate(zip(members, targets, strict=True))
+            f"group_{i}": _group(*group, own)
+            for i, (group, own) in enumerate(zip(members, targets, strict=True))
         },
         "ignore": list(dict.fromkeys([*ignore, *([] if HEAD in (layers or {}) else [HEAD])])),
         "kv_cache_scheme": None,
@@ -82,12 +94,15 @@ def quantization_config(
     }
 
 
-def _group(scheme: LayerScheme, targets: list[str]) -> dict[str, Any]:
+def _group(scheme: LayerScheme, tied: bool, targets: list[str]) -> dict[str, Any]:
     assert scheme.weights is not None
+    weights = _weight_args(scheme.weights)
+    if tied:
+        weights["strategy"] = _TIED + weights["strategy"]
     return {
         "targets": targets,
         "format": storage_format(scheme),
-        "weights": _weight_args(scheme.weights),
+        "weights": weights,
         "input_activations": scheme.activations and _input_args(scheme.activations),
         "output_activations": None,
     }
@@ -98,13 +113,13 @@ def _weight_args(spec: WeightSpec) -> dict[str, Any]:
         "num_bits": spec.bits,
         "type": "float" if spec.dtype.startswith("fp") else "int",
         "symmetric": spec.symmetric,
-        "strategy": _STRATEGY[spec.granularity],
+        "strategy": "tensor_group" if spec.scale_type == "e4m3" else _STRATEGY[spec.granularity],
         "dynamic": False,
     }
     if spec.granularity == "group":
         args["group_size"] = spec.group_size
-    if spec.dtype == "fp4_e2m1":
-        args["scale_dtype"] = args["zp_dtype"] = "torch.uint8"
+    if spec.scale_type != "float":
+        args["scale_dtype"] = args["zp_dtype"] = _SCALE_DTYPES[spec.scale_type]
     if spec.two_level:
         args["observer_kwargs"] = {TWO_LEVEL: True}
     if spec.granularity == "block":
@@ -150,6 +165,7 @@ class ArgsValues(_Values):
     group_size: int | None = None
     block_structure: list[int] | None = None
     actorder: str | bool | None = None
+    scale_dtype: str | None = None
     observer_kwargs: dict[str, Any] | None = None
 
 
@@ -228,19 +244,26 @@ def _read_group(group: Any, layout_of_all: str | None) -> tuple[tuple[str, ...],
 
 def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
     """Raises KeyError or ValidationError where there is no such specification."""
-    strategy = _ours(_STRATEGY, args)
+    told = str(args.get("strategy")).removeprefix(_TIED)
+    by_tensor = told == "tensor_group"
+    strategy: Any = "group" if by_tensor else _ours(_STRATEGY, {"strategy": told})
     if args.get("dynamic") or args.get("actorder") not in (None, "weight", "static"):
         raise KeyError("dynamic or act-order weights")
     if strategy == "block" and list(args.get("block_structure") or ()) != [BLOCK, BLOCK]:
         raise KeyError("block structure")
     extra = args.get("observer_kwargs")
-    return WeightSpec(
+    spec = WeightSpec(
         dtype=_dtype(args),
         granularity=strategy,
         group_size=args.get("group_size") if strategy == "group" else None,
         symmetric=bool(args.get("symmetric", True)),
         two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
     )
+    needed, told = _SCALE_DTYPES.get(spec.scale_type), args.get("scale_dtype")
+    implied = told is None and spec.dtype == "fp4_e2m1"
+    if by_tensor != (spec.scale_type == "e4m3") or (needed not in (None, told) and not implied):
+        raise KeyError("scales of another type")
+    return spec
 
 
 def _read_inputs(args: Mapping[str, Any] | None) -> ActivationSpec | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.compressed_tensors import (
     CLASS,
     METHOD,
@@ -25,7 +26,7 @@ from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.foreign import mxfp4
 from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_scheme
-from formats.scheme import KVCacheSpec, Scheme
+from formats.scheme import Scheme
 from formats.stored.folder import OwnPart, read_config
 from formats.stored.safetensors_files import TensorFile, open_weights
 
@@ -53,12 +54,14 @@ class Contents:
     own: OwnPart | None = None
 
 
-def read_contents(path: Path, *, to_run: bool = True) -> Contents:
+def read_contents(path: Path, *, to_run: bool = True, predicting: bool = False) -> Contents:
     """Look into a folder; of weights nothing is read.
 
     Args:
         path: The folder.
         to_run: Whether to refuse a layout that has to be converted before it is run.
+        predicting: Keep the layers behind the last block, which predict further tokens; of folders
+            in a layout of other software they are left out.
 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not read here.
@@ -68,7 +71,8 @@ def read_contents(path: Path, *, to_run: bool = True) -> Contents:
         return _foreign_contents(ForeignFolder(path), to_run)
     if published is not None:
         return Contents(config, native_tensors(open_weights(path), published, config))
-    files = split_stored(with_prefix(open_weights(path), config), config)
+    stored = with_prefix(open_weights(path), config)
+    files = split_stored(stored, config, predicting=predicting)
     files = turned_weights(files, config)
     if not quantization:
         return Contents(config, files, own=own)

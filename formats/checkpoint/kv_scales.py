@@ -1,7 +1,8 @@
 """The scales of a quantized cache: ours lie beside the served files, others' among them.
 
-    quant/kv_scales.safetensors   A.k_scale and A.v_scale of each attention module A, fp32, and the
-                                  specification in the file's metadata; what this project writes
+    quant/kv_scales.safetensors   A.k_scale and A.v_scale of each attention module A, fp32, where
+                                  they are static; A.k_offset [Hkv, D] where keys are centred; and
+                                  the specification in the file's metadata: what this project writes
     the served files              the same names, with `kv_cache_scheme` in `quantization_config`:
                                   [1] per tensor, [Hkv, 1, 1] per head (strategy attn_head)
 
@@ -16,15 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from formats.cache_scheme import CacheSchemes, KVCacheSpec
 from formats.checkpoint.check import same_names
 from formats.errors import CheckpointError
 from formats.families.sizes import Cached
 from formats.links import find_file
 from formats.modeling.layers import attention_names, cached
-from formats.scheme import KVCacheSpec
 from formats.stored.folder import KV_SCALES
 from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
 from formats.stored.weights import check_scale
@@ -37,15 +39,17 @@ class CacheScales:
     """How a cache is quantized, and its static scales.
 
     Attributes:
-        spec: How it is quantized; None where it is not.
-        files: Where each scale is read from, by `A.k_scale` and `A.v_scale`.
+        schemes: How it is quantized.
+        files: Where each tensor is read from, by `A.k_scale`, `A.v_scale` and `A.k_offset`.
         by_attention: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by
             channel; of a latent [1, R] likewise), of each attention module by its full name.
+        offsets: What is subtracted from K, fp32 [Hkv, D], likewise.
     """
 
-    spec: KVCacheSpec | None = None
+    schemes: CacheSchemes = field(default_factory=CacheSchemes)
     files: Mapping[str, TensorFile] = field(default_factory=dict)
     by_attention: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    offsets: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def read_cache(
@@ -74,13 +78,14 @@ def read_cache(
         )
     if beside is not None:
         file = SafetensorsFile(beside)
-        return _checked(_spec(file), dict.fromkeys(file.tensors, file), config, f"{KV_SCALES}: ")
+        return _checked(_schemes(file), dict.fromkeys(file.tensors, file), config, f"{KV_SCALES}: ")
     if served is None:
         return CacheScales()
     taken = {f"{a}.{kind}_scale" for a in attention_names(config) for kind in "kv"}
     own = {name: files.pop(name) for name in taken & files.keys()}
     _drop_zero_points(files, config)
-    return _checked(served, own, config, "kv_cache_scheme of config.json: ")
+    schemes = CacheSchemes(kv_cache=served)
+    return _checked(schemes, own, config, "kv_cache_scheme of config.json: ")
 
 
 def _drop_zero_points(files: dict[str, TensorFile], config: Mapping[str, Any]) -> None:
@@ -95,9 +100,12 @@ def _drop_zero_points(files: dict[str, TensorFile], config: Mapping[str, Any]) -
         del files[name]
 
 
-def _spec(file: SafetensorsFile) -> KVCacheSpec:
+def _schemes(file: SafetensorsFile) -> CacheSchemes:
+    said = file.metadata.get("kv_cache", "")
     try:
-        return KVCacheSpec.model_validate_json(file.metadata.get("kv_cache", ""))
+        if '"kv_caches"' in said:
+            return CacheSchemes.model_validate_json(said)
+        return CacheSchemes(kv_cache=KVCacheSpec.model_validate_json(said))
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
         raise CheckpointError(
@@ -105,19 +113,52 @@ def _spec(file: SafetensorsFile) -> KVCacheSpec:
         ) from error
 
 
+def cache_metadata(schemes: CacheSchemes) -> dict[str, str]:
+    """The metadata of the file of scales, which `_schemes` reads.
+
+    One key: the library writes several in an order that changes from run to run.
+    """
+    own = schemes if schemes.kv_caches else schemes.kv_cache
+    assert own is not None
+    return {"kv_cache": own.model_dump_json()}
+
+
+def cache_tensors(spec: KVCacheSpec | None) -> tuple[str, ...]:
+    """What is stored of an attention module's cache: `k_scale` and the like."""
+    if spec is None:
+        return ()
+    scales = () if spec.dynamic else ("k_scale", "v_scale")
+    return (*scales, "k_offset") if spec.center_keys else scales
+
+
 def _checked(
-    spec: KVCacheSpec, files: Mapping[str, TensorFile], config: Mapping[str, Any], where: str
+    schemes: CacheSchemes, files: Mapping[str, TensorFile], config: Mapping[str, Any], where: str
 ) -> CacheScales:
-    if spec.dynamic:
-        return CacheScales(spec, files)
     attentions = attention_names(config)
-    wanted = {f"{attention}.{role[0]}_scale" for attention in attentions for role in ROLES}
+    same_names(set(schemes.kv_caches) & set(attentions), set(schemes.kv_caches), where)
+    specs = {name: schemes.of(name) for name in attentions}
+    wanted = {f"{name}.{leaf}" for name, spec in specs.items() for leaf in cache_tensors(spec)}
     same_names(wanted, set(files), where)
-    pairs = {}
-    for attention, own in zip(attentions, cached(config), strict=True):
-        k, v = (_scale(spec, f"{attention}.{role[0]}_scale", role, files, own) for role in ROLES)
-        pairs[attention] = (k, v)
-    return CacheScales(spec, files, pairs)
+    pairs, offsets = {}, {}
+    for name, own in zip(attentions, cached(config), strict=True):
+        spec = specs[name]
+        if spec is not None and not spec.dynamic:
+            k, v = (_scale(spec, f"{name}.{role[0]}_scale", role, files, own) for role in ROLES)
+            pairs[name] = (k, v)
+        if spec is not None and spec.center_keys:
+            offsets[name] = _offset(f"{name}.k_offset", files, own)
+    return CacheScales(schemes, files, pairs, offsets)
+
+
+def _offset(name: str, files: Mapping[str, TensorFile], own: Cached) -> Tensor:
+    """What is subtracted from K: fp32 [Hkv, D]."""
+    shape, offset = files[name].tensors[name][1], read_elements(files, [name]).float()
+    if shape != (own.heads, own.k) or not bool(torch.isfinite(offset).all()):
+        raise CheckpointError(
+            f"{name} has the shape {shape} or holds NaN or infinity; needed are finite numbers "
+            f"{(own.heads, own.k)}. Copy the checkpoint again or write it again"
+        )
+    return offset.reshape(shape)
 
 
 def _scale(

@@ -17,14 +17,16 @@ missing, extra, of another shape, not finite or not positive is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.check import check_quantized, same_names
 from formats.checkpoint.compressed_tensors import find_scheme
 from formats.checkpoint.contents import Contents, read_contents
@@ -33,8 +35,9 @@ from formats.checkpoint.kv_scales import read_cache
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
 from formats.foreign.folder import named
+from formats.fp4 import unpack_powers
 from formats.links import find_file
-from formats.mxfp4 import unpack_scales
+from formats.modeling.layers import embedding_name, head_name
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
 from formats.stored.folder import MANIFEST, auxiliary_files, check_manifest, check_own_cache
@@ -60,6 +63,8 @@ class Checkpoint:
         quantized_modules: Full names of the quantized linear layers, sorted.
         kv_scales: Static (K, V) scales, fp32 [Hkv] (of K [Hkv, D] where it is scaled by channel),
             of each attention module by its full name.
+        kv_offsets: What is subtracted from K where keys are centred, fp32 [Hkv, D], likewise.
+        caches: How the cache of each is quantized.
         scale_table: Where the scales came from, or None for a foreign or float checkpoint.
     """
 
@@ -72,15 +77,17 @@ class Checkpoint:
         self._cache = read_cache(path, self.config, contents.cache, self._files)
         self.kv_scales = self._cache.by_attention
         main = self._groups[0][1] if self._groups else LayerScheme()
-        check_own_cache(path, contents.own, self._cache.spec, needed=quantized_kv)
+        self.kv_offsets, self.caches = self._cache.offsets, self._cache.schemes
+        check_own_cache(path, contents.own, self.caches, needed=quantized_kv)
         self.scheme = Scheme(
-            weights=main.weights, activations=main.activations, kv_cache=self._cache.spec
+            weights=main.weights, activations=main.activations, kv_cache=self.caches.kv_cache
         )
         self.quantized_modules = tuple(
             sorted(
                 name.rpartition(".")[0]
                 for name, file in self._files.items()
-                if name.endswith(".weight_packed") or file.tensors[name][0] in QUANTIZED
+                if name.endswith(".weight_packed")
+                or (name.endswith(".weight") and file.tensors[name][0] in QUANTIZED)
             )
         )
         self.scale_table = self._read_scale_table()
@@ -94,6 +101,7 @@ class Checkpoint:
         quantized_kv: bool = True,
         revision: str | None = None,
         to_run: bool = True,
+        predicting: bool = False,
     ) -> Self:
         """Open a folder and check it.
 
@@ -105,12 +113,14 @@ class Checkpoint:
                 that they belong to the checkpoint.
             revision: Branch, tag or commit of a model on the hub.
             to_run: Refuse a layout of other software that has to be converted before it is run.
+            predicting: Read the layers behind the last block, too, which predict further tokens.
 
         Raises:
             CheckpointError: something is missing, extra, damaged or not run here; it is named.
         """
         path = locate_model(path, revision)
-        listed, contents = check_manifest(path, verify), read_contents(path, to_run=to_run)
+        listed = check_manifest(path, verify)
+        contents = read_contents(path, to_run=to_run, predicting=predicting)
         if verify and contents.own is not None and not listed:
             raise CheckpointError(
                 f"{path}: {MANIFEST} is missing, without which nothing can be verified. Copy the "
@@ -121,6 +131,10 @@ class Checkpoint:
             check_quantized(checkpoint, contents.files)
         checkpoint._check_scale_table()
         return checkpoint
+
+    def kv_scheme_of(self, attention: str) -> KVCacheSpec | None:
+        """How the cache of an attention module, by its full name, is quantized; None for not."""
+        return self.caches.of(attention)
 
     def names(self) -> tuple[str, ...]:
         """Names of all tensors of the served files, sorted."""
@@ -167,6 +181,14 @@ class Checkpoint:
                 shapes,
                 lambda leaf: self.tensors([f"{module}.{leaf}" for module in modules]).to(device),
             )
+
+    @cached_property
+    def shares_head(self) -> bool:
+        """Whether the quantized head is the embedding, too, which has no tensor of its own then."""
+        if self.config.get("tie_word_embeddings") is False or not self.quantized_modules:
+            return False
+        head, embedding = head_name(self.config), embedding_name(self.config)
+        return head in self.quantized_modules and f"{embedding}.weight" not in self._files
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer's weight and input are quantized; of nothing where they are not."""
@@ -230,8 +252,7 @@ class Checkpoint:
     def scale(self, name: str) -> Tensor:
         """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
         if name in self._files:
-            scale = self.tensor(name)
-            return unpack_scales(scale) if scale.dtype == torch.uint8 else scale.float()
+            return _as_float(self.tensor(name))
         if name in self._cache.files:
             file = self._cache.files[name]
             return read_elements({name: file}, [name]).reshape(file.tensors[name][1]).float()
@@ -255,9 +276,21 @@ class Checkpoint:
         files = {
             name: file
             for name, file in self._files.items()
-            if name.endswith("_scale") and file.tensors[name][0].is_floating_point
-        }  # powers of two of MXFP4 came with the model
-        files |= self._cache.files
+            if name.endswith("_scale") and not name.endswith(".weight_global_scale")
+        }
+        files |= {n: f for n, f in self._cache.files.items() if not n.endswith("_offset")}
         named = {row.tensor for row in self.scale_table.entries}
-        same_names(set(files), named, f"{SCALE_TABLE}: ")
-        self.scale_table.check(lambda names: [t.float() for t in read_tensors(files, names)])
+        powers = {name for name, file in files.items() if file.tensors[name][0] == torch.uint8}
+        same_names(set(files) - (powers - named), named, f"{SCALE_TABLE}: ")  # some were published
+        self.scale_table.check(partial(_read_scales, files))
+
+
+def _read_scales(files: Mapping[str, TensorFile], names: Sequence[str]) -> list[Tensor]:
+    """Scales in fp32; those of one type are read together."""
+    runs = groupby(names, lambda name: files[name].tensors[name][0])
+    return [_as_float(scale) for _, run in runs for scale in read_tensors(files, [*run])]
+
+
+def _as_float(scale: Tensor) -> Tensor:
+    """Scales in fp32; bytes are powers of two."""
+    return unpack_powers(scale) if scale.dtype == torch.uint8 else scale.float()

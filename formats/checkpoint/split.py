@@ -100,13 +100,14 @@ class ShapeOf:
 
 
 def split_stored(
-    files: Mapping[str, StoredTensors], config: Mapping[str, Any]
+    files: Mapping[str, StoredTensors], config: Mapping[str, Any], *, predicting: bool = False
 ) -> dict[str, TensorFile]:
     """The file of every tensor, layers that are stored as one taken apart by the family's names.
 
     Args:
         files: By the names on disk.
         config: config.json; without a declaration of its family, files are left as they are.
+        predicting: Keep the layers behind the last block, which predict further tokens.
 
     Raises:
         CheckpointError: a tensor has another shape, or lies beside layers of the same name.
@@ -114,7 +115,7 @@ def split_stored(
     family, found = find_family(config), dict[str, TensorFile](files)
     if family is None:
         return found
-    if family.predicting is not None and config.get(family.predicting):
+    if not predicting and family.predicting is not None and config.get(family.predicting):
         count = size_in(config, "num_hidden_layers")
         files = {name: file for name, file in files.items() if not _lies_behind(name, count)}
         found = dict[str, TensorFile](files)

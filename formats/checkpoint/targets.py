@@ -6,8 +6,8 @@ merged layer means the same to both:
 
     re:.*layers\\.(0|3)\\.self_attn\\.(q_proj|k_proj|v_proj|qkv_proj)$
 
-The head lies beside the blocks and is named alone. No pattern of a group matches a layer of another
-one, so that their order means nothing.
+The head lies beside the blocks and is named alone, by the end of its name. No pattern of a group
+matches a layer of another one, so that their order means nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from formats.families.names import HEAD, MERGED, MERGED_EXPERTS, any_expert, list_of, split_name
+from formats.families.names import MERGED, MERGED_EXPERTS, any_expert, list_of, split_name
 
 
 def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -26,16 +26,17 @@ def layer_targets(groups: Sequence[Sequence[str]]) -> list[list[str]]:
             `model.layers.0.mlp.down_proj`, and of the head. Layers that are merged at run time are
             of one group.
     """
-    parts = [[_split(name) for name in names if name != HEAD] for names in groups]
+    split = [[(name, split_name(name)) for name in names] for names in groups]
+    parts = [[part for _, part in names if part is not None] for names in split]
     owners: dict[tuple[str, ...], set[int]] = {}
     for i, layers in enumerate(parts):
         for block, module, leaf in layers:
             owners.setdefault((block, _starred(module), leaf), set()).add(i)
             owners.setdefault((_starred(module), leaf), set()).add(i)
-    lists = [list_of(name) for names in groups for name in names if name != HEAD]
+    lists = [list_of(name) for names in split for name, part in names if part is not None]
     blocks = lists[0] if lists else "layers"
     targets = [_targets(i, layers, owners, blocks) for i, layers in enumerate(parts)]
-    heads = ([rf"re:.*{HEAD}$"] if HEAD in names else [] for names in groups)
+    heads = ([rf"re:.*{re.escape(name)}$" for name, part in own if part is None] for own in split)
     return [of_blocks + head for of_blocks, head in zip(targets, heads, strict=True)]
 
 
@@ -48,13 +49,6 @@ def is_ignored(module: str, ignore: Sequence[str]) -> bool:
         elif entry == module:
             return True
     return False
-
-
-def _split(name: str) -> tuple[str, str, str]:
-    """Index of a layer's block, its module there, and its own name."""
-    parts = split_name(name)
-    assert parts is not None, name
-    return parts
 
 
 def _starred(module: str) -> str:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.compressed_tensors import quantization_config
 from formats.checkpoint.join import MergedLayers
+from formats.checkpoint.kv_scales import cache_metadata
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
 from formats.errors import CheckpointError
@@ -45,7 +47,9 @@ class CheckpointWriter:
         scheme: What is quantized.
         layers: Schemes of all quantized layers, where they are not the same; see
             `quantization_config`.
+        caches: How the caches of attention modules are quantized that have one of their own.
         ignore: Linear layers left alone: full names or `re:` patterns.
+        shared_head: Full name of the quantized head, where it is to be the embedding, too.
         aux_files: Tokenizer and other files to copy.
         force: Whether an existing `out` may be replaced; it stays until the new one is complete.
         shard_bytes: Most bytes of one weight file.
@@ -61,7 +65,9 @@ class CheckpointWriter:
         config: Mapping[str, Any],
         scheme: Scheme,
         layers: Mapping[str, LayerScheme] | None = None,
+        caches: Mapping[str, KVCacheSpec | None] | None = None,
         ignore: Sequence[str] = ("lm_head",),
+        shared_head: str | None = None,
         aux_files: Sequence[Path] = (),
         force: bool = False,
         shard_bytes: int = 2 << 30,
@@ -70,11 +76,14 @@ class CheckpointWriter:
         self.scheme = scheme
         self._config = dict(config)
         self._layers = layers or {}
+        self._shared_head = shared_head
+        self._caches = caches or {}
         self._merged = MergedLayers(config)
         self._ignore = self._merged.stored_names(ignore)
         self._aux_files = aux_files
         self._force = force
         self._shard_bytes = shard_bytes
+        self._kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._digests: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(HASHING_THREADS)
         self._kv_scales: dict[str, Tensor] = {}
@@ -110,15 +119,20 @@ class CheckpointWriter:
 
         A part of a layer that the family stores merged waits for the other parts.
         """
-        if name in self._digests:
+        if name in self._kinds:
             raise CheckpointError(f"{name} was added twice")
         if tensor.dtype.is_floating_point and not _is_finite(tensor):
             raise CheckpointError(f"{name} holds NaN or infinity; nothing was written")
         tensor = tensor.detach().contiguous()
+        self._kinds[name] = tensor.dtype, tuple(tensor.shape)
+        as_it_is = False
         with writing(self.out):
             for stored, whole in self._merged.add(name, tensor):
-                self._shards.add(stored, as_stored(stored, whole, self._config))
-        self._digests[name] = self._pool.submit(_digest, tensor)
+                laid_out = as_stored(stored, whole, self._config)
+                as_it_is = stored == name and laid_out is tensor
+                self._shards.add(stored, laid_out)
+        if not as_it_is:  # else its file's bytes tell
+            self._digests[name] = self._pool.submit(_digest, tensor)
 
     def add_linear(
         self,
@@ -150,6 +164,10 @@ class CheckpointWriter:
         self._kv_scales[f"{attention}.k_scale"] = k.float().contiguous()
         self._kv_scales[f"{attention}.v_scale"] = v.float().contiguous()
 
+    def set_cache(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set tensors of the cache by full name, such as `A.k_offset`, as the scheme says."""
+        self._kv_scales |= {name: t.float().contiguous() for name, t in tensors.items()}
+
     def finish(self, scale_table: ScaleTable, documents: Mapping[str, bytes] | None = None) -> Path:
         """Write what is left, read everything back, and put the folder in its place.
 
@@ -166,18 +184,20 @@ class CheckpointWriter:
         with writing(self.out):
             for stored, tensor in self._merged.rest():
                 self._shards.add(stored, tensor)
-            self._shards.finish()
+            digests = self._shards.finish()
             self._write_documents(scale_table, documents or {})
-            self._write_manifest()
+            self._write_manifest(digests)
         written = Checkpoint.open(self._folder)
-        found = self._pool.map(lambda name: _digest(written.tensor(name)), self._digests)
-        for (name, digest), read_back in zip(self._digests.items(), found, strict=True):
-            if read_back != digest.result():
-                raise CheckpointError(f"{name} was read back with other bits; check the disk")
+        self._check_tensors(written)
         if written.scheme != self.scheme:
             raise CheckpointError(
                 f"{self.out}: tensors were added for {written.scheme.wac}, the scheme is "
                 f"{self.scheme.wac}; nothing was kept"
+            )
+        if written.caches.kv_caches != self._caches:
+            raise CheckpointError(
+                f"{self.out}: the caches of single blocks were read back as others; nothing was "
+                "kept"
             )
         for module, scheme in self._layers.items():
             if written.scheme_of(module) != scheme:
@@ -189,6 +209,16 @@ class CheckpointWriter:
         self._stack.close()
         return self.out
 
+    def _check_tensors(self, written: Checkpoint) -> None:
+        """Compare what is there with what was added; the files' bytes have been compared."""
+        for name, kind in self._kinds.items():
+            if (written.dtype(name), written.shape(name)) != kind:
+                raise CheckpointError(f"{name} was read back as another tensor; nothing was kept")
+        found = self._pool.map(lambda name: _digest(written.tensor(name)), self._digests)
+        for (name, digest), read_back in zip(self._digests.items(), found, strict=True):
+            if read_back != digest.result():
+                raise CheckpointError(f"{name} was read back with other bits; check the disk")
+
     def _write_documents(self, table: ScaleTable, documents: Mapping[str, bytes]) -> None:
         for file in self._aux_files:
             settings = _tokenizer_settings(file)
@@ -197,27 +227,33 @@ class CheckpointWriter:
                 fsync_path(self._folder / file.name)
             else:
                 write_bytes(self._folder / file.name, _json(settings))
-        quantization = quantization_config(self.scheme, self._ignore, self._layers)
+        quantization = quantization_config(
+            self.scheme, self._ignore, self._layers, shared_head=self._shared_head
+        )
         config = self._config | ({"quantization_config": quantization} if quantization else {})
-        config |= {OWN_KEY: OwnPart(kv_cache=self.scheme.kv_cache).model_dump()}
+        own = OwnPart(kv_cache=self.scheme.kv_cache, kv_caches=self._caches)
+        config |= {OWN_KEY: own.model_dump()}
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
         for name, data in (everything | dict(documents)).items():
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, data)
-        if self.scheme.kv_cache is not None:
-            # One key: the library writes several in an order that changes from run to run.
-            metadata = {"kv_cache": self.scheme.kv_cache.model_dump_json()}
-            write_tensors(self._folder / KV_SCALES, self._kv_scales, metadata)
+        if own.any:
+            write_tensors(self._folder / KV_SCALES, self._kv_scales, cache_metadata(own))
 
-    def _write_manifest(self) -> None:
+    def _write_manifest(self, known: Mapping[str, str]) -> None:
+        """List all files with their SHA-256, those of weight files known."""
+
+        def digest_of(path: Path) -> str:
+            return known.get(path.name) or sha256_file(path)
+
         paths = [path for path in sorted(self._folder.rglob("*")) if path.is_file()]
         files = {
             path.relative_to(self._folder).as_posix(): {
                 "bytes": path.stat().st_size,
                 "sha256": digest,
             }
-            for path, digest in zip(paths, self._pool.map(sha256_file, paths), strict=True)
+            for path, digest in zip(paths, self._pool.map(digest_of, paths), strict=True)
         }
         write_bytes(self._folder / MANIFEST, _json({"files": files}))
 

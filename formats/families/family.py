@@ -84,7 +84,7 @@ class Family:
             None where heads turn as a whole.
         multipliers: Factors and bounds outside of attention.
         predicting: Key of config.json of how many layers stand behind the blocks that predict
-            further tokens; they are not read. None where files have none.
+            further tokens; they are read where they draft. None where files have none.
         paddle: Its name in PaddleNLP's tables of scales; None where these are not known.
     """
 

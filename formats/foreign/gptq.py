@@ -99,7 +99,7 @@ def refuse_gptq(scheme: Scheme) -> None:
     Raises:
         CheckpointError: weights are not int4 or int8, or activations are quantized.
     """
-    if scheme.weights is None or scheme.weights.dtype == "fp8_e4m3":
+    if scheme.weights is None or scheme.weights.dtype not in ("int4", "int8"):
         found = scheme.weights.text if scheme.weights else "no quantized weights"
         raise CheckpointError(
             f"found {found}; GPTQ holds int4 and int8 weights, per channel or in groups"

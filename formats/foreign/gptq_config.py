@@ -28,7 +28,12 @@ MERGED_INTO = {part: merged for merged, parts in MERGED.items() for part in part
 
 
 def gptq_config(
-    spec: WeightSpec, *, version: Version, quantizer: str, unquantized: Sequence[str] = ()
+    spec: WeightSpec,
+    *,
+    version: Version,
+    quantizer: str,
+    unquantized: Sequence[str] = (),
+    head: bool = False,
 ) -> dict[str, Any]:
     """The `quantization_config`.
 
@@ -37,6 +42,7 @@ def gptq_config(
         version: 1 or 2.
         quantizer: Name and version of who made it, such as `ptq:0.1.0`.
         unquantized: Full names of the linear layers that were left alone.
+        head: Whether lm_head is quantized, too.
     """
     dynamic = {f"-:^{_pattern(module)}$": {} for module in unquantized if module != "lm_head"}
     return {
@@ -48,7 +54,7 @@ def gptq_config(
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
         "damp_percent": 0.01,  # unused when loading, but some readers want the key
         "true_sequential": True,
-        "lm_head": False,
+        "lm_head": head,
         "static_groups": False,
         "pack_dtype": "int32",
         "meta": {"quantizer": [quantizer]},
@@ -77,7 +83,7 @@ def read_gptq_config(config: Mapping[str, Any]) -> tuple[Scheme, Version]:
     size = require_key(config, "group_size", RUN_SIZES, HELD)
     symmetric = require_key(config, "sym", (True, False), AGAIN)
     require_key(config, "pack_dtype", ("int32", None), "Pack it again with pack_dtype int32")
-    require_key(config, "lm_head", (False, None), f"{AGAIN}, which leave lm_head alone")
+    require_key(config, "lm_head", (True, False, None), AGAIN)
     require_key(config, "is_marlin_format", (False, None), "Get the checkpoint in the gptq format")
     key = "format" if "checkpoint_format" not in config and "format" in config else None
     layout = require_key(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from formats.families.feed_forward import Mixture
 
 OnRoute = Callable[[str, Tensor], None]
+OnExpert = Callable[[int, Tensor, int], None]
 
 
 Combine = Callable[..., Tensor]  # of the outputs of gate and up, or of up alone
@@ -70,9 +71,12 @@ class Experts(nn.ModuleList):
 
     Attributes:
         observed: Whether every token goes through every expert, for the hooks on their layers.
+        on_expert: Called before the chosen tokens of an expert go through it: its index, which they
+            are, int64 [chosen], and how many tokens there are in all.
     """
 
     observed = False
+    on_expert: OnExpert | None = None
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Sum of the chosen experts' outputs, as weighted.
@@ -87,6 +91,8 @@ class Experts(nn.ModuleList):
             tokens, place = torch.where(chosen == i)
             if not (self.observed or len(tokens)):
                 continue
+            if self.on_expert is not None:
+                self.on_expert(i, tokens, len(x))
             y = expert(x)[tokens] if self.observed else expert(x[tokens])
             out = out.index_add(0, tokens, y * weights[tokens, place, None].to(y.dtype))
         return out
@@ -113,6 +119,15 @@ class Experts(nn.ModuleList):
         finally:
             handle.remove()
             self.observed = False
+
+    @contextmanager
+    def routed(self, on_expert: OnExpert) -> Iterator[None]:
+        """Tell of the tokens of each expert for a while; see `on_expert`."""
+        self.on_expert = on_expert
+        try:
+            yield
+        finally:
+            self.on_expert = None
 
 
 def split_experts(block: nn.Module, names: Mixture) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from formats.cache_scheme import CacheSchemes
 from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
 from formats.families.values import check_model_values
@@ -14,8 +15,8 @@ from formats.files import sha256_file
 from formats.links import find_file
 from formats.published.known import find_layout, needs_code
 from formats.published.layout import PublishedLayout
-from formats.scheme import KVCacheSpec, Strict
 from formats.stored.other_kinds import refuse_other_kinds
+from formats.strict import Strict
 
 CONFIG = "config.json"
 KV_SCALES = "quant/kv_scales.safetensors"
@@ -28,16 +29,11 @@ AUXILIARY = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 AGAIN = "Copy the checkpoint again, or write it again"
 
 
-class OwnPart(Strict):
-    """What lies in `quant/`, as config.json says under a key of its own.
+class OwnPart(CacheSchemes):
+    """What lies in `quant/`, as config.json says under a key of its own: scales of the cache.
 
     Without it nobody could tell a folder that has lost its `quant/` from one that never had any.
-
-    Attributes:
-        kv_cache: How K and V are quantized in the cache, None where they are not.
     """
-
-    kv_cache: KVCacheSpec | None
 
 
 class ConfigFile(NamedTuple):
@@ -167,32 +163,32 @@ def _published(
 
 
 def check_own_cache(
-    folder: Path, own: OwnPart | None, found: KVCacheSpec | None, *, needed: bool
+    folder: Path, own: OwnPart | None, found: CacheSchemes, *, needed: bool
 ) -> None:
     """Compare the cache that config.json says belongs to a checkpoint with what `quant/` has.
 
     Args:
         folder: Of the checkpoint.
         own: What config.json says; None where it says nothing.
-        found: How the scales in `quant/` say that the cache is quantized; None without any.
+        found: How the scales in `quant/` say that the cache is quantized.
         needed: Whether scales that belong to it must be there.
 
     Raises:
         CheckpointError: they are missing, or of another cache.
     """
-    wanted = found if own is None else own.kv_cache
-    if wanted == found or (found is None and not needed):
+    wanted = found if own is None else CacheSchemes(**dict(own))
+    if wanted == found or (not found.any and not needed):
         return
-    if wanted is not None and found is None:
+    if not found.any:
+        spec = wanted.kv_cache or next(filter(None, wanted.kv_caches.values()))
         raise CheckpointError(
-            f"{folder}: config.json says that a cache of {wanted.dtype} {wanted.granularity} "
+            f"{folder}: config.json says that a cache of {spec.dtype} {spec.granularity} "
             f"belongs to this checkpoint, but {KV_SCALES} is missing. Copy the checkpoint again "
             "with its folder quant/; to run it with a cache of floats, give "
             "Engine.from_pretrained(..., quantized_kv=False), or remove the key "
             f"{OWN_KEY!r} from config.json"
         )
     raise CheckpointError(
-        f"{folder}: config.json says of the cache: {wanted and wanted.model_dump()}, {KV_SCALES}: "
-        f"{found and found.model_dump()}. They are of two checkpoints; copy one of them again as a "
-        "whole"
+        f"{folder}: config.json says of the cache: {wanted.model_dump()}, {KV_SCALES}: "
+        f"{found.model_dump()}. They are of two checkpoints; copy one of them again as a whole"
     )

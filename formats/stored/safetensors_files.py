@@ -6,15 +6,16 @@ length, a JSON header of `{name: {dtype, shape, data_offsets}}`, then the data w
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import save_file
 from torch import Tensor
 
 from formats.documents import parse, read_document
@@ -38,6 +39,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = "I64 F64 F32 I32 BF16 F16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()  # of data in a file
+_PLACE = {DTYPES[name]: place for place, name in enumerate(_ORDER)}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 AGAIN = "Copy or download it again, or write the checkpoint again"
@@ -270,14 +274,35 @@ def _open_indexed(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Safe
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file and flush it; its mode is that of any new file.
+) -> str:
+    """Write a safetensors file and flush it; returns the SHA-256 of what was to be written.
 
-    The library makes files that nobody but their owner may read. A new file's mode follows from the
-    process's umask, which only a change of it would tell; so a file is made, and asked.
+    Its bytes are those of the library, which would hold all of them once more while it writes, and
+    make files that nobody but their owner may read.
     """
-    path.touch(exist_ok=False)
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=metadata)
-    path.chmod(mode)
+    digest = hashlib.sha256()
+    names = sorted(tensors, key=lambda name: (_PLACE[tensors[name].dtype], name.encode()))
+    with path.open("xb") as file:
+        header = _header({name: tensors[name] for name in names}, metadata)
+        file.write(header)
+        digest.update(header)
+        for name in names:
+            flat = tensors[name].detach().contiguous().view(-1)
+            data = flat.view(torch.uint8).cpu().numpy().data
+            file.write(data)
+            digest.update(data)
     fsync_path(path)
+    return digest.hexdigest()
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> bytes:
+    """A file's header with its length, for tensors in the order of their data."""
+    rows: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        rows[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from torch import Tensor
 
-from formats.files import write_bytes
+from formats.errors import CheckpointError
+from formats.files import sha256_file, write_bytes
 from formats.memory import release_freed_memory
 from formats.stored.safetensors_files import INDEX, SINGLE, write_tensors
 
@@ -20,17 +22,19 @@ class ShardWriter:
         folder: To write into.
         shard_bytes: Most bytes of one file, unless one tensor alone has more; memory held is one
             file, and one more where a pool writes it.
-        pool: Writes full files while the next one fills; `wait` before it or the folder goes.
+        pool: Writes full files while the next one fills, and reads them back; `wait` before it or
+            the folder goes. Without one nothing is read back.
     """
 
     def __init__(self, folder: Path, shard_bytes: int, pool: Executor | None = None) -> None:
         self._folder = folder
         self._pool = pool
-        self._written: Future[None] | None = None
+        self._written: Future[str] | None = None
         self._shard_bytes = shard_bytes
         self._pending: dict[str, Tensor] = {}
         self._shards: list[list[str]] = []
         self._total = 0
+        self._digests: list[Callable[[], str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; it is on the disk as soon as its file is full."""
@@ -40,17 +44,24 @@ class ShardWriter:
         self._pending[name] = tensor.contiguous()
         self._total += tensor.nbytes
 
-    def finish(self) -> None:
-        """Write what is left, name the files, and write their index if there are several."""
+    def finish(self) -> dict[str, str]:
+        """Write what is left, name the files, and write their index if there are several.
+
+        Returns:
+            The SHA-256 of each weight file by its name.
+
+        Raises:
+            CheckpointError: a file was read back with other bits than were written.
+        """
         self._flush()
         self.wait()
-        count = len(self._shards)
+        digests, count = [digest() for digest in self._digests], len(self._shards)
         if count == 1:
             (self._folder / "0.part").rename(self._folder / SINGLE)
-            return
+            return {SINGLE: digests[0]}
         weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            shard = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        shards = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        for i, (shard, names) in enumerate(zip(shards, self._shards, strict=True)):
             (self._folder / f"{i}.part").rename(self._folder / shard)
             weight_map |= dict.fromkeys(names, shard)
         index = {
@@ -58,6 +69,7 @@ class ShardWriter:
             "weight_map": dict(sorted(weight_map.items())),
         }
         write_bytes(self._folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        return dict(zip(shards, digests, strict=True))
 
     def wait(self) -> None:
         """Wait until full files are on the disk; what went wrong with them is raised here."""
@@ -73,12 +85,22 @@ class ShardWriter:
         self._shards.append(list(tensors))
         self._pending = {}
         if self._pool is None:
-            _save(path, tensors)
+            digest = _save(path, tensors)
+            self._digests.append(lambda: digest)
         else:
             self._written = self._pool.submit(_save, path, tensors)
+            self._digests.append(self._pool.submit(_read_back, path, self._written).result)
 
 
-def _save(path: Path, tensors: dict[str, Tensor]) -> None:
-    write_tensors(path, tensors, {"format": "pt"})
+def _save(path: Path, tensors: dict[str, Tensor]) -> str:
+    digest = write_tensors(path, tensors, {"format": "pt"})
     tensors.clear()
     release_freed_memory()
+    return digest
+
+
+def _read_back(path: Path, written: Future[str]) -> str:
+    digest = written.result()
+    if sha256_file(path) != digest:
+        raise CheckpointError("a weight file was read back with other bits; check the disk")
+    return digest

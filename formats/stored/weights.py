@@ -6,7 +6,11 @@
                        X.weight_shape int64 [2], X.weight_zero_point int32 [N b / 32, groups]
     mxfp4-pack-quantized
                        X.weight_packed uint8 [N, K / 2], X.weight_scale uint8 [N, K / 32]; see
-                       `formats.mxfp4`
+                       `formats.fp4`
+    nvfp4-pack-quantized
+                       X.weight_packed uint8 [N, K / 2], X.weight_scale float8_e4m3fn [N, K / 16],
+                       X.weight_global_scale fp32 [1], by which scales are divided
+    mxfp8-quantized    X.weight float8_e4m3fn [N, K], X.weight_scale uint8 [N, K / 32]
 
 Source: compressed-tensors 0.17 to 0.20. Shapes are exactly these: loaders refuse others.
 """
@@ -20,16 +24,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from formats import mxfp4
 from formats.errors import CheckpointError
+from formats.fp4 import NAN, least_unit, pack_elements, pack_powers, unpack_elements, unpack_powers
 from formats.pack import pack_words, unpack_words
 from formats.scheme import LayerScheme, WeightSpec
 
 Kind = Callable[[str], tuple[torch.dtype, tuple[int, ...]]]
 Shape = tuple[int, ...]  # outputs and inputs
-MXFP4 = "mxfp4-pack-quantized"
+MXFP4, NVFP4, MXFP8 = "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized"
+FP8 = torch.float8_e4m3fn
 _DAMAGED = "the checkpoint is damaged or was written by faulty software; write it again"
-LEAVES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+LEAVES = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_global_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,7 @@ class StoredWeight:
     scale: Tensor
     zero_point: Tensor | None = None
     order: Tensor | None = None
+    unit: Tensor | None = None
 
 
 def join_weights(weights: Sequence[StoredWeight]) -> StoredWeight:
@@ -63,15 +76,21 @@ def join_weights(weights: Sequence[StoredWeight]) -> StoredWeight:
         plain = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
         orders = torch.cat([plain if w.order is None else w.order for w in weights])
     scale = torch.cat([weight.scale for weight in weights])
-    return StoredWeight(q, scale, torch.cat(zeros) if zeros else None, orders)
+    units = [weight.unit for weight in weights if weight.unit is not None]
+    unit = torch.cat(units) if units else None
+    return StoredWeight(q, scale, torch.cat(zeros) if zeros else None, orders, unit)
 
 
 def storage_format(scheme: LayerScheme) -> str:
     """compressed-tensors' name for how the weights of a scheme are laid out."""
     assert scheme.weights is not None
     kind = scheme.weights.dtype
-    if kind.startswith("fp"):
-        return "float-quantized" if kind == "fp8_e4m3" else MXFP4
+    if scheme.weights.scale_type == "e4m3":
+        return NVFP4
+    if scheme.weights.scale_type == "e8m0":
+        return MXFP4 if kind == "fp4_e2m1" else MXFP8
+    if kind == "fp8_e4m3":
+        return "float-quantized"
     plain = scheme.weights.dtype == "int8" and scheme.activations is not None
     return "int-quantized" if plain else "pack-quantized"
 
@@ -102,9 +121,11 @@ def weight_tensors(
             "GPTQ's own layout expresses"
         )
     layout, scale = storage_format(scheme), weight.scale.float()
-    if layout == MXFP4:
-        packed = mxfp4.pack_elements(weight.q)
-        return {"weight_packed": packed, "weight_scale": mxfp4.pack_scales(scale)}
+    if layout in (MXFP4, MXFP8):
+        q = {"weight": weight.q} if layout == MXFP8 else {"weight_packed": pack_elements(weight.q)}
+        return q | {"weight_scale": pack_powers(scale)}
+    if layout == NVFP4:
+        return {"weight_packed": pack_elements(weight.q)} | _e4m3_scales(scale, weight.unit)
     if layout != "pack-quantized":
         scale = scale.reshape(1) if scheme.weights.granularity == "per_tensor" else scale
         return {"weight": weight.q, "weight_scale": scale}
@@ -119,6 +140,26 @@ def weight_tensors(
     if weight.zero_point is not None:
         tensors["weight_zero_point"] = pack_words(weight.zero_point.T, bits).T.contiguous()
     return tensors
+
+
+def _e4m3_scales(scale: Tensor, unit: Tensor | None) -> dict[str, Tensor]:
+    """NVFP4's scales, with one unit for all, as they are stored.
+
+    Raises:
+        CheckpointError: they are no e4m3 multiples of it.
+    """
+    one = least_unit(scale) if unit is None else unit[0, 0]
+    stored = (scale / one).to(torch.float8_e4m3fn)
+    if not torch.allclose(stored.float() * one, scale, rtol=1e-6, atol=0.0):
+        raise CheckpointError(f"scales of an NVFP4 weight are no e4m3 multiples of {one.item():g}")
+    return {"weight_scale": stored, "weight_global_scale": (1 / one).reshape(1)}
+
+
+def scale_in_table(spec: WeightSpec, weight: StoredWeight) -> Tensor:
+    """`weight_scale` as the scale table sees it: fp32, in the shape that is stored."""
+    if spec.scale_type == "e4m3":
+        return weight.scale / (least_unit(weight.scale) if weight.unit is None else weight.unit)
+    return weight.scale.reshape(1) if spec.granularity == "per_tensor" else weight.scale
 
 
 def needed_leaves(scheme: LayerScheme) -> set[str]:
@@ -142,7 +183,7 @@ def check_weight(scheme: LayerScheme, module: str, shape: Shape, kind: Kind) -> 
     if len(shape) != 2:
         raise CheckpointError(f"{module}.weight has shape {shape}; needed is [N, K]")
     for leaf, (dtype, wanted) in tensor_kinds(scheme, shape, torch.float32).items():
-        if leaf == "weight_scale" and dtype.is_floating_point:
+        if leaf == "weight_scale" and dtype == torch.float32:
             either = (wanted, ()) if wanted == (1,) else (wanted,)
             check_scale_kind(f"{module}.{leaf}", kind, either)
         else:
@@ -162,12 +203,15 @@ def tensor_kinds(
     assert scheme.weights is not None
     spec, layout = scheme.weights, storage_format(scheme)
     groups = scale_shape(spec, shape)
-    if layout == MXFP4:
+    if spec.scale_type != "float":
         packed = (torch.uint8, (shape[0], shape[1] // 2))
-        return {"weight_packed": packed, "weight_scale": (torch.uint8, groups)}
+        q = {"weight": (FP8, shape)} if layout == MXFP8 else {"weight_packed": packed}
+        if layout != NVFP4:
+            return q | {"weight_scale": (torch.uint8, groups)}
+        return q | {"weight_scale": (FP8, groups), "weight_global_scale": (torch.float32, (1,))}
     scales = (1,) if spec.granularity == "per_tensor" else groups
     if layout != "pack-quantized":
-        q = torch.float8_e4m3fn if layout == "float-quantized" else torch.int8
+        q = FP8 if layout == "float-quantized" else torch.int8
         return {"weight": (q, shape), "weight_scale": (dtype, scales)}
 
     def words(values: int) -> int:
@@ -198,12 +242,18 @@ def read_weights(
     """
     assert scheme.weights is not None
     spec, columns = scheme.weights, shapes[0][1]
-    if storage_format(scheme) == MXFP4:
-        scales = read("weight_scale")
-        if bool((scales == mxfp4.NAN).any()):
-            raise CheckpointError(f"weight_scale holds {mxfp4.NAN}, which is NaN; {_DAMAGED}")
-        elements = mxfp4.unpack_elements(read("weight_packed"))
-        return StoredWeight(elements, mxfp4.unpack_scales(scales))
+    q = unpack_elements(read("weight_packed")) if spec.dtype == "fp4_e2m1" else None
+    if spec.scale_type == "e8m0":
+        powers = read("weight_scale")
+        if bool((powers == NAN).any()):
+            raise CheckpointError(f"weight_scale holds {NAN}, which is NaN; {_DAMAGED}")
+        return StoredWeight(read("weight") if q is None else q, unpack_powers(powers))
+    if q is not None:
+        divisors = read("weight_global_scale")
+        check_scale_values("weight_global_scale", divisors)
+        rows = torch.tensor([rows for rows, _ in shapes], device=q.device)
+        divisor = divisors.repeat_interleave(rows).unsqueeze(1)
+        return StoredWeight(q, read("weight_scale").float() / divisor, unit=1 / divisor)
     scale = read("weight_scale").float().reshape(-1, scale_shape(spec, shapes[0])[1])
     if storage_format(scheme) != "pack-quantized":
         return StoredWeight(read("weight"), scale)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import kernels.ops as ops
-import kernels.triton.reference as twins
+import kernels.reference_attention as reference_attention
 from kernels.attention_inputs import KV_BLOCK, AttentionInputs, KVPool
 from kernels.bench.case import BenchCase, Limits
 from kernels.bench.draw import Numbers, draw_weight, relative
@@ -35,7 +35,7 @@ from kernels.cpu import native
 from kernels.cpu.structures import FORMATS
 from kernels.cpu.weights import NativeWeight, pack_float_weight, pack_quantized_weight
 
-CACHES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32)
+CACHES = ("int4", "int8", "float8_e4m3fn", "bfloat16", "float32")
 STORED = {"w8a8": "int8", "w4a8": "int4", "w8a16": "int8", "w4a16": "int4", "fp8": "fp8_e4m3"}
 UNITS = {"w8a8": "int8", "w4a8": "int4"}  # whose products are of integers
 
@@ -99,27 +99,37 @@ def _linear(shape: Gemm, numbers: Numbers, weights: list[NativeWeight]) -> Bench
     )  # fmt: skip
 
 
-def attention(context: int, dtype: torch.dtype) -> BenchCase:
+def attention(context: int, cache: str) -> BenchCase:
     """One decoded token over a paged cache, 32 query and 8 KV heads of 64."""
-    shape = AttentionShape(1, context, cache=str(dtype)[6:], dim=64)
-    blocks, heads, factor = context // KV_BLOCK, shape.kv_heads, shape.dim**-0.5
+    shape = AttentionShape(1, context, cache=cache, dim=64)
     q = torch.randn(1, shape.heads, shape.dim)
-    pool = (torch.randn(blocks, heads, KV_BLOCK, shape.dim) * 20).to(dtype)
-    scale = torch.full((heads,), 0.05) if dtype.itemsize == 1 else None
-    table, length = torch.randperm(blocks)[None], torch.tensor([context])
-    rest = (table, length, torch.tensor([0, 1]), factor)
+    pool = _pool(shape, context // KV_BLOCK)
+    table, length = torch.randperm(context // KV_BLOCK)[None], torch.tensor([context])
+    rest = (table, length, torch.tensor([0, 1]), shape.dim**-0.5)
+    nbytes = pool.nbytes_per_token * context
     inputs = [
-        AttentionInputs(KVPool(pool.clone(), pool.clone(), scale, scale), *rest)
-        for _ in range(copies_of(2 * pool.nbytes, "cpu"))
+        AttentionInputs(replace(pool, k=pool.k.clone(), v=pool.v.clone()), *rest)
+        for _ in range(copies_of(nbytes, "cpu"))
     ]
-    of_gpu = KVPool(pool, pool.transpose(2, 3), scale, scale)  # as the twin reads it
-    wanted = twins.decode_attention(q, replace(inputs[0], pool=of_gpu))
+    wanted = reference_attention.paged_attention(q, inputs[0])
     return BenchCase(
         f"attention {shape.cache} context {context}", shape,
-        lambda i, _: ops.paged_attention(q, inputs[i]), len(inputs), 2 * pool.nbytes,
+        lambda i, _: ops.paged_attention(q, inputs[i]), len(inputs), nbytes,
         lambda y: relative(y, wanted), 1e-3, 4.0 * shape.heads * shape.dim * context, "f32",
         device="cpu",
     )  # fmt: skip
+
+
+def _pool(shape: AttentionShape, blocks: int) -> KVPool:
+    """A cache of some type with random numbers: int4 with scales of tokens, others of heads."""
+    places = (blocks, shape.kv_heads, KV_BLOCK)
+    if shape.cache == "int4":
+        held = torch.randint(0, 256, (*places, shape.dim // 2), dtype=torch.uint8)
+        scale = torch.full(places, 0.3, dtype=torch.float16)
+        return KVPool(held, held, scale, scale, dynamic=True)
+    held = (torch.randn(*places, shape.dim) * 20).to(getattr(torch, shape.cache))
+    scale = torch.full((shape.kv_heads,), 0.05) if held.dtype.itemsize == 1 else None
+    return KVPool(held, held, scale, scale)
 
 
 ROW_OPS: dict[str, tuple[OnRows, int]] = {  # and how many tensors [rows, size] are read

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 import kernels.triton.reference as twins
-from kernels.bench.shapes import Gemm
+from kernels.bench.shapes import SMALL_FLOATS, Gemm
 from kernels.two_level import LARGEST
 
 FP8 = torch.float8_e4m3fn
+ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
+UNIT = 2.0**-9
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class Numbers:
         q: [N, K]: int8 (4 bits too, one a byte), e4m3, or the model's float type.
         scale: fp32 [N, groups], of fp8_block [N / 128, K / 128]; None of floats.
         zero_point: int8 [N, groups] or None.
+        unit: What NVFP4's scales are e4m3 multiples of; None for others.
     """
 
     q: Tensor
     scale: Tensor | None = None
     zero_point: Tensor | None = None
+    unit: float | None = None
 
     def product(self, x: Tensor, x_scale: Tensor | None) -> Tensor:
         """x W^T in fp64: [M, N] of x [M, K] with its scale a row, a run of 128 inputs, or none."""
@@ -49,6 +53,8 @@ def draw_weight(shape: Gemm, device: torch.device | str) -> Numbers:
         return Numbers(torch.randn(size, device=device).to(FP8), _scales(scales, device))
     if shape.base == "w8a8":
         return Numbers(integers(size, 8, device), _scales((shape.outputs, 1), device))
+    if shape.base in SMALL_FLOATS:
+        return fp4_weight(shape, device)
     zeros = shape.family.endswith("_zeros")
     q, scale, zero_point = grouped_weight(int(shape.family[1]), *size, shape.group, zeros, device)
     if "two_level" in shape.family:
@@ -68,6 +74,18 @@ def grouped_weight(
     groups = (outputs, inputs // group)
     zero_point = integers(groups, bits, device) if zeros else None
     return integers((outputs, inputs), bits, device), _scales(groups, device), zero_point
+
+
+def fp4_weight(shape: Gemm, device: torch.device | str) -> Numbers:
+    """Random e2m1 elements [N, K] and scales: e4m3 multiples of a unit, or powers of two."""
+    size, groups = (shape.outputs, shape.inputs), (shape.outputs, shape.inputs // shape.group)
+    half = torch.tensor(ELEMENTS, device=device)
+    values = torch.cat((half, -half)).to(FP8).view(torch.uint8)
+    q = values[torch.randint(0, 16, size, device=device)].view(FP8)
+    if shape.group == 32:
+        return Numbers(q, torch.exp2(torch.randint(-9, -5, groups, device=device).float()))
+    multiples = torch.randint(0x30, 0x50, groups, dtype=torch.uint8, device=device)
+    return Numbers(q, multiples.view(FP8).float() * UNIT, unit=UNIT)
 
 
 def integers(size: tuple[int, ...], bits: int, device: torch.device | str) -> Tensor:

@@ -73,16 +73,23 @@ KINDS = (
 
 
 def cache(
-    pages: int, dtype: torch.dtype, per_token: bool, copies: int, kind: Kind = LLAMA
-) -> list[KVPool]:
-    """Copies of a pool, random, that share their scales."""
-    heads, dim = kind.kv_heads, kind.dim
+    pages: int, dtype: torch.dtype, per_token: bool, copies: int, kind: Kind = LLAMA,
+    keys: torch.dtype | None = None,
+) -> list[KVPool]:  # fmt: skip
+    """Copies of a pool, random, that share their scales; uint8 stands for two int4."""
+    heads, dim, keys = kind.kv_heads, kind.dim, keys or dtype
 
-    def random(*shape: int) -> Tensor:
+    def random(dtype: torch.dtype, *shape: int) -> Tensor:
+        if dtype == torch.uint8:
+            return torch.randint(0, 256, shape, dtype=dtype, device="cuda")
         integers = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
         return integers.to(dtype) if dtype.itemsize == 1 else integers.to(dtype).mul_(0.015)
 
-    pools = [(random(pages, heads, 64, dim), random(pages, heads, dim, 64)) for _ in range(copies)]
+    of_k, of_v = (dim // 2 if held == torch.uint8 else dim for held in (keys, dtype))
+    pools = [
+        (random(keys, pages, heads, 64, of_k), random(dtype, pages, heads, of_v, 64))
+        for _ in range(copies)
+    ]
     if dtype.itemsize == 2:
         return [KVPool(k, v) for k, v in pools]
     shape = (pages, heads, 64) if per_token else (heads,)
@@ -94,20 +101,23 @@ def cache(
 def attention(
     sequences: int, context: int, workspace: Workspace, dtype: torch.dtype = torch.int8,
     per_token: bool = False, implementation: Callable[..., Tensor] = decode_attention,
-    kind: Kind = LLAMA,
+    kind: Kind = LLAMA, keys: torch.dtype | None = None,
 ) -> BenchCase:  # fmt: skip
-    """Decode attention of sequences of equal length."""
-    pages, name, heads, dim = sequences * context // 64, str(dtype)[6:], kind.kv_heads, kind.dim
-    each_token = heads * (dim * 2 * dtype.itemsize + (4 if per_token else 0))
+    """Decode attention of sequences of equal length; `keys` is K's type where it is not V's."""
+    pages, name, heads, dim = sequences * context // 64, _name(dtype), kind.kv_heads, kind.dim
+    name = name if keys is None else f"{_name(keys)} {name}"
+    bits = sum(_bits(held) for held in (keys or dtype, dtype))
+    each_token = heads * (dim * bits // 8 + (4 if per_token else 0))
     nbytes = sequences * kind.seen(context) * each_token
     copies = copies_of(nbytes, most=8)
-    pools = cache(pages, dtype, per_token, copies, kind)
+    pools = cache(pages, dtype, per_token, copies, kind, keys)
     tables = torch.randperm(pages, device="cuda").to(torch.int32).view(sequences, -1)
     lengths = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
     q = torch.randn(sequences, kind.heads, dim, device="cuda", dtype=torch.bfloat16)
     each = [kind.inputs(pool, tables, lengths) for pool in pools]
     wanted = twins.decode_attention(q, each[0])
-    own = kv_split(q.device, sequences, heads, context // 64, scale_kind(pools[0]), dim)
+    packed = dtype == torch.uint8
+    own = kv_split(q.device, sequences, heads, context // 64, scale_kind(pools[0]), dim, packed)
     shared = (max(1, own.splits * own.warps // 4), own.splits)
     held = name if dtype.itemsize == 2 else f"{name} {'per token' if per_token else 'per head'}"
     return BenchCase(
@@ -124,6 +134,14 @@ def attention(
     )  # fmt: skip
 
 
+def _name(dtype: torch.dtype) -> str:
+    return "int4" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return 4 if dtype == torch.uint8 else 8 * dtype.itemsize
+
+
 def _title(op: str, kind: Kind) -> str:
     return f"{op} of {kind.name}," if kind.name else op
 
@@ -136,7 +154,7 @@ def prefill(
 
     Those with one new token come first, and are counted as decodes.
     """
-    pages, name, heads, dim = len(new) * context // 64, str(dtype)[6:], kind.heads, kind.dim
+    pages, name, heads, dim = len(new) * context // 64, _name(dtype), kind.heads, kind.dim
     pools, decodes = cache(pages, dtype, per_token, 2, kind), sum(n == 1 for n in new)
     tables = torch.randperm(pages, device="cuda").to(torch.int32).view(len(new), -1)
     lengths = torch.full((len(new),), context, dtype=torch.int32, device="cuda")
@@ -158,7 +176,7 @@ def prefill(
         lambda i, tile: prefill_attention(
             q, each[i], workspace, decodes, tile=tile, out_dtype=torch.bfloat16
         ),
-        2, pages * kind.kv_heads * 128 * dim * dtype.itemsize,
+        2, pages * kind.kv_heads * 128 * dim * _bits(dtype) // 8,
         lambda y: relative(y[-CHECKED:], wanted), 4e-3, 4 * seen * heads * dim,
         twins=() if own.stages or kind.name else PLAIN_TILES,
     )  # fmt: skip

@@ -65,10 +65,14 @@ def of_experts(workspace: Workspace) -> Iterator[BenchCase]:
 
 
 def of_attention(workspace: Workspace, integers: bool = False) -> Iterator[BenchCase]:
-    """Decode attention: int8 by head and by token, e4m3 and bf16."""
+    """Decode attention: int8 and int4 by head and by token, and both; e4m3 and bf16."""
     for sequences, context in DECODE:
-        yield gpu_attention.attention(sequences, context, workspace)
-        yield gpu_attention.attention(sequences, context, workspace, per_token=True)
+        for dtype in (torch.int8, torch.uint8):
+            for per_token in (False, True):
+                yield gpu_attention.attention(sequences, context, workspace, dtype, per_token)
+        yield gpu_attention.attention(
+            sequences, context, workspace, torch.uint8, True, keys=torch.int8
+        )
         for dtype in () if integers else (FP8, torch.bfloat16):
             yield gpu_attention.attention(sequences, context, workspace, dtype)
 
@@ -78,7 +82,8 @@ def of_prefill(workspace: Workspace) -> Iterator[BenchCase]:
     for new, context in (*PREFILL, (MIXED, 4096), (FEW, 65536)):
         for dtype in (torch.int8, FP8, torch.bfloat16):
             yield gpu_attention.prefill(new, context, workspace, dtype)
-        yield gpu_attention.prefill(new, context, workspace, per_token=True)
+        for dtype in (torch.int8, torch.uint8):
+            yield gpu_attention.prefill(new, context, workspace, dtype, per_token=True)
 
 
 def of_attention_kinds(workspace: Workspace) -> Iterator[BenchCase]:

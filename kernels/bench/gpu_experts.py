@@ -12,26 +12,25 @@ from dataclasses import replace
 import torch
 
 from kernels.bench.case import BenchCase
-from kernels.bench.draw import relative
+from kernels.bench.draw import ELEMENTS, relative
 from kernels.bench.shapes import Rows
 from kernels.bench.timing import copies_of
 from kernels.triton.common import Workspace
 from kernels.triton.experts.sorting import sort_by_expert
-from kernels.triton.linear.mxfp4 import GROUP, pack_mxfp4
+from kernels.triton.linear.fp4 import pack_fp4
 from kernels.triton.tuning import bucket
 
 EXPERTS, CHOSEN = 32, 4
-ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def mxfp4(tokens: int, outputs: int, inputs: int, workspace: Workspace) -> BenchCase:
     """What the experts of so many tokens make of their rows, in bf16."""
     device, size = torch.device("cuda"), (EXPERTS, outputs, inputs)
     codes = torch.randint(0, 16, size, dtype=torch.uint8, device=device)
-    scale = torch.exp2(torch.randint(-9, -5, (*size[:2], inputs // GROUP), device=device).float())
+    scale = torch.exp2(torch.randint(-9, -5, (*size[:2], inputs // 32), device=device).float())
     x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
     chosen = torch.rand(tokens, EXPERTS, device=device).topk(CHOSEN).indices.int()
-    weight = pack_mxfp4(codes, scale)
+    weight = pack_fp4(codes, scale)
     first = replace(weight, packed=weight.packed[0], scale=weight.scale[0])
     rows = min(bucket(2 * (tokens * CHOSEN // EXPERTS) + 1), 64)
     pairs = replace(sort_by_expert(chosen, EXPERTS, rows), metadata_ready=True)
@@ -41,7 +40,7 @@ def mxfp4(tokens: int, outputs: int, inputs: int, workspace: Workspace) -> Bench
     source = torch.arange(tokens * CHOSEN, device=device) // CHOSEN
     for expert in chosen.unique().tolist():
         own = chosen.flatten() == expert
-        values = table[codes[expert].int()] * scale[expert].repeat_interleave(GROUP, 1)
+        values = table[codes[expert].int()] * scale[expert].repeat_interleave(32, 1)
         wanted[own] = x[source[own]].double() @ values.double().T
     used = chosen.unique().numel()
     nbytes = weight.nbytes // EXPERTS * used + 2 * (x.numel() + wanted.numel())

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from kernels.bench.case import BenchCase
 from kernels.bench.draw import FP8, Numbers, draw_rows, draw_weight, relative
-from kernels.bench.shapes import Gemm
+from kernels.bench.shapes import SMALL_FLOATS, Gemm
 from kernels.bench.timing import copies_of
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
+from kernels.triton.linear.fp4 import codes_of_e4m3, pack_fp4
 from kernels.triton.linear.fp8_block import pack_fp8_block
 from kernels.triton.linear.w4a8 import pack_w4a8
 from kernels.triton.linear.w4a16 import pack_w4a16
@@ -62,6 +63,9 @@ def pack(shape: Gemm, numbers: Numbers) -> GpuWeight:
         return pack_fp8_block(q, scale)
     if shape.base in ("w8a8", "fp8"):
         return pack_w8a8(q, scale[:, 0])
+    if shape.base in SMALL_FLOATS:
+        unit = None if numbers.unit is None else torch.full_like(scale[:, :1], numbers.unit)
+        return pack_fp4(codes_of_e4m3(q), scale, None, getattr(torch, shape.dtype), unit)
     packs = {"w4a16": pack_w4a16, "w4a8": pack_w4a8, "w8a16": pack_w8a16}
     return packs[shape.base.removesuffix("_two_level")](q, scale, None, numbers.zero_point)
 

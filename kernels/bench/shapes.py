@@ -2,8 +2,8 @@
 
 Families of linear layers are named by what is multiplied: `w4a16` has 4-bit weights and inputs in
 floats, `w8a8` int8 both. `_g64` behind a family stands for groups of 64 inputs, `_zeros` for zero
-points, `w4a8_two_level` for scales of two levels. Nothing heavy is imported here: a command line is
-read before torch is.
+points, `w4a8_two_level` for scales of two levels, `w4a16_nvfp4` and `w4a16_mxfp4` for e2m1 weights.
+Nothing heavy is imported here: a command line is read before torch is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 VARIANTS = ("", "_g64", "_zeros")  # of weights with scales of groups
 GROUPED = tuple(base + variant for base in ("w4a16", "w4a8", "w8a16") for variant in VARIANTS)
 INTEGERS = ("w4a8_two_level", "w8a8")  # whose sums over all inputs are exact
-LAYERS = (*GROUPED, *INTEGERS, "fp8", "fp8_block", "w16a16")
+SMALL_FLOATS = {"w4a16_nvfp4": 16, "w4a16_mxfp4": 32}  # e2m1 weights, that many with one scale
+LAYERS = (*GROUPED, *SMALL_FLOATS, *INTEGERS, "fp8", "fp8_block", "w16a16")
 FAMILIES = (*LAYERS, "experts", "attention", "prefill", "attention_kinds", "fused", "sampling")
 CPU_LAYERS = ("w8a8", "w4a8", "w8a16", "w4a16", "fp8", "w16a16")
 CPU_FAMILIES = (*CPU_LAYERS, "attention", "fused")
@@ -48,7 +49,10 @@ TABLE = {  # the rows of `--table`: families, and of linear layers the rows of e
     "fused": {},
 }
 
-TUNED_ATTENTION = ("attention", "attention_per_token", "attention_16_bits")
+TUNED_ATTENTION = (
+    *("attention", "attention_per_token", "attention_16_bits"),
+    *("attention_int4", "attention_int4_per_token"),
+)
 TUNED_PROMPTS = ("prefill", "prefill_16_bits")
 TUNED = (  # families of a device's table of tiles; `_many` are kernels of many rows
     *("w4a16", "w4a8", "w4a8_two_level", "w4a16_many", "w4a8_many", "w4a8_two_level_many"),
@@ -79,6 +83,7 @@ class Gemm:
     def of(cls, family: str, rows: int, outputs: int, inputs: int, dtype: str = "bfloat16") -> Gemm:
         """Of a family, whose name tells the group."""
         grouped = 64 if family.endswith("_g64") else 128
+        grouped = SMALL_FLOATS.get(family, grouped)
         whole = not family.startswith("w4") and grouped == 128
         return cls(family, rows, outputs, inputs, inputs if whole else grouped, dtype)
 

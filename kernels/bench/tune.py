@@ -201,7 +201,8 @@ def entries(
             case = gpu_attention.prefill(new, context, workspace, dtype)
             yield (f"128x{bucket(32 * sum(new))}",), case, blocks()
     elif family in TUNED_ATTENTION:
-        per_token = family == "attention_per_token"
+        per_token = family.endswith("per_token")
+        dtype = torch.uint8 if "int4" in family else dtype
         for sequences, context in DECODE:
             case = gpu_attention.attention(sequences, context, workspace, dtype, per_token)
             key = f"{bucket(sequences * 8)}x{bucket(context // 64)}"

@@ -72,7 +72,7 @@ def build(folder: Path, extra: tuple[str, ...] = ()) -> Path:
 
     Args:
         folder: Where the library goes; made if it is missing.
-        extra: Flags for all units, of sanitizers for instance.
+        extra: Flags for all units, of sanitizers for instance; they win over a unit's own.
 
     Returns:
         The library.
@@ -86,17 +86,17 @@ def build(folder: Path, extra: tuple[str, ...] = ()) -> Path:
     program = compiler()
     folder.mkdir(parents=True, exist_ok=True)
     openmp = ["-fopenmp"] if _compiles(program, "-fopenmp") else []
-    flags = [*FLAGS, *openmp, *extra, *(["-DPTQ_X86"] if "isa_avx2" in units() else [])]
+    flags = [*FLAGS, *openmp, *(["-DPTQ_X86"] if "isa_avx2" in units() else [])]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         objects = {name: Path(temporary) / f"{name}.o" for name in units()}
         commands = [
-            [program, *flags, *own, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(objects[name])]
-            for name, own in units().items()
+            [program, *flags, *own, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(out)]
+            for (name, own), out in zip(units().items(), objects.values(), strict=True)
         ]
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run, commands))
         made = Path(temporary) / target.name
-        _run([program, *flags, "-shared", *map(str, objects.values()), "-o", str(made)])
+        _run([program, *flags, *extra, "-shared", *map(str, objects.values()), "-o", str(made)])
         made.replace(target)
     return target
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from kernels.activations import Activation
 from kernels.attention_inputs import KVPool
 from kernels.cpu import native
-from kernels.cpu.native_attention import check_pool
+from kernels.cpu.native_attention import check_pool, formats
 from kernels.cpu.structures import ACTIVATIONS, FORMATS, STORAGE_NAMES, pointer
+from kernels.packed_cache import channels
 
+PACKED_ROWS = -1  # format of an embedding that is the rows of a packed weight
 KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
 
 
@@ -41,8 +43,10 @@ class _Block(Structure):
         *[(name, c_void_p) for name in ("before_feed_forward", "after_feed_forward")],
         *[(name, c_void_p) for name in ("q_norm", "k_norm", "sinks")],
         *[(name, c_void_p) for name in ("k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_int64) for name in ("window", "cache_blocks")],
-        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind", "whole_norms")],
+        ("k_offset", c_void_p),
+        *[(name, c_int64) for name in ("window", "cache_blocks", "turn")],
+        *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
+        *[(name, c_int32) for name in ("whole_norms", "unused")],
     ]
 
 
@@ -65,6 +69,8 @@ class _Step(Structure):
         *[(name, c_void_p) for name in ("query_start", "context_len", "rows")],
         *[(name, c_int64) for name in ("tokens", "sequences", "table_stride", "wanted")],
         *[(name, c_void_p) for name in ("logits", "workspace", "problem", "partials")],
+        *[(name, c_void_p) for name in ("taps", "hidden")],
+        ("tapped", c_int64),
     ]
 
 
@@ -129,7 +135,7 @@ class DecoderSpec:
     """A decoder.
 
     Attributes:
-        embedding: [vocabulary, hidden], fp32 or bf16.
+        embedding: [vocabulary, hidden], fp32 or bf16; None where it is the rows of the head.
         blocks: In order.
         norm: fp32 [hidden].
         head: Gives the logits.
@@ -143,7 +149,7 @@ class DecoderSpec:
         logits_softcap: Bound of the logits, or None.
     """
 
-    embedding: Tensor
+    embedding: Tensor | None
     blocks: Sequence[BlockSpec]
     norm: Tensor
     head: LinearSpec
@@ -166,21 +172,23 @@ class FusedDecoder:
 
     def __init__(self, spec: DecoderSpec) -> None:
         self._spec = spec
-        _, kv_heads, _, dim = spec.blocks[0].pool.k.shape
+        held = spec.blocks[0].pool.k
+        kv_heads, dim = held.shape[1], channels(held)
         self._blocks = (_Block * len(spec.blocks))(*[self._block(b) for b in spec.blocks])
-        self._vocabulary = native.header(spec.head.packed).outputs
+        head, table = native.header(spec.head.packed), spec.embedding
+        self._vocabulary = head.outputs
         self._decoder = _Decoder(
             ctypes.addressof(self._blocks),
-            *map(pointer, (spec.embedding, spec.norm, spec.growth)),
+            *map(pointer, (spec.head.packed if table is None else table, spec.norm, spec.growth)),
             self._layer(spec.head),
             len(spec.blocks),
-            spec.embedding.shape[1],
+            head.inputs,
             spec.heads,
             kv_heads,
             dim,
             native.header(spec.blocks[0].down.packed).inputs,
             self._vocabulary,
-            FORMATS[STORAGE_NAMES[spec.embedding.dtype]],
+            PACKED_ROWS if table is None else FORMATS[STORAGE_NAMES[table.dtype]],
             ACTIVATIONS[spec.activation],
             spec.embedding_scale,
             spec.eps,
@@ -199,8 +207,15 @@ class FusedDecoder:
         query_start: Tensor,
         context_len: Tensor,
         rows: Tensor,
+        taps: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run the tokens of a step; arguments as in `kernels.ops` and `inference`'s batches.
+        """Run the tokens of a step; further arguments as in `kernels.ops` and in batches.
+
+        Args:
+            taps: int64 [n], blocks whose inputs are wanted; the number of blocks stands for the
+                output of the last one.
+            hidden: fp32 [T, n, hidden], gets them.
 
         Returns:
             Logits fp32 [R, vocabulary] of the tokens `rows`.
@@ -222,6 +237,10 @@ class FusedDecoder:
             logits.data_ptr(),
             self._workspace.data_ptr(),
             ctypes.addressof(problem),
+            None,  # the call finds room for partial sums
+            pointer(taps),
+            pointer(hidden),
+            0 if taps is None else len(taps),
         )
         threads = torch.get_num_threads()
         if loaded.ptq_decoder_step(byref(self._decoder), byref(step), threads):
@@ -234,16 +253,17 @@ class FusedDecoder:
 
     def _block(self, spec: BlockSpec) -> _Block:
         pool, kinds = spec.pool, check_pool(spec.pool)
-        cache = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+        cache = (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.k_offset)
         norms = (spec.before_attention, spec.after_attention)
         norms += (spec.before_feed_forward, spec.after_feed_forward, spec.q_norm, spec.k_norm)
-        whole = spec.q_norm is not None and len(spec.q_norm) != pool.k.shape[3]
+        whole = spec.q_norm is not None and len(spec.q_norm) != channels(pool.k)
         return _Block(
             *map(self._layer, (spec.qkv, spec.o, spec.gate_up, spec.down)),
             *map(pointer, (spec.cos, spec.sin, *norms, spec.sinks, *cache)),
             spec.window or 0,
             pool.k.shape[0],
-            FORMATS[STORAGE_NAMES[pool.k.dtype]],
+            pool.turn,
+            *formats(pool),
             *kinds,
             whole,
         )

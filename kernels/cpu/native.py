@@ -30,6 +30,7 @@ from kernels.cpu.structures import (
     SCALE_BF16,
     SCALE_F32,
     AttentionArgs,
+    FeedbackTile,
     LinearArgs,
     Packed,
     PackSource,
@@ -50,6 +51,7 @@ _SIGNATURES = {
     "ptq_pack_bytes": ([POINTER(PackSource)], c_int64),
     "ptq_pack": ([POINTER(PackSource), c_void_p, c_int], None),
     "ptq_linear": ([POINTER(LinearArgs), c_int], c_int),
+    "ptq_rows": ([c_void_p] * 3 + [c_int64, c_int], None),
     "ptq_quantize": ([POINTER(QuantizeArgs), c_int], None),
     "ptq_rms_norm": (
         [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64, c_int],
@@ -57,12 +59,14 @@ _SIGNATURES = {
     ),
     "ptq_gated_product": ([c_void_p] * 3 + [c_int64] * 3 + [c_int] * 2, None),
     "ptq_softcap": ([c_void_p, c_float, c_void_p, c_int64, c_int], None),
+    "ptq_turn": ([c_void_p] * 2 + [c_int64] * 5 + [c_int], None),
     "ptq_rope": ([c_void_p] * 4 + [c_int64] * 4 + [c_int], None),
     "ptq_read": ([c_void_p, c_int64, c_int], c_int64),
     "ptq_multiply_add": ([c_int, c_int64, c_int], c_double),
     "ptq_decoder_workspace": ([c_void_p, c_int64], c_int64),
     "ptq_decoder_step": ([c_void_p, c_void_p, c_int], c_int),
     "ptq_write_kv": ([POINTER(WriteKvArgs), c_int], None),
+    "ptq_feedback": ([POINTER(FeedbackTile)], None),
     "ptq_attention": ([POINTER(AttentionArgs), c_int], c_int),
 }
 
@@ -225,6 +229,14 @@ def linear(x: Tensor, packed: Tensor, x_scale: Tensor | None = None) -> Tensor:
     if loaded().ptq_linear(byref(args), torch.get_num_threads()):
         raise ValueError(f"the weight was packed for another instruction set than {isa()}")
     return y
+
+
+def rows(packed: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a packed weight as floats: fp32 [R, K] of ids int64 [R]."""
+    ids, out = ids.contiguous(), torch.empty(len(ids), header(packed).inputs)
+    threads = torch.get_num_threads()
+    loaded().ptq_rows(packed.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), threads)
+    return out
 
 
 def tokens(x: Tensor) -> Tensor:

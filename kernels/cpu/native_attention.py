@@ -1,7 +1,7 @@
 """Cache writes and attention of the compiled kernels.
 
 The functions have the contracts of those of the same name in `kernels.ops`. Caches of other types
-than fp32, bf16, int8 and e4m3 are left to plain torch.
+than fp32, bf16, int8, e4m3 and int4 are left to plain torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from kernels.cpu.structures import (
     SCALE_HEAD,
     SCALE_NONE,
     SCALE_TOKEN,
+    SCALE_TOKEN_F16,
     STORAGE_NAMES,
     AttentionArgs,
     WriteKvArgs,
     pointer,
 )
+from kernels.packed_cache import channels
 
-_POOLS = {dtype: FORMATS[name] for dtype, name in STORAGE_NAMES.items()}
-_QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+_POOLS = {dtype: FORMATS[name] for dtype, name in STORAGE_NAMES.items()} | {
+    torch.uint8: FORMATS["int4"]
+}
+_MIXED = (torch.int8, torch.uint8)
+_QUANTIZED = (torch.int8, torch.float8_e4m3fn, torch.uint8)
 
 
 def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
@@ -39,29 +44,32 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
         ValueError: shapes or types do not fit, a slot is not of the pool, or scales are to be taken
             from NaN or infinity; tokens with such a problem are not written, others may be.
     """
-    if pool.k.dtype not in _POOLS:
+    if not {pool.k.dtype, pool.v.dtype} <= _POOLS.keys():
         reference.write_kv(k, v, pool, slots)
         return
     kinds = check_pool(pool)
-    held = [x.shape[1::2] for x in (pool.k, pool.v)]
-    if [x.shape[1:] for x in (k, v)] != held or not len(slots) == len(k) == len(v):
+    held = [(x.shape[1], channels(x)) for x in (pool.k, pool.v)]
+    if [tuple(x.shape[1:]) for x in (k, v)] != held or not len(slots) == len(k) == len(v):
         raise ValueError(
             f"k is {tuple(k.shape)}, v {tuple(v.shape)}, slots {tuple(slots.shape)}; needed are "
             f"[T, {held[0][0]}, {held[0][1]}] and [T, {held[1][0]}, {held[1][1]}], as the cache "
             "has, and [T]"
         )
-    if pool.dynamic != (kinds[0] == SCALE_TOKEN):
+    if pool.dynamic != (kinds[0] in (SCALE_TOKEN, SCALE_TOKEN_F16)):
         raise ValueError("dynamic scales need a place for each token, and static ones have none")
+    if pool.k_offset is not None and pool.k_offset.shape != k.shape[1:]:
+        raise ValueError(f"k_offset is {_shape(pool.k_offset)}; needed is fp32 {list(k.shape[1:])}")
     keys, values, problem = native.tokens(k), native.tokens(v), c_int32(0)
     slots = slots.to(torch.int64).contiguous()
     args = WriteKvArgs(
-        *map(pointer, (keys, values, pool.k, pool.v, pool.k_scale, pool.v_scale, slots)),
+        *map(pointer, (keys, values, pool.k, pool.v, pool.k_scale, pool.v_scale)),
+        *map(pointer, (pool.k_offset, slots)),
         len(k),
         keys.stride(0),
         values.stride(0),
-        *pool.k.shape[1::2],
-        pool.v.shape[3],
-        _POOLS[pool.k.dtype],
+        *held[0],
+        held[1][1],
+        *formats(pool),
         *kinds,
         pool.k.shape[0],
         addressof(problem),
@@ -77,11 +85,11 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         ValueError: shapes or types do not fit, or a sequence needs a block that is not there.
     """
     pool = inputs.pool
-    if pool.k.dtype not in _POOLS:
+    if not {pool.k.dtype, pool.v.dtype} <= _POOLS.keys():
         return reference_attention.paged_attention(q, inputs)
     kinds, starts = check_pool(pool), reference_attention.query_starts(inputs)
     _check_queries(q, inputs, starts)
-    v_dim, problem = pool.v.shape[3], c_int32(0)
+    v_dim, problem = channels(pool.v), c_int32(0)
     queries, out = native.tokens(q), torch.empty(*q.shape[:2], v_dim)
     tables, contexts = (
         t.to(torch.int64).contiguous() for t in (inputs.block_tables, inputs.context_len)
@@ -99,10 +107,11 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         q.shape[1] * v_dim,
         *map(pointer, (sinks, alibi)),
         q.shape[1],
-        *pool.k.shape[1::2],
+        pool.k.shape[1],
+        channels(pool.k),
         v_dim,
         inputs.sliding_window or 0,
-        _POOLS[pool.k.dtype],
+        *formats(pool),
         *kinds,
         inputs.softmax_scale,
         inputs.softcap or 0.0,
@@ -116,13 +125,18 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
     return out.to(q.dtype)
 
 
+def formats(pool: KVPool) -> tuple[int, int]:
+    """Numbers of the types of K and V in `csrc/api.h`."""
+    return _POOLS[pool.k.dtype], _POOLS[pool.v.dtype]
+
+
 def check_pool(pool: KVPool) -> tuple[int, int]:
     """Kinds of the scales of K and V; ValueError where cache and scales do not fit."""
     shape = pool.k.shape
     if (
         pool.v.shape[:3] != shape[:3]
         or pool.v.dim() != len(shape)
-        or pool.v.dtype != pool.k.dtype
+        or (pool.v.dtype != pool.k.dtype and (pool.k.dtype, pool.v.dtype) != _MIXED)
         or len(shape) != 4
         or shape[2] != KV_BLOCK
         or not (pool.k.is_contiguous() and pool.v.is_contiguous())
@@ -136,12 +150,14 @@ def check_pool(pool: KVPool) -> tuple[int, int]:
     if pool.k.dtype in _QUANTIZED:
         head, channel, token = SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN
         allowed = [(head, head), (channel, head), (token, token)]
+    if pool.v.dtype == torch.uint8:
+        allowed = [(head, head), (channel, head), (SCALE_TOKEN_F16, SCALE_TOKEN_F16)]
     if kinds not in allowed:
         raise ValueError(
             f"scales of K and V are {_shape(pool.k_scale)} and {_shape(pool.v_scale)} for a cache "
             f"of {pool.k.dtype} {tuple(shape)}; a quantized cache needs [Hkv] or [Hkv, D] for K "
-            f"and [Hkv] for V, or [blocks, Hkv, {KV_BLOCK}] for both, contiguous fp32; a float one "
-            "none"
+            f"and [Hkv] for V, or [blocks, Hkv, {KV_BLOCK}] for both, contiguous fp32 (of tokens, "
+            "with int4, fp16); a float one none"
         )
     return kinds
 
@@ -152,17 +168,21 @@ def _scale_kind(scale: Tensor | None, pool: Tensor) -> int:
         return SCALE_NONE
     kinds = {
         pool.shape[1:2]: SCALE_HEAD,
-        pool.shape[1::2]: SCALE_CHANNEL,
+        (pool.shape[1], channels(pool)): SCALE_CHANNEL,
         pool.shape[:3]: SCALE_TOKEN,
     }
-    fits = scale.dtype == torch.float32 and scale.is_contiguous()
+    if not scale.is_contiguous():
+        return -1
+    if scale.dtype == torch.float16:
+        return SCALE_TOKEN_F16 if scale.shape == pool.shape[:3] else -1
+    fits = scale.dtype == torch.float32
     return kinds.get(scale.shape, -1) if fits else -1
 
 
 def _check_queries(q: Tensor, inputs: AttentionInputs, starts: list[int]) -> None:
     """ValueError where queries, tables and lengths do not fit one another."""
     shape, contexts = inputs.pool.k.shape, inputs.context_len.tolist()
-    if q.dim() != 3 or q.shape[2] != shape[3] or q.shape[1] % shape[1]:
+    if q.dim() != 3 or q.shape[2] != channels(inputs.pool.k) or q.shape[1] % shape[1]:
         raise ValueError(
             f"q is {tuple(q.shape)} for a cache of {tuple(shape)}; needed is [T, Hq, D] "
             "with the cache's D and a multiple of its heads"

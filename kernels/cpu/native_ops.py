@@ -162,6 +162,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y.to(x.dtype)
 
 
+def turn_heads(x: Tensor, size: int) -> Tensor:
+    """See `kernels.ops.turn_heads`."""
+    if size < 1 or size & (size - 1) or x.shape[2] % size:
+        raise ValueError(f"size is {size}; needed is a power of two that divides {x.shape[2]}")
+    heads, y = native.tokens(x), torch.empty(x.shape)
+    shape = (*x.shape, heads.stride(0), size)
+    native.loaded().ptq_turn(*map(pointer, (heads, y)), *shape, torch.get_num_threads())
+    return y.to(x.dtype)
+
+
 def _matrix(x: Tensor) -> Tensor:
     """[..., K] as fp32 [T, K] whose columns are adjacent; rows may be apart."""
     rows = x.float()

@@ -11,7 +11,7 @@ from kernels.activations import Activation
 
 FORMATS = {name: number for number, name in enumerate(("f32", "bf16", "fp8_e4m3", "int8", "int4"))}
 NO_SCALE, SCALE_F32, SCALE_BF16 = range(3)
-SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN = range(4)
+SCALE_NONE, SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN, SCALE_TOKEN_F16 = range(5)
 NONFINITE, NO_SUCH_BLOCK = 1, 2
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 STORAGE_NAMES = {
@@ -67,7 +67,7 @@ class AttentionArgs(Structure):
         *[(name, c_int64) for name in ("sequences", "table_stride", "q_stride", "out_stride")],
         *[(name, c_void_p) for name in ("sinks", "alibi")],
         *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "v_dim", "window")],
-        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+        *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
         *[(name, c_float) for name in ("softmax_scale", "softcap")],
         ("blocks", c_int64),
         *[(name, c_void_p) for name in ("problem", "partials")],
@@ -79,10 +79,10 @@ class WriteKvArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
-        ("slots", c_void_p),
+        *[(name, c_void_p) for name in ("k_offset", "slots")],
         *[(name, c_int64) for name in ("tokens", "stride", "v_stride")],
         *[(name, c_int64) for name in ("kv_heads", "dim", "v_dim")],
-        *[(name, c_int32) for name in ("kv_format", "k_scale_kind", "v_scale_kind")],
+        *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
         ("blocks", c_int64),
         ("problem", c_void_p),
     ]
@@ -97,6 +97,19 @@ class QuantizeArgs(Structure):
         ("scale", c_void_p),
         ("format", c_int32),
         *[(name, c_void_p) for name in ("q", "values", "scales", "problem")],
+    ]
+
+
+class FeedbackTile(Structure):
+    """A tile of a weight that is rounded with feedback."""
+
+    _fields_ = [
+        *[(name, c_void_p) for name in ("x", "values", "scale", "zero")],
+        *[(name, c_void_p) for name in ("row_factor", "column_factor", "q", "errors")],
+        *[(name, c_int64) for name in ("rows", "columns", "stride")],
+        *[(name, c_int64) for name in ("row_stride", "column_stride")],
+        *[(name, c_float) for name in ("low", "high")],
+        *[(name, c_int32) for name in ("mantissa", "exponent")],
     ]
 
 

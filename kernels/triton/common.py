@@ -28,6 +28,7 @@ ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 WIDE_STEPS = 163840  # bytes of shared memory
 EARLY_ROWS = 16  # of more, what follows a short kernel would find the device unevenly filled
 AHEAD = tl.constexpr(2)  # steps whose weights a program asks for before its input is there
+LEAST_FP16, MOST_FP16 = tl.constexpr(2.0**-14), tl.constexpr(65504.0)  # as in kernels.packed_cache
 TINY_SCALE = tl.constexpr(2.0**-60)  # as in kernels.numerics
 ROUND = tl.constexpr(1.5 * 2.0**23)  # x + ROUND - ROUND is x rounded half to even, |x| < 2^22
 
@@ -212,11 +213,13 @@ def divide(x, scale):
 def quantize(x, scale, dtype: tl.constexpr, BITS: tl.constexpr = False):
     """x / scale, a true division, clamped to [-127, 127] or [-448, 448], rounded half to even.
 
-    With BITS e4m3 comes as int8 that holds its bits.
+    With BITS e4m3 comes as int8 that holds its bits. uint8 stands for int4, in [-8, 7], plus 8.
     """
     ratio = divide(x, scale)
     if dtype == tl.int8:
         q = round_half_even(tl.minimum(tl.maximum(ratio, -127.0), 127.0)).to(tl.int8)
+    elif dtype == tl.uint8:
+        q = (round_half_even(tl.minimum(tl.maximum(ratio, -8.0), 7.0)) + 8.0).to(tl.uint8)
     else:
         near = tl.minimum(tl.maximum(ratio, -448.0), 448.0)
         if BITS:
@@ -244,6 +247,16 @@ def absmax_scale(absmax, dtype: tl.constexpr):
     """absmax / 127 (int8) or / 448 (e4m3), a tiny one for zero."""
     top = 127.0 if dtype == tl.int8 else 448.0
     return tl.maximum(tl.div_rn(absmax, top + tl.zeros_like(absmax)), TINY_SCALE)
+
+
+@triton.jit
+def token_scale(low, high, dtype: tl.constexpr):
+    """Scale of what lies between two bounds: of int4 (uint8) as `kernels.packed_cache` takes it."""
+    absmax = tl.maximum(high, -low)
+    if dtype == tl.uint8:
+        size = tl.minimum(tl.maximum(absmax * 0.125, LEAST_FP16), MOST_FP16)
+        return tl.where(high > -low, -size, size)
+    return absmax_scale(absmax, dtype)
 
 
 @triton.jit

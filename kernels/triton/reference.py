@@ -15,7 +15,8 @@ from torch import Tensor
 import kernels.reference as reference
 from kernels.activations import Activation, Clamped
 from kernels.attention_inputs import AttentionInputs, KVPool
-from kernels.numerics import FP8, INT8, block_absmax, choose_scale, dequantize, quantize
+from kernels.numerics import FP8, INT4, INT8, block_absmax, choose_scale, dequantize, quantize
+from kernels.packed_cache import pack_halves, token_scales, turned, unpack_halves
 
 
 def grouped_linear(
@@ -86,8 +87,8 @@ def prefill_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         if len(own) == 0:
             continue
         pages = inputs.block_tables[s, : -(-length // 64)].long()
-        k = dequantize_pages(pool.k, pool.k_scale, pages)[:, :length]  # [Hkv, t, D]
-        v = dequantize_pages(pool.v.transpose(2, 3), pool.v_scale, pages)[:, :length]
+        k = dequantize_pages(numbers(pool.k), pool.k_scale, pages)[:, :length]  # [Hkv, t, D]
+        v = dequantize_pages(numbers(pool.v.transpose(2, 3)), pool.v_scale, pages)[:, :length]
         token = torch.arange(length, device=q.device)
         age = token[length - len(own) :, None] - token  # [n, t]
         hidden = (age < 0) | (age >= (inputs.sliding_window or length))
@@ -131,6 +132,11 @@ def _changed(logits: Tensor, age: Tensor, inputs: AttentionInputs) -> Tensor:
     if inputs.alibi is not None:
         logits = logits - inputs.alibi.double().view(*logits.shape[:2], 1, 1) * age
     return logits
+
+
+def numbers(held: Tensor) -> Tensor:
+    """What pages whose channels lie last hold: int4 is taken out of its bytes."""
+    return unpack_halves(held) if held.dtype == torch.uint8 else held
 
 
 def dequantize_pages(pool: Tensor, scale: Tensor | None, pages: Tensor) -> Tensor:
@@ -285,7 +291,10 @@ def rope_write(
     growth: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Rotated q [T, Hq, D]; K (rotated, fp32) and V put into the cache, one token at a time."""
+    """Rotated q [T, Hq, D]; K (rotated, fp32) and V put into the cache, one token at a time.
+
+    Both are turned after that, and K is centred, where the cache says so.
+    """
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
         growth = None if growth is None else growth[positions]
@@ -294,7 +303,11 @@ def rope_write(
         for x, w in ((q, q_norm), (k, k_norm))
     )
     rotated, keys = reference.apply_rope(q_wide, k_wide, cos.float(), sin.float())
-    kind = INT8 if cache.k.dtype == torch.int8 else FP8
+    if cache.turn:
+        rotated, keys = turned(rotated, cache.turn), turned(keys, cache.turn)
+    if cache.k_offset is not None:
+        keys = keys - cache.k_offset
+    kinds = {torch.int8: INT8, torch.uint8: INT4}
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -306,12 +319,18 @@ def rope_write(
             if scale is None:
                 pool.copy_(x)
                 continue
+            kind = kinds.get(pool.dtype, FP8)
             if scale.dim() == 3:
-                scale[page, :, place] = choose_scale(block_absmax(x, (1, -1)), kind)[:, 0]
+                scale[page, :, place] = (
+                    token_scales(x)
+                    if kind is INT4
+                    else choose_scale(block_absmax(x, (1, -1)), kind)
+                )[:, 0]
                 own = scale[page, :, place].float().reshape(-1, 1)
             else:
                 own = scale.reshape(scale.shape[0], -1)
-            pool.copy_(quantize(x, own, kind))
+            held = quantize(x, own, kind)
+            pool.copy_(pack_halves(held) if kind is INT4 else held)
     if growth is not None:
         rotated = rotated * growth[:, None, None]
     return rotated.to(out_dtype or q.dtype)

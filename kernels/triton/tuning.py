@@ -150,13 +150,15 @@ def measured_tile(
 
 @cache
 def kv_split(
-    device: torch.device, sequences: int, heads: int, pages: int, scales: int = 1, dim: int = 128
-) -> KVSplit:
+    device: torch.device, sequences: int, heads: int, pages: int, scales: int = 1, dim: int = 128,
+    packed: bool = False,
+) -> KVSplit:  # fmt: skip
     """The cut of decode attention over at most `pages` pages a sequence: measured, else by rule.
 
     Entries are keyed by sequences * KV heads and by pages, both as powers of two. `scales` is the
-    number of dimensions of the cache's scales, 0 for 16 bits. Heads of more than 128 channels go by
-    the rule: their pages are twice as large, and fewer programs fit on an SM.
+    number of dimensions of the cache's scales, 0 for 16 bits; `packed` says that V is int4, whose
+    pages are on their way in registers two deep: 8 warps are what an SM holds. Heads of more than
+    128 channels go by the rule: their pages are twice as large, and fewer programs fit on an SM.
     """
     if dim > 128:
         wanted = (4 if scales else 3) * multiprocessors(device)
@@ -164,10 +166,12 @@ def kv_split(
         return KVSplit(4, splits, 3)
     key = f"{bucket(sequences * heads)}x{bucket(pages)}"
     family = {0: "attention_16_bits", 3: "attention_per_token"}.get(scales, "attention")
+    if packed:
+        family = family.replace("attention", "attention_int4")
     found = _entry(device, family, key)
     if found:
         return KVSplit(**found)
-    wanted = 5 * multiprocessors(device)  # programs that an SM holds at once
+    wanted = (4 if packed else 5) * multiprocessors(device)  # programs that an SM holds at once
     splits = max(1, min(wanted // (sequences * heads), -(-pages // 4), 64))
     return KVSplit(2, splits) if scales else KVSplit(4, splits, 3)
 

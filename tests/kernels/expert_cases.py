@@ -14,12 +14,15 @@ FAMILIES = (
 EXACT = ("w8a8", "w4a8_two_level", "w4a8_whole")  # sums of integers
 
 
-def make_weights(family: str, experts: int, outputs: int, inputs: int) -> tuple[list, list]:
+def make_weights(
+    family: str, experts: int, outputs: int, inputs: int, rows: torch.dtype = torch.float16
+) -> tuple[list, list]:
     """Random weights of experts: (packed, views of one tensor a field as an engine has them; plain).
 
-    A plain one is what a layer does to rows of fp64, by torch alone.
+    A plain one is what a layer does to rows of fp64, by torch alone. `rows` is the type of the rows
+    that MXFP4 is packed for.
     """
-    made = [_weight(family, outputs, inputs) for _ in range(experts)]
+    made = [_weight(family, outputs, inputs, rows) for _ in range(experts)]
     own, plain = [weight for weight, _ in made], [function for _, function in made]
     held = {}
     for field in fields(own[0]):
@@ -31,7 +34,7 @@ def make_weights(family: str, experts: int, outputs: int, inputs: int) -> tuple[
     return packed, plain
 
 
-def _weight(family: str, outputs: int, inputs: int):
+def _weight(family: str, outputs: int, inputs: int, rows: torch.dtype):
     from kernels.triton.linear.fp8_block import pack_fp8_block
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.linear.w4a16 import pack_w4a16
@@ -40,7 +43,7 @@ def _weight(family: str, outputs: int, inputs: int):
     from kernels.triton.linear.w16a16 import DenseWeight
 
     if family == "mxfp4":
-        return _mxfp4_weight(outputs, inputs)
+        return _mxfp4_weight(outputs, inputs, rows)
     base, _, kind = family.partition("_")
     bias = torch.randn(outputs)
     low, high = (-8, 8) if base.startswith("w4") else (-127, 128)
@@ -71,14 +74,14 @@ def _weight(family: str, outputs: int, inputs: int):
     return weight, lambda x: x @ values.T + bias.double()
 
 
-def _mxfp4_weight(outputs: int, inputs: int):
-    from kernels.triton.linear.mxfp4 import pack_mxfp4
+def _mxfp4_weight(outputs: int, inputs: int, rows: torch.dtype):
+    from kernels.triton.linear.fp4 import pack_fp4
 
     bias, codes = torch.randn(outputs), torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
     scale = 2.0 ** torch.randint(-9, -3, (outputs, inputs // 32))
     half = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = torch.cat((half, -half))[codes.int()] * scale.repeat_interleave(32, 1)
-    return pack_mxfp4(codes, scale, bias), lambda x: x @ values.double().T + bias.double()
+    return pack_fp4(codes, scale, bias, rows), lambda x: x @ values.double().T + bias.double()
 
 
 def plain_rows(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:

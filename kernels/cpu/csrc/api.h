@@ -120,28 +120,35 @@ struct LinearArgs {
 struct AttentionArgs {
   const float* q;  // [T, q_stride], head h at h * dim
   float* out;      // [T, out_stride], head h at h * v_dim
-  const void *k_pool, *v_pool;            // [blocks, kv_heads, 64, dim], [..., v_dim]
+  const void *k_pool, *v_pool;            // [blocks, kv_heads, 64, dim], [..., v_dim]; of kI4 half
   const float *k_scale, *v_scale;         // see scale kinds
   const int64_t *block_tables, *query_start, *context_len;
   int64_t sequences, table_stride, q_stride, out_stride;
   const float *sinks, *alibi;             // [heads], or null
   int64_t heads, kv_heads, dim, v_dim, window;  // window: 0 for all
-  int32_t kv_format;                      // kF32, kBF16, kI8, kF8
-  int32_t k_scale_kind, v_scale_kind;     // kScaleNone, kScaleHead, kScaleChannel, kScaleToken
+  int32_t k_format, v_format;             // kF32, kBF16, kI8, kF8, kI4: see kv_write.h
+  int32_t k_scale_kind, v_scale_kind;     // ScaleKind
   float softmax_scale, softcap;  // softcap: bound of the logits, 0 for none
   int64_t blocks;    // of the pools; a table's entry beyond them is a problem
   int32_t* problem;  // gets a Problem
   float* partials;   // as many floats as attention_floats() says for the team; shared by it
 };
-enum ScaleKind : int32_t { kScaleNone = 0, kScaleHead = 1, kScaleChannel = 2, kScaleToken = 3 };
+enum ScaleKind : int32_t {
+  kScaleNone = 0,
+  kScaleHead = 1,
+  kScaleChannel = 2,
+  kScaleToken = 3,
+  kScaleTokenF16 = 4,  // the pointer is one to fp16
+};
 
 struct WriteKvArgs {
   const float *k, *v;  // [T, stride], head h at h * dim; [T, v_stride], at h * v_dim
   void *k_pool, *v_pool;
-  float *k_scale, *v_scale;  // kScaleToken: written
+  float *k_scale, *v_scale;  // of tokens: written
+  const float* k_offset;     // [kv_heads, dim], subtracted from k, or null
   const int64_t* slots;
   int64_t tokens, stride, v_stride, kv_heads, dim, v_dim;
-  int32_t kv_format, k_scale_kind, v_scale_kind;
+  int32_t k_format, v_format, k_scale_kind, v_scale_kind;
   int64_t blocks;    // of the pools
   int32_t* problem;  // a token with one is not written
 };
@@ -161,6 +168,20 @@ struct QuantizeArgs {
   int32_t* problem;    // kNonfinite where a scale cannot be had, or null
 };
 
+// A tile of a weight that is rounded with feedback, columns apart by `stride` and their rows adjacent;
+// see feedback.h.
+constexpr int kFeedbackRows = 64;  // at most
+struct FeedbackTile {
+  float* x;             // what is rounded, or the gradients that `values` are moved by; spent
+  float* values;        // null, or values of the grid that are moved
+  const float *scale, *zero;                // of each element; zero: null if symmetric
+  const float *row_factor, *column_factor;  // [rows, row_stride], [columns, column_stride]
+  float *q, *errors;    // found: of the grid, with the zero point; errors, or moves of `values`
+  int64_t rows, columns, stride, row_stride, column_stride;
+  float low, high;      // of the grid
+  int32_t mantissa, exponent;  // bits, and of the smallest normal one; mantissa -1: whole numbers
+};
+
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
 
 // The functions of one instruction set. Each is called by all threads of a team; the caller puts
@@ -178,11 +199,14 @@ struct Kernels {
   void (*softcap)(const float* x, float bound, float* y, int64_t count, const Team&);
   void (*rope)(const float* x, const float* cos, const float* sin, float* y, int64_t rows,
                int64_t heads, int64_t dim, int64_t x_stride, int64_t y_stride, const Team&);
+  void (*turn)(const float* x, float* y, int64_t rows, int64_t heads, int64_t dim, int64_t size,
+               int64_t x_stride, int64_t y_stride, const Team&);
   void (*write_kv)(const WriteKvArgs&, const Team&);
   void (*attention)(const AttentionArgs&, const Team&);
   int64_t (*attention_floats)(const AttentionArgs&, int threads);
   int64_t (*read_all)(const void* data, int64_t bytes, const Team&);  // limits.h
   double (*multiply_add)(int32_t format, int64_t rounds);
+  void (*feedback)(const FeedbackTile&);  // by one thread
 };
 
 extern const Kernels kKernelsPortable;

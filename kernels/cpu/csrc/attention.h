@@ -28,8 +28,8 @@ struct Shape {
     group = a.heads / a.kv_heads;
     queries = group < kQueryRows ? kQueryRows / group : 1;
     rows = queries * group;
-    width = round_up(a.dim, W);
-    v_width = round_up(a.v_dim, W);
+    width = width_of(a.k_format, a.dim);
+    v_width = width_of(a.v_format, a.v_dim);
   }
 };
 
@@ -85,12 +85,25 @@ static void merge(const Sums& into, const Sums& from, int64_t rows, int64_t widt
 }
 
 // A block of one kv head: [64][dim] of K and V, scales of its tokens or null, and what comes next.
-template <class T>
+template <class K, class V>
 struct Block {
   int64_t start;  // position of its first token
-  const T *k, *v;
+  const K* k;
+  const V* v;
   const float *k_scale, *v_scale;
-  const T *next_k, *next_v;
+  const K* next_k;
+  const V* next_v;
+};
+
+// Channels [from, from + W) of a head of `dim`, those of `vectors` that lie at `d` as it is widened.
+struct Place {
+  int64_t from, left;  // left: how many of them there are
+  Place(int32_t format, int64_t dim, int64_t d) : from(d), left(dim - d) {
+    if (format != kI4) return;
+    const int64_t half = dim / 2, inner = d / (2 * W) * W;
+    from = inner + (d / W % 2 ? half : 0);
+    left = half - inner;
+  }
 };
 
 // One kv head of one tile on one thread.
@@ -99,16 +112,17 @@ struct Attender {
   const Shape& shape;
   const Tile& tile;
   int64_t head, rows;
-  float *q, *s, *decay, *k_wide, *v_wide;
+  float *q, *s, *decay, *k_wide, *v_wide, *scales;
 
   static int64_t floats(const Shape& shape) {
-    return shape.rows * (shape.width + kBlock + W) + kBlock * (shape.width + shape.v_width);
+    return shape.rows * (shape.width + kBlock + W) + kBlock * (shape.width + shape.v_width + 2);
   }
   Attender(const AttentionArgs& args, const Shape& sh, const Tile& t, int64_t h, float* data)
       : a(args), shape(sh), tile(t), head(h), rows(t.queries * sh.group) {
     k_wide = data;
     v_wide = k_wide + kBlock * shape.width;
-    q = v_wide + kBlock * shape.v_width;
+    scales = v_wide + kBlock * shape.v_width;
+    q = scales + 2 * kBlock;
     s = q + shape.rows * shape.width;
     decay = s + shape.rows * kBlock;
     load_queries();
@@ -120,12 +134,13 @@ struct Attender {
                           (head * shape.group + r % shape.group) * a.dim;
       float* to = q + r * shape.width;
       __builtin_memset(to, 0, shape.width * sizeof(float));
-      for (int64_t d = 0; d < a.dim; d += W) {
-        vf scale = set1(a.softmax_scale * unit_of(a.kv_format));
+      for (int64_t d = 0; d < shape.width; d += W) {
+        const Place own(a.k_format, a.dim, d);
+        vf scale = set1(a.softmax_scale * unit_of(a.k_format));
         if (a.k_scale_kind == kScaleHead) scale = mul(scale, set1(a.k_scale[head]));
         if (a.k_scale_kind == kScaleChannel)
-          scale = mul(scale, load_part(a.k_scale + head * a.dim + d, a.dim - d));
-        store(to + d, mul(load_part(from + d, a.dim - d), scale));
+          scale = mul(scale, load_part(a.k_scale + head * a.dim + own.from, own.left));
+        store(to + d, mul(load_part(from + own.from, own.left), scale));
       }
     }
   }
@@ -144,8 +159,8 @@ struct Attender {
     return {first.begin, last.end > first.begin ? last.end : first.begin};
   }
 
-  template <int R, class T>
-  void attend_rows(const Block<T>& b, int64_t row, const Sums& sums) {
+  template <int R, class K, class V>
+  void attend_rows(const Block<K, V>& b, int64_t row, const Sums& sums) {
     const Span all = span_of_all(row, R, b.start);
     if (all.begin == all.end) return;
     float* score = s + row * kBlock;
@@ -161,8 +176,8 @@ struct Attender {
     return {a.softcap, slope, (float)(start - tile.position - row / shape.group)};
   }
 
-  template <class T>
-  void attend_block(const Block<T>& b, const Sums& sums) {
+  template <class K, class V>
+  void attend_block(const Block<K, V>& b, const Sums& sums) {
     int64_t row = 0;
     for (; row + 4 <= rows; row += 4) attend_rows<4>(b, row, sums);
     if (rows - row == 3) attend_rows<3>(b, row, sums);
@@ -178,25 +193,36 @@ struct Attender {
     return -1;
   }
 
-  template <class T>
+  // Scales of a block's tokens in fp32, `own` of those two where they are held in fp16.
+  const float* token_scales(const float* pool, int32_t kind, int64_t place, float* own) const {
+    if (kind == kScaleToken) return pool + place;
+    if (kind != kScaleTokenF16) return nullptr;
+    const uint16_t* held = (const uint16_t*)pool + place;
+    for (int64_t t = 0; t < kBlock; t++) own[t] = f16_to_f32(held[t]);
+    return own;
+  }
+
+  template <class K, class V>
   void attend_split(int64_t split, const Sums& sums) {
-    const T *k_pool = (const T*)a.k_pool, *v_pool = (const T*)a.v_pool;
+    const int64_t k_size = a.dim / kAtOnce<K>, v_size = a.v_dim / kAtOnce<V>;  // elements of a head
+    const K* k_pool = (const K*)a.k_pool;
+    const V* v_pool = (const V*)a.v_pool;
     const int64_t last = split * kSplit + kSplit < tile.end ? split * kSplit + kSplit : tile.end;
     int64_t start = split * kSplit > tile.begin ? split * kSplit : tile.begin / kBlock * kBlock;
     int64_t place = place_of(start);
     while (place >= 0) {
       const int64_t next = start + kBlock < tile.end ? place_of(start + kBlock) : place;
-      Block<T> b = {start, k_pool + place * a.dim, v_pool + place * a.v_dim, nullptr, nullptr,
-                    k_pool + next * a.dim, v_pool + next * a.v_dim};
-      if (a.k_scale_kind == kScaleToken) b.k_scale = a.k_scale + place;
-      if (a.v_scale_kind == kScaleToken) b.v_scale = a.v_scale + place;
+      Block<K, V> b = {start, k_pool + place * k_size, v_pool + place * v_size, nullptr, nullptr,
+                       k_pool + next * k_size, v_pool + next * v_size};
+      b.k_scale = token_scales(a.k_scale, a.k_scale_kind, place, scales);
+      b.v_scale = token_scales(a.v_scale, a.v_scale_kind, place, scales + kBlock);
       const bool whole = a.dim == shape.width && a.v_dim == shape.v_width;  // vectors
-      if (whole && (rows <= kDirectQueryRows || sizeof(T) == sizeof(float))) {
+      if (whole && (rows <= kDirectQueryRows || sizeof(K) == sizeof(float))) {
         attend_block(b, sums);
       } else {
         const float* k = widened(b.k, b.next_k, a.dim, shape.width, k_wide);
         const float* v = widened(b.v, b.next_v, a.v_dim, shape.v_width, v_wide);
-        attend_block(Block<float>{start, k, v, b.k_scale, b.v_scale, k, v}, sums);
+        attend_block(Block<float, float>{start, k, v, b.k_scale, b.v_scale, k, v}, sums);
       }
       start += kBlock;
       if (start >= last) return;
@@ -206,10 +232,12 @@ struct Attender {
 
   void attend(int64_t split, const Sums& sums) {
     sums.clear(rows, shape.v_width);
-    if (a.kv_format == kI8) attend_split<int8_t>(split, sums);
-    if (a.kv_format == kF8) attend_split<uint8_t>(split, sums);
-    if (a.kv_format == kBF16) attend_split<uint16_t>(split, sums);
-    if (a.kv_format == kF32) attend_split<float>(split, sums);
+    if (a.k_format == kI8 && a.v_format == kI4) attend_split<int8_t, I4>(split, sums);
+    if (a.k_format == kI8 && a.v_format == kI8) attend_split<int8_t, int8_t>(split, sums);
+    if (a.k_format == kI4) attend_split<I4, I4>(split, sums);
+    if (a.k_format == kF8) attend_split<uint8_t, uint8_t>(split, sums);
+    if (a.k_format == kBF16) attend_split<uint16_t, uint16_t>(split, sums);
+    if (a.k_format == kF32) attend_split<float, float>(split, sums);
   }
 };
 
@@ -229,10 +257,12 @@ static void write_row(const AttentionArgs& a, const Shape& shape, const Tile& ti
   if (a.sinks != nullptr) total = with_sink(total, sums.top[r], a.sinks[own]);
   const vf sum = set1(total);
   const float v_scale = a.v_scale_kind == kScaleHead ? a.v_scale[head] : 1.0f;
-  const vf scale = set1(v_scale * unit_of(a.kv_format));
+  const vf scale = set1(v_scale * unit_of(a.v_format));
   const float* out = sums.out + r * shape.v_width;
-  for (int64_t d = 0; d < a.v_dim; d += W)
-    store_part(to + d, mul(div(load(out + d), sum), scale), a.v_dim - d);
+  for (int64_t d = 0; d < shape.v_width; d += W) {
+    const Place own(a.v_format, a.v_dim, d);
+    store_part(to + own.from, mul(div(load(out + d), sum), scale), own.left);
+  }
 }
 
 // Which tiles are shared out by splits: those that would keep one thread busy for more than a

@@ -27,6 +27,51 @@ static inline vf widen(const uint8_t* p) {
 constexpr float kUnitF8 = 1.0f;
 static inline vf widen(const uint8_t* p) { return load_f8(p); }
 #endif
+// Two of int4 in a byte: of W bytes, the vectors of their low and of their high numbers.
+struct I4 {
+  uint8_t byte;
+};
+struct Pair {
+  vf low, high;
+};
+#if defined(PTQ_ISA_AVX512)
+static inline Pair widen(const I4* p) {  // a table look-up heeds the lowest four bits alone
+  const vf values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  return {_mm512_permutexvar_ps(bytes, values),
+          _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values)};
+}
+#elif defined(PTQ_ISA_AVX2)
+static inline Pair widen(const I4* p) {
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)p), low = _mm_set1_epi8(15);
+  const __m128i eight = _mm_set1_epi8(8);
+  const __m128i a = _mm_sub_epi8(_mm_and_si128(bytes, low), eight);
+  const __m128i b = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), low), eight);
+  return {from_int(_mm256_cvtepi8_epi32(a)), from_int(_mm256_cvtepi8_epi32(b))};
+}
+#else
+static inline Pair widen(const I4* p) {
+  int8_t low[W], high[W];
+  for (int i = 0; i < W; i++) {
+    low[i] = (int8_t)((p[i].byte & 15) - 8);
+    high[i] = (int8_t)((p[i].byte >> 4) - 8);
+  }
+  return {load_i8(low), load_i8(high)};
+}
+#endif
+
+// Vectors that are widened at once. Those of int4 are channels d and d + dim / 2; in this order the
+// channels of a query, or of a result, lie beside such keys or values.
+template <class T>
+constexpr int kAtOnce = 1;
+template <>
+constexpr int kAtOnce<I4> = 2;
+
+// Floats of a head as it is widened.
+static inline int64_t width_of(int32_t format, int64_t dim) {
+  return format == kI4 ? 2 * round_up(dim / 2, W) : round_up(dim, W);
+}
+
 static inline float unit_of(int32_t format) { return format == kF8 ? kUnitF8 : 1.0f; }
 
 // Keeps a loaded vector in a register: GCC would load it again for each product.
@@ -97,11 +142,30 @@ static void scores_of(const float* q, const T* k, const T* next, int64_t width, 
                       float* s) {
   constexpr int kTokens = R == 1 ? W : R == 2 ? W / 2 : W / 4;  // R * kTokens <= W sums in a tile
   for (int t = span.begin / kTokens * kTokens; t < span.end; t += kTokens) {
-    fetch(next + t * width, kTokens * width * (int64_t)sizeof(T));
+    const int64_t row = width / kAtOnce<T>;  // elements
+    fetch(next + t * row, kTokens * row * (int64_t)sizeof(T));
     vf sum[W];
 #pragma GCC unroll 16
     for (int i = 0; i < W; i++) sum[i] = zero();
-    for (int64_t d = 0; d < width; d += W) {
+    if constexpr (kAtOnce<T> == 2) {
+      for (int64_t d = 0; d < width; d += 2 * W) {
+        vf low[R], high[R];
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          low[r] = load(q + r * width + d);
+          high[r] = load(q + r * width + d + W);
+        }
+#pragma GCC unroll 16
+        for (int j = 0; j < kTokens; j++) {
+          const Pair key = widen(k + (t + j) * row + d / 2);
+#pragma GCC unroll 4
+          for (int r = 0; r < R; r++) {
+            vf& own = sum[r * kTokens + j];
+            own = fma(high[r], key.high, fma(low[r], key.low, own));
+          }
+        }
+      }
+    } else for (int64_t d = 0; d < width; d += W) {
       vf key[kTokens];
 #pragma GCC unroll 16
       for (int j = 0; j < kTokens; j++) key[j] = widen(k + (t + j) * width + d);
@@ -176,10 +240,20 @@ static inline void gather_vectors(const float* p, const T* v, const T* next, int
 #pragma GCC unroll 16
     for (int j = 0; j < N; j++) sum[r][j] = mul(load(out + r * width + j * W), set1(decay[r]));
   for (int t = span.begin; t < span.end; t++) {
-    __builtin_prefetch(next + t * width);
+    const int64_t row = width / kAtOnce<T>;
+    __builtin_prefetch(next + t * row);
     vf value[N];
+    if constexpr (kAtOnce<T> == 2) {
 #pragma GCC unroll 16
-    for (int j = 0; j < N; j++) value[j] = widen(v + t * width + j * W);
+      for (int j = 0; j < N; j += 2) {
+        const Pair pair = widen(v + t * row + j / 2 * W);
+        value[j] = pair.low;
+        value[j + 1] = pair.high;
+      }
+    } else {
+#pragma GCC unroll 16
+      for (int j = 0; j < N; j++) value[j] = widen(v + t * width + j * W);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
       const vf weight = set1(p[r * kBlock + t]);
@@ -197,23 +271,36 @@ template <int R, class T>
 static void gather(const float* p, const T* v, const T* next, int64_t width, Span span,
                    const float* decay, float* out) {
   constexpr int kVectors = R == 1 ? W : R == 2 ? W / 2 : W / 4;
+  constexpr int kFew = kAtOnce<T>;
   int64_t d = 0;
   for (; d + kVectors * W <= width; d += kVectors * W)
-    gather_vectors<R, kVectors>(p, v + d, next + d, width, span, decay, out + d);
-  for (; d < width; d += W) gather_vectors<R, 1>(p, v + d, next + d, width, span, decay, out + d);
+    gather_vectors<R, kVectors>(p, v + d / kFew, next + d / kFew, width, span, decay, out + d);
+  for (; d < width; d += kFew * W)
+    gather_vectors<R, kFew>(p, v + d / kFew, next + d / kFew, width, span, decay, out + d);
 }
 
 // A block of K or V as fp32 [64][width], zero beyond dim.
 template <class T>
 static const float* widened(const T* from, const T* next, int64_t dim, int64_t width, float* to) {
-  for (int64_t t = 0; t < kBlock; t++, from += dim, next += dim, to += width) {
-    fetch(next, dim * (int64_t)sizeof(T));
-    int64_t d = 0;
-    for (; d + W <= dim; d += W) store(to + d, widen(from + d));
-    if (d < dim) {
-      T part[W] = {};
-      __builtin_memcpy(part, from + d, (dim - d) * sizeof(T));
-      store(to + d, widen(part));
+  constexpr int kMany = kAtOnce<T>;
+  const int64_t count = dim / kMany;  // elements of a head
+  for (int64_t t = 0; t < kBlock; t++, from += count, next += count, to += width) {
+    fetch(next, count * (int64_t)sizeof(T));
+    for (int64_t d = 0; d < count; d += W) {
+      T part[W];
+      const T* own = from + d;
+      if (count - d < W) {
+        __builtin_memset(part, kMany == 2 ? 0x88 : 0, sizeof part);  // of int4 two zeros
+        __builtin_memcpy(part, own, (count - d) * sizeof(T));
+        own = part;
+      }
+      if constexpr (kMany == 2) {
+        const Pair pair = widen(own);
+        store(to + 2 * d, pair.low);
+        store(to + 2 * d + W, pair.high);
+      } else {
+        store(to + d, widen(own));
+      }
     }
   }
   return to - kBlock * width;

@@ -11,6 +11,8 @@
 
 #include <string.h>
 
+#include "rows.h"
+
 namespace ptq {
 namespace {
 
@@ -67,7 +69,8 @@ AttentionArgs attention_args(const Decoder& d, const Step& s, const Block& block
   args.kv_heads = d.kv_heads;
   args.dim = args.v_dim = d.dim;
   args.window = block.window;
-  args.kv_format = block.kv_format;
+  args.k_format = block.k_format;
+  args.v_format = block.v_format;
   args.k_scale_kind = block.k_scale_kind;
   args.v_scale_kind = block.v_scale_kind;
   args.softmax_scale = d.softmax_scale;
@@ -89,7 +92,11 @@ class StepRunner {
 
   void run() {
     embed();
-    for (int64_t i = 0; i < d_.layers; i++) block(d_.blocks[i]);
+    for (int64_t i = 0; i < d_.layers; i++) {
+      tap(i);
+      block(d_.blocks[i]);
+    }
+    tap(d_.layers);
     if (s_.wanted > 0) logits();  // else prompts that go on
   }
 
@@ -99,6 +106,8 @@ class StepRunner {
       float* to = b_.x + t * d_.hidden;
       if (d_.embedding_format == kF32) {
         memcpy(to, (const float*)d_.embedding + s_.ids[t] * d_.hidden, d_.hidden * 4);
+      } else if (d_.embedding_format == kPackedRows) {
+        unpack_row(*(const Packed*)d_.embedding, s_.ids[t], to);
       } else {
         const uint16_t* from = (const uint16_t*)d_.embedding + s_.ids[t] * d_.hidden;
         for (int64_t i = 0; i < d_.hidden; i++) {
@@ -109,6 +118,13 @@ class StepRunner {
       if (d_.embedding_scale != 1.0f)
         for (int64_t i = 0; i < d_.hidden; i++) to[i] *= d_.embedding_scale;
     }
+  }
+
+  // Tells what a block reads of this thread's tokens, if that is asked for.
+  void tap(int64_t index) {
+    for (int64_t i = 0; i < s_.tapped; i++)
+      for (int64_t t = tokens_.begin; s_.taps[i] == index && t < tokens_.end; t++)
+        memcpy(s_.hidden + (t * s_.tapped + i) * d_.hidden, b_.x + t * d_.hidden, d_.hidden * 4);
   }
 
   void block(const Block& block) {
@@ -214,6 +230,10 @@ class StepRunner {
     kernels_.rope(k, cos, sin, k, 1, d_.kv_heads, d_.dim, stride, stride, solo_);
     if (d_.growth != nullptr)
       for (int64_t i = 0; i < d_.heads * d_.dim; i++) q[i] *= d_.growth[position];
+    if (block.turn > 0) {
+      kernels_.turn(q, q, 1, d_.heads, d_.dim, block.turn, stride, stride, solo_);
+      kernels_.turn(k, k, 1, d_.kv_heads, d_.dim, block.turn, stride, stride, solo_);
+    }
     WriteKvArgs args = {};
     args.k = k;
     args.v = k + d_.kv_heads * d_.dim;
@@ -226,7 +246,9 @@ class StepRunner {
     args.stride = args.v_stride = stride;
     args.kv_heads = d_.kv_heads;
     args.dim = args.v_dim = d_.dim;
-    args.kv_format = block.kv_format;
+    args.k_format = block.k_format;
+    args.v_format = block.v_format;
+    args.k_offset = block.k_offset;
     args.k_scale_kind = block.k_scale_kind;
     args.v_scale_kind = block.v_scale_kind;
     args.blocks = block.cache_blocks;

@@ -5,6 +5,7 @@
 
 namespace ptq {
 
+constexpr int32_t kPackedRows = -1;  // an embedding's format: rows of a packed weight
 enum InputKind : int32_t { kInputFloat = 0, kInputI8 = 1, kInputF8 = 2 };
 
 // A linear layer and how its input is quantized (scale: a static one, or null; group as in
@@ -25,14 +26,17 @@ struct Block {
   const float* sinks;            // [heads] or null
   void *k_pool, *v_pool;         // as in AttentionArgs
   float *k_scale, *v_scale;
+  const float* k_offset;         // as in WriteKvArgs
   int64_t window, cache_blocks;
-  int32_t kv_format, k_scale_kind, v_scale_kind;
+  int64_t turn;  // channels of q and k that are turned together, or 0
+  int32_t k_format, v_format, k_scale_kind, v_scale_kind;
   int32_t whole_norms;  // q_norm and k_norm are of the whole projection
+  int32_t unused;
 };
 
 struct Decoder {
   const Block* blocks;
-  const void* embedding;    // [vocabulary, hidden], fp32 or bf16
+  const void* embedding;    // [vocabulary, hidden], fp32 or bf16; or a packed weight
   const float* norm;        // [hidden]
   const float* growth;      // [positions], factor of q, or null
   Layer head;
@@ -53,6 +57,9 @@ struct Step {
   char* workspace;  // of decoder_workspace() bytes, aligned to 64
   int32_t* problem;
   float* partials;  // decoder_partials() of them
+  const int64_t* taps;  // [tapped]: blocks whose input is told; `layers` for the last one's output
+  float* hidden;        // [tokens, tapped, hidden]
+  int64_t tapped;
 };
 
 int64_t decoder_partials(const Kernels& kernels, const Decoder& decoder, const Step& step,

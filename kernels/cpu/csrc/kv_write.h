@@ -1,22 +1,65 @@
 // Writing to the paged cache: keys and values of new tokens, quantized head by head.
 
+//
+// int4 lies two in a byte: byte i of a head has channels i (low) and i + dim / 2 (high), as q + 8.
+
 constexpr int64_t kBlock = 64;  // tokens of a block of the cache
 
-static inline int64_t element_bytes(int32_t format) {
-  return format == kF32 ? 4 : format == kBF16 ? 2 : 1;
+// Bytes of n elements.
+static inline int64_t bytes_of(int32_t format, int64_t n) {
+  return format == kI4 ? n / 2 : n * (format == kF32 ? 4 : format == kBF16 ? 2 : 1);
+}
+
+// Integers + 8 of int4, in [0, 15].
+static inline vf quantized_i4(vf x, vf scale) {
+  const vf q = number_or_zero(round(div(x, scale)));
+  return add(min(max(q, set1(-8.0f)), set1(7.0f)), set1(8.0f));
 }
 
 // One head of one token, scaled by `scale`, or by `channel_scale` where there is one.
 static void write_quantized(const float* x, void* out, int64_t dim, int32_t format, float scale,
                             const float* channel_scale) {
+  const int64_t half = dim / 2;
+  if (format == kI4) __builtin_memset(out, 0, half);
   for (int64_t i = 0; i < dim; i += W) {
-    const int64_t n = dim - i;
+    const int64_t n = dim - i < W ? dim - i : W;
     vf s = set1(scale);
     if (channel_scale != nullptr) s = load_part(channel_scale + i, n);
     const vf v = load_part(x + i, n);
-    const vf code = format == kI8 ? quantized_i8(v, s) : Float8(div(v, s)).code();
-    store_i8_part((int8_t*)out + i, code, n);
+    if (format == kI4) {
+      int8_t code[W];
+      store_i8(code, quantized_i4(v, s));
+      for (int64_t j = 0; j < n; j++) {
+        const int64_t d = i + j;
+        uint8_t* byte = (uint8_t*)out + (d < half ? d : d - half);
+        *byte = (uint8_t)(*byte | (d < half ? code[j] : code[j] << 4));
+      }
+    } else {
+      const vf code = format == kI8 ? quantized_i8(v, s) : Float8(div(v, s)).code();
+      store_i8_part((int8_t*)out + i, code, n);
+    }
   }
+}
+
+// A scale for a head of one token from its numbers: of int4 that makes -8 of the one of largest
+// magnitude, so that it may be negative.
+static float token_scale(const float* x, int64_t dim, int32_t format) {
+  const float top = absmax(x, dim);
+  if (format != kI4 || !__builtin_isfinite(top)) return scale_of(top, format);
+  bool positive = false, negative = false;  // whether `top` stands there with that sign
+  for (int64_t i = 0; i < dim; i++) {
+    positive |= x[i] == top;
+    negative |= x[i] == -top;
+  }
+  const float scale = top * 0.125f;
+  return positive && !negative ? -scale : scale;
+}
+
+// The nearest number that fp16 holds, of at least the least normal one.
+static float held_in_f16(float scale) {
+  float size = __builtin_fabsf(scale);
+  size = size < 0x1p-14f ? 0x1p-14f : size > 65504.0f ? 65504.0f : size;
+  return f16_to_f32(f32_to_f16(__builtin_copysignf(size, scale)));
 }
 
 static void write_float(const float* x, void* out, int64_t dim, int32_t format) {
@@ -31,13 +74,18 @@ static void write_float(const float* x, void* out, int64_t dim, int32_t format) 
 // place: of the head's token in the pool, in tokens. False if the token cannot be scaled.
 static bool write_head(int32_t format, const float* x, int64_t dim, void* pool, float* scales,
                        int32_t kind, int64_t place, int64_t head) {
-  void* out = (uint8_t*)pool + place * dim * element_bytes(format);
+  void* out = (uint8_t*)pool + place * bytes_of(format, dim);
   if (kind == kScaleNone) {
     write_float(x, out, dim, format);
-  } else if (kind == kScaleToken) {
-    const float scale = scale_of(absmax(x, dim), format);
+  } else if (kind == kScaleToken || kind == kScaleTokenF16) {
+    float scale = token_scale(x, dim, format);
     if (!__builtin_isfinite(scale)) return false;
-    scales[place] = scale;
+    if (kind == kScaleToken) {
+      scales[place] = scale;
+    } else {
+      scale = held_in_f16(scale);
+      ((uint16_t*)scales)[place] = f32_to_f16(scale);
+    }
     write_quantized(x, out, dim, format, scale, nullptr);
   } else if (kind == kScaleChannel) {
     write_quantized(x, out, dim, format, 1.0f, scales + head * dim);
@@ -48,6 +96,8 @@ static bool write_head(int32_t format, const float* x, int64_t dim, void* pool, 
 }
 
 static void write_kv(const WriteKvArgs& a, const Team& team) {
+  static thread_local Scratch scratch;
+  float* centred = a.k_offset == nullptr ? nullptr : scratch.get<float>(a.dim);
   const Range items = share(a.tokens * a.kv_heads, team);
   for (int64_t item = items.begin; item < items.end; item++) {
     const int64_t token = item / a.kv_heads, head = item % a.kv_heads, slot = a.slots[token];
@@ -58,9 +108,12 @@ static void write_kv(const WriteKvArgs& a, const Team& team) {
       const int64_t place = (slot / kBlock * a.kv_heads + head) * kBlock + slot % kBlock;
       const float *k = a.k + token * a.stride + head * a.dim;
       const float *v = a.v + token * a.v_stride + head * a.v_dim;
-      const int32_t format = a.kv_format;
-      if (!write_head(format, k, a.dim, a.k_pool, a.k_scale, a.k_scale_kind, place, head) ||
-          !write_head(format, v, a.v_dim, a.v_pool, a.v_scale, a.v_scale_kind, place, head))
+      if (centred != nullptr) {
+        for (int64_t d = 0; d < a.dim; d++) centred[d] = k[d] - a.k_offset[head * a.dim + d];
+        k = centred;
+      }
+      if (!write_head(a.k_format, k, a.dim, a.k_pool, a.k_scale, a.k_scale_kind, place, head) ||
+          !write_head(a.v_format, v, a.v_dim, a.v_pool, a.v_scale, a.v_scale_kind, place, head))
         problem = kNonfinite;
     }
     if (problem) __atomic_fetch_or(a.problem, problem, __ATOMIC_RELAXED);

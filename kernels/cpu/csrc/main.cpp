@@ -8,6 +8,7 @@
 #endif
 
 #include "decoder.h"
+#include "rows.h"
 
 #define PTQ_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -88,6 +89,14 @@ PTQ_EXPORT int ptq_linear(const LinearArgs* args, int threads) {
   together(threads, [&](const Team& team) { chosen->linear(*args, team); });
   return 0;
 }
+PTQ_EXPORT void ptq_rows(const Packed* weight, const int64_t* rows, float* out, int64_t count,
+                         int threads) {
+  together(threads, [&](const Team& team) {
+    const Range own = share(count, team);
+    for (int64_t i = own.begin; i < own.end; i++)
+      unpack_row(*weight, rows[i], out + i * weight->inputs);
+  });
+}
 PTQ_EXPORT void ptq_quantize(const QuantizeArgs* args, int threads) {
   together(threads, [&](const Team& team) { chosen->quantize(*args, team); });
 }
@@ -113,6 +122,12 @@ PTQ_EXPORT void ptq_rope(const float* x, const float* cos, const float* sin, flo
     chosen->rope(x, cos, sin, y, rows, heads, dim, stride, heads * dim, team);
   });
 }
+PTQ_EXPORT void ptq_turn(const float* x, float* y, int64_t rows, int64_t heads, int64_t dim,
+                         int64_t stride, int64_t size, int threads) {
+  together(threads, [&](const Team& team) {
+    chosen->turn(x, y, rows, heads, dim, size, stride, heads * dim, team);
+  });
+}
 PTQ_EXPORT void ptq_write_kv(const WriteKvArgs* args, int threads) {
   together(threads, [&](const Team& team) { chosen->write_kv(*args, team); });
 }
@@ -125,6 +140,7 @@ PTQ_EXPORT int ptq_attention(const AttentionArgs* args, int threads) {
   together(threads, [&](const Team& team) { chosen->attention(own, team); });
   return 0;
 }
+PTQ_EXPORT void ptq_feedback(const FeedbackTile* tile) { chosen->feedback(*tile); }
 PTQ_EXPORT int64_t ptq_decoder_workspace(const Decoder* decoder, int64_t tokens) {
   return decoder_workspace(*decoder, tokens);
 }

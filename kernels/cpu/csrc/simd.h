@@ -17,6 +17,21 @@ static inline uint16_t f32_to_bf16(float f) {  // round half to even; finite val
   return (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+// fp16 that is normal, as scales are held, in fp32 and back (rounded half to even).
+static inline float f16_to_f32(uint16_t v) {
+  const uint32_t u = ((uint32_t)(v & 0x8000) << 16) | (((uint32_t)(v & 0x7fff) << 13) + 0x38000000);
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+
+static inline uint16_t f32_to_f16(float f) {  // of magnitudes from 2^-14 to 65504
+  uint32_t u;
+  __builtin_memcpy(&u, &f, 4);
+  const uint32_t size = (u & 0x7fffffff) - 0x38000000;
+  return (uint16_t)(((u >> 16) & 0x8000) | ((size + 0xfff + ((size >> 13) & 1)) >> 13));
+}
+
 // e4m3 (fn) in fp32: sign and the other 7 bits are put where fp32 has sign, exponent and the top of
 // the mantissa; 2^120 makes up for the other bias, exactly, subnormals too. NaN is not handled:
 // neither weights nor caches hold it.

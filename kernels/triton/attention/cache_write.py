@@ -5,6 +5,8 @@ program takes 64 of a head. If they stand one after another, wherever the first 
 they are permuted so that column j of the program is place j of a page: pieces of 16 places are then
 stored whole, to the first page from that place on, to the second before it; only the piece that
 both pages share goes byte by byte, as do tokens that do not stand so (ends of prompts, decodes).
+A byte of int4 holds channels i and i + D / 2 of a token, which lie in the same place of both halves
+of its head: both halves are quantized and joined.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -16,27 +18,32 @@ import triton
 import triton.language as tl
 
 from kernels.triton.attention.paged_cache import load_channels
-from kernels.triton.common import absmax_scale, quantize
+from kernels.triton.common import quantize, token_scale
 
 
 @triton.jit
 def write_keys(
-    a, b, head, slot, written, k_pages, k_scale,
+    a, b, head, slot, written, k_pages, k_scale, k_offset,
     HEADS: tl.constexpr, DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Quantize both halves of rotated keys and put them in rows; `rope_cache.halves` gives them."""
     TYPE: tl.constexpr = k_pages.dtype.element_ty
     half: tl.constexpr = DIM // 2
     WHOLE: tl.constexpr = a.shape[2] == half
+    ROW: tl.constexpr = half if tl.uint8 == TYPE else DIM
     i = tl.arange(0, a.shape[2])[None, None, :]
+    if k_offset is not None:
+        places = k_offset + head[None, :, None] * DIM + i
+        a -= load_channels(places, i < half, WHOLE)
+        b -= load_channels(places + half, i < half, WHOLE)
     line = ((slot // 64)[:, None] * HEADS + head[None, :]) * 64 + (slot % 64)[:, None]
-    place = k_pages + line[:, :, None] * (2 * half) + i
+    place = k_pages + line[:, :, None] * ROW + i
     if SCALES > 0:
         scale_a = tl.zeros_like(a)
         scale_b = tl.zeros_like(b)
         if SCALES == 3:
-            absmax = tl.maximum(tl.max(tl.abs(a), 2), tl.max(tl.abs(b), 2))
-            own = absmax_scale(absmax, TYPE).to(k_scale.dtype.element_ty)
+            low, high = tl.min(tl.minimum(a, b), 2), tl.max(tl.maximum(a, b), 2)
+            own = token_scale(low, high, TYPE).to(k_scale.dtype.element_ty)
             tl.store(k_scale + line, own, mask=written[:, None])
             scale_a += own.to(tl.float32)[:, :, None]
             scale_b += own.to(tl.float32)[:, :, None]
@@ -51,8 +58,11 @@ def write_keys(
     mask = written[:, None, None]
     if not WHOLE:
         mask = mask & (i < half)
-    tl.store(place, a.to(TYPE), mask=mask)
-    tl.store(place + half, b.to(TYPE), mask=mask)
+    if tl.uint8 == TYPE:
+        tl.store(place, a | (b << 4), mask=mask)
+    else:
+        tl.store(place, a.to(TYPE), mask=mask)
+        tl.store(place + half, b.to(TYPE), mask=mask)
 
 
 @triton.jit
@@ -79,8 +89,8 @@ def values_of(
         if WIDE != DIM:
             inside = inside & (d < DIM)
         x = tl.load(rows + d, mask=inside, other=0.0)
-        absmax = tl.max(tl.abs(x.to(tl.float32)), 1)
-        own = absmax_scale(absmax, TYPE).to(v_scale.dtype.element_ty)
+        x = x.to(tl.float32)
+        own = token_scale(tl.min(x, 1), tl.max(x, 1), TYPE).to(v_scale.dtype.element_ty)
         tl.store(v_scale + line + place, own, mask=written)
         scale += own.to(tl.float32)
     elif SCALES > 0:
@@ -89,10 +99,15 @@ def values_of(
 
 
 @triton.jit
-def columns_of(rows, d, written, scale, SCALES: tl.constexpr, TYPE: tl.constexpr):
-    """Channels d of tokens, all of them in their heads, quantized: [channels, tokens]."""
+def columns_of(
+    rows, d, written, scale, DIM: tl.constexpr, SCALES: tl.constexpr, TYPE: tl.constexpr
+):  # fmt: skip
+    """Rows d of tokens as a page holds them, [rows, tokens]: channels, of int4 two of each byte."""
     x = tl.load(rows + d[None, :], mask=written[:, None], other=0.0).to(tl.float32)
     y = quantize(x, scale[:, None], TYPE) if SCALES > 0 else x.to(TYPE)
+    if tl.uint8 == TYPE:
+        x = tl.load(rows + DIM // 2 + d[None, :], mask=written[:, None], other=0.0).to(tl.float32)
+        y |= quantize(x, scale[:, None], TYPE) << 4
     return tl.trans(y)
 
 
@@ -118,19 +133,20 @@ def write_run(
     Some channels at a time: few registers leave an SM room for many programs.
     """
     TYPE: tl.constexpr = v_pages.dtype.element_ty
-    WIDTH: tl.constexpr = 32 if DIM % 32 == 0 else 16
+    ROWS: tl.constexpr = DIM // 2 if tl.uint8 == TYPE else DIM
+    WIDTH: tl.constexpr = 32 if ROWS % 32 == 0 else 16 if ROWS % 16 == 0 else 8
     j = tl.arange(0, 64)
     rows, _, _, written, scale = values_of(
         first + (j - at + 64) % 64, head, v, slots, v_scale, T, pitch, HEADS, DIM, WIDE, SCALES,
         TYPE,
     )  # fmt: skip
     page_a, page_b = tl.load(slots + first) // 64, tl.load(slots + first + 63) // 64
-    head_a = v_pages + (page_a.to(tl.int64) * HEADS + head) * (64 * DIM)
-    head_b = v_pages + (page_b.to(tl.int64) * HEADS + head) * (64 * DIM)
+    head_a = v_pages + (page_a.to(tl.int64) * HEADS + head) * (64 * ROWS)
+    head_b = v_pages + (page_b.to(tl.int64) * HEADS + head) * (64 * ROWS)
     piece = j // 16 * 16
-    for part in range(DIM // WIDTH):
+    for part in range(ROWS // WIDTH):
         d = part * WIDTH + tl.arange(0, WIDTH)
-        columns = columns_of(rows, d, written, scale, SCALES, TYPE)
+        columns = columns_of(rows, d, written, scale, DIM, SCALES, TYPE)
         inside = (d * 64)[:, None] + j[None, :]
         tl.store(head_a + inside, columns, mask=(piece >= at)[None, :])
         tl.store(head_b + inside, columns, mask=(piece + 16 <= at)[None, :])
@@ -153,16 +169,17 @@ def write_values(
                 v, v_pages, slots, v_scale, first, at, head, T, pitch, HEADS, DIM, WIDE, SCALES
             )
             begin, count = 64 - at % 16, (at % 16 != 0).to(tl.int32)
-    d = tl.arange(0, WIDE)
-    channel = d % DIM if WIDE != DIM else d  # what stands behind a head's last is not written
+    ROWS: tl.constexpr = DIM // 2 if tl.uint8 == TYPE else DIM
+    d = tl.arange(0, WIDE // 2 if tl.uint8 == TYPE else WIDE)
+    channel = d % ROWS if WIDE != DIM else d  # what stands behind a head's last is not written
     for group in range(count):
         token = first + (begin + group * 16 + tl.arange(0, 16)) % 64
         rows, line, place, written, scale = values_of(
             token, head, v, slots, v_scale, T, pitch, HEADS, DIM, WIDE, SCALES, TYPE
         )
-        columns = columns_of(rows, channel, written, scale, SCALES, TYPE)
-        cells = (line * DIM + place)[None, :] + (d * 64)[:, None]
+        columns = columns_of(rows, channel, written, scale, DIM, SCALES, TYPE)
+        cells = (line * ROWS + place)[None, :] + (d * 64)[:, None]
         inside = written[None, :]
         if WIDE != DIM:
-            inside = inside & (d < DIM)[:, None]
+            inside = inside & (d < ROWS)[:, None]
         tl.store(v_pages + cells, columns, mask=inside)

@@ -12,7 +12,7 @@ A sequence's pages are cut into at most SPLITS equal runs, on the device, where 
 programs without a run end at once. The last program of a (sequence, head) to finish combines the
 runs in order, so a row has the same bits in any batch that is cut alike. Where nothing was read, as
 for a row of length 0, the result is 0. An 8-bit result is quantized where it is combined.
-`kernels.triton.attention.decode_hopper` does the same faster for 8 bits and D = 128.
+`kernels.triton.attention.decode_hopper` does the same faster for 8 and 4 bits and D = 128.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -28,22 +28,25 @@ from torch import Tensor
 from kernels.attention_inputs import AttentionInputs
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
-    LIFT,
     LOG2_E,
     LOWEST,
     PER_CHANNEL,
     PER_HEAD,
     PER_TOKEN,
     UNLIMITED,
-    as_operand,
     capped,
+    channels_of,
     check_pages,
     check_queries,
     finish,
+    head_size,
+    keys_at,
+    lift_of,
     load_channels,
     operand_type,
     result,
     scale_kind,
+    values_at,
 )
 from kernels.triton.common import Workspace, overlap, require, wait
 from kernels.triton.tuning import KVSplit, kv_split
@@ -79,16 +82,19 @@ def decode_kernel(
     d, t, h = tl.arange(0, WIDE), tl.arange(0, 64), tl.arange(0, PADDED)
     rows = ((sequence * HEADS + head) * GROUP + h) * DIM
     real = (h < GROUP)[None, :]
+    of_k = channels_of(d, DIM, WIDE, k_pages.dtype.element_ty)
+    of_v = channels_of(d, DIM, WIDE, v_pages.dtype.element_ty)
+    asked, inside = real, real
     if WIDE != DIM:
-        real = real & (d < DIM)[:, None]
-    qt = tl.load(q + rows[None, :] + d[:, None], mask=real, other=0.0).to(tl.float32)
+        asked, inside = real & (of_k < DIM)[:, None], real & (of_v < DIM)[:, None]
+    qt = tl.load(q + rows[None, :] + of_k[:, None], mask=asked, other=0.0).to(tl.float32)
     factor = softmax_scale * LOG2_E
     if softcap is not None:
         factor *= 2.0 / softcap
     if SCALES == PER_HEAD:
         factor *= tl.load(k_scale + head)
     if SCALES == PER_CHANNEL:
-        qt *= load_channels(k_scale + head * DIM + d, d < DIM, WIDE == DIM)[:, None]
+        qt *= load_channels(k_scale + head * DIM + of_k, of_k < DIM, WIDE == DIM)[:, None]
     qt = qt.to(OPERAND)  # [WIDE, PADDED]
     m = tl.full([PADDED], LOWEST, tl.float32)
     l = tl.zeros([PADDED], tl.float32)  # noqa: E741
@@ -103,7 +109,7 @@ def decode_kernel(
     for p in tl.range(first, tl.minimum(first + share, pages), num_stages=STAGES):
         page = tl.load(tables + sequence * width + p).to(tl.int64) * HEADS + head
         m, l, acc = attend(  # noqa: E741
-            m, l, acc, qt, factor, softcap, slopes, page, p * 64, t, d, oldest, length, k_pages,
+            m, l, acc, qt, factor, softcap, slopes, page, p * 64, t, oldest, length, k_pages,
             v_pages, k_scale, v_scale, DIM, SCALES,
         )  # fmt: skip
     last = runs == 1
@@ -116,28 +122,26 @@ def decode_kernel(
     if last:
         y = tl.where(l > 0, 1.0 / l, 0.0)[None, :] * acc
         if SCALES == PER_TOKEN:
-            y *= 1.0 / LIFT
+            y *= 1.0 / lift_of(v_pages.dtype.element_ty)
         elif SCALES > 0:
             y *= tl.load(v_scale + head)
-        tl.store(out + rows[None, :] + d[:, None], finish(y, out, out_scale), mask=real)
+        tl.store(out + rows[None, :] + of_v[:, None], finish(y, out, out_scale), mask=inside)
 
 
 @triton.jit
 def attend(
-    m, l, acc, qt, factor, softcap, slopes, page, start, t, d, oldest, length,  # noqa: E741
+    m, l, acc, qt, factor, softcap, slopes, page, start, t, oldest, length,  # noqa: E741
     k_pages, v_pages, k_scale, v_scale,
     DIM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) after the page from token `start` on; oldest .. length - 1 are seen.
 
-    `t` and `d` are the tokens of a page and the channels, `page` is its number times heads.
+    `t` are the tokens of a page, `page` is its number times heads.
     """
-    WHOLE: tl.constexpr = d.shape[0] == DIM
-    k_places = k_pages + page * (64 * DIM) + t[:, None] * DIM + d[None, :]
-    k = load_channels(k_places, (d < DIM)[None, :], WHOLE)
-    v_places = v_pages + page * (64 * DIM) + d[:, None] * 64 + t[None, :]
-    v = load_channels(v_places, (d < DIM)[:, None], WHOLE)
-    s = tl.dot(as_operand(k), qt) * factor  # [64, PADDED]
+    WIDE: tl.constexpr = acc.shape[0]
+    k = keys_at(k_pages, page, t, DIM, WIDE)
+    v = values_at(v_pages, page, t, DIM, WIDE)
+    s = tl.dot(k, qt) * factor  # [64, PADDED]
     if SCALES == PER_TOKEN:
         s *= tl.load(k_scale + page * 64 + t).to(tl.float32)[:, None]
     if softcap is not None:
@@ -151,10 +155,11 @@ def attend(
     shrink = tl.exp2(m - top)
     l = l * shrink + tl.sum(weights, 0)  # noqa: E741
     if SCALES == PER_TOKEN:
-        lifted = tl.load(v_scale + page * 64 + t).to(tl.float32) * LIFT
+        lifted = tl.load(v_scale + page * 64 + t).to(tl.float32)
+        lifted *= lift_of(v_pages.dtype.element_ty)
         weights = tl.where(seen[:, None], weights * lifted[:, None], 0.0)
     acc = acc * shrink[None, :]
-    return top, l, tl.dot(as_operand(v), weights.to(qt.dtype), acc)
+    return top, l, tl.dot(v, weights.to(qt.dtype), acc)
 
 
 @triton.jit
@@ -257,7 +262,8 @@ def _launch(
     heads, width, kind = pool.k.shape[1], inputs.block_tables.shape[1], scale_kind(pool)
     window = inputs.sliding_window or UNLIMITED
     pages = min(width, window // 64 + 2)
-    split = split or kv_split(q.device, sequences, heads, pages, kind, dim)
+    packed = pool.v.dtype == torch.uint8
+    split = split or kv_split(q.device, sequences, heads, pages, kind, dim, packed)
     group, items = q_heads // heads, sequences * heads
     padded, wide = max(8, triton.next_power_of_2(group)), triton.next_power_of_2(dim)
     if split.splits > 1:
@@ -291,7 +297,7 @@ def _fits_stated_layouts(inputs: AttentionInputs, group: int, kind: int) -> bool
     plain = inputs.sliding_window is not None or triton.knobs.runtime.interpret
     return (
         not (plain or inputs.changes_logits)
-        and inputs.pool.k.shape[3] == 128
+        and head_size(inputs.pool) == 128
         and group <= 8
         and kind in (1, 3)
     )

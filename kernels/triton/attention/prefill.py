@@ -38,21 +38,24 @@ from kernels.attention_inputs import AttentionInputs
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.paged_cache import (
     HIDDEN,
-    LIFT,
     LOG2_E,
     LOWEST,
     PER_CHANNEL,
     PER_HEAD,
     PER_TOKEN,
     UNLIMITED,
-    as_operand,
     capped,
+    channels_of,
     check_pages,
     check_queries,
+    head_size,
+    keys_at,
+    lift_of,
     load_channels,
     operand_type,
     result,
     scale_kind,
+    values_at,
 )
 from kernels.triton.attention.prefill_runs import leave_run, store_rows
 from kernels.triton.common import Workspace, capability, require
@@ -84,16 +87,14 @@ def walk(
     """(m, l, acc) after blocks begin .. end - 1 of TOKENS tokens, a page or a part of one."""
     WIDE: tl.constexpr = x.shape[1]
     CHANGED: tl.constexpr = softcap is not None or slopes is not None  # logits, once scaled
-    d, t = tl.arange(0, WIDE), tl.arange(0, TOKENS)
+    t = tl.arange(0, TOKENS)
     PARTS: tl.constexpr = 64 // TOKENS
     for b in tl.range(begin, end, num_stages=STAGES):
         page = tl.load(table + b // PARTS).to(tl.int64) * HEADS + head
         at = b % PARTS * TOKENS + t
-        k_places = k_pages + page * (64 * DIM) + at[:, None] * DIM + d[None, :]
-        k = load_channels(k_places, (d < DIM)[None, :], WIDE == DIM)
-        v_places = v_pages + page * (64 * DIM) + d[:, None] * 64 + at[None, :]
-        v = load_channels(v_places, (d < DIM)[:, None], WIDE == DIM)
-        s = tl.dot(x, tl.trans(as_operand(k)))  # [ROWS, TOKENS]
+        k = keys_at(k_pages, page, at, DIM, WIDE)
+        v = values_at(v_pages, page, at, DIM, WIDE)
+        s = tl.dot(x, tl.trans(k))  # [ROWS, TOKENS]
         if SCALES == PER_TOKEN:
             s *= tl.load(k_scale + page * 64 + at).to(tl.float32)[None, :]
         token = b * TOKENS + t
@@ -114,12 +115,13 @@ def walk(
         l = l * shrink + tl.sum(weights, 1)  # noqa: E741
         m = top
         if SCALES == PER_TOKEN:
-            lifted = tl.load(v_scale + page * 64 + at).to(tl.float32) * LIFT
+            lifted = tl.load(v_scale + page * 64 + at).to(tl.float32)
+            lifted *= lift_of(v_pages.dtype.element_ty)
             weights = weights * lifted[None, :]
             if MASKED:  # the scale of a token that nobody wrote may be anything
                 weights = tl.where(seen, weights, 0.0)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(x.dtype), tl.trans(as_operand(v)), acc)
+        acc = tl.dot(weights.to(x.dtype), tl.trans(v), acc)
     return m, l, acc
 
 
@@ -142,22 +144,27 @@ def prefill_kernel(
     if first >= count:
         return
     OPERAND: tl.constexpr = operand_type(k_pages.dtype.element_ty)
+    LIFT: tl.constexpr = lift_of(v_pages.dtype.element_ty)
     r, d = tl.arange(0, ROWS), tl.arange(0, WIDE)
     query = first + r // GROUP
     real = (query < count) & (r < QUERIES * GROUP)
     cells = ((start + query).to(tl.int64) * HEADS + head) * GROUP + r % GROUP
-    cells = cells[:, None] * DIM + d[None, :]
+    of_k = channels_of(d, DIM, WIDE, k_pages.dtype.element_ty)
+    of_v = channels_of(d, DIM, WIDE, v_pages.dtype.element_ty)
+    asked = real[:, None]
     inside = real[:, None]
     if WIDE != DIM:
-        inside = inside & (d < DIM)[None, :]
-    x = tl.load(q + cells, mask=inside, other=0.0)
+        asked = asked & (of_k < DIM)[None, :]
+        inside = inside & (of_v < DIM)[None, :]
+    x = tl.load(q + cells[:, None] * DIM + of_k[None, :], mask=asked, other=0.0)
+    cells = cells[:, None] * DIM + of_v[None, :]
     factor = softmax_scale * LOG2_E
     if softcap is not None:
         factor *= 2.0 / softcap
     if SCALES == PER_HEAD:
         factor *= tl.load(k_scale + head)
     if SCALES == PER_CHANNEL:
-        own = load_channels(k_scale + head * DIM + d, d < DIM, WIDE == DIM)
+        own = load_channels(k_scale + head * DIM + of_k, of_k < DIM, WIDE == DIM)
         x = x.to(tl.float32) * own[None, :]
     x = x.to(tl.float32).to(OPERAND)  # [ROWS, WIDE]
     old = tl.load(lengths + sequence).to(tl.int32) - count
@@ -203,7 +210,7 @@ def prefill_kernel(
         k_scale, v_scale, table, head, HEADS, DIM, TOKENS, SCALES, True, STAGES,
     )  # fmt: skip
     if SPLITS == 1:
-        store_rows(l, acc, v_scale, out, out_scale, head, cells, inside, SCALES)
+        store_rows(l, acc, v_scale, out, out_scale, head, cells, inside, SCALES, LIFT)
     else:
         last = runs == 1
         if runs > 1:
@@ -212,7 +219,7 @@ def prefill_kernel(
                 m, l, acc, parts, arrivals, item, tl.program_id(2), r, d, runs, SPLITS
             )
         if last:
-            store_rows(l, acc, v_scale, out, out_scale, head, cells, inside, SCALES)
+            store_rows(l, acc, v_scale, out, out_scale, head, cells, inside, SCALES, LIFT)
 
 
 def prefill_attention(
@@ -320,5 +327,5 @@ def _fits_hopper(inputs: AttentionInputs, group: int, kind: int) -> bool:
     """
     k = inputs.pool.k
     hopper = k.device.type != "cuda" or torch.cuda.get_device_capability(k.device)[0] == 9
-    fits = k.shape[3] == 128 and group <= 128 and kind in (1, 3) and not inputs.changes_logits
-    return fits and hopper and not triton.knobs.runtime.interpret
+    fits = head_size(inputs.pool) == 128 and group <= 128 and kind in (1, 3)
+    return fits and not inputs.changes_logits and hopper and not triton.knobs.runtime.interpret

@@ -1,12 +1,17 @@
 """Prefill attention of `kernels.triton.attention.prefill` with warps of different tasks (Gluon),
 for Hopper.
 
-    4 warps       turn pages of 8 bits into fp16 in shared memory, two pages deep
+    4 warps       turn pages of 8 or 4 bits into fp16 in shared memory, two pages deep
     2 x 4 warps   64 rows each: S = Q K^T, softmax, O += P V, by wgmma
 
 So no warp of a product waits for a conversion, and while one half of the rows is in its softmax,
 the other has the tensor cores. Barriers in shared memory say of each buffer that it is filled, and
-that both halves have read it. D = 128 and 8 bits; the plain kernel is the twin, and takes all else.
+that both halves have read it. D = 128 and 8 or 4 bits; the plain kernel is the twin, and takes all
+else.
+
+Of int4, a register of two numbers holds those of bytes 0 and 2 or of 1 and 3 of a word
+(`halves_of`). They are stored as they stand: the channels of an int4 K, with those of q, and the
+tokens of a page whose V is int4, in K as in V, lie in the order of `swapped`.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -26,14 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.attention_inputs import AttentionInputs
-from kernels.triton.attention.gluon_operands import finish, to_fp16
+from kernels.triton.attention.gluon_operands import (
+    FP8,
+    INT4,
+    LIFT,
+    TYPES,
+    finish,
+    halves_of,
+    to_fp16,
+)
 from kernels.triton.attention.paged_cache import scale_kind
 from kernels.triton.gluon_names import barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)
 HIDDEN = gl.constexpr(float("-inf"))
-LIFT = gl.constexpr(256.0)
 ROWS = gl.constexpr(128)  # of a program
 DEEP = gl.constexpr(2)  # pages in shared memory
 
@@ -53,51 +65,83 @@ def sequence_of(tile, query_start, base, begin, end, QUERIES: gl.constexpr):
 
 
 @gluon.jit
+def swapped(i, PACKED: gl.constexpr):
+    """0, 2, 1, 3, 4, 6, 5, 7, ...: where int4 numbers lie that stand side by side; else i."""
+    return (i // 4 * 4 + i % 2 * 2 + i // 2 % 2) if PACKED else i
+
+
+@gluon.jit
+def keys(raw, TYPE: gl.constexpr):
+    """Words of a page of K as fp16 [64, 128], channels `swapped` for int4."""
+    if TYPE == INT4:  # [token, word, high, odd, pair]
+        k = halves_of(raw, True).permute([0, 2, 1, 3, 4]).reshape([64, 128])
+    else:
+        k = to_fp16(raw, TYPE == FP8).reshape([64, 128])
+    return k
+
+
+@gluon.jit
+def values(raw, TYPE: gl.constexpr):
+    """Words of a page of V as fp16 [128, 64], tokens `swapped` for int4."""
+    if TYPE == INT4:
+        v = halves_of(raw, True).permute([2, 0, 1, 3, 4]).reshape([128, 64])
+    else:
+        v = to_fp16(raw, TYPE == FP8).reshape([128, 64])
+    return v
+
+
+@gluon.jit
 def convert(
     k_pages, v_pages, k_scale, v_scale, table, head, begin, end, length, ks, vs, scales, full,
     empty,
-    HEADS: gl.constexpr, PER_TOKEN: gl.constexpr, FP8: gl.constexpr,
+    HEADS: gl.constexpr, PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr, V_TYPE: gl.constexpr,
 ):  # fmt: skip
     """Fill the buffers with pages begin .. end - 1; the next page is on its way meanwhile."""
-    K_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    K_ROW: gl.constexpr = 16 if K_TYPE == INT4 else 32  # words of a token's head
+    V_ROWS: gl.constexpr = 64 if V_TYPE == INT4 else 128  # of 64 tokens of a channel or of two
+    K_PAGE: gl.constexpr = 64 * K_ROW
+    V_PAGE: gl.constexpr = 16 * V_ROWS
+    LIFTED: gl.constexpr = LIFT / 16 if V_TYPE == INT4 else LIFT
+    K_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // K_ROW, K_ROW // 4], [4, 1], [1, 0])
     V_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, K_LAYOUT))
-    words = gl.arange(0, 32, layout=gl.SliceLayout(0, K_LAYOUT))
-    k_place = gl.expand_dims(rows, 1) * 32 + gl.expand_dims(words, 0)
-    rows = gl.arange(0, 128, layout=gl.SliceLayout(1, V_LAYOUT))
+    words = gl.arange(0, K_ROW, layout=gl.SliceLayout(0, K_LAYOUT))
+    rows = swapped(rows, V_TYPE == INT4)
+    k_place = gl.expand_dims(rows, 1) * K_ROW + gl.expand_dims(words, 0)
+    rows = gl.arange(0, V_ROWS, layout=gl.SliceLayout(1, V_LAYOUT))
     words = gl.arange(0, 16, layout=gl.SliceLayout(0, V_LAYOUT))
     v_place = gl.expand_dims(rows, 1) * 16 + gl.expand_dims(words, 0)
-    token = gl.arange(0, 64, layout=LINE)
+    token = swapped(gl.arange(0, 64, layout=LINE), V_TYPE == INT4)
     page = gl.load(table + begin).to(gl.int64) * HEADS + head
-    raw_k = gl.load(k_pages + page * 2048 + k_place)
-    raw_v = gl.load(v_pages + page * 2048 + v_place)
+    raw_k = gl.load(k_pages + page * K_PAGE + k_place)
+    raw_v = gl.load(v_pages + page * V_PAGE + v_place)
     following = gl.load(table + gl.minimum(begin + 1, end - 1))
     if PER_TOKEN:
         of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
     for p in range(begin, end):
         slot, phase = (p - begin) % DEEP, (p - begin) // DEEP % 2
-        k = to_fp16(raw_k, FP8).reshape([64, 128])
+        k = keys(raw_k, K_TYPE)
         mbarrier.wait(empty.index(slot), phase ^ 1)
         ks.index(slot).store(k)
         if PER_TOKEN:
             scales.index(slot).store(of_k.to(gl.float32))
-            lifted = of_v.to(gl.float32) * LIFT
+            lifted = of_v.to(gl.float32) * LIFTED
             lifted = gl.where(p * 64 + token < length, lifted, 0.0)  # else it may be anything
         fence_async_shared()
         mbarrier.arrive(full.index(slot), count=1)
         page = following.to(gl.int64) * HEADS + head
-        raw_k = gl.load(k_pages + page * 2048 + k_place)
+        raw_k = gl.load(k_pages + page * K_PAGE + k_place)
         if PER_TOKEN:
             of_k, of_v = gl.load(k_scale + page * 64 + token), gl.load(v_scale + page * 64 + token)
-        v = to_fp16(raw_v, FP8).reshape([128, 64])
+        v = values(raw_v, V_TYPE)
         mbarrier.wait(empty.index(DEEP + slot), phase ^ 1)
         vs.index(slot).store(v)
         if PER_TOKEN:
             scales.index(DEEP + slot).store(lifted)
         fence_async_shared()
         mbarrier.arrive(full.index(DEEP + slot), count=1)
-        raw_v = gl.load(v_pages + page * 2048 + v_place)
+        raw_v = gl.load(v_pages + page * V_PAGE + v_place)
         following = gl.load(table + gl.minimum(p + 2, end - 1))
 
 
@@ -105,7 +149,7 @@ def convert(
 def attend(
     qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole, end, window,
     first, count, start, old, head, half,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, V_TYPE: gl.constexpr,
 ):  # fmt: skip
     """One half of the rows: 64 of them over pages begin .. end - 1, masked from `whole` on."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -114,7 +158,8 @@ def attend(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     r = half * 64 + gl.arange(0, 64, layout=ROW)
     position = gl.expand_dims(old + first + r // GROUP, 1)
-    place = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, S)), 0)
+    place = swapped(gl.arange(0, 64, layout=gl.SliceLayout(0, S)), V_TYPE == INT4)
+    place = gl.expand_dims(place, 0)
     m = gl.full([64], LOWEST, gl.float32, layout=ROW)
     l = gl.full([64], 0.0, gl.float32, layout=ROW)  # noqa: E741
     zero = gl.full([64, 64], 0.0, gl.float32, layout=S)
@@ -160,7 +205,8 @@ def attend(
 
 @gluon.jit
 def load_queries(
-    q, qs, first, count, start, head, HEADS: gl.constexpr, GROUP: gl.constexpr
+    q, qs, first, count, start, head,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, K_TYPE: gl.constexpr,
 ):  # fmt: skip
     """A tile's queries, rows query (r // GROUP), head (r % GROUP), to shared memory in fp16."""
     BYTES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])  # 16 a thread
@@ -171,6 +217,8 @@ def load_queries(
         cells = ((start + query).to(gl.int64) * HEADS + head) * GROUP + r % GROUP
         real = gl.expand_dims((query < count) & (r < ROWS // GROUP * GROUP), 1) & (d >= 0)
         x = gl.load(q + gl.expand_dims(cells, 1) * 128 + d, mask=real, other=0.0)
+        if K_TYPE == INT4:
+            x = x.reshape([64, 32, 2, 2]).permute([0, 1, 3, 2]).reshape([64, 128])
         qs.index(half).store(x.to(gl.float16))
 
 
@@ -178,7 +226,8 @@ def load_queries(
 def prefill_kernel(
     q, k_pages, v_pages, tables, query_start, lengths, k_scale, v_scale, out, out_scale,
     softmax_scale, decodes, S, window, width,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, FP8: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr,
+    V_TYPE: gl.constexpr,
 ):  # fmt: skip
     """Program (KV head, tile of queries), as the plain one; the cache is given as int32 words."""
     QUERIES: gl.constexpr = ROWS // GROUP
@@ -196,6 +245,8 @@ def prefill_kernel(
     whole = gl.where(old + first + QUERIES > window, begin, (old + first + 1) // 64)
     end = (old + gl.minimum(first + QUERIES, count) + 63) // 64
     factor, unit = softmax_scale * LOG2_E, 1.0 / LIFT
+    if V_TYPE == INT4:
+        unit = 16.0 / LIFT
     if not PER_TOKEN:
         factor *= gl.load(k_scale + head)
         unit = gl.load(v_scale + head)
@@ -212,17 +263,20 @@ def prefill_kernel(
     for i in gl.static_range(2 * DEEP):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    load_queries(q, qs, first, count, start, head, HEADS, GROUP)
+    load_queries(q, qs, first, count, start, head, HEADS, GROUP, K_TYPE)
     fence_async_shared()
     barrier()
     gl.warp_specialize(
         [
             (attend, (qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
-                      end, window, first, count, start, old, head, 0, HEADS, GROUP, PER_TOKEN)),
+                      end, window, first, count, start, old, head, 0, HEADS, GROUP, PER_TOKEN,
+                      V_TYPE)),
             (attend, (qs, ks, vs, scales, full, empty, out, out_scale, factor, unit, begin, whole,
-                      end, window, first, count, start, old, head, 1, HEADS, GROUP, PER_TOKEN)),
+                      end, window, first, count, start, old, head, 1, HEADS, GROUP, PER_TOKEN,
+                      V_TYPE)),
             (convert, (k_pages, v_pages, k_scale, v_scale, tables + sequence * width, head, begin,
-                       end, length, ks, vs, scales, full, empty, HEADS, PER_TOKEN, FP8)),
+                       end, length, ks, vs, scales, full, empty, HEADS, PER_TOKEN, K_TYPE,
+                       V_TYPE)),
         ],
         [4, 4],
         [192, 120],  # registers a thread; the first half has 504 less these
@@ -246,5 +300,6 @@ def launch(
         inputs.query_start, inputs.context_len, pool.k_scale, pool.v_scale, out, out_scale,
         inputs.softmax_scale, decodes, sequences, window, inputs.block_tables.shape[1],
         HEADS=heads, GROUP=group, PER_TOKEN=scale_kind(pool) == 3,
-        FP8=pool.k.dtype == torch.float8_e4m3fn, num_warps=4, enable_fp_fusion=True,
+        K_TYPE=TYPES[pool.k.dtype], V_TYPE=TYPES[pool.v.dtype], num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

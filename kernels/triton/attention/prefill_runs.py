@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.attention.paged_cache import LIFT, LOWEST, PER_TOKEN, finish
+from kernels.triton.attention.paged_cache import LOWEST, PER_TOKEN, finish
 
 
 @triton.jit
@@ -54,9 +54,10 @@ def leave_run(
 
 @triton.jit
 def store_rows(
-    l, acc, v_scale, out, out_scale, head, cells, inside, SCALES: tl.constexpr  # noqa: E741
+    l, acc, v_scale, out, out_scale, head, cells, inside,  # noqa: E741
+    SCALES: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Divide sums of rows by those of their weights, and store them."""
+    """Divide sums of rows by those of their weights, which LIFT is in, and store them."""
     unit = 1.0
     if SCALES == PER_TOKEN:
         unit = 1.0 / LIFT

@@ -2,13 +2,15 @@
 
 The first programs take a few tokens of a few heads of q or k: they norm them where weights are
 given (RMSNorm of every head, as Qwen3 does), rotate them (Su et al. 2021, in the two-halves layout
-of Llama checkpoints), and store q's rows, or quantize k and store rows of [pages, Hkv, 64, D].
-Nothing is rounded in between. The other programs quantize v and store columns of
-[pages, Hkv, D, 64], the layout that attention reads (`kernels.triton.attention.paged_cache`).
+of Llama checkpoints), turn them where the cache says so (`kernels.triton.attention.turn`), and
+store q's rows, or quantize k, less its mean where that is told, and store rows of
+[pages, Hkv, 64, D], of int4 two channels a byte. Nothing is rounded in between. The other programs
+quantize v and store columns of [pages, Hkv, D, 64], the layout that attention reads
+(`kernels.triton.attention.paged_cache`).
 
 Scales are those of a head ([Hkv]), of its channels ([Hkv, D], K alone), or are taken from each
-token's head ([pages, Hkv, 64]: absmax / 127, or / 448 for e4m3) and written beside it; a cache of
-bf16 or fp16 has none.
+token's head ([pages, Hkv, 64]: absmax / 127, or / 448 for e4m3; for int4 see
+`kernels.packed_cache`) and written beside it; a cache of bf16 or fp16 has none.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -25,7 +27,13 @@ from torch import Tensor
 
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.cache_write import write_keys, write_values
-from kernels.triton.attention.paged_cache import check_pages, load_channels, scale_kind
+from kernels.triton.attention.paged_cache import (
+    check_pages,
+    head_size,
+    load_channels,
+    scale_kind,
+)
+from kernels.triton.attention.turn import turned
 from kernels.triton.common import EARLY_ROWS, announce, overlap, require, wait
 
 FEW = 256  # tokens up to which programs are kept small
@@ -53,10 +61,11 @@ def halves(x, weight, eps, cos, sin, place, real, DIM: tl.constexpr, NORM: tl.co
 @triton.jit(do_not_specialize=["T"])
 def rope_write_kernel(
     q, k, v, cos, sin, positions, growth, q_norm, k_norm, eps, out, k_pages, v_pages, slots,
-    k_scale, v_scale, T, q_pitch, k_pitch, v_pitch,
+    k_scale, v_scale, k_offset, T, q_pitch, k_pitch, v_pitch,
     Q_HEADS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
     TOKENS: tl.constexpr, PER: tl.constexpr, V_TOKENS: tl.constexpr, SCALES: tl.constexpr,
-    TABLES: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
+    TURN: tl.constexpr, TABLES: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    METADATA_READY: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of TOKENS tokens, PER heads of q or k), then (block of V_TOKENS, v head).
 
@@ -101,6 +110,8 @@ def rope_write_kernel(
         a, b = halves(q, q_norm, eps, c, s, t * q_pitch + h * DIM + i, real, DIM, NORM)
         if growth is not None:
             a, b = a * grown, b * grown
+        if TURN > 1:
+            a, b = turned(a, b, DIM, TURN)
         cells = out + (t * Q_HEADS + h) * DIM + i
         tl.store(cells, a.to(out.dtype.element_ty), mask=real)
         tl.store(cells + DIM // 2, b.to(out.dtype.element_ty), mask=real)
@@ -108,9 +119,11 @@ def rope_write_kernel(
         own = head - Q_HEADS
         place = t * k_pitch + own[None, :, None] * DIM + i
         a, b = halves(k, k_norm, eps, c, s, place, real, DIM, NORM)
+        if TURN > 1:
+            a, b = turned(a, b, DIM, TURN)
         written = slot >= 0
         slot = tl.where(written, slot, 0)
-        write_keys(a, b, own, slot, written, k_pages, k_scale, HEADS, DIM, SCALES)
+        write_keys(a, b, own, slot, written, k_pages, k_scale, k_offset, HEADS, DIM, SCALES)
 
 
 def rope_write(
@@ -153,20 +166,21 @@ def rope_write(
             ahead of this started: they are then read while it runs.
 
     Returns:
-        Rotated q [T, Hq, D] in `out_dtype`, contiguous.
+        Rotated q [T, Hq, D], turned where `pool` says so, in `out_dtype`, contiguous.
 
     Raises:
         ValueError: a shape or type does not fit.
     """
     (tokens, q_heads, dim), heads = q.shape, pool.k.shape[1]
     check_pages(pool)
+    size = head_size(pool)
     for name, x, count in (("q", q, q_heads), ("k", k, heads), ("v", v, heads)):
         require(
-            tuple(x.shape) == (tokens, count, pool.k.shape[3])
+            tuple(x.shape) == (tokens, count, size)
             and x.stride(2) == 1
             and (count == 1 or x.stride(1) == dim),
             f"{name} is {tuple(x.shape)} with strides {x.stride()}; needed is "
-            f"{(tokens, count, pool.k.shape[3])}, heads side by side",
+            f"{(tokens, count, size)}, heads side by side",
         )
     rows = (cos.shape[0] if positions is not None else tokens, dim)
     _check_shapes({"cos": (cos, rows), "sin": (sin, rows), "growth": (growth, rows[:1])})
@@ -198,9 +212,10 @@ def _launch(q, k, v, turning, pool, slots, q_norm, k_norm, eps, out, metadata_re
     blocks, v_blocks = triton.cdiv(tokens, block), triton.cdiv(tokens, v_block)
     rope_write_kernel[(blocks * (q_heads + heads) // per + v_blocks * heads,)](
         q, k, v, *turning, q_norm, k_norm, eps, out, pool.k, pool.v, slots, pool.k_scale,
-        pool.v_scale, tokens, q.stride(0), k.stride(0), v.stride(0),
+        pool.v_scale, pool.k_offset, tokens, q.stride(0), k.stride(0), v.stride(0),
         Q_HEADS=q_heads, HEADS=heads, DIM=dim, WIDE=wide, TOKENS=block, PER=per, V_TOKENS=v_block,
-        SCALES=scale_kind(pool), TABLES=turning[2] is not None, NORM=q_norm is not None,
-        num_warps=4, num_stages=1, enable_fp_fusion=False, METADATA_READY=metadata_ready,
+        SCALES=scale_kind(pool), TURN=pool.turn, TABLES=turning[2] is not None,
+        NORM=q_norm is not None, METADATA_READY=metadata_ready, num_warps=4, num_stages=1,
+        enable_fp_fusion=False,
         **overlap(tokens <= EARLY_ROWS),
     )  # fmt: skip

@@ -5,7 +5,7 @@
 | int4, groups, zero points         | float                          | `w4a16`      |
 | int4, groups, zero points         | int8, a scale a row or tensor  | `w4a8`       |
 | int4, scales of two levels        | int8, a scale a row or tensor  | `w4a8`       |
-| fp4 (MXFP4), a power of two by 32 | float                          | `mxfp4`      |
+| fp4 (NVFP4, MXFP4), by 16 or 32   | float                          | `fp4`        |
 | int8, groups, zero points         | float                          | `w8a16`      |
 | int8, a scale an output           | int8, a scale a row or tensor  | `w8a8`       |
 | e4m3, a scale an output or tensor | e4m3, a scale a row or tensor  | `w8a8`       |
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from kernels.numerics import dequantize
 from kernels.triton.common import has_e4m3
+from kernels.triton.linear.fp4 import codes_of_e4m3, fits_fp4, pack_fp4
 from kernels.triton.linear.fp8_block import pack_fp8_block
-from kernels.triton.linear.mxfp4 import codes_of_e4m3, fits_mxfp4, pack_mxfp4
 from kernels.triton.linear.packing import fits_tiles
 from kernels.triton.linear.w4a8 import pack_w4a8
 from kernels.triton.linear.w4a16 import pack_w4a16
@@ -53,6 +53,7 @@ def pack(
     *,
     bits: int = 8,
     group: int | None = None,
+    unit: Tensor | None = None,
 ) -> GpuWeight:
     """Lay a quantized weight out for the kernel that takes it, on the device it is on.
 
@@ -67,12 +68,13 @@ def pack(
         dtype: The model's float type.
         bits: 4 or 8.
         group: Inputs that share a scale; None for all.
+        unit: fp32 [N, 1], what scales of NVFP4 are e4m3 multiples of; None for others.
 
     Returns:
         The weight; a `DenseWeight` where no kernel takes it.
     """
     group = group or q.shape[-1]
-    own = _packed(q, scale, zero_point, bias, rows, bits, group)
+    own = _packed(q, scale, zero_point, bias, rows, bits, group, unit)
     if own is not None:
         return own
     block = (1,) * (q.dim() - 1) + (group,)
@@ -88,12 +90,14 @@ def _packed(
     rows: InputFormat,
     bits: int,
     group: int,
+    unit: Tensor | None,
 ) -> GpuWeight | None:
     """The packed weight, or None where no kernel takes it."""
     outputs, inputs, groups = *q.shape[-2:], scale.shape[-1]
     if q.dtype == FP8 and bits == 4:
-        takes = fits_mxfp4(q, scale, rows.dtype)
-        return pack_mxfp4(codes_of_e4m3(q), scale, bias) if takes else None
+        codes = codes_of_e4m3(q)
+        takes = fits_fp4(codes, scale, rows.dtype, unit)
+        return pack_fp4(codes, scale, bias, rows.dtype, unit) if takes else None
     if not fits_tiles(q) or inputs % group or rows.dtype == torch.float32:
         return None
     if q.dtype == FP8:

@@ -128,6 +128,15 @@ class DenseWeight(GpuWeight):
         return outputs, inputs
 
     @property
+    def gathers(self) -> bool:
+        """Whether `rows` gives rows of it."""
+        return True
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight: [T, K] in `dtype` of ids int64 [T]."""
+        return self.weight[ids].to(dtype)
+
+    @property
     def takes_sorted_rows(self) -> bool:
         """Whether tiles divide it."""
         return fits(self.weight)

@@ -42,6 +42,7 @@ from kernels.triton.common import (
     wait,
 )
 from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.gather import gather_rows
 from kernels.triton.linear.hopper.w8_launch import FAST_INPUTS, launch_w8, many_rows_rule
 from kernels.triton.linear.launch import COUNTED, Product, launch_few_rows
 from kernels.triton.linear.packing import BLOCK, fits_tiles, lay_bias
@@ -137,6 +138,16 @@ class W8A8Weight(GpuWeight):
     def tallest_tile(self) -> int:
         """The most rows of a tile of sorted rows whose sums its kernel holds in registers."""
         return 128 if self.packed.dtype == torch.int8 else 64
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `rows` gives rows of it."""
+        return True
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight as floats: [T, K] in `dtype` of ids int64 [T]."""
+        layout = "runs" if self.packed.dtype == torch.int8 else "rows"
+        return gather_rows(ids, self.packed, self.scale, self.size, dtype, layout)
 
     def check(self, x: Tensor, x_scale: Tensor | None) -> None:
         """Raise ValueError unless rows are of the weight's type and have their scales."""

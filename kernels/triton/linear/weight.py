@@ -72,6 +72,15 @@ class GpuWeight(ABC):
         """The most rows of a tile of sorted rows whose sums its kernel holds in registers."""
         return 64
 
+    @property
+    def gathers(self) -> bool:
+        """Whether `rows` gives rows of it."""
+        return False
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight as floats: [T, K] in `dtype` of ids int64 [T], where it `gathers`."""
+        raise NotImplementedError(f"{self.family} gives no rows of its weight")
+
     def run(
         self,
         x: Tensor,

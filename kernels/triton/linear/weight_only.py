@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kernels.triton.common import announce, wait
 from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.linear.gather import gather_rows
 from kernels.triton.linear.launch import Product, fitting, launch_few_rows
 from kernels.triton.linear.operands import beside, pack_tiles, quarters
 from kernels.triton.linear.packing import BLOCK, check_grouped, lay_bias, lay_scales
@@ -215,6 +216,18 @@ class FloatInputWeight(GroupedWeight):
             ZERO=self.zero_points, enable_fp_fusion=True,
         )  # fmt: skip
         return out
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `rows` gives rows of it."""
+        return True
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight as floats: [T, K] in `dtype` of ids int64 [T]."""
+        return gather_rows(
+            ids, self.packed.view(torch.uint8), self.scale, self.size, dtype, "tiles",
+            bits=self.BITS, group=self.group, zero_points=self.zero_points,
+        )  # fmt: skip
 
     def check(self, x: Tensor, x_scale: Tensor | None) -> None:
         """Raise ValueError unless rows are floats of K inputs."""

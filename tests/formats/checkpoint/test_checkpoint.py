@@ -39,13 +39,17 @@ def test_round_trip(tiny_llama, tmp_path, preset, shard_bytes):
             step = expand_scale(stored.scale, weight.shape, spec.block)
             if spec.dtype == "fp8_e4m3":  # 3 bits of mantissa
                 step = step.maximum(weight.abs() / 8)
+            if spec.dtype == "fp4_e2m1":  # one bit
+                step = step.maximum(weight.abs() / 2)
             most = 0.5001 if spec.dtype != "int4" else 0.53  # 7.5 and a rounded scale map to 7
             most = 1.0 if spec.two_level else most  # a sixteenth of the scale is cut, or a step
             assert ((back - weight).abs() <= step * most).all()
             assert written.weight_shape(module) == tuple(weight.shape)
         else:
             assert torch.equal(written.tensor(name), source.tensor(name))
-    assert len(written.kv_scales) == (2 if PRESETS[preset].kv_cache else 0)
+    cache = PRESETS[preset].kv_cache
+    assert len(written.kv_scales) == (2 if cache and not cache.dynamic else 0)
+    assert len(written.kv_offsets) == (2 if cache and cache.center_keys else 0)
     for k, v in written.kv_scales.values():
         assert k.shape == v.shape == (2,)
     shards = list(out.glob("*.safetensors"))

@@ -340,7 +340,7 @@ def test_gptq_config_is_that_of_the_format():
         ({"sym": None}, "sym absent; allowed: True, False"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"pack_dtype": "int16"}, "pack_dtype 'int16'"),
-        ({"lm_head": True}, "lm_head True"),
+        ({"lm_head": 8}, "lm_head 8"),
         ({"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic '\+:"),
         ({"quant_method": "awq"}, "quant_method 'awq'"),
     ],

@@ -25,6 +25,7 @@ from kernels.bench.shapes import (
     CPU_FAMILIES,
     FAMILIES,
     LAYERS,
+    SMALL_FLOATS,
     TABLE,
     AttentionShape,
     Gemm,
@@ -36,6 +37,7 @@ from kernels.bench.timing import Clock, copies_of, in_turns
 from kernels.cpu import native
 from kernels.devices import run_on_gpu
 
+ALONE = ("w8a16", "w16a16", *SMALL_FLOATS)  # families of which torch multiplies floats alone
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LIMITS = Limits("Chip", 1e6, {"16 bits": 5e8, "8 bits": 1e9})
 compiled = pytest.mark.skipif(native.library() is None, reason="no compiled kernels")
@@ -101,7 +103,7 @@ def test_every_family_of_layers_has_peers():
     for family in LAYERS:
         found = [peer.name for peer in peers.peers_for(layer(family), GPU)]
         assert found[-1] == "F.linear"
-        assert len(found) == (1 if family.startswith(("w8a16", "w16a16")) else 2), found
+        assert len(found) == (1 if family.startswith(ALONE) else 2), found
     assert peers.peers_for(layer("fp8_block"), GPU)[0].name == "scaled_mm 128"
     assert peers.peers_for(Rows("sample", 1, 1, 1), GPU) == ()
     assert all(peers.peers_for(layer(family), CPU) for family in CPU_FAMILIES[:-2])
@@ -368,7 +370,7 @@ def test_the_ops_of_a_cpu_are_right_beside_their_peers(monkeypatch, capsys):
     assert command.kernels(arguments) == 0
     out = capsys.readouterr().out
     rows = [line for line in out.splitlines() if line.startswith(CPU_FAMILIES[:-1])]
-    assert len(rows) == 2 * 6 + 4
+    assert len(rows) == 2 * 6 + 5
     assert (
         len([text for text in out.splitlines() if text.startswith(("norm", "silu", "quant"))]) == 6
     )

@@ -117,6 +117,22 @@ def test_weights_become_floats(bits, dtype, zeros):
         assert np.array_equal(lanes(value, dtype)[0].numpy(), wanted), place
 
 
+@pytest.mark.parametrize("signed", [False, True])
+@compiled
+def test_an_int4_cache_becomes_fp16(signed):
+    """n + 8 in the units of a byte's halves as the bits stand, or n."""
+    cache = pytest.importorskip("kernels.triton.attention.gluon_operands")
+    words = torch.randint(0, 1 << 32, (4096,)).numpy()
+    got = run((cache.INT4_LESS_8 if signed else cache.INT4_TO_FP16).value, [words])
+    assert len(got) == 8
+    for place, value in enumerate(got):
+        pair, high, odd = place % 2, place // 2 % 2, place // 4
+        n = words >> (8 * (2 * pair + odd) + 4 * high) & 15
+        unit = (cache.HIGH_UNIT if high else cache.LOW_UNIT).value
+        wanted = n - 8 if signed else n * unit
+        assert np.array_equal(lanes(value, torch.float16)[0].numpy(), wanted), place
+
+
 @compiled
 def test_weights_become_bytes():
     words = torch.randint(0, 1 << 32, (4096,)).numpy()

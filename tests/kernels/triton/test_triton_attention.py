@@ -26,6 +26,9 @@ def make_inputs(storage: str, dims: int, heads: int, dim: int, **rest):
     generator = torch.Generator().manual_seed(0)
     shape = (PAGES, heads, 64, dim)
     pools = [torch.randint(-127, 128, shape, generator=generator).float() for _ in "kv"]
+    if "4" in storage:
+        pools[1] = pools[1].fmod(8)
+        pools = [pools[0].fmod(8) if storage == "int4" else pools[0], pools[1]]
     pools[1] = pools[1].transpose(2, 3).contiguous()
     shape = {0: (), 1: (heads,), 2: (heads, dim), 3: (PAGES, heads, 64)}[dims]
     scales = [torch.rand(shape, generator=generator) * 0.01 + 0.01 for _ in "kv"]
@@ -42,14 +45,33 @@ def make_inputs(storage: str, dims: int, heads: int, dim: int, **rest):
             for scale in scales:
                 scale[tables[s, pages - 1], :, length % 64 :] = float("nan")
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
-    pool = KVPool(*(pool.to(STORAGE[storage]) for pool in pools), *scales, dynamic=dims == 3)
+    held = pages_of(storage, *pools)
+    if dims == 3 and "4" in storage:  # of int4, scales of tokens are fp16 and of either sign
+        scales[1] = scales[1] * torch.where(torch.rand(shape, generator=generator) < 0.5, -8, 8)
+        scales = [scale.half() for scale in scales]
+    pool = KVPool(*held, *scales, dynamic=dims == 3)
     rest = {"query_start": None, "softmax_scale": dim**-0.5, **rest}
     return AttentionInputs(pool, tables, lengths, **rest)
+
+
+def pages_of(storage, k, v):
+    """K, channels last, and V, tokens last, as they are stored."""
+    from kernels.packed_cache import pack_halves
+
+    if "4" not in storage:
+        return [x.to(STORAGE[storage]) for x in (k, v)]
+    packed = pack_halves(v.transpose(2, 3).to(torch.int8)).transpose(2, 3).contiguous()
+    return [pack_halves(k.to(torch.int8)) if storage == "int4" else k.to(torch.int8), packed]
 
 
 @pytest.mark.parametrize(
     ("storage", "dims", "shape"),
     [
+        ("int4", 1, (4, 2, 32, None, 1)),
+        ("int4", 2, (4, 2, 48, 70, 2)),
+        ("int4", 3, (3, 1, 80, None, 3)),
+        ("k8v4", 3, (4, 1, 96, None, 2)),
+        ("k8v4", 1, (2, 1, 16, None, 2)),
         ("int8", 1, (4, 2, 32, None, 1)),
         ("int8", 2, (9, 1, 16, None, 3)),
         ("int8", 3, (3, 3, 16, 70, 2)),
@@ -155,6 +177,9 @@ def test_decode_attention_quantizes_its_result(splits):
     [
         ("int8", 1, (4, 1, 16, None, 0, 64)),
         ("int8", 2, (3, 1, 16, None, 0, 32)),
+        ("int4", 1, (4, 1, 16, None, 1, 64)),
+        ("int4", 3, (4, 1, 96, 70, 1, 32)),
+        ("k8v4", 3, (4, 1, 48, None, 0, 64)),
         ("int8", 3, (4, 2, 16, 70, 1, 64)),
         ("fp8", 3, (2, 1, 16, None, 1, 64)),
         ("bf16", 0, (2, 1, 32, None, 0, 64)),
@@ -294,6 +319,11 @@ def slots_of(tokens: int, kind: str) -> torch.Tensor:
         ("int8", 2, 21, "anywhere", True, 48),
         ("int8", 3, 258, "37", True, 80),
         ("fp16", 0, 258, "37", False, 96),
+        ("int4", 1, 21, "anywhere", False, 16),
+        ("int4", 2, 21, "anywhere", True, 80),
+        ("int4", 3, 258, "37", True, 128),
+        ("int4", 3, 258, "0", False, 96),
+        ("k8v4", 3, 258, "anywhere", False, 64),
     ],
 )
 @interpreted
@@ -302,25 +332,33 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
     from kernels.attention_inputs import KVPool
     from kernels.triton.attention.rope_cache import rope_write
 
-    heads, generator = 2, torch.Generator().manual_seed(2)
+    heads, generator, packed = 2, torch.Generator().manual_seed(2), "4" in storage
     joint = torch.randn(tokens, 8, dim, generator=generator).half()
     q, k, v = joint.split([4, heads, heads], dim=1)
     angle = (torch.rand(tokens, dim // 2, generator=generator) * 6).repeat(1, 2)
-    slots, dtype = slots_of(tokens, kind), STORAGE[storage]
+    slots = slots_of(tokens, kind)
     shape = {0: (), 1: (heads,), 2: (heads, dim), 3: (6, heads, 64)}[dims]
     more = {}
     if norm:
         more = {f"{x}_norm": torch.rand(dim, generator=generator) + 0.5 for x in "qk"}
         more |= {"positions": torch.randperm(tokens, generator=generator), "eps": 1e-3}
         more |= {"out_dtype": torch.float32, "growth": torch.rand(tokens, generator=generator)}
+    from kernels.packed_cache import unpack_halves
+
     found = []
     for write in (rope_write, twins.rope_write):
-        pools = [torch.zeros(6, heads, *s, dtype=dtype) for s in ((64, dim), (dim, 64))]
-        scales = [torch.full(shape, 0.02) if dims else None for _ in "kv"]
+        pools = pages_of(storage, *(torch.zeros(6, heads, *s) for s in ((64, dim), (dim, 64))))
+        scales = [torch.full(shape, 0.3 if packed else 0.02) if dims else None for _ in "kv"]
         scales[1] = scales[1] if dims != 2 else scales[1][:, 0].contiguous()
-        out = write(q, k, v, angle.cos(), angle.sin(), KVPool(*pools, *scales), slots, **more)
+        extra = {}
+        if packed:
+            scales = [scale.half() for scale in scales] if dims == 3 else scales
+            offset = torch.rand(heads, dim, generator=torch.Generator().manual_seed(3))
+            extra = {"turn": dim & -dim, "k_offset": offset}
+        pool = KVPool(*pools, *scales, dynamic=dims == 3, **extra)
+        out = write(q, k, v, angle.cos(), angle.sin(), pool, slots, **more)
         found.append((out, *pools, *scales))
-    got, wanted = found
+    got, wanted = (list(each) for each in found)
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-3, atol=1e-3)
     assert got[2].any()
     if dims == 0:  # the interpreter cuts bf16 off where torch rounds
@@ -328,6 +366,8 @@ def test_rotation_and_cache_write(storage, dims, tokens, kind, norm, dim):
         torch.testing.assert_close(got[1], wanted[1], **near)
         torch.testing.assert_close(got[2], wanted[2], **near)
         return
+    if storage == "int4":
+        got[1], wanted[1] = (unpack_halves(pages) for pages in (got[1], wanted[1]))
     assert (got[1].int() - wanted[1].int()).abs().max() <= 1
     assert (got[1] != wanted[1]).float().mean() < 1e-3
     assert torch.equal(got[2], wanted[2])

@@ -158,12 +158,18 @@ def test_weights_go_to_the_tensor_cores_through_registers():
 
 
 def make_pool(storage: torch.dtype, dims: int, dim: int = 128):
-    """A pool of 8 KV heads with scales of so many dimensions, none for 0."""
+    """A pool of 8 KV heads with scales of so many dimensions, none for 0; uint8 turns its keys."""
     from kernels.attention_inputs import KVPool
 
-    pages = [torch.zeros(4, 8, *s).to(storage) for s in ((64, dim), (dim, 64))]
+    packed = storage == torch.uint8
+    held = dim // 2 if packed else dim
+    pages = [torch.zeros(4, 8, *s).to(storage) for s in ((64, held), (held, 64))]
     shape = {0: (), 1: (8,), 3: (4, 8, 64)}[dims]
-    return KVPool(*pages, *[torch.ones(shape) if dims else None for _ in "kv"])
+    scales = [torch.ones(shape) if dims else None for _ in "kv"]
+    if not packed:
+        return KVPool(*pages, *scales)
+    scales = [scale.half() if dims == 3 else scale for scale in scales]
+    return KVPool(*pages, *scales, turn=dim & -dim, k_offset=torch.zeros(8, dim))
 
 
 def make_inputs(pool, starts=None):
@@ -182,6 +188,8 @@ def make_inputs(pool, starts=None):
         (89, 1, FP8, FP8),
         pytest.param(90, 3, torch.int8, None, marks=EVERY),
         (90, 0, torch.float16, torch.int8),
+        (90, 3, torch.uint8, None),
+        pytest.param(80, 1, torch.uint8, None, marks=EVERY),
     ],
 )
 @compiled
@@ -315,7 +323,7 @@ def test_prefill_attention(capability, dims, storage, dim):
 
 @pytest.mark.parametrize(
     ("dims", "storage"),
-    [(1, FP8), pytest.param(3, torch.int8, marks=EVERY)],
+    [(1, FP8), (3, torch.uint8), pytest.param(3, torch.int8, marks=EVERY)],
 )
 @compiled
 def test_prefill_attention_with_warps_of_different_tasks(dims, storage):
@@ -351,7 +359,12 @@ def test_fp8_is_refused_where_it_is_not(monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "storage"),
-    [(80, torch.int8), (89, FP8), pytest.param(90, torch.int8, marks=EVERY)],
+    [
+        (80, torch.int8),
+        (89, FP8),
+        (90, torch.uint8),
+        pytest.param(90, torch.int8, marks=EVERY),
+    ],
 )
 @compiled
 def test_fused_rows_and_cache_write(capability, storage):
@@ -361,8 +374,9 @@ def test_fused_rows_and_cache_write(capability, storage):
     x = torch.zeros(2, 4096).bfloat16()
     pool = make_pool(storage, 3)
     with building_for(capability) as built:
-        add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=storage)
-        gated_product(x, dtype=storage)
+        rows = torch.int8 if storage == torch.uint8 else storage
+        add_rms_norm(x, x, torch.ones(4096), 1e-6, dtype=rows)
+        gated_product(x, dtype=rows)
         for tokens, more in (
             (2, {"metadata_ready": True}),
             (300, {"q_norm": x[0, :128], "k_norm": x[0, :128]}),
@@ -376,4 +390,5 @@ def test_fused_rows_and_cache_write(capability, storage):
         assert binary.count(WAIT) >= (capability == 90)
         assert bool(binary.count(ANNOUNCE)) == (capability == 90 and binary is not built[-1])
         assert binary.count(r"div\.rn\.f32") <= 24, "scales alone are divided, not elements"
-    assert binary.count(r"st\.global\S*v4") >= 8, "columns leave in pieces of 16 bytes"
+    pieces = 4 if storage == torch.uint8 else 8
+    assert binary.count(r"st\.global\S*v4") >= pieces, "columns leave in pieces of 16 bytes"

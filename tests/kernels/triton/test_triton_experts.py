@@ -96,7 +96,7 @@ def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
     from kernels.triton.common import Workspace
     from kernels.triton.experts.sorting import sort_by_expert
     from kernels.triton.linear.dispatch import pack
-    from kernels.triton.linear.mxfp4 import Mxfp4Weight, codes_of_e4m3
+    from kernels.triton.linear.fp4 import Fp4Weight, codes_of_e4m3
     from kernels.triton.linear.w16a16 import DenseWeight
     from kernels.triton.linear.weight import InputFormat
 
@@ -115,8 +115,9 @@ def test_rows_of_mxfp4_experts_end_where_their_inputs_do():
     q = torch.cat((half, -half)).to(torch.float8_e4m3fn)
     assert codes_of_e4m3(q).tolist() == list(range(16))
     q, rows = q.repeat(64, 10).view(1, 64, 160), InputFormat(torch.float16)
-    for scale, kind in ((2.0, Mxfp4Weight), (4.0, DenseWeight)):
-        own = pack(q, torch.full((1, 64, 5), scale), None, None, rows, x.dtype, bits=4, group=32)
+    for first, kind in ((2.0**-28, Fp4Weight), (2.0**-29, DenseWeight)):
+        scale = torch.tensor([first, 1, 1, 1, 1]).expand(1, 64, 5)
+        own = pack(q, scale, None, None, rows, x.dtype, bits=4, group=32)
         assert type(own) is kind
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,9 +104,9 @@ def test_the_twin_keeps_what_the_engine_keeps():
     wanted = twins.likely(logits, temperature, k, p)
     for row in range(len(EACH)):
         if temperature[row] > 0:
-            x = keep_likely(logits[row] / temperature[row], min(int(k[row]), V), float(p[row]))
-            possible = x > -torch.inf
-            assert torch.equal(wanted[row] & (logits[row] > -torch.inf), possible), EACH[row]
+            x = (logits[row] / temperature[row]).numpy()
+            found = keep_likely(x, int(k[row]), float(p[row]))
+            assert found.tolist() == wanted[row].nonzero().flatten().tolist(), EACH[row]
 
 
 @interpreted
@@ -209,15 +210,38 @@ def test_biases_masks_and_min_p_equal_their_twins(chunk, held, dtype, each):
 def test_the_twin_keeps_what_the_engine_keeps_under_min_p():
     import kernels.triton.reference as twins
 
-    keep_likely = pytest.importorskip("inference.scheduling.sampler").keep_likely
+    sampler = pytest.importorskip("inference.scheduling.sampler")
+    keep_likely, log_min_p = sampler.keep_likely, sampler.log_min_p
     logits, temperature, k, p, _, _ = rows(*EACH)
     wanted = twins.likely(logits, temperature, k, p, torch.tensor(FLOORS).log())
     for row, min_p in enumerate(FLOORS):
         if temperature[row] > 0:
-            x = logits[row] / temperature[row]
-            x = keep_likely(x, min(int(k[row]), V), float(p[row]), min_p)
-            possible = x > -torch.inf
-            assert torch.equal(wanted[row] & (logits[row] > -torch.inf), possible), EACH[row]
+            x = (logits[row] / temperature[row]).numpy()
+            found = keep_likely(x, int(k[row]), float(p[row]), log_min_p(min_p))
+            assert found.tolist() == wanted[row].nonzero().flatten().tolist(), EACH[row]
+
+
+@pytest.mark.parametrize("sharp", [0.1, 3.0])
+@interpreted
+def test_the_engine_draws_on_a_cpu_what_the_kernel_draws(sharp):
+    """The same noise, bit for bit, and the same token of the same logits, seed and step."""
+    import kernels.triton.reference as twins
+    from kernels.gumbel_noise import uniform
+    from kernels.triton.common import Workspace
+    from kernels.triton.sampling import sample as sampling
+
+    scheduling = pytest.importorskip("inference.scheduling.sampler")
+    Draw = scheduling.Draw
+    logits, temperature, k, p, seeds, steps = arguments = rows(*EACH * 2, sharp=sharp)
+    workspace = Workspace.on("cpu", 1 << 16, 64)
+    floors = torch.tensor([0.0, 0.05] * len(EACH)).log()
+    drawn = sampling.sample(*arguments, workspace, log_min_p=floors)
+    numbers = twins.uniform(seeds, steps, V)
+    for row in range(len(logits)):
+        seed, step = int(seeds[row]), int(steps[row])
+        own = Draw(*(float(t[row]) for t in (temperature, p)), int(k[row]), floors[row], seed)
+        assert scheduling.draw_token(logits[row].numpy(), own, step) == drawn[row], row
+        assert uniform(seed, step, np.arange(V)).tolist() == numbers[row].tolist()
 
 
 @interpreted

@@ -102,7 +102,7 @@ def cut(acc, PIECE: gl.constexpr):
 def compute(
     ends, rings, ys, bars, sizes, M,
     PART: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
-    OUTPUTS: gl.constexpr, EXACT: gl.constexpr, GROUPS: gl.constexpr,
+    OUTPUTS: gl.constexpr, EXACT: gl.constexpr, FP4: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: the PART-th share of the outputs of every tile of this program."""
     out, x_scale, unit, bias, parts, arrivals = ends
@@ -126,7 +126,8 @@ def compute(
         elif INT8:
             accs = multiply_integers(accs, rings, bars, done, high - low, PART, MMA)
         else:
-            accs = multiply_floats(accs, rings, bars, done, high - low, PART, MMA)
+            HALVES4: gl.constexpr = GROUPS if FP4 else 0
+            accs = multiply_floats(accs, rings, bars, done, high - low, PART, HALVES4, MMA)
         done += high - low
         last = True
         if high - low < groups:
@@ -144,8 +145,10 @@ def compute(
                         m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
                         sx = gl.load(x_scale + m * PER_ROW, mask=m < M, other=0.0) * 0.0625
                         y *= gl.expand_dims(sx, 0)
+                    n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+                    if FP4:
+                        y *= gl.expand_dims(gl.load(unit + n), 1)
                     if BIAS:
-                        n = column + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
                         y += gl.expand_dims(gl.load(bias + n), 1)
                     store_pieces(y, place, out, ys, PART)
     tma.store_wait(0)
@@ -207,11 +210,12 @@ def w4_kernel(
     x, packed, scale, out, x_scale, unit, bias, parts, arrivals,
     M, N, tiles, groups, row_tiles, cut, share,
     STAGES: gl.constexpr, PER_ROW: gl.constexpr, BIAS: gl.constexpr,
-    EXACT: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
+    EXACT: gl.constexpr, FP4: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """x, packed (as [K / 128 * N / 2, 128 bytes]), scale (flat) and out are TMA descriptors.
 
-    EXACT is of two levels; GROUPS are those of 128 inputs, 0 if a row has one scale alone.
+    EXACT is of two levels; GROUPS are those of 128 inputs, 0 if a row has one scale alone. FP4 is
+    of e2m1 elements, whose scales are GROUPS words for 128 inputs.
     A stage has 128 inputs; of floats times more than 128 rows it has 64, so that there are enough.
     PLACES are those where a warpgroup stages results.
     """
@@ -239,9 +243,9 @@ def w4_kernel(
     gl.warp_specialize(
         [
             (compute, (ends, rings, ys, bars, sizes, M,
-                       LOW, PER_ROW, BIAS, OUTPUTS, EXACT, GROUPS)),
+                       LOW, PER_ROW, BIAS, OUTPUTS, EXACT, FP4, GROUPS)),
             (compute, (ends, rings, ys, bars, sizes, M,
-                       HIGH, PER_ROW, BIAS, OUTPUTS, EXACT, GROUPS)),
+                       HIGH, PER_ROW, BIAS, OUTPUTS, EXACT, FP4, GROUPS)),
             (load_tiles, (x, packed, scale, rings, bars, sizes, OUTPUTS, GROUPS)),
         ],
         [4, 1],

@@ -34,7 +34,7 @@ class Levels:
         loaded: What is loaded beside a tile: scales, or int8 multipliers of two levels. Of whole
             rows, which have neither, it is not read.
         each: How many of these an output has in 128 inputs.
-        unit: Of two levels, fp32 [N]; None for others.
+        unit: Of two levels and of fp4, fp32 [N]; None for others.
     """
 
     loaded: Tensor
@@ -61,7 +61,7 @@ def many_rows_tile(
 
 def rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
     """Large tiles where they fill the SMs, else smaller ones that are cut; None for few rows."""
-    floats = family == "w4a16"
+    floats = family.startswith("w4a16")
     if rows <= (32 if floats else 64) or outputs % 128:
         return None
     large = outputs % 256 == 0
@@ -71,7 +71,8 @@ def rule(family: str, processors: int, rows: int, outputs: int) -> Tile | None:
         fills = large and outputs // 256 >= 0.8 * processors
         return Tile(256 if fills else 128, 64, 1 if fills else 4, 6, 8, True)
     if floats and rows > 1024:  # stages of 64 inputs
-        return Tile(128, 256, 1, 6, 8, True)
+        stages = 5 if family == "w4a16_nvfp4" else 6  # there is no room for its scales
+        return Tile(128, 256, 1, stages, 8, True)
     if large and -(-rows // 128) * (outputs // 256) >= 0.8 * processors:
         return Tile(256, 128, 1, 4 if floats else 5, 8, True)
     return Tile(128, 128, 4, 4 if floats else 6, 8, True)
@@ -126,7 +127,7 @@ def launch_w4(weight: GroupedWeight, levels: Levels, product: Product, tile: Til
     if cut:
         workspace.check(2 * programs * tile.outputs * tile.rows, 2 * (cut // groups))
     words = weight.packed.view(-1, 128 if integers else 32)  # 32 rows are 64 outputs of a group
-    exact = levels.unit is not None
+    exact, fp4 = integers and levels.unit is not None, not integers and levels.unit is not None
     parts = workspace.parts.view(torch.int32) if exact else workspace.parts
     w4_kernel[(programs,)](
         describe(x, [tile.rows, 128 // x.itemsize]),
@@ -135,7 +136,7 @@ def launch_w4(weight: GroupedWeight, levels: Levels, product: Product, tile: Til
         describe(out, [min(tile.rows, 64) if integers else 32, 64]),
         product.x_scale, levels.unit, weight.bias, parts, workspace.arrivals,
         rows, outputs, tiles, groups, row_tiles, cut, share, STAGES=tile.stages,
-        EXACT=exact, GROUPS=levels.each, PLACES=1 if integers or tile.rows > 128 else 2,
+        EXACT=exact, FP4=fp4, GROUPS=levels.each, PLACES=1 if integers or tile.rows > 128 else 2,
         enable_fp_fusion=not exact, PER_ROW=product.per_row, BIAS=weight.bias is not None,
         num_warps=4, maxnreg=65536 // THREADS // 8 * 8,
     )  # fmt: skip

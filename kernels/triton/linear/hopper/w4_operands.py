@@ -10,9 +10,11 @@ load, become the left operand.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.triton.linear.fp4_operands import pair as _pair
 from kernels.triton.linear.w4a8_operands import MULTIPLIED as _MULTIPLIED
 from kernels.triton.linear.w4a8_operands import SIXTEENFOLD as _SIXTEENFOLD
 
@@ -33,6 +35,23 @@ sub.rn.bf16x2 a, a, bias; mul.rn.bf16x2 a, a, $5; mov.b32 {$0, $1}, a;
 shr.u32 t, $4, 4;
 lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA;
 sub.rn.bf16x2 a, a, bias; mul.rn.bf16x2 a, a, $5; mov.b32 {$2, $3}, a; }""")
+
+
+def _fp4(dtype: torch.dtype, chunk: int) -> str:
+    """Two of the four pairs of a word of e2m1 elements, each times its pair of scales."""
+    kind = "bf16x2" if dtype == torch.bfloat16 else "f16x2"
+    lines = [
+        f"{_pair(dtype, 2 * chunk + i, '$4')} mul.rn.{kind} a, a, ${5 + i}; "
+        f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a;"
+        for i in (0, 1)
+    ]
+    return "{ .reg .b32 a, t;\n" + "\n".join(lines) + " }"
+
+
+FP4_FP16_LOW = gl.constexpr(_fp4(torch.float16, 0))
+FP4_FP16_HIGH = gl.constexpr(_fp4(torch.float16, 1))
+FP4_BF16_LOW = gl.constexpr(_fp4(torch.bfloat16, 0))
+FP4_BF16_HIGH = gl.constexpr(_fp4(torch.bfloat16, 1))
 _LANES = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout([[0, 1], [0, 2], [16, 0]], _LANES, [[4, 0], [8, 0]], [], [32, 32])
@@ -64,6 +83,44 @@ def float_operand(words, scale, CHUNK: gl.constexpr, dtype: gl.constexpr):
     )
     w = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # [outputs, t, j, h]
     return w.permute([0, 2, 1, 3]).reshape([64, 64])
+
+
+@gluon.jit
+def fp4_operand(words, scale, CHUNK: gl.constexpr, dtype: gl.constexpr):
+    """Words [64 outputs, 16] of e2m1 elements, words of scales -> weights [64, 64] as above."""
+    s0 = own_scales(words, scale, 2 * CHUNK, dtype)
+    s1 = own_scales(words, scale, 2 * CHUNK + 1, dtype)
+    half = gl.bfloat16 if dtype == gl.bfloat16 else gl.float16
+    BF16_2: gl.constexpr = FP4_BF16_LOW if CHUNK == 0 else FP4_BF16_HIGH
+    FP16_2: gl.constexpr = FP4_FP16_LOW if CHUNK == 0 else FP4_FP16_HIGH
+    a0, b0, a1, b1 = gl.inline_asm_elementwise(
+        BF16_2 if dtype == gl.bfloat16 else FP16_2,
+        "=h,=h,=h,=h,r,r,r",
+        [words, s0, s1],
+        dtype=(half, half, half, half),
+        is_pure=True,
+        pack=1,
+    )
+    w = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # [outputs, t, j, h]
+    return w.permute([0, 2, 1, 3]).reshape([64, 64])
+
+
+@gluon.jit
+def own_scales(words, scale, j: gl.constexpr, dtype: gl.constexpr):
+    """Pairs of scales of the j-th 32 inputs for words [64, 16]; the halves of these may differ."""
+    pairs = gl.expand_dims(scale_pair(scale[0], j, dtype), 1)
+    if len(scale) == 2:
+        t = gl.arange(0, 16, layout=gl.SliceLayout(0, words.type.layout))
+        others = gl.expand_dims(scale_pair(scale[1], j, dtype), 1)
+        pairs = gl.where(gl.expand_dims(t < 8, 0), pairs, others)
+    return pairs
+
+
+@gluon.jit
+def scale_pair(word, j: gl.constexpr, dtype: gl.constexpr):
+    """Byte j of words, as `kernels.triton.linear.fp4_operands.scale_pair` gives it."""
+    byte = (word >> (8 * j)) & 255
+    return byte * 0x00800080 if dtype == gl.float16 else byte * 0x00100010 + 0x70007000
 
 
 @gluon.jit

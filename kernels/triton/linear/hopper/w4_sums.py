@@ -28,6 +28,7 @@ from kernels.triton.linear.hopper.w4_operands import (
     doubled,
     exact_operand,
     float_operand,
+    fp4_operand,
     int_operand,
     own_multipliers,
 )
@@ -52,18 +53,41 @@ def wait(accs, LEFT: gl.constexpr):
 
 
 @gluon.jit
+def fetch_floats(rings, stage, TILE: gl.constexpr, FP4: gl.constexpr):
+    """Packed weights of 64 outputs of a stage for float rows and, as `operand` takes them, scales.
+
+    FP4 is how many words of scales an output has there, 0 for integers, which have a float.
+    """
+    xs, ws, ss = rings
+    words = ws.index(stage).slice(TILE * 32, 32).load(WORDS).reshape([2, 4, 8, 4, 4])
+    words = words.permute([1, 0, 2, 4, 3]).reshape([64, 16])
+    OWN: gl.constexpr = gl.SliceLayout(1, words.type.layout)
+    if FP4 == 0:
+        scale = (doubled(ss.index(stage).slice(TILE * 64, 64).load(OWN), xs.dtype),)
+    elif FP4 == 1:
+        scale = (ss.index(stage).slice(TILE * 64, 64).load(OWN),)
+    else:
+        first = ss.index(stage).slice(TILE * 128, 64).load(OWN)
+        scale = (first, ss.index(stage).slice(TILE * 128 + 64, 64).load(OWN))
+    return words, scale
+
+
+@gluon.jit
+def operand(words, scale, CHUNK: gl.constexpr, FP4: gl.constexpr, dtype: gl.constexpr):
+    """Weights of 64 outputs and the CHUNK-th 64 inputs, times their scales."""
+    if FP4 == 0:
+        w = float_operand(words, scale[0], CHUNK, dtype)
+    else:
+        w = fp4_operand(words, scale, CHUNK, dtype)
+    return w
+
+
+@gluon.jit
 def fetch(rings, stage, TILE: gl.constexpr, MMA: gl.constexpr):
-    """Packed weights and scales of 64 outputs of a stage, in registers."""
+    """W4A8: packed weights and scales of 64 outputs of a stage, in registers."""
     xs, ws, ss = rings
     packed, scale = ws.index(stage).slice(TILE * 32, 32), ss.index(stage).slice(TILE * 64, 64)
-    if xs.dtype == gl.int8:
-        words = packed.load(BYTES)
-        own = scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)
-    else:
-        words = packed.load(WORDS).reshape([2, 4, 8, 4, 4]).permute([1, 0, 2, 4, 3])
-        words = words.reshape([64, 16])
-        own = doubled(scale.load(gl.SliceLayout(1, words.type.layout)), xs.dtype)
-    return words, own
+    return packed.load(BYTES), scale.load(gl.SliceLayout(1, MMA)).to(gl.float32)
 
 
 @gluon.jit
@@ -80,7 +104,9 @@ def fetch_exact(rings, stage, TILE: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_floats(accs, rings, bars, done, count, PART: gl.constexpr, MMA: gl.constexpr):
+def multiply_floats(
+    accs, rings, bars, done, count, PART: gl.constexpr, FP4: gl.constexpr, MMA: gl.constexpr
+):
     """W4A16: add `count` groups, after `done` others; the scale multiplies the weight.
 
     The first group is not in the loop, so that a product is on its way whenever a round starts:
@@ -93,15 +119,17 @@ def multiply_floats(accs, rings, bars, done, count, PART: gl.constexpr, MMA: gl.
     PARTS: gl.constexpr = 2 * ready.shape[0] // xs.shape[0]  # stages of the ring that a group takes
     i, end = done, done + count
     wait_for(ready, i * PARTS, True)
-    words, scale = fetch(rings, i % ws.shape[0], PART * len(accs), MMA)
+    words, scale = fetch_floats(rings, i % ws.shape[0], PART * len(accs), FP4)
     if LATE and PART == 1:
         mbarrier.wait(turns.index(0), 0)
-    accs, words, scale = add_group(accs, words, scale, rings, bars, i, end, PART, True, MMA)
+    accs, words, scale = add_group(accs, words, scale, rings, bars, i, end, PART, FP4, True, MMA)
     if LATE and PART == 0:
         mbarrier.arrive(turns.index(0), pred=done == 0)
     i += 1
     for _ in range(count - 1):
-        accs, words, scale = add_group(accs, words, scale, rings, bars, i, end, PART, False, MMA)
+        accs, words, scale = add_group(
+            accs, words, scale, rings, bars, i, end, PART, FP4, False, MMA
+        )
         i += 1
     accs = wait(accs, 0)
     mbarrier.arrive(empty.index((i * PARTS - 1) % empty.shape[0]))
@@ -118,7 +146,7 @@ def wait_for(ready, i, pred):
 @gluon.jit
 def add_group(
     accs, words, scale, rings, bars, i, end,
-    PART: gl.constexpr, FIRST: gl.constexpr, MMA: gl.constexpr,
+    PART: gl.constexpr, FP4: gl.constexpr, FIRST: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """The i-th group, whose first words are at hand; ends with its last product on its way.
 
@@ -132,7 +160,7 @@ def add_group(
     PARTS: gl.constexpr = 2 * STAGES // xs.shape[0]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     for step in gl.static_range(LAST + 1):
-        w = float_operand(words, scale, step % 2, xs.dtype)
+        w = operand(words, scale, step % 2, FP4, xs.dtype)
         w = gl.convert_layout(w, LEFT, assert_trivial=True)
         if PARTS == 2 and step == 1:
             wait_for(ready, 2 * i + 1, True)
@@ -145,9 +173,9 @@ def add_group(
             mbarrier.arrive(empty.index(2 * i % STAGES))
         if step == LAST:
             wait_for(ready, (i + 1) * PARTS, i + 1 < end)
-            words, scale = fetch(rings, (i + 1) % ws.shape[0], PART * TILES, MMA)
+            words, scale = fetch_floats(rings, (i + 1) % ws.shape[0], PART * TILES, FP4)
         elif step % 2 == 1:
-            words, scale = fetch(rings, i % ws.shape[0], PART * TILES + (step + 1) // 2, MMA)
+            words, scale = fetch_floats(rings, i % ws.shape[0], PART * TILES + (step + 1) // 2, FP4)
     return accs, words, scale
 
 

@@ -1,10 +1,12 @@
-"""MXFP4: floats of 4 bits, 32 of which share a power of two (OCP Microscaling Formats 1.0, 5.3).
+"""Floats of 4 bits and the scales that neighbours share.
 
+    MXFP4     32 elements share a power of two (OCP Microscaling Formats 1.0, 5.3)
+    NVFP4     16 elements share an e4m3 value, times one fp32 number a tensor
     element   e2m1: sign, two bits of exponent, one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and
               their negatives, -0 among them; two in a byte, the first in its low half
-    scale     e8m0: a byte E for 2^(E - 127); 255 is NaN
+    power     e8m0: a byte E for 2^(E - 127); 255 is NaN. MXFP8, e4m3 elements, has it too
 
-Every element is an e4m3 value too, -0 included, and every scale an fp32 value, so that both are
+Every element is an e4m3 value too, -0 included, and every power an fp32 value, so that both are
 held as these and lose nothing.
 """
 
@@ -13,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP = 32
 NAN = 255  # of the bytes of scales, the one that is no power of two
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SMALLEST = 0x00400000  # bits of 2^-127 in fp32, where it has no leading one
@@ -40,12 +41,18 @@ def codes_of(elements: Tensor) -> Tensor:
     return torch.bucketize(bits & 0x7F, values, out_int32=True).to(torch.uint8) | ((bits >> 4) & 8)
 
 
-def unpack_scales(scales: Tensor) -> Tensor:
+def unpack_powers(scales: Tensor) -> Tensor:
     """Powers of two of bytes: uint8, none of them 255, to fp32 of the same shape."""
     bits = scales.to(torch.int32) << 23
     return bits.masked_fill_(scales == 0, _SMALLEST).view(torch.float32)
 
 
-def pack_scales(scales: Tensor) -> Tensor:
-    """Inverse of `unpack_scales`."""
+def pack_powers(scales: Tensor) -> Tensor:
+    """Inverse of `unpack_powers`."""
     return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+
+
+def least_unit(scale: Tensor) -> Tensor:
+    """The least power of two, fp32 [], of which e4m3 multiples reach the largest of some scales."""
+    mantissa, exponent = torch.frexp(scale.max() / torch.finfo(torch.float8_e4m3fn).max)
+    return torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())

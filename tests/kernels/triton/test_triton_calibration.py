@@ -1,0 +1,115 @@
+"""Kernels of calibration and of solving in Triton's interpreter, against plain torch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.kernels.triton_lab import building_for, compiled, interpreted
+
+
+@interpreted
+def test_blocks_of_columns_are_solved_as_on_the_cpu():
+    from kernels.numerics import TYPES
+    from kernels.triton.calibration.columns import descent_block, gptq_block
+    from ptq.methods.common.descent import descent_columns
+    from ptq.methods.gptq import gptq_columns
+
+    torch.manual_seed(0)
+    for (name, kind), zeros in itertools.product(TYPES.items(), (False, True)):
+        if zeros and kind.storage.is_floating_point:
+            continue
+        count, size = 9, 40
+        columns, scales = torch.randn(count, size), torch.rand(count, size) * 3 / kind.top
+        offset = torch.randint(-3, 3, (count, size)).float() if zeros else None
+        square = torch.randn(count, count) / 16
+        matrix = square + square.T + torch.eye(count)
+        padded = torch.cat((square, matrix), dim=1)[:, count:].T  # by columns
+        ours, theirs = columns.clone(), columns.clone()
+        errors = gptq_block(ours, scales, offset, padded, kind)
+        expected = gptq_columns(theirs, scales, offset, matrix, kind)
+        assert torch.equal(ours, theirs), name
+        assert torch.allclose(errors, expected, atol=1e-5), name
+        values, gradient = torch.randn(count, size), torch.randn(count, size)
+        moves = descent_block(ours, values, scales, offset, gradient.clone(), padded, kind)
+        expected = descent_columns(theirs, values, scales, offset, gradient, matrix, kind)
+        assert torch.equal(ours, theirs), name
+        assert torch.allclose(moves, expected, atol=1e-5), name
+
+
+@interpreted
+def test_errors_of_groups_are_those_of_plain_torch():
+    from formats.scheme import WeightSpec
+    from kernels.numerics import TYPES
+    from kernels.triton.calibration.group_errors import group_errors, takes
+    from ptq.methods.common.rounding import _output_errors, _rounding_error, choose_qparams
+
+    torch.manual_seed(0)
+    weight, x = torch.randn(40, 64), torch.randn(99, 64)
+    moments = x.T @ x
+    w4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
+    for spec in (w4, w4.model_copy(update={"symmetric": False})):
+        scale, zeros = choose_qparams(weight, spec, torch.float32)
+        found = group_errors(weight, scale, zeros, moments, TYPES["int4"], 1)
+        error = _rounding_error(weight, scale, zeros, spec)
+        assert torch.allclose(found, _output_errors(error, spec.block, moments), rtol=1e-3)
+    assert not takes(TYPES["int4"], 128, 192)
+    assert not takes(TYPES["int4"], 256, 256)
+    by_rows = group_errors(weight, scale[::8] * 1.5, None, moments, TYPES["fp8_e4m3"], 8)
+    whole = (scale[::8] * 1.5).repeat_interleave(8, dim=0)
+    assert torch.equal(by_rows, group_errors(weight, whole, None, moments, TYPES["fp8_e4m3"], 1))
+
+
+@interpreted
+def test_magnitudes_are_those_that_the_cpu_sees():
+    from calibrate.tensor_statistics import Accumulator
+    from kernels.triton.calibration import magnitudes
+
+    torch.manual_seed(0)
+    magnitudes.SAMPLES, magnitudes.MOST = 2, 9000  # room is made, and counts are put by, on the way
+    heads = torch.randn(3, 2, 300, 20).bfloat16().transpose(1, 2)  # [samples, T, H, D], as K lies
+    inputs = torch.randn(3, 70, 1, 200)
+    inputs[1, :9] = 0
+    for samples in (heads, inputs):
+        shape = tuple(samples.shape[2:])
+        found = magnitudes.Magnitudes(*shape, samples.device, histogram=True)
+        plain = Accumulator(shape)
+        for x in samples:
+            found.add(x)
+            plain.observe(x, "x")
+        seen = plain.statistics("x")
+        assert torch.equal(found.channel_absmax(), seen.channel_absmax.reshape(shape))
+        assert torch.equal(
+            found.sample_absmax().sort(dim=0).values, seen.sample_absmax.sort(dim=0).values
+        )
+        assert torch.equal(found.counts(), seen._dense())
+    unseen = magnitudes.Magnitudes(1, 200, inputs.device, histogram=False)
+    inputs[2, 3, 0, 4] = float("nan")
+    unseen.add(inputs[2])
+    assert unseen.counts() is None
+    assert unseen.channel_absmax().isnan().sum() == 1
+    assert bool(unseen.sample_absmax().isnan().all())
+
+
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.every_triton)])
+@compiled
+def test_they_compile_without_spills(capability):
+    from kernels.numerics import INT4
+    from kernels.triton.calibration.columns import descent_block, gptq_block
+    from kernels.triton.calibration.group_errors import group_errors
+    from kernels.triton.calibration.magnitudes import Magnitudes
+
+    block, square = torch.zeros(128, 256), torch.zeros(128, 128)
+    weight, scale = torch.zeros(256, 512), torch.ones(256, 4)
+    seen = Magnitudes(1, 512, torch.device("cpu"), histogram=True)
+    with building_for(capability) as built:
+        gptq_block(block, block, None, square, INT4)
+        descent_block(block, block, block, None, block, square, INT4)
+        group_errors(weight, scale, None, torch.zeros(512, 512), INT4, 1)
+        seen.add(weight[:, None])
+    stacks = [binary.stack for binary in built]
+    assert stacks[:3] == [0, 0, 0]
+    assert stacks[3] <= 8  # two words of the histogram's, under Triton 3.9 alone
+    assert built[2].count(r"(mma\.sync|wgmma)\S*tf32") > 0
