@@ -21,6 +21,7 @@ _CALLBACK = "ptq_on_kv"
 _CACHE = "ptq_cache"
 
 OnKV = Callable[[Tensor, Tensor], None]
+OnGradient = Callable[[str, Tensor], None]
 Cache = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -77,6 +78,55 @@ def watched_latent(
         handle.remove()
 
 
+@contextmanager
+def watched_gradients(
+    attention: nn.Module, names: LatentAttention | None, on_gradient: OnGradient
+) -> Iterator[None]:
+    """For a while, show the gradients of what an attention module caches, when they come.
+
+    Args:
+        attention: The module, of a model built with `ATTENTION`.
+        names: Its declaration, where it caches latents; what they are, `watched_latent` tells.
+        on_gradient: Called with `k_cache` or `v_cache` and the gradient [tokens, kv heads, D] of
+            what `watched` shows.
+    """
+    if names is None:
+
+        def show(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            k.register_hook(lambda g: on_gradient("k_cache", g))
+            v.register_hook(lambda g: on_gradient("v_cache", g))
+            return k, v
+
+        with watched(attention, None, show):
+            yield
+        return
+    norm = attention.get_submodule(names.kv_norm)
+    rows = attention.get_submodule(names.kv_a).get_parameter("weight").shape[0]
+    rotated = rows - len(norm.get_parameter("weight"))
+
+    def show_keys(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k.register_hook(lambda g: on_gradient("k_cache", _in_halves(g, rotated, names)))
+        return k, v
+
+    def show_latent(_: nn.Module, __: tuple[Tensor, ...], latent: Tensor) -> None:
+        latent.register_hook(lambda g: on_gradient("v_cache", g.flatten(0, -2)[:, None]))
+
+    handle = norm.register_forward_hook(show_latent)
+    try:
+        with watched(attention, None, show_keys):
+            yield
+    finally:
+        handle.remove()
+
+
+def _in_halves(g: Tensor, rotated: int, names: LatentAttention) -> Tensor:
+    """Gradient [tokens, 1, rotated] of the part that all heads [tokens, heads, D] share."""
+    part = g[..., -rotated:].sum(dim=1, keepdim=True)
+    if names.watched_pairs == "interleaved":
+        part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return part
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -99,11 +149,18 @@ def _attend(
         scale = kwargs.get("scaling")
         out = plain_attention(query, key, value, mask, scale, window=window, **beside)
         return out.transpose(1, 2).contiguous(), None
-    if mask is None and query.device.type == "cpu" and not kwargs.get("dropout"):
-        return causal_attention(query, key, value, kwargs.get("scaling")).transpose(
-            1, 2
-        ).contiguous(), None
+    if mask is None and not kwargs.get("dropout"):
+        attention = causal_attention if query.device.type == "cpu" else _fused_attention
+        out = attention(query, key, value, kwargs.get("scaling"))
+        return out.transpose(1, 2).contiguous(), None
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """`causal_attention` on a GPU, whose kernel for fp32 keeps no scores but shares no heads."""
+    shared = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

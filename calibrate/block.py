@@ -11,13 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from calibrate.attention import Cache, OnKV, watched, watched_latent
-from formats.errors import RecipeError
+from calibrate.attention import (
+    Cache,
+    OnGradient,
+    OnKV,
+    watched,
+    watched_gradients,
+    watched_latent,
+)
+from calibrate.transfers import passed_through, to_host
+from formats.errors import CheckpointError, RecipeError
 from formats.families.attention import LatentAttention
 from formats.families.family import Family
 from formats.modeling.experts import Experts, OnRoute
 
 OnInput = Callable[[str, Tensor], None]
+OnOutput = Callable[[str, Tensor, Tensor | None, int, Tensor | None], None]
 
 
 @dataclass(frozen=True)
@@ -39,13 +48,6 @@ class Given:
         if self.named is not None:
             return self.args, {**self.kwargs, self.named: hidden}
         return (hidden, *self.args), dict(self.kwargs)
-
-
-def to_host(x: Tensor) -> Tensor:
-    """A copy in host memory that a GPU reaches at full speed; `x` itself if it is on the host."""
-    if not x.is_cuda:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
 
 class DecoderBlock:
@@ -133,25 +135,124 @@ class DecoderBlock:
         with self._hooks(on_input, on_kv, on_route, cache):
             return self.forward(self.inputs[sample])
 
-    def output(
+    @torch.no_grad()
+    def outputs(
         self,
-        sample: int,
         *,
         on_input: OnInput | None = None,
         on_kv: OnKV | None = None,
         on_route: OnRoute | None = None,
-    ) -> Tensor:
-        """`run`, checked and in the host's memory: a sample's hidden states for the next block.
+    ) -> list[Tensor]:
+        """`run` on every sample, checked, in the host's memory: hidden states for the next block.
 
         Raises:
             RecipeError: they hold NaN or infinity.
         """
-        out = self.run(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
-        if not (bool(out.sum().isfinite()) or bool(out.isfinite().all())):  # the sum is quicker
+        sums: list[Tensor] = []  # of a sample's outputs: quicker to look at
+
+        def step(hidden: Tensor) -> Tensor:
+            out = self.forward(hidden)
+            sums.append(out.sum())
+            return out
+
+        with self._hooks(on_input, on_kv, on_route, None):
+            found = passed_through(self.inputs, step, self.device)
+        fine = torch.stack(sums).isfinite().tolist() if sums else []
+        if not all(good or bool(x.isfinite().all()) for good, x in zip(fine, found, strict=True)):
             raise RecipeError(
                 f"{self.name}: its output holds NaN or infinity. Check the model's weights"
             )
-        return to_host(out)
+        return found
+
+    def backward(
+        self, sample: int, gradient: Tensor, on_output: OnOutput, on_kv: OnGradient
+    ) -> Tensor:
+        """Run one sample through the block and its loss's gradient back.
+
+        Args:
+            sample: Index into `inputs`.
+            gradient: Of the block's outputs [tokens, hidden], in the type that it computes in.
+            on_output: Called with each linear layer's full name, the gradient of its output
+                [rows, out], and of an expert's layer with the tokens that came to it, int64 [rows],
+                and how many the sample has, else with None and 0; of the layers that make K and V
+                with their input [rows, in], else with None.
+            on_kv: Called with `k_cache` or `v_cache` and the gradient [tokens, kv heads, D] of what
+                `run` shows; of latent attention of what is cached in their place.
+
+        Returns:
+            The gradient of its inputs, in the host's memory.
+
+        Raises:
+            CheckpointError: the block's code hands no gradient from its outputs to its inputs, or
+                runs a layer more than once.
+        """
+        narrow = self.inputs[sample].to(self.device)  # over the bus as it is kept
+        hidden = narrow.to(gradient.dtype).requires_grad_()
+        with self._gradient_hooks(on_output, on_kv), torch.enable_grad():
+            out = self.forward(hidden.clone())  # which its code may change in place
+            try:
+                (found,) = torch.autograd.grad(out, hidden, gradient.to(self.device))
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{self.name}: its code takes no gradient from its outputs to its inputs "
+                    f"({error}); methods that need gradients cannot solve this model"
+                ) from error
+        return to_host(found)
+
+    @contextmanager
+    def _gradient_hooks(self, on_output: OnOutput, on_kv: OnGradient) -> Iterator[None]:
+        rows: dict[str, tuple[Tensor, int]] = {}  # tokens that came to an expert, by its name
+        run, cached = set[str](), self._cached_layers()
+        with ExitStack() as stack:
+            for path, experts in self.module.named_modules():
+                if isinstance(experts, Experts):
+
+                    def came(i: int, tokens: Tensor, count: int, path: str = path) -> None:
+                        rows[f"{path}.{i}"] = (tokens, count)
+
+                    stack.enter_context(experts.routed(came))
+            for name, linear in self.linears.items():
+                expert = self._expert_of(name)
+
+                def hook(
+                    _: nn.Module, args: Any, out: Any, name: str = name, expert: str = expert
+                ) -> None:
+                    if name in run:
+                        raise CheckpointError(
+                            f"{name}: it runs more than once on a sample; methods that need "
+                            "gradients cannot solve this model"
+                        )
+                    run.add(name)
+                    tokens, count = rows.get(expert, (None, 0))
+                    x = args[0].detach().flatten(0, -2) if name in cached else None
+                    if isinstance(out, Tensor) and out.requires_grad:  # not a router's choice
+                        out.register_hook(
+                            lambda g: on_output(name, g.flatten(0, -2), tokens, count, x)
+                        )
+
+                stack.callback(linear.register_forward_hook(hook).remove)
+            names = self.family and self.family.attention
+            latent = names if isinstance(names, LatentAttention) else None
+            attention = self.submodule(self.attention)
+            stack.enter_context(watched_gradients(attention, latent, on_kv))
+            yield
+
+    def _cached_layers(self) -> set[str]:
+        """Full names of the linear layers that make K and V, where they are declared."""
+        names = self.family and self.family.attention
+        if names is None or isinstance(names, LatentAttention):
+            return set()
+        return {f"{self.attention}.{names.k}", f"{self.attention}.{names.v}"}
+
+    def _expert_of(self, layer: str) -> str:
+        """Where in the code the expert stands that a layer belongs to; "" for none."""
+        path = self._paths[layer]
+        parts = path.split(".")
+        holders = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
+        for holder in holders:
+            if isinstance(self.module.get_submodule(holder), Experts):
+                return ".".join(parts[: holder.count(".") + 2])
+        return ""
 
     def forward(self, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """The block's function, with gradients: hidden states [tokens, hidden] to the same.
@@ -163,7 +264,8 @@ class DecoderBlock:
         """
         given = {f"{self._paths[name]}.weight": w for name, w in (weights or {}).items()}
         args, kwargs = self._given[len(hidden)].call(hidden[None].to(self.device))
-        out = functional_call(self.module, given, args, kwargs)
+        called = functional_call(self.module, given, args, kwargs) if given else None
+        out = self.module(*args, **kwargs) if called is None else called
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     @contextmanager

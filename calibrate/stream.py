@@ -23,10 +23,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from calibrate.attention import ATTENTION, BESIDE
-from calibrate.block import DecoderBlock, Given, to_host
+from calibrate.block import DecoderBlock, Given
+from calibrate.read_ahead import ReadAhead
+from calibrate.transfers import to_host
 from formats.errors import CheckpointError
 from formats.families.registry import find_family
-from formats.modeling.layers import attention_names, block_names, structure_of
+from formats.modeling.layers import (
+    attention_names,
+    block_names,
+    head_name,
+    structure_of,
+    tied_names,
+)
 from formats.modeling.load import load_own, materialize
 from formats.modeling.model import meta_model
 from formats.modeling.stored_names import renamed_modules
@@ -64,11 +72,19 @@ class _AllRecordedError(Exception):
 
 
 class _Last(_Recorder):
-    """The recorder in the last block's place."""
+    """The recorder in the last block's place.
+
+    Attributes:
+        after: Hidden states [1, tokens, hidden] to go on with; None to stop here.
+    """
+
+    after: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        super().forward(*args, **kwargs)
-        raise _AllRecordedError
+        passed = super().forward(*args, **kwargs)
+        if self.after is None:
+            raise _AllRecordedError
+        return self.after if self._outputs is None else (self.after, *passed[1:])
 
 
 class BlockStream:
@@ -83,6 +99,8 @@ class BlockStream:
             those after the quantized blocks.
 
     Attributes:
+        device: Where blocks run.
+        head_layer: Full name of the layer that gives logits.
         inputs: Hidden states of each sample before the next block: [tokens, hidden].
         quantized_inputs: Those after the quantized blocks, or None where they are not kept.
 
@@ -103,8 +121,9 @@ class BlockStream:
         self._family = find_family(values)
         self._found = None if self._family is not None else structure_of(values)
         self._stored = self._found.stored if self._found else {}
-        self._read = read
-        self._device, self._dtype = torch.device(device), dtype
+        self._read, self._tied = ReadAhead(read), tied_names(values)
+        self.head_layer = head_name(values)
+        self.device, self._dtype = torch.device(device), dtype
         own = copy.deepcopy(config)
         own.dtype = dtype  # of tables that its code makes
         self._model: Any = meta_model(own, ATTENTION).eval()
@@ -115,6 +134,7 @@ class BlockStream:
         self.inputs: list[Tensor] = []
         self.quantized_inputs: list[Tensor] | None = [] if quantized_path else None
         self._given: list[dict[int, Given]] = [{} for _ in self.blocks]
+        self._last: _Recorder | None = None
 
     def _refuse_unknown_attention(self) -> None:
         """Refuse what changes attention and is not computed here.
@@ -142,11 +162,27 @@ class BlockStream:
             if isinstance(part, nn.Linear)
         )
 
+    def outputs(self, block: str) -> tuple[int, ...]:
+        """How many outputs each of a block's linear layers has."""
+        parts = self._meta_blocks[self.blocks.index(block)].modules()
+        return tuple(part.out_features for part in parts if isinstance(part, nn.Linear))
+
+    @property
+    def hidden(self) -> int:
+        """Width of the hidden states."""
+        return self._model.config.get_text_config().hidden_size
+
     def _names(self, index: int) -> dict[str, str]:
         """Full names in the files of a block's modules, by their names in its code, if others."""
-        place = f"{self._list}.{index}."
-        whole = ((code, place + code) for code in self._meta_blocks[index].state_dict())
-        return renamed_modules({code: self._stored.get(full, full) for code, full in whole})
+        code = self._meta_blocks[index].state_dict()
+        return renamed_modules(dict(zip(code, self._stored_names(index), strict=True)))
+
+    def _stored_names(self, index: int) -> list[str]:
+        """Full names in the files of a block's tensors, in the order of its code."""
+        code = self._meta_blocks[index].state_dict()
+        return [
+            self._stored.get(full, full) for full in (f"{self._list}.{index}.{c}" for c in code)
+        ]
 
     @torch.no_grad()
     def start(self, sequences: list[Tensor]) -> None:
@@ -160,6 +196,7 @@ class BlockStream:
                 are handed more of a sample than its hidden states and its length.
         """
         recorders = self._recorders()
+        self._last = recorders[-1]
         self.inputs = []
         with self._loaded_when_called():
             for ids in sequences:
@@ -185,7 +222,7 @@ class BlockStream:
     def _embed(self, ids: Tensor, recorders: list[_Recorder]) -> Tensor:
         """Hidden states of a sample before the first block, in the host's memory."""
         with suppress(_AllRecordedError):
-            self._model(input_ids=ids[None].to(self._device), use_cache=False)
+            self._model(input_ids=ids[None].to(self.device), use_cache=False)
         hidden = recorders[0].hidden
         assert hidden is not None
         return to_host(hidden[0])
@@ -201,9 +238,48 @@ class BlockStream:
                 )
 
     @contextmanager
+    def head(
+        self, on_output: Callable[[Tensor], None] = lambda _: None
+    ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+        """For a while, what the model's own code does after the last block; `start` comes first.
+
+        Args:
+            on_output: Called with what the layer that gives logits gives, [1, tokens, vocabulary]:
+                the model's code may make others of it.
+
+        Yields:
+            Called with a sample's token ids [tokens] and the hidden states after the last block
+            [tokens, hidden]: its logits [tokens, vocabulary], with gradients.
+        """
+        last = self._last
+        assert isinstance(last, _Last), "the samples were not embedded"
+
+        def logits(ids: Tensor, hidden: Tensor) -> Tensor:
+            last.after = hidden[None]
+            return self._model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+
+        layer = self._model.get_output_embeddings()
+        handle = layer.register_forward_hook(lambda _, __, out: on_output(out))
+        try:
+            with self._loaded_when_called():
+                yield logits
+        finally:
+            handle.remove()
+            last.after = None
+
+    @contextmanager
     def _loaded_when_called(self) -> Iterator[None]:
         """Load what lies outside of the blocks when its code is called, and free it in the end."""
-        handles, loaded = [], set[nn.Module]()
+        handles, loaded, shared = [], set[nn.Module](), dict[str, Tensor]()
+
+        def read(name: str) -> Tensor:
+            """A tensor; one that stands for two, once for both."""
+            own = self._tied.get(name, name)
+            if own not in self._tied.values():
+                return self._read(own)
+            if own not in shared:
+                shared[own] = self._read(own).to(self.device).to(self._dtype)
+            return shared[own]
 
         def load(part: nn.Module, name: str) -> None:
             if part not in loaded:
@@ -211,10 +287,10 @@ class BlockStream:
                 load_own(
                     part,
                     name,
-                    self._read,
+                    read,
                     owner=self._model,
                     stored=self._stored,
-                    device=self._device,
+                    device=self.device,
                     dtype=self._dtype,
                 )
 
@@ -237,8 +313,38 @@ class BlockStream:
             assert quantized_inputs is not None
             self.quantized_inputs = quantized_inputs
 
-    def load(self, index: int) -> DecoderBlock:
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Replace the samples by what the layer that gives logits reads of them: [tokens, hidden].
+
+        The model's code makes it of the last block's outputs, by a norm as a rule.
+        """
+        last, seen = self._last, list[Tensor]()
+        assert isinstance(last, _Last), "the samples were not embedded"
+
+        def stop(_: nn.Module, args: tuple[Tensor]) -> None:
+            seen.append(args[0])
+            raise _AllRecordedError
+
+        head = self._model.get_output_embeddings().register_forward_pre_hook(stop)
+        try:
+            with self._loaded_when_called():
+                for i, hidden in enumerate(self.inputs):
+                    last.after = hidden[None].to(self.device)
+                    with suppress(_AllRecordedError):
+                        self._model(inputs_embeds=last.after, use_cache=False)
+                    self.inputs[i] = to_host(seen.pop()[0])
+        finally:
+            head.remove()
+            last.after = None
+
+    def load(self, index: int, then: int | None = None) -> DecoderBlock:
         """Read a block's weights; its samples are those that `start` or `advance` left.
+
+        Args:
+            index: Number of the block.
+            then: That of the block that is loaded next, if there is one: where blocks run on a GPU
+                it is read meanwhile.
 
         Raises:
             CheckpointError: a weight has another shape than the configuration says.
@@ -250,9 +356,11 @@ class BlockStream:
             owner=self._model,
             prefix=f"{self._list}.{index}",
             stored=self._stored,
-            device=self._device,
+            device=self.device,
             dtype=self._dtype,
         )
+        if then is not None and then < len(self.blocks) and self.device.type == "cuda":
+            self._read.expect(self._stored_names(then))
         return DecoderBlock(
             self.blocks[index],
             self._family,
@@ -261,7 +369,7 @@ class BlockStream:
             self.inputs,
             self._given[index],
             self.quantized_inputs,
-            self._device,
+            self.device,
             self._names(index),
         )
 
@@ -284,7 +392,7 @@ class BlockStream:
             RecipeError: an output holds NaN or infinity.
         """
         if outputs is None:
-            outputs = [block.output(sample) for sample in range(len(self.inputs))]
+            outputs = block.outputs()
         self.inputs[:] = outputs
         if self.quantized_inputs is not None:
             assert quantized_outputs is not None

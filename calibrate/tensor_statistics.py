@@ -11,11 +11,18 @@ magnitudes are kept apart, exact.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from formats.errors import RecipeError
+from formats.later import later
+
+if TYPE_CHECKING:
+    from kernels.triton.calibration import magnitudes
+else:
+    magnitudes = later("kernels.triton.calibration.magnitudes")  # where there is a GPU
 
 BINS = 1 << 15
 
@@ -28,6 +35,8 @@ class TensorStatistics:
         channel_absmax: Largest magnitude of each channel: fp32 [K], or [H, D] for cached heads.
         sample_absmax: Largest magnitude of each sample, by head: fp32 [samples, H] ([samples, 1]
             for an input), rows in ascending order.
+        channel_sum: Sum of each channel, fp64 of the shape of `channel_absmax`, where a mean is
+            wanted; else None.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -35,6 +44,7 @@ class TensorStatistics:
         self.tokens = 0
         self.channel_absmax = torch.zeros(shape)
         self.sample_absmax = torch.zeros(0, self.heads)
+        self.channel_sum: Tensor | None = None
         self._bins = torch.empty(0, dtype=torch.int64)  # head * BINS + bin, sorted
         self._counts = torch.empty(0, dtype=torch.int64)
 
@@ -75,10 +85,13 @@ class TensorStatistics:
                 f"cannot merge statistics of shapes {tuple(other.channel_absmax.shape)} and "
                 f"{tuple(self.channel_absmax.shape)}"
             )
+        if other.channel_sum is not None:
+            own = 0 if self.channel_sum is None else self.channel_sum
+            self.channel_sum = own + other.channel_sum
         self._add(other.tokens, other.channel_absmax, other.sample_absmax, other._dense())
 
     def divided(self, factor: Tensor) -> TensorStatistics:
-        """Statistics of x / factor, of which only the channels' largest magnitudes follow.
+        """Statistics of x / factor, of which only the channels' largest magnitudes and sums follow.
 
         Args:
             factor: Positive, of the shape of `channel_absmax`.
@@ -86,6 +99,8 @@ class TensorStatistics:
         part = TensorStatistics(tuple(self.channel_absmax.shape))
         part.tokens = self.tokens
         part.channel_absmax = (self.channel_absmax.double() / factor).float()
+        if self.channel_sum is not None:
+            part.channel_sum = self.channel_sum / factor
         return part
 
     def head(self, index: int) -> TensorStatistics:
@@ -103,7 +118,8 @@ class TensorStatistics:
 
     def state(self) -> dict[str, Tensor]:
         """Tensors to save; `from_state` restores them."""
-        return {
+        summed = {} if self.channel_sum is None else {"channel_sum": self.channel_sum}
+        return summed | {
             "channel_absmax": self.channel_absmax,
             "sample_absmax": self.sample_absmax,
             "bins": self._bins.to(torch.int32),
@@ -118,6 +134,8 @@ class TensorStatistics:
         Raises:
             ValueError: the tensors cannot be those of a `state`.
         """
+        state = dict(state)
+        sums = state.pop("channel_sum", None)
         kinds = {key: (tensor.dtype, tensor.dim()) for key, tensor in state.items()}
         channels = state["channel_absmax"].dim() if "channel_absmax" in state else 0
         if channels not in (1, 2) or kinds != {
@@ -133,6 +151,7 @@ class TensorStatistics:
         restored.channel_absmax = state["channel_absmax"]
         restored.sample_absmax = state["sample_absmax"]
         restored._bins, restored._counts = state["bins"].long(), state["counts"]
+        restored.channel_sum = sums
         restored._check()
         return restored
 
@@ -150,6 +169,7 @@ class TensorStatistics:
             and bool((bins.diff() > 0).all() & (counts > 0).all())
             and bool(((bins >= 0) & (bins < self.heads * BINS)).all())
             and int(counts.sum().item()) in (0, seen)  # none are counted without histograms
+            and _is_sum(self.channel_sum, peaks)
         ):
             raise ValueError("the numbers contradict each other")
 
@@ -158,7 +178,7 @@ class TensorStatistics:
         if not isinstance(other, TensorStatistics):
             return NotImplemented
         a, b = self.state(), other.state()
-        return all(torch.equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # mutable
 
@@ -183,6 +203,14 @@ class TensorStatistics:
         self.tokens += tokens
 
 
+def _is_sum(sums: Tensor | None, peaks: Tensor) -> bool:
+    """Whether these can be sums of channels with such largest magnitudes."""
+    if sums is None:
+        return True
+    fits = sums.dtype == torch.float64 and sums.shape == peaks.shape
+    return fits and bool(sums.isfinite().all())
+
+
 class Accumulator:
     """Gathers what samples show of one tensor where they are, on a GPU without waiting for it.
 
@@ -198,6 +226,7 @@ class Accumulator:
         self._channels: Tensor | None = None
         self._samples: list[Tensor] = []
         self._counts: Tensor | None = None
+        self._on_gpu: magnitudes.Magnitudes | None = None
 
     def observe(self, x: Tensor, name: str) -> None:
         """Add the tokens of one sample; arguments and errors as of `TensorStatistics.observe`.
@@ -206,17 +235,27 @@ class Accumulator:
         """
         if x.shape[0] == 0:
             return
+        assert x.shape[1:] == self._shape
+        self._tokens += x.shape[0]
+        if x.is_cuda:
+            self._observe_on_gpu(x.detach())
+            return
         magnitude = x.detach().float().abs()
         peak = magnitude.amax(dim=0)
-        assert peak.shape == self._shape
-        if not x.is_cuda:
-            _check_finite(peak, name)
-        self._tokens += x.shape[0]
+        _check_finite(peak, name)
         self._channels = peak if self._channels is None else torch.maximum(self._channels, peak)
         self._samples.append(peak.reshape(self._heads, -1).amax(dim=1))
         if self._histogram:
             counts = self._count(magnitude)
             self._counts = counts if self._counts is None else self._counts.add_(counts)
+
+    def _observe_on_gpu(self, x: Tensor) -> None:
+        heads = x.view(len(x), self._heads, -1) if x.dim() == 2 else x
+        if self._on_gpu is None:
+            self._on_gpu = magnitudes.Magnitudes(
+                self._heads, heads.shape[2], x.device, histogram=self._histogram
+            )
+        self._on_gpu.add(heads)
 
     def statistics(self, name: str) -> TensorStatistics:
         """What was seen so far, in the host's memory.
@@ -225,13 +264,19 @@ class Accumulator:
             RecipeError: it held NaN or infinity.
         """
         found = TensorStatistics(self._shape)
-        if self._channels is not None:
-            _check_finite(self._channels, name)
-            samples = torch.stack(self._samples).cpu()
-            if self._counts is None:
-                found._add_maxima(self._tokens, self._channels.cpu(), samples)
-            else:
-                found._add(self._tokens, self._channels.cpu(), samples, self._counts.cpu())
+        if self._on_gpu is not None:
+            channels = self._on_gpu.channel_absmax().view(self._shape).cpu()
+            samples, counts = self._on_gpu.sample_absmax().cpu(), self._on_gpu.counts()
+        elif self._channels is not None:
+            channels, samples = self._channels, torch.stack(self._samples)
+            counts = self._counts
+        else:
+            return found
+        _check_finite(channels, name)
+        if counts is None:
+            found._add_maxima(self._tokens, channels, samples)
+        else:
+            found._add(self._tokens, channels, samples, counts.cpu())
         return found
 
     def _count(self, magnitude: Tensor) -> Tensor:
@@ -240,11 +285,7 @@ class Accumulator:
         if self._heads > 1:
             first = torch.arange(self._heads, dtype=torch.int32, device=bins.device) * BINS
             bins = bins + first[:, None]
-        if not bins.is_cuda:
-            return torch.bincount(bins.flatten(), minlength=self._heads * BINS)
-        counts = torch.zeros(self._heads * BINS, dtype=torch.int64, device=bins.device)
-        one = torch.ones((), dtype=torch.int64, device=bins.device)
-        return counts.scatter_add_(0, bins.flatten().long(), one.expand(bins.numel()))
+        return torch.bincount(bins.flatten(), minlength=self._heads * BINS)
 
 
 def _check_finite(peak: Tensor, name: str) -> None:

@@ -10,11 +10,13 @@ from formats.lock import output_locked
 from ptq.pipeline.driver import quantize as run_plan
 from ptq.pipeline.resume import telling_what_is_kept
 from ptq.plan.plan import plan_recipe
+from ptq.plan.preflight import read_data
 from ptq.recipe.own_model import default_output, recipe_of, settings_for
 from ptq.recipe.problems import Where
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
 from ptq.recipe.schema import OutputSpec, Recipe
 from ptq.result import QuantizationResult
+from ptq.search.search import search
 
 
 def quantize(
@@ -36,6 +38,10 @@ def quantize(
         result = ptq.quantize("mine.yaml", overrides=["dataset.calibration.samples=128"])
         engine = ptq.Engine.from_pretrained(result.checkpoint)
 
+    A recipe's `budget` is kept as by `ptq run`: choices are measured on the evaluation split, and
+    `recipe.yaml` in the output says which was taken. Where none of those measured keeps it, the
+    result is the one that loses least, and `ptq report OUTPUT` says that it missed.
+
     An earlier run of the same recipe that was stopped goes on where it was. `ptq report OUTPUT`
     measures afterwards what the quantization cost.
 
@@ -53,7 +59,8 @@ def quantize(
         progress: Show a progress bar.
 
     Raises:
-        RecipeError: the recipe is invalid, does not fit the model, or its data cannot be used.
+        RecipeError: the recipe is invalid, does not fit the model, its data cannot be used, or
+            nothing can keep its budget.
         CheckpointError: the model is damaged, the output exists, another process works in it, or it
             cannot be written.
     """
@@ -74,6 +81,8 @@ def quantize(
     folder = loaded.recipe.output.path
     with output_locked(folder), telling_what_is_kept(folder):
         plan = plan_recipe(loaded, force=force)
+        if plan.recipe.budget is not None:
+            return search(loaded.pinned(), read_data(plan.recipe), progress=progress).result
         return run_plan(plan, force=force, progress=progress)
 
 

@@ -34,12 +34,17 @@ COMMANDS = {
         "inference.predict",
         "complete a prompt, or a file of prompts with scores",
     ),
+    "eval": ("ptq.commands.eval", "run standard tasks on a checkpoint, by lm-eval"),
     "chat": ("inference.chat", "talk with a model in the terminal"),
     "serve": (
         "inference.server.command",
         "answer HTTP requests as OpenAI's API does, with a page to try a model on",
     ),
     "peers": ("ptq.commands.peers", "measure what other tools make of a recipe's model"),
+    "train-head": (
+        "ptq.commands.train_head",
+        "train a head that drafts a model's next tokens, for speculative decoding",
+    ),
     "report": ("ptq.commands.report", "measure a finished run again and write its report"),
     "bench": (
         "inference.bench.command",

@@ -15,7 +15,9 @@ REPORT_FOLDER = "report"
 STATISTICS_FILE = "statistics.safetensors"
 FOUND_FILE = "found.safetensors"  # what methods found by running samples
 RESUME_FOLDER = ".resume"  # what a stopped run goes on with
+GRADIENTS_FOLDER = ".gradients"  # what its backward pass showed
 PROGRESS_FILE = "progress.json"  # in it: how far that run has come
+BUDGET_FOLDER = "budget"  # what a recipe with a budget chooses from
 PEER_LOGS, PEERS_FILE = "peers", "peers.json"  # what `ptq peers` writes
 
 
@@ -46,7 +48,8 @@ def require_run(output: Path) -> None:
 
 def kept_bytes(output: Path) -> int:
     """Size of what a stopped run has left to go on with."""
-    files = (output / RESUME_FOLDER).rglob("*")
+    folders = (output / RESUME_FOLDER, output / GRADIENTS_FOLDER)
+    files = (path for folder in folders for path in folder.rglob("*"))
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
@@ -58,5 +61,5 @@ def is_taken(path: Path) -> bool:
     """
     if unfinished(path) or not path.exists():
         return False
-    own = {PEER_LOGS, PEERS_FILE, RESUME_FOLDER, LOCK_FILE}
+    own = {PEER_LOGS, PEERS_FILE, RESUME_FOLDER, GRADIENTS_FOLDER, BUDGET_FOLDER, LOCK_FILE}
     return not path.is_dir() or any(entry.name not in own for entry in path.iterdir())

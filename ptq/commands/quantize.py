@@ -2,9 +2,12 @@
 
     ptq quantize MODEL --scheme w4 [--data DATA] [--output DIR]
     ptq quantize organization/model --recipe w4_best --data rows.jsonl
+    ptq quantize MODEL --budget kl=0.01 [--target cpu|gpu|vllm] [--scheme a8w4c8]
 
 It is `ptq run` on the shipped recipe that does best by the scheme, or on the one that is named,
-with the model and the data put in. What it ran is written to OUTPUT/recipe.yaml: `ptq run` on that
+with the model and the data put in. With a budget the bits of each group of layers are chosen: the
+fewest bytes that lose no more, or the least loss of so many bytes. A scheme beside it says what
+inputs and the cache are. What it ran is written to OUTPUT/recipe.yaml: `ptq run` on that
 repeats it.
 """
 
@@ -14,32 +17,46 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from formats.command import CommandParser
+from formats.errors import RecipeError
 from formats.hub import is_hub_id
 from formats.stored.other_kinds import locate_model
 from ptq.commands import run
 from ptq.commands.arguments import add_quiet, add_settings
-from ptq.recipe.own_model import OTHER_NAMES, SCHEMES, default_output, recipe_of, settings_for
+from ptq.recipe.budget import LIMITS, Target
+from ptq.recipe.own_model import (
+    OTHER_NAMES,
+    SCHEMES,
+    default_output,
+    preset_of,
+    recipe_of,
+    settings_for,
+)
 from ptq.recipe.reading import load_recipe
+
+BUDGET = "budget"  # the shipped recipe that a budget alone stands for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Quantize a model and report what it cost; 0 where the recipe's thresholds hold."""
-    arguments = parser().parse_args(argv)
+    arguments = _parsed(argv)
     if not is_hub_id(arguments.model):
         locate_model(arguments.model)
     settings = settings_for(
-        arguments.model, data=arguments.data, revision=arguments.revision, given=arguments.set
+        arguments.model,
+        data=arguments.data,
+        revision=arguments.revision,
+        given=[*_budget(arguments), *arguments.set],
     )
-    recipe = arguments.recipe or recipe_of(arguments.scheme)
+    recipe = arguments.recipe or (BUDGET if arguments.budget else recipe_of(arguments.scheme))
     data = load_recipe(recipe, settings).dataset.name
     words = [recipe]
     for setting in settings:
         words += ["--set", setting]
-    output = arguments.output or default_output(
-        arguments.model, arguments.scheme or arguments.recipe
-    )
+    label = arguments.budget or arguments.scheme or arguments.recipe
+    output = arguments.output or default_output(arguments.model, label)
     words += ["--output", str(output), *(["--force"] if arguments.force else [])]
     words += ["--quiet"] if arguments.quiet else []
     if data == "stdlib":
@@ -47,6 +64,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("Give --data FILE for text like that which the model will meet.")
     print(f"This is: {shlex.join(['ptq', 'run', *words])}")
     return run.main(words)
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, of which some exclude each other."""
+    made = parser()
+    arguments = made.parse_args(argv)
+    if arguments.recipe is not None and arguments.scheme is not None:
+        made.error("argument --recipe: not allowed with argument --scheme")
+    if arguments.target is not None and arguments.budget is None:
+        made.error("argument --target: needs the argument --budget")
+    if arguments.recipe is None and arguments.scheme is None and arguments.budget is None:
+        made.error("one of the arguments --budget --scheme --recipe is required")
+    return arguments
+
+
+def _budget(arguments: argparse.Namespace) -> list[str]:
+    """What a budget overrides in a recipe.
+
+    Raises:
+        RecipeError: it is no `name=value`.
+    """
+    if arguments.budget is None:
+        return []
+    name, equals, value = arguments.budget.partition("=")
+    if not equals or name not in LIMITS:
+        raise RecipeError(
+            f"--budget {arguments.budget}: needed is a limit and its value, such as kl=0.01; "
+            f"limits are {', '.join(LIMITS)}"
+        )
+    target = f", target: {arguments.target}" if arguments.target else ""
+    scheme = [f"scheme={preset_of(arguments.scheme)}"] if arguments.scheme else []
+    return [f"budget={{{name}: {value}{target}}}", *scheme]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,15 +107,24 @@ def parser() -> argparse.ArgumentParser:
         "Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
     )
     made.add_argument("model", metavar="MODEL", help="folder, or organization/model on the hub")
-    what = made.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    made.add_argument(
         "--scheme",
         type=str.lower,
         choices=[*SCHEMES, *OTHER_NAMES],
         metavar="SCHEME",
         help=f"what is quantized to how many bits: {', '.join(SCHEMES)}",
     )
-    what.add_argument("--recipe", metavar="NAME", help="a name that `ptq recipes` lists, or a file")
+    made.add_argument("--recipe", metavar="NAME", help="a name that `ptq recipes` lists, or a file")
+    made.add_argument(
+        "--budget",
+        metavar="LIMIT",
+        help="what may be lost or taken: kl=0.01, perplexity_ratio=1.01, bytes=2.5GB or bits=4.5",
+    )
+    made.add_argument(
+        "--target",
+        choices=get_args(Target),
+        help="where a model with a budget is to run fast (default: cpu)",
+    )
     made.add_argument(
         "--data",
         type=Path,

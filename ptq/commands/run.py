@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ptq import result as results
     from ptq.pipeline import driver, resume
     from ptq.plan import preflight
+    from ptq.search import search as searching
+    from ptq.search import summary
 else:
     driver = later("ptq.pipeline.driver")
     planning = later("ptq.plan.plan")
@@ -37,6 +39,8 @@ else:
     reporting = later("ptq.report.report")
     results = later("ptq.result")
     resume = later("ptq.pipeline.resume")
+searching = later("ptq.search.search")
+summary = later("ptq.search.summary")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,15 +67,22 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     force, progress = arguments.force, not arguments.quiet
     make_report = reporting.make_report  # imported now: what it lacks shows before hours of work
     with resume.telling_what_is_kept(output):
-        result = driver.quantize_tokens(
-            plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
-        )
+        ordered = None
+        if plan.recipe.budget is not None:
+            ordered = searching.search(loaded, data, progress=progress)
+            plan, result = ordered.plan, ordered.result
+        else:
+            result = driver.quantize_tokens(
+                plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
+            )
         shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
-        report = make_report(result, plan, data["evaluation"], progress=progress)
+        report = make_report(result, plan, data["evaluation"], ordered=ordered, progress=progress)
     resume.discard(output)
     print()
     print(format_table(report.summary_rows))
     print()
+    if ordered is not None:
+        print(f"{format_table(summary.choice_rows(ordered.record))}\n")
     for failure in report.failures:
         print(f"FAILED: {failure}")
     print(f"verdict:    {report.line}")

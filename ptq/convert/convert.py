@@ -18,6 +18,7 @@ from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
+from formats.families.names import HEAD
 from formats.families.registry import find_family
 from formats.files import building_directory, fsync_path, write_bytes
 from formats.foreign.awq import awq_config, awq_layout, refuse_awq
@@ -139,6 +140,7 @@ def _check_options(target: str, tables: str | Path | None, dtype: str | None) ->
 
 
 def _export_tables(checkpoint: Checkpoint, out: Path, force: bool) -> Conversion:
+    _refuse_head(checkpoint, "paddle")
     tables = paddle_tables(checkpoint)
     with building_directory(out, replace=force) as folder:
         for name, table in tables.items():
@@ -157,7 +159,9 @@ def _export(
 ) -> Conversion:
     modules = source.quantized_modules
     source.require_one_scheme(target)
-    layout, quantization = _target(target, source.scheme, unquantized(source, modules))
+    _refuse_head(source, target)
+    rest, head = unquantized(source, modules), HEAD in modules
+    layout, quantization = _target(target, source.scheme, rest, head)
     with building_directory(out, replace=force) as folder:
         shards = ShardWriter(folder, shard_bytes)
         for name, module in parts(source, modules, "Converting", progress):
@@ -175,8 +179,18 @@ def _export(
     return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
 
 
+def _refuse_head(source: Checkpoint, target: str) -> None:
+    """Refuse a quantized head that a target does not express."""
+    if HEAD in source.quantized_modules and (source.shares_head or not target.startswith("gptq")):
+        both = ", which is the embedding, too" if source.shares_head else ""
+        raise CheckpointError(
+            f"{source.path}: found quantized weights in {HEAD}{both}; {target} does not hold them. "
+            "Quantize with a recipe that leaves lm_head in float, or serve the checkpoint as it is"
+        )
+
+
 def _target(
-    target: str, scheme: Scheme, unquantized: Sequence[str]
+    target: str, scheme: Scheme, unquantized: Sequence[str], head: bool
 ) -> tuple[Layout, dict[str, Any]]:
     """A target's layout and `quantization_config`; CheckpointError if it cannot hold the scheme."""
     {"awq": refuse_awq, "fp8_block": refuse_fp8_block}.get(target, refuse_gptq)(scheme)
@@ -189,7 +203,7 @@ def _target(
     version: Version = 2 if target == "gptq_v2" else 1
     quantizer = f"ptq:{own_version()}"
     return gptq_layout(spec, version), gptq_config(
-        spec, version=version, quantizer=quantizer, unquantized=unquantized
+        spec, version=version, quantizer=quantizer, unquantized=unquantized, head=head
     )
 
 
@@ -222,7 +236,7 @@ def _export_notes(target: str, scheme: Scheme) -> tuple[str, ...]:
     notes: list[str] = []
     if scheme.kv_cache is not None:
         notes.append(
-            f"The scheme of the cache ({scheme.kv_cache.dtype} {scheme.kv_cache.granularity}) and "
+            f"The scheme of the cache ({scheme.kv_cache.text}) and "
             f"its scales are not part of the {target} format and were left out: whoever loads it "
             "keeps the cache as it does by default."
         )

@@ -14,6 +14,7 @@ import torch
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
+from formats.families.names import HEAD
 from formats.foreign.folder import named
 from formats.foreign.settings import integer_weights
 from formats.scale_table import ScaleEntry, ScaleTable
@@ -45,6 +46,7 @@ def import_folder(
         out,
         config=source.config,
         scheme=scheme,
+        layers=dict.fromkeys(modules, scheme.of_layers) if HEAD in modules else None,
         ignore=unquantized(source, modules),
         aux_files=source.auxiliary_files,
         force=force,

@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.foreign.paddle import FILES
 from formats.foreign.paddle_tables import PaddleScales, read_paddle
 from formats.scale_table import Role, ScaleEntry, ScaleTable
-from formats.scheme import ActivationSpec, KVCacheSpec, Scheme, WeightSpec
+from formats.scheme import ActivationSpec, Scheme, WeightSpec
 from formats.stored.weights import StoredWeight
 from kernels.numerics import INT8, dequantize, quantize, sqnr_db
 from ptq.convert.conversion import Conversion, parts, unquantized

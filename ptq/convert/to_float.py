@@ -19,6 +19,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.foreign.folder import ForeignFolder
+from formats.modeling.layers import embedding_name, head_name
 from formats.scale_table import ScaleTable
 from formats.scheme import Scheme
 from formats.stored.folder import auxiliary_files, read_config
@@ -64,10 +65,18 @@ def to_float(
             exact = read(module)
             weight = exact.to(FLOATS[dtype])
             rounding = max(rounding, _rounding(exact, weight))
-            writer.add(f"{module}.weight", weight)
+            writer.add(f"{_stored_as(source, module)}.weight", weight)
         writer.finish(ScaleTable(entries=()))
     notes = tuple(_notes(scheme, dtype, rounding))
     return Conversion(modules=len(modules), scale_rounding=rounding, notes=notes)
+
+
+def _stored_as(source: Source, module: str) -> str:
+    """The module whose weight a float model stores of a layer: the embedding, of a tied head."""
+    shares = isinstance(source, Checkpoint) and source.shares_head
+    if not shares or module != head_name(source.config):
+        return module
+    return embedding_name(source.config)
 
 
 def _open(path: Path) -> tuple[Source, Scheme, Sequence[str], Callable[[str], Tensor]]:
@@ -113,5 +122,4 @@ def _notes(scheme: Scheme, dtype: str, rounding: float) -> Iterable[str]:
     if scheme.activations is not None:
         yield f"The source's {scheme.activations.text} run in float now."
     if scheme.kv_cache is not None:
-        spec = scheme.kv_cache
-        yield f"The source's cache, {spec.dtype} {spec.granularity}, and its scales are left out."
+        yield f"The source's cache, {scheme.kv_cache.text}, and its scales are left out."

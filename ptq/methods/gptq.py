@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 
     import kernels.numerics as numerics
     from formats.stored import weights as storage
+    from kernels.triton.calibration import columns as kernels
     from ptq.methods.common import descent, moments, rounding
 else:
     descent = later("ptq.methods.common.descent")
+    kernels = later("kernels.triton.calibration.columns")
     moments = later("ptq.methods.common.moments")
     numerics = later("kernels.numerics")
     rounding = later("ptq.methods.common.rounding")
@@ -49,6 +51,7 @@ else:
     torch = later("torch")
 
 MOST_DAMP = 10.0
+SOLVED_WHOLE = 512  # inputs of a triangle that is inverted at once
 
 
 class GPTQSpec(MethodSpec):
@@ -113,16 +116,48 @@ def inverse_factor(hessian: Tensor, damp: float) -> tuple[Tensor, float] | None:
     while damp <= MOST_DAMP:
         damped = hessian.double()
         damped.diagonal().add_(damp * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        del damped  # at 14336 inputs, each of these takes 1.6 GB
-        if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            del lower
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed and bool(torch.isfinite(upper).all()):
-                return upper.float(), damp
+        upper = _backwards(damped) if hessian.is_cuda else _twice(damped)
+        if upper is not None and bool(torch.isfinite(upper).all()):
+            return upper, damp
         damp = max(damp * 10, 1e-3)
     return None
+
+
+def _twice(damped: Tensor) -> Tensor | None:
+    """U by its definition; None where one of the two factors does not exist."""
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if failed:
+        return None
+    inverse = torch.cholesky_inverse(lower)
+    del lower  # at 14336 inputs, each of these takes 1.6 GB
+    upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+    return None if failed else upper.float()
+
+
+def _backwards(damped: Tensor) -> Tensor | None:
+    """U in less than half of the operations, mostly products: for a GPU.
+
+    With J the matrix that turns an order round and J H J = L L^T, U = J L^-1 J.
+    """
+    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if failed:
+        return None
+    _invert(lower)
+    return lower.float().flip(0, 1).contiguous()  # the decomposition gives columns
+
+
+def _invert(lower: Tensor) -> None:
+    """Invert a lower triangular matrix in place, by halves."""
+    size = len(lower)
+    if size <= SOLVED_WHOLE:
+        unit = torch.eye(size, dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, unit, upper=False))
+        return
+    half = size // 2
+    first, second, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    _invert(first)
+    _invert(second)
+    below.copy_((second @ below) @ first).neg_()
 
 
 def gptq(
@@ -154,25 +189,48 @@ def gptq(
     zeros = (
         None if zero_point is None else rounding.expanded(zero_point, weight, spec).T[order].float()
     )
-    pivots = factor.diagonal().tolist()
-    q = torch.empty_like(columns, dtype=kind.storage)
-    for start in range(0, len(order), block_size):
-        stop = min(start + block_size, len(order))
-        errors = torch.empty_like(columns[start:stop])
-        for j in range(start, stop):
-            column, scale = columns[j], scales[j]
-            rounded = rounding.round_column(
-                column, scale, kind, None if zeros is None else zeros[j]
-            )
-            q[j] = rounded
-            known = rounded if zeros is None else rounded - zeros[j]
-            error = torch.addcmul(column, known, scale, value=-1.0, out=errors[j - start])
-            error.div_(pivots[j])
-            columns[j + 1 : stop].addr_(factor[j, j + 1 : stop], error, alpha=-1.0)
-        columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)
-    restored = torch.empty_like(q)
-    restored[order] = q
+    solved, size = gptq_columns, block_size
+    if columns.is_cuda and kernels.knows(kind):
+        solved, size = kernels.gptq_block, min(block_size, kernels.WIDEST)
+    for start in range(0, len(order), size):
+        block = slice(start, min(start + size, len(order)))
+        offset = None if zeros is None else zeros[block]
+        errors = solved(columns[block], scales[block], offset, factor[block, block], kind)
+        columns[block.stop :].addmm_(factor[block, block.stop :].T, errors, alpha=-1.0)
+    restored = torch.empty_like(columns, dtype=kind.storage)
+    restored[order] = columns.to(kind.storage)
     return restored.T.contiguous()
+
+
+def gptq_columns(
+    columns: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    factor: Tensor,
+    kind: numerics.QuantizedType,
+) -> Tensor:
+    """Solve a block of columns; `kernels.triton.calibration.columns.gptq_block` is it for a GPU.
+
+    Args:
+        columns: fp32 [B, N]; becomes the values of the type.
+        scales: fp32 [B, N].
+        zeros: fp32 [B, N], or None.
+        factor: fp32 [B, B], the block of U.
+        kind: The type.
+
+    Returns:
+        (w - q) / U_jj of each column, fp32 [B, N].
+    """
+    errors, pivots = torch.empty_like(columns), factor.diagonal().tolist()
+    for j, (column, scale) in enumerate(zip(columns, scales, strict=True)):
+        offset = None if zeros is None else zeros[j]
+        rounded = rounding.round_column(column, scale, kind, offset)
+        known = rounded if offset is None else rounded - offset
+        error = torch.addcmul(column, known, scale, value=-1.0, out=errors[j])
+        error.div_(pivots[j])
+        columns[j + 1 :].addr_(factor[j, j + 1 :], error, alpha=-1.0)
+        column.copy_(rounded)
+    return errors
 
 
 class GPTQ(Method):

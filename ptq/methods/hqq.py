@@ -178,6 +178,7 @@ class HQQ(Method):
     def _layer(self, work: BlockWork, name: str) -> QuantizedLinear:
         weight, spec = work.block.linears[name].weight, work.weight_spec(name)
         plain, dtype = spec.model_copy(update={"two_level": False}), work.scale_dtype(name)
+        assert isinstance(dtype, torch.dtype)
         start = rounding.choose_qparams(weight, plain, dtype)
         scale, zeros = half_quadratic(weight, *start, plain, dtype, self.spec)
         if spec.two_level:

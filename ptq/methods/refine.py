@@ -10,6 +10,11 @@ through rounding unchanged. Two things make it worth the time: it starts from wh
 and the block is given what the quantized blocks before it hand over while it is to give what the
 float block would have, so that it also makes up for their error.
 
+With `metric: kl` the error e_t of the block's output at token t is weighted by what it costs the
+model, |g_t|^2 e_t^T G e_t (`calibrate.fisher`, the block's output in place of a layer's), in place
+of |e_t|^2: this needs gradients. As both factors are estimates from few tokens, half of |g_t|^2 is
+its mean over all tokens, and half of G's mean diagonal is added to G.
+
 Where the error over all samples is not lower in the end, the layers stay as they were: a reported
 event. Scales of two levels keep the units of their channels; the multiples move. Layers with fp8
 weights have no integers: they stay as they were rounded.
@@ -37,10 +42,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    import calibrate.gradients as gradients
     import kernels.numerics as numerics
     import kernels.two_level as two_level
     from formats.stored import weights as storage
 else:
+    gradients = later("calibrate.gradients")
     numerics = later("kernels.numerics")
     storage = later("formats.stored.weights")
     torch = later("torch")
@@ -48,6 +55,7 @@ else:
 
 FACTOR_RATE = 0.1  # learning rate of scale factors, relative to that of roundings
 MOST_FACTOR = 0.2  # scales change by at most this share
+EVEN = 0.5  # share of the mean in tokens' weights, and of G's mean diagonal that is added to it
 
 
 class RefineSpec(MethodSpec):
@@ -59,6 +67,7 @@ class RefineSpec(MethodSpec):
           iterations: 100         # steps for each block
           batch: 4                # calibration sequences of a step
           learning_rate: 0.005    # in steps of the integers; falls linearly to 0
+          metric: output          # or kl: errors weighted by what they cost the model
           seed: 0
     """
 
@@ -70,6 +79,10 @@ class RefineSpec(MethodSpec):
     """Calibration sequences of a step; memory grows in proportion."""
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 0.005
     """In steps of the integers; falls linearly to 0."""
+    metric: Literal["output", "kl"] = "output"
+    """What is lowered: the squared error of the block's output, or what it costs the model (`kl`),
+    for which the model runs backward once.
+    """
     seed: Annotated[int, Field(ge=0)] = 0
     """Which sequences each step takes."""
 
@@ -161,6 +174,43 @@ class Adjustable:
         return QuantizedLinear(stored, spec, input_scale, f"{self.layer.statistic}, refined")
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What an error of the block's output counts: the square of what this makes of it.
+
+    Attributes:
+        factor: L with L L^T = G, of G's diagonal blocks, fp32 [blocks, size, size]; None where all
+            errors count alike.
+        tokens: Root of each token's weight, of each sample: fp32 [tokens].
+    """
+
+    factor: Tensor | None = None
+    tokens: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, work: BlockWork) -> Cost:
+        """By both Fisher factors; alike where nothing depends on the block's output."""
+        assert work.gradients is not None, "the driver runs backward for methods with gradients"
+        seen = work.gradients.of[work.block.name, gradients.STATES]
+        mean = seen.mean.item()
+        if mean == 0:
+            return cls()
+        g = seen.outputs.to(work.block.device).double()
+        g = g + EVEN * g.diagonal(dim1=1, dim2=2).mean() * torch.eye(g.shape[1]).to(g)
+        factor = torch.linalg.cholesky(g * g.shape[1] * len(g)).float()
+        samples = enumerate(work.block.inputs)
+        weights = (seen.weights_of(i, x.shape[-2]) / mean for i, x in samples)
+        roots = ((1 - EVEN) * w + EVEN for w in weights)
+        return cls(factor, tuple(w.sqrt()[:, None].to(g.device) for w in roots))
+
+    def __call__(self, error: Tensor, sample: int) -> Tensor:
+        """The error [tokens, hidden] of a sample as its square counts."""
+        if self.factor is None:
+            return error
+        parts = gradients.in_blocks(error.reshape(-1, error.shape[-1]), self.factor.shape[1])
+        return torch.einsum("tbi,bij->tbj", parts, self.factor).flatten(1) * self.tokens[sample]
+
+
 class Refine(Method):
     """Refines the solved layers of a block; see the module's docstring."""
 
@@ -168,6 +218,7 @@ class Refine(Method):
 
     def __init__(self, spec: RefineSpec) -> None:
         self.spec = spec
+        self.gradients = spec.metric == "kl"
         self.solved: dict[str, QuantizedLinear] = {}
 
     def solve(self, work: BlockWork) -> None:
@@ -175,18 +226,19 @@ class Refine(Method):
         inputs = work.block.quantized_inputs
         assert inputs is not None
         layers = {
-            name: Adjustable.of(layer, work.block.linears[name].weight, work.scale_dtype(name))
+            name: Adjustable.of(layer, work.block.linears[name].weight, dtype)
             for name, layer in work.quantized.items()
-            if _has_integers(layer)
+            if _has_integers(layer) and isinstance(dtype := work.scale_dtype(name), torch.dtype)
         }
         if not layers:
             return
         with torch.no_grad():
             targets = [work.block.run(sample).cpu() for sample in range(len(inputs))]
+        cost = Cost.of(work) if self.spec.metric == "kl" else Cost()
         with _rounded_inputs(work):
-            before = _error(work, inputs, targets, _weights(layers))
-            self._descend(work, layers, inputs, targets)
-            after = _error(work, inputs, targets, _weights(layers))
+            before = _error(work, inputs, targets, _weights(layers), cost)
+            self._descend(work, layers, inputs, targets, cost)
+            after = _error(work, inputs, targets, _weights(layers), cost)
         if after < before:
             self.solved = {name: layer.solved() for name, layer in layers.items()}
         else:
@@ -204,6 +256,7 @@ class Refine(Method):
         layers: Mapping[str, Adjustable],
         inputs: list[Tensor],
         targets: list[Tensor],
+        cost: Cost,
     ) -> None:
         spec = self.spec
         groups = [
@@ -218,7 +271,7 @@ class Refine(Method):
         for batch in _batches(len(inputs), spec):
             weights = {name: layer.weight() for name, layer in layers.items()}
             losses = [
-                (work.block.forward(inputs[i], weights) - targets[i].to(work.block.device))
+                cost(work.block.forward(inputs[i], weights) - targets[i].to(work.block.device), i)
                 .square()
                 .mean()
                 for i in batch
@@ -247,13 +300,21 @@ def _weights(layers: Mapping[str, Adjustable]) -> dict[str, Tensor]:
 
 
 def _error(
-    work: BlockWork, inputs: list[Tensor], targets: list[Tensor], weights: Mapping[str, Tensor]
+    work: BlockWork,
+    inputs: list[Tensor],
+    targets: list[Tensor],
+    weights: Mapping[str, Tensor],
+    cost: Cost,
 ) -> float:
-    """Squared error of the block's outputs, summed exactly over all samples."""
+    """Squared error of the block's outputs, as it counts, summed exactly over all samples."""
     with torch.no_grad():
         return math.fsum(
-            (work.block.forward(x, weights).cpu() - y).double().square().sum().item()
-            for x, y in zip(inputs, targets, strict=True)
+            cost(work.block.forward(x, weights) - y.to(work.block.device), i)
+            .double()
+            .square()
+            .sum()
+            .item()
+            for i, (x, y) in enumerate(zip(inputs, targets, strict=True))
         )
 
 

@@ -35,7 +35,7 @@ from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
 from formats.families.sizes import heads_of
 from formats.later import later
-from formats.scheme import LayerScheme
+from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.common.stored_layers import kept_layers
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from formats.families.family import Family
     from ptq.methods.common import hadamard
 else:
     hadamard = later("ptq.methods.common.hadamard")
@@ -73,6 +74,7 @@ class RotationSpec(MethodSpec):
 
     stage: ClassVar = Stage.ROTATE
     needs_declaration: ClassVar[bool] = True
+    fits_cache_alone: ClassVar[bool] = True
     name: Literal["rotation"] = "rotation"
     residual: bool = True
     """Turn the residual stream (R1). Unties a tied lm_head, which adds its bytes."""
@@ -86,6 +88,19 @@ class RotationSpec(MethodSpec):
         if not (self.residual or self.values):
             raise ValueError("rotates nothing; set residual or values to true, or remove it")
         return self
+
+    def misfit(self, scheme: Scheme, layers: Sequence[LayerScheme]) -> str | None:
+        """Without quantized weights it serves the cached V alone."""
+        if scheme.weights is not None or not self.residual:
+            return None
+        return (
+            f"found rotation with residual: true, but the scheme {scheme.wac} leaves weights and "
+            "activations in floating point; set residual: false, and V alone is turned"
+        )
+
+    def knows(self, family: Family | None) -> bool:
+        """It turns no residual stream that norms stand before (see `view`)."""
+        return family is not None and not (self.residual and family.norms.after)
 
     def view(self, model: FloatModel) -> FloatModel:
         """The rotated model.

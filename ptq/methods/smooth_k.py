@@ -222,6 +222,8 @@ def _multiply(work: BlockWork, name: str, factors: Tensor) -> None:
         heads = parameter.shape[0] // factors.shape[1]
         repeated = factors.repeat_interleave(max(1, heads // len(factors)), dim=0)
         by_row = repeated.flatten()[: len(parameter)].to(parameter.device)
+        if leaf == "weight" and isinstance(module, nn.Linear):
+            work.divide(name, "output", 1 / by_row.cpu())
         by_row = by_row.view(-1, *(1,) * (parameter.dim() - 1))
         moved = (parameter.double() + offset) * by_row - offset
         if leaf == "bias" or name not in work.targets:

@@ -2,37 +2,44 @@
 
 `statistics.safetensors` in a run's output holds the statistics of the model as it came, and as it
 was where samples ran again after a method; `hessians/<block>.safetensors` the second moments of its
-inputs, where a method used them and they are small or the recipe asks for them; `found.safetensors`
-what methods found by running samples (`ptq.pipeline.found`). `ptq.commands.solve` takes them in
-place of the samples.
+inputs, where a method used them and they are small or the recipe asks for them;
+`fisher/<block>.safetensors` both Fisher factors of its layers and the gradients of its cache, where
+the model ran backward, likewise; `found.safetensors` what methods found by running samples
+(`ptq.pipeline.found`). `ptq.commands.solve` takes them in place of the samples.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
+from calibrate.gradients import BlockGradients
 from calibrate.statistics import AFTER, Statistics
 from formats.errors import CheckpointError
 from formats.files import writing
 from formats.stored.safetensors_files import write_tensors
 from ptq.methods.common.block import BlockWork
-from ptq.methods.common.float_model import FloatModel
+from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
 from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods
 from ptq.output import STATISTICS_FILE
 from ptq.pipeline.found import Found
-from ptq.pipeline.key import model_key
 from ptq.recipe.schema import Recipe
 from ptq.result import QuantizationRecord, load_record
 
 HESSIANS_FOLDER = "hessians"
+FISHER_FOLDER = "fisher"
+KEPT_FOLDERS = (HESSIANS_FOLDER, FISHER_FOLDER)
+INPUTS = "inputs"  # role of the first factor of a layer, beside the gradients' own roles
 
 
 @dataclass(frozen=True)
@@ -69,19 +76,33 @@ class Artifact:
             stage: The method after which they ran; '' for the model as it came.
 
         Raises:
-            CheckpointError: the block's Hessians are damaged.
+            CheckpointError: the block's Hessians or Fisher factors are damaged.
         """
         work.statistics = self.statistics.below(work.block.name).at(stage)
-        work.moments, work.divisors = None, {}
-        path = self.folder / HESSIANS_FOLDER / moments_file(work.block.name, stage)
-        if path.is_file():
-            moments = Moments(work.observed_for, work.targets, full=True)
-            try:
-                moments.restore(load_file(path, device=str(work.block.device)))
-            except (OSError, SafetensorError, KeyError) as error:
-                message = f"{path}: damaged ({error}). Run the recipe again to write it"
-                raise CheckpointError(message) from error
-            work.moments = moments
+        work.moments, work.weighted, work.divisors = None, None, {}
+        with self._tensors(HESSIANS_FOLDER, work, stage) as found:
+            if found:
+                work.moments = Moments(work.observed_for, work.targets, full=True)
+                work.moments.restore(found)
+        with self._tensors(FISHER_FOLDER, work, stage) as found:
+            if found:
+                work.weighted = WeightedMoments.restored(_pop_inputs(found), work.targets)
+                if not stage:
+                    work.gradients = BlockGradients.from_state(found)
+
+    @contextmanager
+    def _tensors(self, folder: str, work: BlockWork, stage: str) -> Iterator[dict[str, Tensor]]:
+        """What a file of a block holds; nothing where there is none.
+
+        Raises:
+            CheckpointError: it is damaged, or whoever takes it misses something.
+        """
+        path = self.folder / folder / moments_file(work.block.name, stage)
+        try:
+            yield load_file(path, device=str(work.block.device)) if path.is_file() else {}
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            message = f"{path}: damaged ({error}). Run the recipe again to write it"
+            raise CheckpointError(message) from error
 
     def recall(self, work: BlockWork, spec: MethodSpec, method: Method) -> None:
         """Let a method take what it found in the run, in place of `solve`."""
@@ -110,38 +131,63 @@ def moments_file(block: str, stage: str) -> str:
     return f"{block}{AFTER}{stage}.safetensors" if stage else f"{block}.safetensors"
 
 
-def save_hessians(folder: Path, work: BlockWork, stage: str) -> None:
-    """Keep a block's second moments, if they are whole, in `folder`, for `keep_hessians`.
+def save_moments(folder: Path, kinds: Sequence[str], work: BlockWork, stage: str) -> None:
+    """Keep what a block's samples showed, for `keep_moments`.
+
+    Args:
+        folder: Where to, after `expect_moments`.
+        kinds: Of `KEPT_FOLDERS`: second moments, if they are whole, and both Fisher factors.
+        work: The block.
+        stage: The method after which the samples ran; '' for the model as it came.
 
     Raises:
         CheckpointError: they cannot be written.
     """
-    if work.moments is None or not work.moments.full:
-        return
-    path = folder / HESSIANS_FOLDER / moments_file(work.block.name, stage)
+    file = moments_file(work.block.name, stage)
+    if HESSIANS_FOLDER in kinds and work.moments is not None and work.moments.full:
+        _save(folder / HESSIANS_FOLDER / file, work.moments.state())
+    if FISHER_FOLDER in kinds and work.weighted is not None and work.gradients is not None:
+        inputs = {f"{name}/{INPUTS}": a for name, a in work.weighted.state().items()}
+        gradients = {} if stage else work.gradients.state(weights=False)
+        _save(folder / FISHER_FOLDER / file, inputs | gradients)
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with writing(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        write_tensors(path, {k: t.cpu().contiguous() for k, t in work.moments.state().items()})
+        write_tensors(path, {k: t.cpu().contiguous() for k, t in tensors.items()})
 
 
-def seen_key(recipe: Recipe, checkpoint: FloatModel) -> str:
-    """Tells the model that calibration saw: its files, and the views it is read through."""
-    blocks = [spec for spec, _ in block_methods(recipe.methods)]
-    views = [spec.model_dump_json() for spec in recipe.methods if spec not in blocks]
-    return " ".join([model_key(checkpoint), *views])
+def _pop_inputs(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take what `save_moments` kept of the inputs' side out of a file's tensors: by layer."""
+    names = [key for key in found if key.endswith(f"/{INPUTS}")]
+    return {key.removesuffix(f"/{INPUTS}"): found.pop(key) for key in names}
 
 
-def keep_hessians(made: Path, output: Path) -> None:
+def expect_moments(made: Path) -> None:
+    """Make the folders for `save_moments`, so that `keep_moments` replaces all of an earlier run's.
+
+    Raises:
+        CheckpointError: they cannot be made.
+    """
+    for name in KEPT_FOLDERS:
+        with writing(made / name):
+            (made / name).mkdir(parents=True, exist_ok=True)
+
+
+def keep_moments(made: Path, output: Path) -> None:
     """Put those that were made for a run into its output, in place of an earlier run's.
 
     A run that was stopped right after it had done so finds none that were made, and keeps its own.
     """
-    if (made / HESSIANS_FOLDER).is_dir():
-        drop_hessians(output)
-        (made / HESSIANS_FOLDER).rename(output / HESSIANS_FOLDER)
+    for name in (name for name in KEPT_FOLDERS if (made / name).is_dir()):
+        shutil.rmtree(output / name, ignore_errors=True)
+        (made / name).rename(output / name)
+        with suppress(OSError):  # what the run had no use for
+            (output / name).rmdir()
 
 
-def drop_hessians(output: Path) -> None:
+def drop_moments(output: Path) -> None:
     """Remove those of an earlier run."""
-    shutil.rmtree(output / HESSIANS_FOLDER, ignore_errors=True)
+    for name in KEPT_FOLDERS:
+        shutil.rmtree(output / name, ignore_errors=True)

@@ -38,20 +38,26 @@ from ptq.output import (
     STATISTICS_FILE,
 )
 from ptq.pipeline.artifact import (
+    FISHER_FOLDER,
+    HESSIANS_FOLDER,
     Artifact,
-    drop_hessians,
-    keep_hessians,
-    save_hessians,
-    seen_key,
+    drop_moments,
+    expect_moments,
+    keep_moments,
+    save_moments,
 )
+from ptq.pipeline.behind import Behind
 from ptq.pipeline.device import fast_products
 from ptq.pipeline.emit import emit_rest
 from ptq.pipeline.found import Found
-from ptq.pipeline.key import key_of, run_facts
+from ptq.pipeline.gradients import GradientStore
+from ptq.pipeline.head import solve_head
+from ptq.pipeline.key import gradients_key, key_of, run_facts, seen_key
 from ptq.pipeline.live import LiveTable
 from ptq.pipeline.resume import ResumableRun, SolvedBlock, discard
 from ptq.pipeline.solvable import check_solvable
 from ptq.pipeline.solver import BlockSolver
+from ptq.plan.head import head_weight
 from ptq.plan.plan import Plan
 from ptq.plan.shapes import shard_bytes
 from ptq.recipe.reading import resolved_yaml
@@ -72,7 +78,8 @@ def quantize(
 
     Writes below the recipe's output path: `checkpoint/` (whole or not at all), `recipe.yaml`
     (resolved), `quantization.json`, the record of the run, and what `solve` works from:
-    `statistics.safetensors`, `found.safetensors` and, where they are kept, `hessians/`.
+    `statistics.safetensors`, `found.safetensors` and, where they are kept, `hessians/` and
+    `fisher/`.
 
     Args:
         plan: From `ptq.plan.plan.build_plan`.
@@ -112,7 +119,7 @@ def quantize_tokens(
         discard(output)
         raise
     finally:
-        if driver.store.done == 0:  # nothing to go on with
+        if driver.store.done == 0 and not driver.gradients.complete:  # nothing to go on with
             discard(output)
     result = driver.result(table)
     if not keep:
@@ -157,14 +164,22 @@ class _Driver:
     ) -> None:
         self.plan, self.recipe, self.watch = plan, plan.recipe, watch
         self.calibration, self.artifact = calibration, artifact
-        keep = partial(save_hessians, plan.recipe.output.path / RESUME_FOLDER)
-        self.keeps_hessians = artifact is None and plan.prediction.moments_bytes > 0
-        self.solver = BlockSolver(plan, watch, artifact, keep if self.keeps_hessians else None)
+        told = plan.prediction
+        kept = {HESSIANS_FOLDER: told.moments_bytes, FISHER_FOLDER: told.factors_bytes}
+        folders = [name for name, size in kept.items() if size > 0]
+        keep = partial(save_moments, plan.recipe.output.path / RESUME_FOLDER, folders)
+        self.keeps_moments = artifact is None and bool(folders)
+        self.solver = BlockSolver(plan, watch, artifact, keep if self.keeps_moments else None)
         self.model, self.device = self.solver.model, self.solver.device
         facts = run_facts(plan, self.model, calibration.fingerprint, self.device)
-        output, blocks = plan.recipe.output.path, len(plan.blocks)
-        self.store = ResumableRun(output, key_of(facts), blocks, facts)
+        self.parts = (*plan.blocks, *([] if plan.head is None else [plan.head]))
+        output = plan.recipe.output.path
+        self.store = ResumableRun(output, key_of(facts), len(self.parts), facts)
         self.resumed = self.store.done
+        if self.keeps_moments and not self.resumed:
+            expect_moments(output / RESUME_FOLDER)
+        self.gradients = GradientStore(output, gradients_key(plan, self.model, facts))
+        self.behind = Behind()
         self.statistics = Statistics()
         self.found: dict[str, dict[str, dict[str, Tensor]]] = {}
         self.entries: list[ScaleEntry] = []
@@ -177,10 +192,12 @@ class _Driver:
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
         stream = self.solver.stream
-        with closing(self.store), self._writer(force or self.resumed > 0) as writer:
-            with self.watch.phase("write"):
-                emit_rest(writer, self.model, stream.blocks)
+        writing = self._writer(force or self.resumed > 0)
+        with closing(self.store), writing as writer, self.behind:
+            head = None if self.plan.head is None else head_weight(self.model)
+            self.behind.put(partial(emit_rest, writer, self.model, stream.blocks, without=head))
             if self.artifact is None:
+                self.solver.run_backward(sequences, self.gradients, progress=progress)
                 self.solver.start(sequences)
             greeting = self.store.greeting()
             if greeting and progress:
@@ -191,7 +208,7 @@ class _Driver:
             )
             shown = progress and on_terminal()  # elsewhere the table's lines tell enough
             for index, name in enumerate(
-                bar(stream.blocks, title="Quantizing", unit="block", shown=shown)
+                bar(self.parts, title="Quantizing", unit="block", shown=shown)
             ):
                 if index < self.resumed:
                     self._emit(writer, name, self.store.block(index))
@@ -201,6 +218,7 @@ class _Driver:
                 self._block(index, name, writer)
             table = ScaleTable(entries=tuple(self.entries))
             with self.watch.phase("write"):
+                self.behind.wait()
                 writer.finish(table)
         return table
 
@@ -210,7 +228,7 @@ class _Driver:
         with self.watch.phase("write"):
             self.statistics.save(output / STATISTICS_FILE)
             Found.under(self.recipe, self.found).save(output)
-            self._keep_hessians()
+            self._keep_moments()
             replace_file(output / RECIPE_FILE, resolved_yaml(self.recipe).encode())
         result = QuantizationResult(
             checkpoint=output / CHECKPOINT_FOLDER,
@@ -228,13 +246,13 @@ class _Driver:
         replace_file(output / RESULT_FILE, result.to_json().encode())
         return result
 
-    def _keep_hessians(self) -> None:
+    def _keep_moments(self) -> None:
         """Leave in the output those of this run, and no others."""
         output = self.recipe.output.path
-        if self.keeps_hessians:
-            keep_hessians(output / RESUME_FOLDER, output)
+        if self.keeps_moments:
+            keep_moments(output / RESUME_FOLDER, output)
         elif self.artifact is None or self.artifact.folder.resolve() != output.resolve():
-            drop_hessians(output)
+            drop_moments(output)
 
     def _writer(self, force: bool) -> CheckpointWriter:
         """A writer with shards of the size of an fp32 block: memory does not follow depth."""
@@ -243,11 +261,16 @@ class _Driver:
         scheme, kept = self.recipe.scheme, kept_layers(self.model)
         if scheme.weights is None and kept:  # only those are
             scheme = scheme.model_copy(update={"weights": next(iter(kept.values())).weights})
+        shared, config = self.plan.shared, dict(self.model.config)
+        if self.plan.head is not None:
+            config["tie_word_embeddings"] = shared is not None
         return CheckpointWriter(
             self.recipe.output.path / CHECKPOINT_FOLDER,
-            config=self.model.config,
+            config=config,
             scheme=scheme,
+            shared_head=None if shared is None else self.plan.head,
             layers={**self.plan.schemes, **kept},
+            caches=self.plan.caches,
             ignore=self._ignored(),
             aux_files=self.model.auxiliary_files,
             force=force,
@@ -263,18 +286,19 @@ class _Driver:
 
     def _block(self, index: int, name: str, writer: CheckpointWriter) -> None:
         """Take one block from float to the writer."""
-        solved, stream = self.solver.solve(index), self.solver.stream
+        stream, is_head = self.solver.stream, name == self.plan.head
+        solved = solve_head(self.solver) if is_head else self.solver.solve(index)
         with self.watch.phase("write"):
             if self.solver.schedule.needs_data and self.artifact is None:  # else as fast again
-                self.store.save(solved, stream.inputs, stream.quantized_inputs)
+                states = ([], None) if is_head else (stream.inputs, stream.quantized_inputs)
+                self.store.save(solved, *states)  # nothing comes after the head
             self._emit(writer, name, solved)
 
     def _emit(self, writer: CheckpointWriter, name: str, solved: SolvedBlock) -> None:
         """Write a solved block and keep its rows of the record."""
         for tensor_name, tensor in solved.tensors.items():
             writer.add(tensor_name, tensor)
-        for attention, (k, v) in solved.kv_scales.items():
-            writer.set_kv_scales(attention, k, v)
+        writer.set_cache(solved.cache)
         self.statistics.merge(solved.statistics)
         self.found[name] = solved.found
         self.entries += solved.record.entries

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,11 +12,12 @@ from torch import Tensor
 from calibrate.observers import choose_absmax, clip_fraction
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
+from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.write import CheckpointWriter
 from formats.families.attention import LatentAttention
+from formats.fp4 import least_unit
 from formats.scale_table import Role, ScaleEntry
-from formats.scheme import KVCacheSpec
-from formats.stored.weights import weight_tensors
+from formats.stored.weights import StoredWeight, scale_in_table, weight_tensors
 from kernels.numerics import TYPES, choose_scale, expand_scale
 from kernels.two_level import two_level
 from ptq.methods.common.block import BlockWork, QuantizedLinear
@@ -24,8 +27,13 @@ from ptq.pipeline.measure import CACHES, cache_ratios
 from ptq.result import ModuleRow
 
 
-def emit_rest(writer: CheckpointWriter, checkpoint: FloatModel, blocks: tuple[str, ...]) -> None:
-    """Copy every tensor that belongs to no decoder block, bit for bit.
+def emit_rest(
+    writer: CheckpointWriter,
+    checkpoint: FloatModel,
+    blocks: tuple[str, ...],
+    without: str | None = None,
+) -> None:
+    """Copy every tensor that belongs to no decoder block, bit for bit, but for one of that name.
 
     What lies behind the last block, as layers do that predict further tokens (DeepSeek-V3), is left
     out: nothing runs it, and it is not calibrated.
@@ -33,8 +41,20 @@ def emit_rest(writer: CheckpointWriter, checkpoint: FloatModel, blocks: tuple[st
     parents = {block.rpartition(".")[0] for block in blocks}
     numbered = re.compile("|".join(rf"{re.escape(parent)}\.\d+\." for parent in parents))
     for name in checkpoint.names():
-        if not numbered.match(name):
+        if name != without and not numbered.match(name):
             writer.add(name, checkpoint.tensor(name))
+
+
+def emit_block(
+    writer: CheckpointWriter,
+    tensors: Mapping[str, Tensor],
+    kv_scales: Mapping[str, tuple[Tensor, Tensor]],
+) -> None:
+    """Write the tensors of a solved block and its scales of K and V."""
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    for attention, (k, v) in kv_scales.items():
+        writer.set_kv_scales(attention, k, v)
 
 
 def block_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor]:
@@ -50,7 +70,9 @@ def block_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor]:
         elif leaf == "weight":
             solved, bias = work.quantized[module], work.block.linears[module].bias
             assert not solved.spec.two_level or two_level(solved.weight.scale) is not None
-            stored = weight_tensors(work.scheme_of(module), solved.weight, checkpoint.dtype(name))
+            stored = weight_tensors(
+                work.scheme_of(module), with_unit(work, module), checkpoint.dtype(name)
+            )
             if bias is not None:
                 stored["bias"] = bias.to(checkpoint.dtype(f"{module}.bias"))
             if solved.input_scale is not None:
@@ -69,7 +91,7 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
             _entry(
                 f"{row.module}.weight_scale",
                 "weight",
-                stored_scale(solved),
+                scale_in_table(solved.spec, with_unit(work, row.module)),
                 dtype=solved.spec.dtype,
                 granularity=solved.spec.granularity,
                 statistic=solved.statistic,
@@ -106,18 +128,31 @@ def _range_by(work: BlockWork, name: str) -> str:
     return method if factor == 1.0 else f"{method} x {factor:g}, searched"
 
 
-def kv_scales(
-    work: BlockWork, spec: KVCacheSpec, observer: ObserverSpec
-) -> tuple[dict[str, tuple[Tensor, Tensor]], list[ScaleEntry]]:
-    """The static scales of a block's cached K and V, and their rows of the scale table."""
-    if spec.dynamic:
+def cache_tensors(
+    work: BlockWork, observer: ObserverSpec
+) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
+    """What is stored of a block's cache, by full name, and its rows of the scale table."""
+    spec = work.scheme.kv_cache
+    if spec is None:
         return {}, []
+    tensors, entries = ({}, []) if spec.dynamic else _kv_scales(work, spec, observer)
+    if spec.center_keys:
+        tensors[f"{work.block.attention}.k_offset"] = work.key_mean().float()
+    return tensors, entries
+
+
+def _kv_scales(
+    work: BlockWork, spec: KVCacheSpec, observer: ObserverSpec
+) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
+    """The static scales of a block's cached K and V, and their rows of the scale table."""
     attention, entries = work.block.attention, []
     family = work.block.family
     latent = family is not None and isinstance(family.attention, LatentAttention)
     by_channel = {role: spec.by_channel(role, latent=latent) for role in CACHES}
-    found: dict[Role, tuple[Tensor, float]] = {
-        role: kv_scale(work.observed(attention, role), spec, observer, by_channel=by_channel[role])
+    found: dict[CacheRole, tuple[Tensor, float]] = {
+        role: kv_scale(
+            work.observed(attention, role), spec, role, observer, by_channel=by_channel[role]
+        )
         for role in CACHES
     }
     ratios = cache_ratios(work, {role: scale for role, (scale, _) in found.items()})
@@ -130,7 +165,7 @@ def kv_scales(
                 f"{attention}.{role[0]}_scale",
                 role,
                 scale,
-                dtype=spec.dtype,
+                dtype=spec.dtype_of(role),
                 granularity=granularity,
                 statistic=observer.method,
                 absmax=stats.absmax,
@@ -139,17 +174,22 @@ def kv_scales(
                 sqnr_db=ratios[role],
             )
         )
-    return {attention: (found["k_cache"][0], found["v_cache"][0])}, entries
+    return {f"{attention}.{role[0]}_scale": scale for role, (scale, _) in found.items()}, entries
 
 
 def kv_scale(
-    stats: TensorStatistics, spec: KVCacheSpec, observer: ObserverSpec, *, by_channel: bool
+    stats: TensorStatistics,
+    spec: KVCacheSpec,
+    role: CacheRole,
+    observer: ObserverSpec,
+    *,
+    by_channel: bool,
 ) -> tuple[Tensor, float]:
     """Static scale of K or V, and the share of values that it cuts off.
 
     Channels are scaled by their absmax, whatever the observer: a channel has no histogram.
     """
-    kind = TYPES[spec.dtype]
+    kind = TYPES[spec.dtype_of(role)]
     if by_channel:
         absmax = stats.channel_absmax.reshape(stats.heads, -1)
         return choose_scale(absmax, kind), 0.0
@@ -162,10 +202,17 @@ def kv_scale(
     return scale, sum(clipped) / len(clipped)  # heads have equal counts
 
 
-def stored_scale(solved: QuantizedLinear) -> Tensor:
-    """A weight's scales in the shape that the checkpoint has."""
-    scale = solved.weight.scale
-    return scale.reshape(1) if solved.spec.granularity == "per_tensor" else scale
+def with_unit(work: BlockWork, name: str) -> StoredWeight:
+    """A solved weight; NVFP4's scales have the unit that all layers have that run as one with it.
+
+    A runtime that multiplies by such layers at once has one global scale for them.
+    """
+    solved = work.quantized[name]
+    if solved.spec.scale_type != "e4m3":
+        return solved.weight
+    scales = (work.quantized[other].weight.scale.max() for other in work.merged_with(name))
+    unit = least_unit(torch.stack(list(scales)))
+    return replace(solved.weight, unit=unit.expand(len(solved.weight.q), 1))
 
 
 def weight_clip_fraction(weight: Tensor, solved: QuantizedLinear) -> float:

@@ -17,21 +17,34 @@ import torch
 
 from formats.files import sha256_file
 from ptq.methods.common.float_model import FloatModel
+from ptq.methods.registry import block_methods
 from ptq.plan.plan import Plan
+from ptq.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 DECIDING = (  # folders and files of our code
     "calibrate",
     "formats",
+    "kernels/activations.py",
+    "kernels/cpu/build.py",
+    "kernels/cpu/csrc/feedback.h",
+    "kernels/cpu/native.py",
+    "kernels/cpu/structures.py",
+    "kernels/feedback.py",
     "kernels/numerics.py",
+    "kernels/packed_cache.py",
     "kernels/two_level.py",
+    "kernels/triton/calibration",
+    "kernels/triton/common.py",
+    "kernels/triton/tuning.py",
     "ptq/methods",
     "ptq/pipeline",
+    "ptq/plan/head.py",
     "ptq/plan/schedule.py",
     "ptq/plan/shapes.py",
 )
 RECIPE = "recipe"  # among the facts
-SHOWING = ("ptq/pipeline/live.py", "ptq/pipeline/timing.py")  # beside those that decide
+SHOWING = tuple(f"ptq/pipeline/{name}.py" for name in ("bench", "live", "timing"))  # in them
 
 
 def run_key(
@@ -72,6 +85,26 @@ def run_facts(
     }
 
 
+def gradients_key(plan: Plan, model: FloatModel, facts: Mapping[str, str]) -> str:
+    """One number for what decides on a backward pass: of `run_facts` all but scheme and methods.
+
+    Args:
+        plan: Of the run.
+        model: The model that is quantized, as methods have it seen.
+        facts: From `run_facts`.
+    """
+    kept = {name: told for name, told in facts.items() if name not in (RECIPE, "the plan")}
+    tokens = plan.recipe.statistics.gradient_tokens
+    return key_of(kept | {"seen": seen_key(plan.recipe, model), "tokens": str(tokens)})
+
+
+def seen_key(recipe: Recipe, checkpoint: FloatModel) -> str:
+    """Tells the model that calibration saw: its files, and the views it is read through."""
+    blocks = [spec for spec, _ in block_methods(recipe.methods)]
+    views = [spec.model_dump_json() for spec in recipe.methods if spec not in blocks]
+    return " ".join([model_key(checkpoint), *views])
+
+
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What differs between two runs' facts: a recipe's settings by their keys, the values told."""
     lines = []
@@ -89,7 +122,8 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """A recipe's settings by their keys, such as `methods.0.smoothquant.alpha`."""
     if isinstance(value, dict):
-        name = f".{value['name']}" if key.startswith("methods.") else ""
+        named = key.startswith("methods.") and "name" in value
+        name = f".{value['name']}" if named else ""
         for part, inner in value.items():
             if not (name and part == "name"):
                 yield from _settings(inner, f"{key}{name}.{part}" if key else part)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from formats.cache_scheme import CacheRole
 from formats.scale_table import Role
-from formats.scheme import CacheRole
 from kernels.numerics import TYPES, fake_quantize
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
@@ -29,6 +29,19 @@ CACHES: tuple[CacheRole, CacheRole] = ("k_cache", "v_cache")
 Powers = tuple[float, float]  # of a signal and of its error
 
 
+class LayerPowers(NamedTuple):
+    """Powers of what a layer has and of its errors: of its weight, inputs and outputs."""
+
+    weight: list[Powers]
+    input: list[Powers]
+    output: list[Powers]
+
+    @property
+    def ratios(self) -> Ratios:
+        """What is told of them."""
+        return Ratios(*map(_ratio_db, self))
+
+
 class Ratios(NamedTuple):
     """Signal-to-quantization-noise ratios of a layer in dB; None where nothing was lost or seen."""
 
@@ -38,6 +51,11 @@ class Ratios(NamedTuple):
 
 
 def measure(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str, Ratios]:
+    """The ratios of `powers`; arguments as there."""
+    return {name: found.ratios for name, found in powers(work, layers).items()}
+
+
+def powers(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str, LayerPowers]:
     """Compare quantized layers with the block's float weights as they are now.
 
     The output of a layer is x W^T without its bias, and each layer is quantized alone: its input is
@@ -58,10 +76,8 @@ def measure(work: BlockWork, layers: Mapping[str, QuantizedLinear]) -> dict[str,
     for sample in work.samples(COMPARED) if len(known) < len(layers) else ():
         work.block.run(sample, on_input=compare)
     return {
-        name: Ratios(
-            _ratio_db([_powers(work.block.linears[name].weight, weights[name])]),
-            _ratio_db(inputs[name]),
-            _ratio_db(outputs[name]),
+        name: LayerPowers(
+            [_powers(work.block.linears[name].weight, weights[name])], inputs[name], outputs[name]
         )
         for name in layers
     }
@@ -91,17 +107,7 @@ def module_rows(work: BlockWork, baseline: Mapping[str, Ratios]) -> list[ModuleR
     rows = []
     for name, ratios in measure(work, work.quantized).items():
         linear, before = work.block.linears[name], baseline.get(name, Ratios(None, None, None))
-        rows.append(
-            ModuleRow(
-                module=name,
-                shape=(linear.out_features, linear.in_features),
-                weight_sqnr_db=ratios.weight,
-                input_sqnr_db=ratios.input,
-                output_sqnr_db=ratios.output,
-                baseline_weight_sqnr_db=before.weight,
-                baseline_output_sqnr_db=before.output,
-            )
-        )
+        rows.append(module_row(name, (linear.out_features, linear.in_features), ratios, before))
         if _is_worse(ratios.output, before.output):
             was = "lossless" if before.output is None else f"{before.output:.1f} dB"
             message = (
@@ -110,6 +116,19 @@ def module_rows(work: BlockWork, baseline: Mapping[str, Ratios]) -> list[ModuleR
             )
             work.events.append(Event(module=name, kind="worse_than_baseline", message=message))
     return rows
+
+
+def module_row(name: str, shape: tuple[int, int], ratios: Ratios, before: Ratios) -> ModuleRow:
+    """A layer's row of the record: what it lost, and what rounding alone would have."""
+    return ModuleRow(
+        module=name,
+        shape=shape,
+        weight_sqnr_db=ratios.weight,
+        input_sqnr_db=ratios.input,
+        output_sqnr_db=ratios.output,
+        baseline_weight_sqnr_db=before.weight,
+        baseline_output_sqnr_db=before.output,
+    )
 
 
 def _is_worse(output: float | None, before: float | None) -> bool:
@@ -125,7 +144,7 @@ def cache_ratios(work: BlockWork, scales: Mapping[Role, Tensor]) -> dict[Role, f
     def compare(k: Tensor, v: Tensor) -> None:
         for role, x in zip(CACHES, (k, v), strict=True):  # [tokens, heads, head_dim]
             scale = scales[role].to(x.device)
-            seen = fake_quantize(x, scale.view(1, len(scale), -1), TYPES[spec.dtype])
+            seen = fake_quantize(x, scale.view(1, len(scale), -1), TYPES[spec.dtype_of(role)])
             for head in range(x.shape[1]):
                 pair = _powers(x[:, head], seen[:, head])
                 powers.setdefault((role, head), []).append(pair)

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from calibrate.block import DecoderBlock, to_host
+from calibrate.block import DecoderBlock
 from calibrate.statistics import Statistics
+from calibrate.transfers import passed_through
 from formats.errors import RecipeError
 from formats.families.pairs import turning_pairs
 from formats.families.sizes import heads_of
 from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
+from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
@@ -33,7 +35,7 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
         found = structure_of(config).block(block.name).attention
     return BlockWork(
         block=block,
-        scheme=plan.recipe.scheme,
+        scheme=plan.recipe.scheme.model_copy(update={"kv_cache": plan.recipe.cache_of(block.name)}),
         schemes=schemes,
         targets=tuple(schemes),
         common_input=common_inputs(config, block.name, tuple(block.linears)),
@@ -51,7 +53,7 @@ def quantized_outputs(work: BlockWork) -> list[Tensor] | None:
     if inputs is None:
         return None
     with quantized_block(work), torch.no_grad():
-        return [to_host(work.block.forward(x)) for x in inputs]
+        return passed_through(inputs, work.block.forward, work.block.device)
 
 
 def observe(
@@ -82,18 +84,27 @@ def observe(
     moments = None
     if wanted - {"none"}:
         moments = Moments(stand_in, work.targets, full="full" in wanted)
+    weighted = None
+    if work.gradients is not None:
+        weighted = WeightedMoments(work.gradients, work.targets)
     routed: dict[str, Tensor] = {}
     observed = set(stand_in.values())
 
     def on_input(name: str, x: Tensor) -> None:
         if moments is not None:
             moments.observe(name, x)
+        if weighted is not None:
+            weighted.observe(name, x)
         for method in methods:
             method.observe(name, x)
         if name in observed:
             statistics.observe(name, "input", x, histogram=histograms)
 
+    cache, sums = work.scheme.kv_cache, list[Tensor]()
+
     def on_kv(k: Tensor, v: Tensor) -> None:
+        if cache is not None and cache.center_keys:
+            sums.append(k.sum(0, dtype=torch.float64).cpu())
         statistics.observe(work.block.attention, "k_cache", k, histogram=histograms)
         statistics.observe(work.block.attention, "v_cache", v, histogram=histograms)
 
@@ -101,18 +112,18 @@ def observe(
         routed[experts] = routed[experts] + counts if experts in routed else counts
 
     try:
-        outputs = [
-            work.block.output(sample, on_input=on_input, on_kv=on_kv, on_route=on_route)
-            for sample in range(len(work.block.inputs))
-        ]
+        outputs = work.block.outputs(on_input=on_input, on_kv=on_kv, on_route=on_route)
     except RecipeError:
         statistics.gathered()  # which names the layer, where it can
         raise
+    if sums:
+        statistics[work.block.attention, "k_cache"].channel_sum = torch.stack(sums).sum(0)
     for name in work.block.linears:
         statistics[name, "input"] = statistics[stand_in[name], "input"]
     if work.statistics is None:
         work.events += starved_experts(routed)
-    work.statistics, work.moments, work.divisors = statistics, moments, {}
+    work.statistics, work.moments, work.weighted = statistics, moments, weighted
+    work.divisors = {}
     return outputs
 
 

@@ -4,7 +4,7 @@ Beside the checkpoint that is being made, in `<output>/.resume`:
 
     progress.json                  what the run is (`ptq.pipeline.key`) and how many blocks are done
     block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, its
-                                   cache scales under `k/<attention>`, `v/<attention>`, and under
+                                   cache's tensors under `cache/<name>`, and under
                                    `found/<method>/<name>` what its methods found
     block-00003.json               its rows of the record
     block-00003.statistics         what calibration saw of it
@@ -15,7 +15,8 @@ A block's files are whole on the disk before `progress.json` counts it, and stat
 computed again: a run that was killed at any moment and started again writes the same bytes as one
 that was not. States of a large model take seconds to write; they are left out after a block where
 writing them would take more than a tenth of the time, and a run goes on after the last that has
-them. A run of another recipe, model, data, code or device starts over.
+them. What has none, as a head, is always counted. A run of another recipe, model, data, code or
+device starts over.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -44,6 +45,8 @@ from formats.scheme import Strict
 from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import PROGRESS_FILE, RESUME_FOLDER
+from ptq.pipeline.behind import Behind
+from ptq.pipeline.gradients import discard_gradients
 from ptq.pipeline.key import differences
 from ptq.result import BlockRow, ModuleRow
 
@@ -67,14 +70,14 @@ class SolvedBlock:
 
     Attributes:
         tensors: For the checkpoint, by their full name, in the order in which they are written.
-        kv_scales: Static scales of K and V by the name of the attention.
+        cache: What is stored of its cache, by full name.
         record: Rows of the record.
         statistics: What calibration saw.
         found: What methods found by running samples, by method and name.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    cache: dict[str, Tensor] = field(default_factory=dict)
     record: BlockRecord = field(default_factory=BlockRecord)
     statistics: Statistics = field(default_factory=Statistics)
     found: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -123,8 +126,7 @@ class ResumableRun:
     ) -> None:
         self._folder, self._key = output / RESUME_FOLDER, key
         self._total, self._facts = total, dict(facts or {})
-        self._pool = ThreadPoolExecutor(1)
-        self._written: Future[None] | None = None
+        self._behind = Behind()
         self.done = self._solved = 0
         self._due = 0.0
         self.left = Progress.read(output)
@@ -161,51 +163,47 @@ class ResumableRun:
     ) -> None:
         """Store the next block and, where they are due, the hidden states after it.
 
-        The block is written while the run goes on; what went wrong with it is raised by the next
-        call, or by `close`.
+        They are written while the run goes on; what went wrong is raised by the next call, or by
+        `close`.
 
         Args:
             solved: The block.
             states: Hidden states of the float model.
             quantized: Those after the quantized blocks, where they are kept.
         """
-        self._wait()
-        self._written = self._pool.submit(self._save_block, self._name(self._solved), solved)
-        self._solved += 1
-        begin = time.monotonic()
-        if begin < self._due:
-            return
-        self._wait()
         hidden = {f"float/{i}": state for i, state in enumerate(states)}
         hidden |= {f"quantized/{i}": state for i, state in enumerate(quantized or ())}
-        self._write(self._states(self._solved - 1), hidden)
+        self._behind.put(partial(self._save, self._solved, solved, hidden))
+        self._solved += 1
+
+    def wait(self) -> None:
+        """Wait for what is being written; raises what went wrong with it."""
+        self._behind.wait()
+
+    def close(self) -> None:
+        """`wait`, and take no more.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._behind.close()
+
+    def _save(self, index: int, solved: SolvedBlock, hidden: dict[str, Tensor]) -> None:
+        self._save_block(self._name(index), solved)
+        begin = time.monotonic()
+        if hidden and begin < self._due:
+            return
+        self._write(self._states(index), hidden)
         before = self.done
-        self._progress(self._solved)
+        self._progress(index + 1)
         if before:
             (self._folder / self._states(before - 1)).unlink(missing_ok=True)
         end = time.monotonic()
         self._due = end + (end - begin) / SHARE
 
-    def close(self) -> None:
-        """Wait for what is being written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        try:
-            self._wait()
-        finally:
-            self._pool.shutdown()
-
-    def _wait(self) -> None:
-        written, self._written = self._written, None
-        if written is not None:
-            written.result()
-
     def _save_block(self, name: str, solved: SolvedBlock) -> None:
         arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
-        for attention, (k, v) in solved.kv_scales.items():
-            arrays |= {f"k/{attention}": k, f"v/{attention}": v}
+        arrays |= {f"cache/{key}": tensor for key, tensor in solved.cache.items()}
         for method, found in solved.found.items():
             arrays |= {f"found/{method}/{name}": t.cpu() for name, t in found.items()}
         order = {"order": json.dumps(list(solved.tensors))}
@@ -224,9 +222,10 @@ class ResumableRun:
             file = SafetensorsFile(Path(f"{path}.safetensors"))
             order = json.loads(file.metadata["order"])  # a file sorts its tensors otherwise
             tensors = {name: file.tensor(f"tensor/{name}") for name in order}
-            kv_scales = {
-                name: (file.tensor(f"k/{name}"), file.tensor(f"v/{name}"))
-                for name in (key[2:] for key in file.tensors if key.startswith("k/"))
+            cache = {
+                key.removeprefix("cache/"): file.tensor(key)
+                for key in file.tensors
+                if key.startswith("cache/")
             }
             found: dict[str, dict[str, Tensor]] = {}
             for key in (key for key in file.tensors if key.startswith("found/")):
@@ -236,7 +235,7 @@ class ResumableRun:
             statistics = Statistics.load(Path(f"{path}.statistics"))
         except (OSError, ValueError, KeyError, CheckpointError) as error:
             raise self._damaged(error) from error
-        return SolvedBlock(tensors, kv_scales, record, statistics, found)
+        return SolvedBlock(tensors, cache, record, statistics, found)
 
     def states(self) -> tuple[list[Tensor], list[Tensor] | None]:
         """Hidden states after the last stored block: of the float model, and quantized if kept.
@@ -303,6 +302,7 @@ def telling_what_is_kept(output: Path) -> Iterator[None]:
 def discard(output: Path) -> None:
     """Remove what is kept for going on, and the output folder where nothing else is in it."""
     _clear(output / RESUME_FOLDER)
+    discard_gradients(output)
     with contextlib.suppress(OSError):
         output.rmdir()
 

@@ -11,7 +11,8 @@ from formats.errors import RecipeError
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import MethodSpec
 from ptq.methods.registry import block_methods
-from ptq.pipeline.artifact import HESSIANS_FOLDER, Artifact, moments_file, seen_key
+from ptq.pipeline.artifact import FISHER_FOLDER, HESSIANS_FOLDER, Artifact, moments_file
+from ptq.pipeline.key import seen_key
 from ptq.plan.plan import Plan
 from ptq.plan.schedule import KEPT_MOMENTS, Schedule
 from ptq.recipe.schema import Recipe
@@ -59,6 +60,12 @@ def _obstacles(artifact: Artifact, recipe: Recipe, block: str) -> Iterator[str]:
     for spec, method in methods:
         if method.needs == "samples" and spec.name not in recalled:
             yield f"{spec.name} {_needs_samples(spec, method, artifact, recipe)}"
+    keys = (s for (_, role), s in statistics.items() if role == "k_cache")
+    if recipe.centers and any(stats.channel_sum is None for stats in keys):
+        yield (
+            "center_keys takes the means of K, which a run keeps whose own cache is centred. Run "
+            "the recipe, or set center_keys: false for its caches"
+        )
     yield from _unseen(artifact, recipe, schedule, block)
     stage = _stage(recipe, schedule, len(methods))
     counted = all(stats.counted for stats in statistics.at(stage).values())
@@ -128,4 +135,10 @@ def _unseen(artifact: Artifact, recipe: Recipe, schedule: Schedule, block: str) 
                 f"{spec.name} needs second moments, which that run did not keep: a run keeps those "
                 f"that its methods use where they take at most {size_text(KEPT_MOMENTS)}. Run it "
                 "with --set statistics.hessians=true"
+            )
+        if method.gradients and not (artifact.folder / FISHER_FOLDER / name).is_file():
+            yield (
+                f"{spec.name} needs gradients, which that run did not keep: a run keeps those that "
+                f"its methods use where they take at most {size_text(KEPT_MOMENTS)}. Run it with "
+                "--set statistics.gradients=true"
             )

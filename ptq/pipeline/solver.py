@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from calibrate.gradients import BlockGradients
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
@@ -22,11 +23,12 @@ from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import config_of
 from ptq.methods.common.method import Method
 from ptq.methods.common.rounding import round_to_nearest
-from ptq.methods.common.spec import MethodSpec
+from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.device import device_of
-from ptq.pipeline.emit import block_tensors, kv_scales, linear_entries
+from ptq.pipeline.emit import block_tensors, cache_tensors, linear_entries
+from ptq.pipeline.gradients import GradientStore, run_backward
 from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
@@ -63,12 +65,34 @@ class BlockSolver:
         self.recalled = artifact.found.recalled(plan.recipe) if artifact else []
         self.schedule = Schedule(plan.recipe, self.methods)
         self.device = device_of(plan.recipe)
-        self.stream = BlockStream(
+        self.gradients: Callable[[str], BlockGradients] | None = None  # by a block's name
+        self.stream = self.new_stream(any(method.quantized_path for method in self.methods))
+
+    def new_stream(self, quantized_path: bool = False) -> BlockStream:
+        """The model's blocks once more."""
+        return BlockStream(
             config_of(self.model),
             self.model.tensor,
             device=self.device,
-            quantized_path=any(method.quantized_path for method in self.methods),
+            quantized_path=quantized_path,
         )
+
+    def run_backward(
+        self, sequences: Sequence[Tensor], store: GradientStore, *, progress: bool = False
+    ) -> None:
+        """Learn what gradients the blocks get, where a method wants them and they are not known."""
+        if not self.schedule.gradients:
+            return
+        self.gradients = store.block
+        if not store.complete:
+            with self.watch.phase("backward"):
+                samples = run_backward(sequences, self.recipe.statistics.gradient_tokens)
+                store.make(self.new_stream(), samples, progress=progress)
+
+    def of_stages(self, stages: Sequence[Stage]) -> list[tuple[MethodSpec, Method]]:
+        """The methods of some stages, in the recipe's order."""
+        pairs = zip(self.specs, self.methods, strict=True)
+        return [(spec, method) for spec, method in pairs if spec.stage in stages]
 
     def start(self, sequences: Sequence[Tensor]) -> None:
         """Embed the samples: as many as the run needs."""
@@ -84,7 +108,9 @@ class BlockSolver:
         """
         begin = time.perf_counter()
         with self.watch.phase("load"):
-            work = block_work(self.plan, self.model, self.stream.load(index))
+            work = block_work(self.plan, self.model, self.stream.load(index, index + 1))
+            if self.gradients is not None:
+                work.gradients = self.gradients(work.block.name)
         outputs, baseline = self._see(work)
         assert work.statistics is not None
         seen, found = Statistics(), {}  # which the artifact keeps
@@ -147,11 +173,9 @@ class BlockSolver:
 
     def _solved(self, work: BlockWork, rows: list[ModuleRow], begin: float) -> SolvedBlock:
         """What the checkpoint and the record get of a solved block."""
-        entries, scales = linear_entries(work, rows), {}
-        kv_cache = self.recipe.scheme.kv_cache
-        if kv_cache is not None:
-            scales, cached = kv_scales(work, kv_cache, self.recipe.observers.kv_cache)
-            entries += cached
+        entries = linear_entries(work, rows)
+        cache, cached = cache_tensors(work, self.recipe.observers.kv_cache)
+        entries += cached
         record = BlockRecord(
             entries=tuple(entries),
             events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
@@ -160,12 +184,12 @@ class BlockSolver:
             cost=BlockRow(
                 block=work.block.name,
                 seconds=time.perf_counter() - begin,
-                memory_bytes=self._peak_bytes(),
+                memory_bytes=self.peak_bytes(),
             ),
         )
-        return SolvedBlock(block_tensors(self.model, work), scales, record)
+        return SolvedBlock(block_tensors(self.model, work), cache, record)
 
-    def _peak_bytes(self) -> int:
+    def peak_bytes(self) -> int:
         """Peak memory so far: of the GPU that blocks are solved on, else of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from calibrate.data import TokenSet
@@ -11,6 +12,7 @@ from formats.memory import rss_bytes
 from formats.published.known import is_turned
 from ptq.output import is_taken
 from ptq.plan.plan import Plan
+from ptq.recipe.budget import BudgetSpec
 from ptq.text import duration_text, size_text
 
 PHASES = 4  # that are named, the longest
@@ -26,13 +28,16 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
     yield f"scheme       {scheme.wac}{_other_layers(plan)}"
     for row in group_modules(plan):
         yield f"  {row}"
-    if scheme.kv_cache is not None:
-        kv = scheme.kv_cache
-        yield (
-            f"  K and V of {model.blocks} blocks: {kv.dtype} {kv.granularity}, "
-            f"{'dynamic' if kv.dynamic else 'static'}"
-        )
+    if plan.shared is not None:
+        yield f"  {plan.head} is the embedding, too: one tensor for both, which runs here alone"
+    counts = Counter(recipe.cache_of(block) for block in plan.blocks)
+    for kv, count in counts.items():
+        if kv is not None:
+            kind = "dynamic" if kv.dynamic else "static"
+            yield f"  K and V of {count} blocks: {kv.text}, {kind}"
     yield f"methods      {', '.join(method.name for method in recipe.methods) or 'none'}"
+    if recipe.budget is not None:
+        yield f"budget       {budget_text(recipe.budget)}"
     yield from (f"  {transform}" for transform in plan.transforms)
     if any(is_turned({"model_type": model.model_type}, name) for name in plan.quantized):
         yield "  the checkpoint opens here alone: to transformers its layers are not linear ones"
@@ -60,6 +65,14 @@ def _found_groups(plan: Plan) -> Iterator[str]:
         source = group.source.removeprefix(f"{group.block}.")
         kinds[any_expert(f"{source} -> {consumers}{more}")] = None
     yield from kinds
+
+
+def budget_text(budget: BudgetSpec) -> str:
+    """That the bits are yet to be chosen."""
+    return (
+        f"{budget.text} for {budget.target}: a run chooses the weights of each group of layers; "
+        "told is the recipe's own scheme"
+    )
 
 
 def describe_prediction(plan: Plan) -> Iterator[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from formats.cache_scheme import KVCacheSpec
 from formats.errors import RequestError
 from formats.families.names import any_expert
+from ptq.plan.head import HEAD_STAGES
 from ptq.plan.modules import ModulePlan
 from ptq.plan.plan import Plan
 from ptq.text import matches
@@ -34,10 +36,11 @@ def explain(plan: Plan, pattern: str | None = None) -> Iterator[str]:
         yield f"{name or first.name}  {first.shape[0]} x {first.shape[1]}{count}"
         for i, step in enumerate(steps(plan, first), 1):
             yield f"  {i}. {_starred(step) if several else step}"
-    for attention in attentions:
-        if plan.recipe.scheme.kv_cache and (pattern is None or matches(attention, pattern)):
+    for block, attention in zip(plan.blocks, attentions, strict=True):
+        cache = plan.recipe.cache_of(block)
+        if cache is not None and (pattern is None or matches(attention, pattern)):
             yield f"{attention}  cache"
-            yield f"  1. {cache_step(plan)}"
+            yield f"  1. {cache_step(plan, cache)}"
 
 
 def _alike(modules: Iterable[ModulePlan]) -> Iterable[list[ModulePlan]]:
@@ -65,18 +68,25 @@ def steps(plan: Plan, module: ModulePlan) -> Iterator[str]:
         return
     recipe, scheme = plan.recipe, plan.recipe.scheme_of(module.name)
     for method in recipe.methods:
+        if module.name == plan.head and method.stage not in HEAD_STAGES:
+            continue
         yield from method.explain(module.name, scheme, plan.smoothing)
     if scheme.static_input:
         shared = f", shared by {module.fused_group}" if module.fused_group else ""
         yield f"input scale by {recipe.observers.input.method} of what it sees{shared}"
-    yield f"stored as {module.reason}"
+    both = f", once for {plan.shared}" if module.name == plan.head and plan.shared else ""
+    chosen = f", or as {recipe.budget.text} has it chosen" if recipe.budget else ""
+    yield f"stored as {module.reason}{both}{chosen}"
 
 
-def cache_step(plan: Plan) -> str:
-    """How K and V are cached."""
-    spec = plan.recipe.scheme.kv_cache
-    assert spec is not None
+def cache_step(plan: Plan, spec: KVCacheSpec) -> str:
+    """How K and V of a block are cached."""
+    kinds = f"{spec.dtype}, V {spec.value_dtype}" if spec.value_dtype else spec.dtype
+    turned = ", K turned head by head" if spec.rotate_keys else ""
+    centred = ", K less its channels' means" if spec.center_keys else ""
     if spec.dynamic:
-        return f"K and V: {spec.dtype}, each head of each token scaled when it is cached"
+        how = "each head of each token scaled when it is cached"
+        return f"K and V: {kinds}, {how}{turned}{centred}"
     method = plan.recipe.observers.kv_cache.method
-    return f"K (after RoPE) and V: {spec.dtype} {spec.granularity}, static scales by {method}"
+    static = f"{kinds} {spec.granularity}, static scales by {method}"
+    return f"K (after RoPE) and V: {static}{turned}{centred}"

@@ -6,8 +6,12 @@ process itself stays out.
 
     embedding   the whole table in fp32 beside the stored one
     measuring   quantized weights as integers and in fp32; sums of squares of one layer in fp64
-    observing   fp32 [in, in] for each distinct input, where second moments are wanted
+    backward    hidden states before every block, in memory or as bf16 on the disk; activations of
+                one sample with what their gradients need, or its logits
+    observing   fp32 [in, in] for each distinct input, where second moments are wanted, and for each
+                layer, where gradients are
     solving     what each method says that it takes (`MethodSpec.memory`)
+    head        the same of some rows of it, where it is quantized (`ptq.plan.head`)
 
 Blocks run on a GPU where there is one: then the host holds the hidden states and what is written.
 """
@@ -17,14 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from calibrate.backward import IN_MEMORY
+from calibrate.gradients import block_size, gradient_bytes
 from formats.families.groups import SMOOTHING_KINDS
 from formats.modeling.layers import embedding_name
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.spec import FLOAT, BlockSizes
+from ptq.plan.head import HEAD_STAGES, piece_rows
 from ptq.plan.schedule import KEPT_MOMENTS, Schedule
 from ptq.plan.shapes import BlockShape, shard_bytes
 from ptq.recipe.schema import Recipe
+
+Keep = bool | Literal["auto"]
 
 OCCUPIED = 6000  # bins of a histogram that magnitudes of activations fall into, at 16 bytes
 
@@ -39,6 +49,7 @@ class Footprint:
         blocks: Its blocks.
         checkpoint_bytes: Of the checkpoint that is written.
         on_gpu: Whether blocks run on a GPU.
+        head: Shape of the head, (out, in), where it is quantized.
     """
 
     recipe: Recipe
@@ -46,16 +57,22 @@ class Footprint:
     blocks: Sequence[BlockShape]
     checkpoint_bytes: int
     on_gpu: bool
+    head: tuple[int, int] | None = None
 
     def host(self) -> int:
         """Peak bytes of host memory."""
         work = 0 if self.on_gpu else max(self._steps())
         start = 0 if self.on_gpu else self._embedding()
-        return max(start, 4 * self._widest_rest(), self._states() + work + self._written())
+        start = max(start, self._kept_inputs() + (0 if self.on_gpu else self._backward()))
+        head = self._states() + self._head_stored() + (0 if self.on_gpu else self._head_work())
+        solving = max(self._states() + work + self._written(), head)
+        return max(start, 4 * self._widest_rest(), solving)
 
     def device(self) -> int:
         """Peak bytes of a GPU's memory; 0 where none is used."""
-        return max(self._embedding(), *self._steps()) if self.on_gpu else 0
+        if not self.on_gpu:
+            return 0
+        return max(self._embedding(), self._backward(), self._head_work(), *self._steps())
 
     def disk(self) -> int:
         """Most bytes on the disk before the run ends: what it makes, and what it can go on with.
@@ -63,16 +80,28 @@ class Footprint:
         The states after a block are written before those after the one before it are removed.
         """
         resumable = self.checkpoint_bytes + 2 * self._copies * self._state_bytes
-        made = self.checkpoint_bytes + self.moments() + 2 * self._histograms()
-        return made + (resumable if self._needs_data else 0)
+        kept = self.moments() + self.factors()
+        made = self.checkpoint_bytes + kept + 2 * self._histograms()
+        backward = self._gradients(self.blocks) + self._weights() if self._schedule.gradients else 0
+        if self._filed:
+            backward += self._inputs // 2
+        return made + backward + (resumable if self._needs_data else 0)
 
     def moments(self) -> int:
         """Bytes of the second moments that are kept on the disk: of each pass of the samples."""
-        wanted = self.recipe.statistics.hessians
         used = any(method.moments == "full" for method in self._schedule.methods)
-        passes = 1 + len(self._schedule.passes)
-        total = passes * sum(self._hessians(block) for block in self.blocks)
-        return total if wanted is True or (wanted and used and total <= KEPT_MOMENTS) else 0
+        total = self._passes * sum(self._hessians(block) for block in self.blocks)
+        return _kept(self.recipe.statistics.hessians, used, total)
+
+    def factors(self) -> int:
+        """Bytes of the Fisher factors that are kept on the disk: A of each pass, and G."""
+        total = self._passes * sum(self._weighted(block) for block in self.blocks)
+        total += self._gradients(self.blocks)
+        return _kept(self.recipe.statistics.gradients, self._schedule.gradients, total)
+
+    @property
+    def _passes(self) -> int:
+        return 1 + len(self._schedule.passes)
 
     @property
     def _schedule(self) -> Schedule:
@@ -126,6 +155,23 @@ class Footprint:
         for spec in self.recipe.methods:
             yield kept + spec.memory(sizes)
 
+    def _head_stored(self) -> int:
+        """The head as it came, its integers, and what a checkpoint gets of them."""
+        return 0 if self.head is None else 4 * math.prod(self.head)
+
+    def _head_work(self) -> int:
+        """Solving some rows of the head."""
+        if self.head is None:
+            return 0
+        rows, inputs = piece_rows(self.head), self.head[1]
+        sample = 8 * FLOAT * self._tokens * (inputs + rows)
+        sizes = BlockSizes([(rows, inputs)], inputs, self._tokens, sample, {})
+        sums = (2 if self._schedule.gradients else 1) * FLOAT * inputs**2
+        specs = [spec for spec in self.recipe.methods if spec.stage in HEAD_STAGES]
+        work = (spec.memory(sizes) for spec in specs)
+        measured = (1 + FLOAT) * sizes.elements + max(24 * sizes.largest, sample)
+        return FLOAT * sizes.elements + sums + max(measured, *work)
+
     def _activations(self, block: BlockShape) -> int:
         """What one sample needs on its way through a block, watched: histograms, fp64 powers."""
         widest = max(max(shape) for shape in block.layers.values())
@@ -136,14 +182,65 @@ class Footprint:
     def _sums(self, block: BlockShape) -> int:
         """Second moments that are accumulated, and the widest's mean where no step counts it."""
         moments = {method.moments for method in self._schedule.methods}
+        weighted = self._weighted(block) + self._gradients([block])
+        weighted = weighted if self._schedule.gradients else 0
         if "full" not in moments and self.recipe.statistics.hessians is not True:
-            return 0
+            return weighted
         widest = max((columns for _, columns in block.quantized), default=0)
-        return self._hessians(block) + (0 if "full" in moments else FLOAT * widest**2)
+        return weighted + self._hessians(block) + (0 if "full" in moments else FLOAT * widest**2)
 
     def _hessians(self, block: BlockShape) -> int:
         inputs = block.inputs(block.targets).values()
         return sum(FLOAT * block.width(names) ** 2 for names in inputs)
+
+    def _weighted(self, block: BlockShape) -> int:
+        """A of the Fisher factors: each layer has its own."""
+        return sum(FLOAT * columns**2 for _, columns in block.quantized)
+
+    def _gradients(self, blocks: Sequence[BlockShape]) -> int:
+        """G of the layers of some blocks, as large as those of all blocks allow."""
+        size = block_size(_widths(self.blocks), KEPT_MOMENTS)
+        heads = sum(2 * block.cached**2 // block.kv_heads for block in blocks)
+        sequences = sum(FLOAT * block.hidden**2 for block in blocks)  # of K and V, in bf16
+        return gradient_bytes(_widths(blocks), size) + FLOAT * heads + sequences
+
+    def _weights(self) -> int:
+        """|g_t|^2 of each token that is run backward, of each layer."""
+        layers = sum(len(block.layers) + 2 * block.kv_heads for block in self.blocks)
+        return FLOAT * layers * self._backward_tokens
+
+    @property
+    def _backward_tokens(self) -> int:
+        """Tokens that are run backward: whole samples."""
+        wanted = self.recipe.statistics.gradient_tokens
+        samples = min(self._schedule.samples, max(wanted // self._tokens, 1))
+        return samples * self._tokens
+
+    @property
+    def _inputs(self) -> int:
+        """Bytes of the hidden states before every block, fp32, of what is run backward."""
+        if not self._schedule.gradients:
+            return 0
+        return FLOAT * self._backward_tokens * self.blocks[0].hidden * len(self.blocks)
+
+    @property
+    def _filed(self) -> bool:
+        """Whether they are kept in files."""
+        return self._inputs > IN_MEMORY
+
+    def _kept_inputs(self) -> int:
+        """Bytes of them in memory, beside those of a block, its outputs and their gradients."""
+        return 3 * self._inputs // len(self.blocks) + (0 if self._filed else self._inputs)
+
+    def _backward(self) -> int:
+        """A block with a sample's activations, what gradients need of them, and G; or the head."""
+        if not self._schedule.gradients:
+            return 0
+        block = max(self.blocks, key=lambda shape: shape.elements)
+        through = FLOAT * block.elements + 3 * self._activations(block) + self._gradients([block])
+        vocabulary = self.source.shape(f"{embedding_name(self.source.config)}.weight")[0]
+        head = 2 * FLOAT * vocabulary * block.hidden + 4 * FLOAT * vocabulary * self._tokens
+        return max(through, head)
 
     def _embedding(self) -> int:
         """The stored table, and the same in fp32."""
@@ -175,3 +272,13 @@ class Footprint:
         tensors = sum(len(block.inputs(block.layers)) for block in self.blocks)
         heads = 2 * sum(block.kv_heads for block in self.blocks)
         return 16 * OCCUPIED * (tensors + heads)
+
+
+def _widths(blocks: Sequence[BlockShape]) -> list[int]:
+    """Outputs of each linear layer of some blocks."""
+    return [rows for block in blocks for rows, _ in block.layers.values()]
+
+
+def _kept(wanted: Keep, used: bool, total: int) -> int:
+    """Bytes that are kept of `total`: all where that is asked for, or they are used and few."""
+    return total if wanted is True or (wanted and used and total <= KEPT_MOMENTS) else 0

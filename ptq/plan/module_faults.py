@@ -6,21 +6,15 @@ What is wrong with many layers in the same way is told once, with their number a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import get_args
 
 from formats.checkpoint.targets import is_ignored
-from formats.families.attention import LatentAttention
 from formats.families.family import Family
-from formats.scheme import WeightSpec
+from formats.families.names import split_name
+from formats.scheme import GROUP_SIZES, WeightSpec
 from ptq.plan.modules import ModulePlan
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
-GROUP_SIZES = tuple(
-    size
-    for choice in get_args(WeightSpec.model_fields["group_size"].annotation)
-    for size in get_args(choice)
-)
 TOLD = 3  # names of layers in a message
 
 
@@ -30,20 +24,12 @@ def check_modules(
     """What is wrong with the fates of a model's layers.
 
     These are fused layers of which only some are ignored or that would have several schemes, a
-    scheme that finds nothing to quantize, weights that do not divide into groups or words, and
-    scales that a cache of latents does not have.
+    scheme that finds nothing to quantize, and weights that do not divide into groups or words.
     """
     yield from _check_fused(recipe, modules)
     yield from _check_divisible(recipe, modules)
     yield from _check_stored_merged(recipe, family, modules)
-    cache = recipe.scheme.kv_cache
-    latent = family is not None and isinstance(family.attention, LatentAttention)
-    if cache is not None and cache.dynamic and latent:
-        yield (
-            ("scheme", "kv_cache", "granularity"),
-            f"found {cache.granularity}; latents, which this model caches, have static scales; "
-            "use per_head",
-        )
+    yield from _check_head(recipe, modules)
     left = [m.name for m in modules if m.action == "quantize"]
     if recipe.scheme.weights is not None and not left:
         yield ("ignore",), f"leaves no layer to the scheme {recipe.scheme.wac}; ignore fewer"
@@ -53,6 +39,21 @@ def check_modules(
             f"leaves no layer to the scheme {recipe.scheme.wac}; give scheme what most of the "
             "layers are to have",
         )
+
+
+def _check_head(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
+    """A head with one scale for all of it: it is solved some rows at a time."""
+    for module in modules:
+        spec, entry = recipe.scheme_of(module.name).weights, recipe.entry_of(module.name)
+        outside = module.action == "quantize" and split_name(module.name) is None
+        if outside and spec is not None and spec.block[0] == -1:
+            key: Key = ("scheme", "weights", "granularity")
+            yield (
+                key if entry is None else ("layers", entry, *key),
+                f"{spec.granularity} does not fit {module.name}, which is solved some rows at a "
+                f"time; give it a scheme with scales per channel in layers, such as "
+                f"{{match: [{module.name}], scheme: fp8_channel}}",
+            )
 
 
 def _check_fused(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[tuple[Key, str]]:
@@ -124,7 +125,7 @@ def _check_groups(
     uneven = [m for m in members if size is not None and m.shape[1] % size]
     if not uneven:
         return
-    fits = [n for n in GROUP_SIZES if not any(m.shape[1] % n for m in members)]
+    fits = [n for n in GROUP_SIZES[spec.dtype] if not any(m.shape[1] % n for m in members)]
     names = _some([f"{m.name} ({m.shape[1]})" for m in uneven])
     remedy = (
         f"{' and '.join(map(str, fits))} {'divides' if len(fits) == 1 else 'divide'} all inputs"

@@ -9,7 +9,13 @@ from torch import nn
 
 from formats.checkpoint.targets import is_ignored
 from formats.families.registry import find_family
-from formats.modeling.layers import merged_layers, quantizable_of, routers_of, stored_names
+from formats.modeling.layers import (
+    head_name,
+    merged_layers,
+    quantizable_of,
+    routers_of,
+    stored_names,
+)
 from formats.scheme import LayerScheme, Strict
 from ptq.recipe.schema import Recipe
 
@@ -68,7 +74,7 @@ def plan_modules(
         names: The same layers' names by their block.
         stored: Schemes of layers that came quantized and are kept so, by full name.
     """
-    inside, merged = set[str](), dict[str, str]()
+    inside, merged = {head_name(config)}, dict[str, str]()
     for block in blocks:
         inside |= set(names[block])
         merged |= merged_layers(config, block, names[block])
@@ -89,16 +95,16 @@ def plan_modules(
 
 
 def _kept_reasons(recipe: Recipe, config: Mapping[str, Any]) -> Callable[[str], str | None]:
-    """Tells of a layer of a decoder block why it stays in float, if it does."""
+    """Tells of a layer of a decoder block, or the head, why it stays in float, if it does."""
     is_router, is_quantizable = routers_of(config), quantizable_of(config)
-    declared = find_family(config) is not None
+    declared, head = find_family(config) is not None, head_name(config)
 
     def reason(name: str) -> str | None:
         if recipe.scheme.weights is None:
             return f"scheme {recipe.scheme.wac} quantizes the cache only"
         if is_router(name):
             return "router: it decides how much each expert counts"
-        if not (declared or is_quantizable(name)):
+        if not (declared or is_quantizable(name) or name == head):
             return "its code computes otherwise than a linear layer does, or never calls it"
         ignored = next((entry for entry in recipe.ignore if is_ignored(name, [entry])), None)
         return None if ignored is None else f"ignored by {ignored!r}"

@@ -13,6 +13,7 @@ from itertools import chain
 import pandas as pd
 from transformers import PretrainedConfig
 
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.families.family import Family
@@ -24,15 +25,17 @@ from formats.families.groups import (
 )
 from formats.families.names import by_block
 from formats.families.registry import BY_TYPE, find_family
-from formats.modeling.layers import attention_names, block_names, structure_of
+from formats.modeling.layers import attention_names, block_names, head_name, structure_of
 from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.stored_layers import kept_layers, seen_as_floats
 from ptq.methods.registry import view_of
 from ptq.plan import preflight
+from ptq.plan.cache_faults import check_caches
 from ptq.plan.checked_groups import CheckedGroups, checked_groups
 from ptq.plan.footprint import Footprint
+from ptq.plan.head import shared_embedding
 from ptq.plan.module_faults import check_modules
 from ptq.plan.modules import ModulePlan, layer_shapes, plan_modules
 from ptq.plan.peers import check_peers
@@ -63,6 +66,7 @@ class Prediction(Strict):
         disk_bytes: Most that is on the disk at once: the checkpoint, what a stopped run goes on
             with, and statistics.
         moments_bytes: Of the second moments that are kept for `ptq solve`; 0 where none are.
+        factors_bytes: Of the Fisher factors, likewise.
     """
 
     checkpoint_bytes: int
@@ -70,6 +74,7 @@ class Prediction(Strict):
     device_bytes: int
     disk_bytes: int
     moments_bytes: int
+    factors_bytes: int
 
 
 class Plan(Strict):
@@ -85,6 +90,8 @@ class Plan(Strict):
         prediction: What the run will take.
         transforms: What the recipe makes of the float model before anything is observed.
         left: Where nothing is declared, what was tried for smoothing and is left alone.
+        head: Full name of the layer that gives logits, where it is quantized.
+        shared: Name of the embedding's tensor, where the quantized head is the embedding, too.
     """
 
     recipe: Recipe
@@ -96,6 +103,8 @@ class Plan(Strict):
     prediction: Prediction
     transforms: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    head: str | None = None
+    shared: str | None = None
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -111,6 +120,15 @@ class Plan(Strict):
     def schemes(self) -> dict[str, LayerScheme]:
         """Schemes of the quantized layers by full name."""
         return {name: self.recipe.scheme_of(name) for name in self.quantized}
+
+    @property
+    def caches(self) -> dict[str, KVCacheSpec | None]:
+        """How the caches of attention modules are quantized that have one of their own."""
+        found = {
+            name: self.recipe.cache_of(block)
+            for block, name in zip(self.blocks, self.attentions, strict=True)
+        }
+        return {name: own for name, own in found.items() if own != self.recipe.scheme.kv_cache}
 
     def to_table(self) -> pd.DataFrame:
         """One row for each linear layer: name, action, reason, shape, fused_group."""
@@ -191,6 +209,7 @@ def build_plan(
         *preflight.check_lengths(recipe, config),
         *preflight.check_patterns(recipe, shapes, quantized),
         *check_modules(recipe, family, modules),
+        *check_caches(recipe, family, values, blocks),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
         *preflight.check_devices(recipe, solves),
         *check_peers(recipe),
@@ -207,6 +226,8 @@ def build_plan(
         prediction=prediction,
         transforms=tuple(source.describe()) if isinstance(source, FloatModelView) else (),
         left=smoothed.left,
+        head=head_name(values) if head_name(values) in quantized else None,
+        shared=shared_embedding(source, quantized),
     )
 
 
@@ -221,15 +242,18 @@ def _predict(
 ) -> Prediction:
     """What a run takes, from the model's headers."""
     written = {**quantized, **kept_layers(source)}
-    size = preflight.predict_checkpoint(source, written, recipe.scheme.kv_cache)
+    size = preflight.predict_checkpoint(source, written, list(map(recipe.cache_of, blocks)))
     sizes = tuple(block_shapes(source, config, shapes, quantized, blocks, smoothed))
-    footprint = Footprint(recipe, source, sizes, size, preflight.on_gpu(recipe))
+    name, on_gpu = head_name(source.config), preflight.on_gpu(recipe)
+    head = shapes[name] if name in quantized else None
+    footprint = Footprint(recipe, source, sizes, size, on_gpu, head)
     return Prediction(
         checkpoint_bytes=size,
         memory_bytes=footprint.host(),
         device_bytes=footprint.device(),
         disk_bytes=footprint.disk(),
         moments_bytes=footprint.moments(),
+        factors_bytes=footprint.factors(),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.spec import SplitSpec
+from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError, suggestion
@@ -33,13 +34,14 @@ from formats.modeling.layers import (
     structure_of,
     tied_names,
 )
-from formats.scheme import CacheRole, KVCacheSpec, LayerScheme
-from formats.stored.weights import MXFP4, scale_shape, storage_format
+from formats.scheme import LayerScheme
+from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
 from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel, config_of
 from ptq.methods.common.stored_layers import seen_as_floats
 from ptq.output import is_taken, kept_bytes
+from ptq.plan.head import shared_embedding
 from ptq.recipe.problems import Problem, Where, recipe_error
 from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
@@ -186,13 +188,17 @@ def check_lengths(recipe: Recipe, config: PretrainedConfig) -> Iterator[tuple[Ke
 
 
 def with_named_head(recipe: Recipe, config: Mapping[str, Any]) -> Recipe:
-    """A recipe whose `lm_head` among the layers that are left alone is the model's own name of it.
+    """A recipe that calls the head by the model's own name in `ignore` and `layers`.
 
     Some families (GPT-NeoX) call the layer that gives logits otherwise.
     """
     own = head_name(config)
     ignore = tuple(own if entry == HEAD else entry for entry in recipe.ignore)
-    return recipe.model_copy(update={"ignore": ignore})
+    layers = tuple(
+        part.model_copy(update={"match": tuple(own if e == HEAD else e for e in part.match)})
+        for part in recipe.layers
+    )
+    return recipe.model_copy(update={"ignore": ignore, "layers": layers})
 
 
 def check_patterns(
@@ -274,36 +280,44 @@ def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key
 def predict_checkpoint(
     checkpoint: FloatModel,
     quantized: Mapping[str, LayerScheme],
-    kv_cache: KVCacheSpec | None,
+    caches: Sequence[KVCacheSpec | None],
 ) -> int:
     """Bytes of the weights that will be written, with their scales.
 
     A quantized layer [out, in] takes its bits an element, its scales and zero points, and an fp32
-    scale for a static input; all else keeps its type. A static cache takes fp32 scales.
+    scale for a static input; all else keeps its type. A static cache takes fp32 scales, and one
+    whose keys are centred the numbers that are subtracted.
+
+    Args:
+        checkpoint: The float model.
+        quantized: Schemes of quantized layers by full name.
+        caches: How the cache of each block is quantized.
     """
-    total = 0
+    total, shared = 0, shared_embedding(checkpoint, quantized)
     for name in checkpoint.names():
         shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
         module, _, leaf = name.rpartition(".")
-        if module in quantized and leaf == "weight":
-            total += _weight_bytes(quantized[module], (shape[0], shape[1]), dtype)
+        scheme = quantized.get(head_name(checkpoint.config) if name == shared else module)
+        if scheme is not None and leaf == "weight":
+            total += weight_bytes(scheme, (shape[0], shape[1]), dtype)
         else:
             total += math.prod(shape) * dtype.itemsize
-    if kv_cache is not None and not kv_cache.dynamic:
-        for own in cached(checkpoint.config):
-            sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}
-            for role, size in sizes.items():
-                scales = kv_cache.scale_shape(role, own.heads, size, latent=own.latent)
-                total += 4 * math.prod(scales)
+    for spec, own in zip(caches, cached(checkpoint.config), strict=True):
+        if spec is None:
+            continue
+        sizes: dict[CacheRole, int] = {"k_cache": own.k, "v_cache": own.v}
+        for role, size in () if spec.dynamic else sizes.items():
+            total += 4 * math.prod(spec.scale_shape(role, own.heads, size, latent=own.latent))
+        total += 4 * own.heads * own.k if spec.center_keys else 0
     return total
 
 
-def _weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype) -> int:
+def weight_bytes(scheme: LayerScheme, shape: tuple[int, int], dtype: torch.dtype) -> int:
     """Bytes of a quantized layer [out, in], without its bias, for a model in `dtype`."""
     assert scheme.weights is not None
     spec, scales = scheme.weights, math.prod(scale_shape(scheme.weights, shape))
-    if storage_format(scheme) == MXFP4:
-        return math.prod(shape) // 2 + scales
+    if spec.scale_type != "float":
+        return math.prod(shape) * spec.bits // 8 + scales + 4 * (spec.scale_type == "e4m3")
     packed = storage_format(scheme) == "pack-quantized"
     total = math.prod(shape) * spec.bits // 8 + scales * (dtype.itemsize if packed else 4)
     total += 16 if packed else 0  # its shape

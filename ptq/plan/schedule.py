@@ -59,12 +59,18 @@ class Schedule:
         return self.recipe.observers.by_absmax and not any(m.clips for m in self.methods)
 
     @property
+    def gradients(self) -> bool:
+        """Whether the model is run backward before the first block is solved."""
+        wanted = any(method.gradients for method in self.methods)
+        return wanted or self.recipe.statistics.gradients is True
+
+    @property
     def needs_data(self) -> bool:
         """Whether anything follows from the calibration data but the errors that are reported."""
         keep = self.recipe.statistics
         kept = keep.histograms or keep.hessians is True
         needed = any(method.needs != "weights" for method in self.methods)
-        return kept or needed or self.recipe.static
+        return kept or needed or self.recipe.static or self.recipe.centers or self.gradients
 
     def _follows(self, method: Method) -> bool:
         return method.rescales and (self.by_maxima or not self.recipe.static)

@@ -28,6 +28,7 @@ SCHEMES = {
     "fp8_c8": "a8w8c8_fp8",
     "c8": "c8",
 }
+PRESETS_OF = {"fp8": "fp8_channel"}  # where its name is another
 OTHER_NAMES = {"w4a16": "w4", "int4": "w4", "w8a16": "w8", "w8a8": "a8w8", "w4a8": "a8w4"}
 
 
@@ -41,6 +42,17 @@ def recipe_of(scheme: str) -> str:
     if name not in SCHEMES:
         raise RecipeError(f"no scheme {scheme!r}; {suggestion(scheme, SCHEMES)}")
     return SCHEMES[name]
+
+
+def preset_of(scheme: str) -> str:
+    """Name of the preset that a scheme stands for: `fp8_channel` for `fp8`.
+
+    Raises:
+        RecipeError: there is no such scheme.
+    """
+    recipe_of(scheme)
+    name = OTHER_NAMES.get(scheme.lower(), scheme.lower())
+    return PRESETS_OF.get(name, name)
 
 
 def settings_for(
@@ -79,4 +91,5 @@ def settings_for(
 
 def default_output(model: str | Path, label: str) -> Path:
     """Where a run goes if nothing is said: `output/MODEL-LABEL`, by the last part of its name."""
-    return Path("output") / f"{Path(model).name or Path(model).resolve().name}-{Path(label).stem}"
+    name, of = Path(label), Path(model).name or Path(model).resolve().name
+    return Path("output") / f"{of}-{name.stem if name.suffix in ('.yaml', '.yml') else name.name}"

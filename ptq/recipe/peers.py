@@ -78,6 +78,10 @@ QUANTIZERS = {
     "llm-compressor-awq": _llm_compressor(
         "int4, AWQ, RTN", rounding="rtn", scheme="W4A16", before="awq"
     ),
+    "llm-compressor-nvfp4-rtn": _llm_compressor("NVFP4, RTN", rounding="rtn", scheme="NVFP4A16"),
+    "llm-compressor-nvfp4-gptq": _llm_compressor("NVFP4, GPTQ", rounding="gptq", scheme="NVFP4A16"),
+    "llm-compressor-mxfp4-rtn": _llm_compressor("MXFP4, RTN", rounding="rtn", scheme="MXFP4A16"),
+    "llm-compressor-mxfp4-gptq": _llm_compressor("MXFP4, GPTQ", rounding="gptq", scheme="MXFP4A16"),
     "llm-compressor-a8w8": _llm_compressor(
         "int8 static, SmoothQuant, GPTQ", rounding="gptq", scheme="static", before="smoothquant"
     ),
@@ -85,6 +89,9 @@ QUANTIZERS = {
         "int8 dynamic, SmoothQuant, GPTQ", rounding="gptq", scheme="W8A8", before="smoothquant"
     ),
     "autoround": _quantizer("int4, 200 iterations", "auto-round", "auto_round", iterations=200),
+    "autoround-autoscheme": _quantizer(
+        "int4 and int8 mixed, 200 iterations", "auto-round", "auto_round", iterations=200, bits=5.0
+    ),
     "autoround-rtn": _quantizer("int4, RTN", "auto-round", "auto_round", iterations=0),
 }
 

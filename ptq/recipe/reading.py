@@ -33,6 +33,8 @@ def resolved_yaml(recipe: Recipe) -> str:
         data["report"][key] = data["report"][key] or False
     if not recipe.layers:
         del data["layers"]
+    if recipe.budget is None:
+        del data["budget"]
     if recipe.model.revision is None:
         del data["model"]["revision"]
     return RESOLVED + dump(data)

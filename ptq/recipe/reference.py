@@ -188,7 +188,7 @@ def _presets() -> str:
         cache = scheme.kv_cache
         parts = (scheme.weights, scheme.activations)
         texts = [part.text if part else "float" for part in parts]
-        cached = f"{cache.dtype} {cache.granularity}" if cache else "float"
+        cached = cache.text if cache else "float"
         rows.append((f"`{name}`", *texts, cached))
     return _markdown(("preset", "weights", "activations", "cache KV"), rows)
 

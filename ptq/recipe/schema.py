@@ -8,6 +8,7 @@
     scheme: a8w8c8                          # a preset, or weights, activations and kv_cache
     layers:                                 # optional; later entries go over earlier ones
       - {match: ['re:.*down_proj'], scheme: a8w8_dynamic}    # or weights and activations
+    budget: {kl: 0.01, target: cpu}         # or instead: choose the bits of each group of layers
     observers:
       input: {method: absmax}
       kv_cache: {method: absmax}
@@ -44,12 +45,14 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from calibrate.spec import DatasetSpec, ObserverSpec
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.targets import is_ignored
 from formats.families.names import is_weight_only
 from formats.hub import find_model
 from formats.scheme import LayerScheme, Scheme, Strict
 from formats.stored.other_kinds import locate_model
 from ptq.methods.registry import AnyMethod
+from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.method_list import method_fault
 from ptq.recipe.peers import PeerChoice
 
@@ -132,7 +135,7 @@ class ObserversSpec(Strict):
 class StatisticsSpec(Strict):
     """What calibration keeps beyond what the recipe itself needs, so that `ptq solve` can use it.
 
-    YAML: ``statistics: {histograms: true, hessians: true}``
+    YAML: ``statistics: {histograms: true, hessians: true, gradients: true}``
     """
 
     histograms: bool = False
@@ -144,19 +147,15 @@ class StatisticsSpec(Strict):
     disk for each input of a block. `auto` keeps them where a method of the recipe uses them and
     all of them take at most 1 GB.
     """
-
-
-def _is_made(scheme: LayerScheme) -> None:
-    """Refuse weights of a type that is run as it is published, and made of no floats.
-
-    Raises:
-        ValueError: the scheme wants such weights.
+    gradients: bool | Literal["auto"] = "auto"
+    """Run the model backward and keep what errors of its layers cost it (Fisher factors), so that
+    `ptq solve` can run methods that need it. `auto` does so where a method of the recipe needs it,
+    and keeps it where all of it takes at most 1 GB.
     """
-    if scheme.weights is not None and scheme.weights.dtype == "fp4_e2m1":
-        raise ValueError(
-            "fp4_e2m1 weights are kept of models that are published with them, and not made of "
-            "floats; use int4, or a preset such as w4"
-        )
+    gradient_tokens: Count = 16384
+    """Most tokens of calibration data that are run backward: whole samples, one at the least. The
+    others weigh as these do on average. Twice as many take twice as long and gain little.
+    """
 
 
 class LayersSpec(Strict):
@@ -181,8 +180,21 @@ class LayersSpec(Strict):
             raise ValueError(
                 "quantizes no weights; give weights, or name layers that stay in float in ignore"
             )
-        _is_made(scheme)
         return scheme
+
+
+class CachesSpec(Strict):
+    """Blocks whose cache has another scheme than that of the rest of the model.
+
+    YAML: ``caches: [{match: ['re:model.layers.[01]$'], kv_cache: {dtype: int8}}]``
+    """
+
+    match: Annotated[tuple[Pattern, ...], Field(min_length=1)]
+    """Full names of blocks, or `re:` patterns matched from the name's start. A pattern that matches
+    no block is an error.
+    """
+    kv_cache: KVCacheSpec | None
+    """How their keys and values are cached; null leaves them in the model's own type."""
 
 
 class OutputSpec(Strict):
@@ -252,6 +264,12 @@ class ReportSpec(Strict):
     """How the loss is divided among kinds of layers and blocks; `false` (or null) leaves it out and
     saves its time.
     """
+    tasks: tuple[str, ...] = ()
+    """Tasks that both models are given, as `ptq eval --tasks` names them: `local` for those that
+    need no network. Needs the extra `eval`.
+    """
+    task_items: Count = 200
+    """Most items of each of these tasks."""
     completions: Annotated[int, Field(ge=0)] = 3
     """Prompts from the evaluation text that both models complete, to be read side by side."""
     peers: tuple[PeerChoice, ...] = ()
@@ -288,6 +306,13 @@ class Recipe(Strict):
     """
     layers: tuple[LayersSpec, ...] = ()
     """Linear layers with a scheme of their own; a later entry goes over an earlier one."""
+    caches: tuple[CachesSpec, ...] = ()
+    """Blocks with a cache of their own; a later entry goes over an earlier one."""
+    budget: BudgetSpec | None = None
+    """What the model may lose or take: it chooses the bits of each group of layers. `scheme` then
+    says what inputs and the cache are (default `w4`: both stay in float), `methods` what rounds
+    (default `two_sided` with 2 sweeps).
+    """
     observers: ObserversSpec = ObserversSpec()
     """How ranges of static scales are chosen from what calibration saw."""
     statistics: StatisticsSpec = StatisticsSpec()
@@ -298,7 +323,9 @@ class Recipe(Strict):
     """
     ignore: tuple[Pattern, ...] = ("lm_head",)
     """Linear layers that stay in floating point, whatever `layers` says: full names, or `re:`
-    patterns matched from the name's start. `lm_head` always does.
+    patterns matched from the name's start. Without `lm_head` in it, the head is quantized, too: as
+    `layers` says of it, else by `scheme`. A head that is the embedding is stored once for both; the
+    method `untie` gives it a tensor of its own, for other runtimes.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where blocks are calibrated and solved: `auto` takes a GPU if there is one."""
@@ -312,7 +339,6 @@ class Recipe(Strict):
     def _quantizes(cls, scheme: Scheme) -> Scheme:
         if not scheme.quantizes_anything:
             raise ValueError("quantizes nothing; give weights and activations, kv_cache, or both")
-        _is_made(scheme.of_layers)
         return scheme
 
     @field_validator("layers")
@@ -327,6 +353,21 @@ class Recipe(Strict):
                 "scheme the weights of most layers, and name those that stay in float in ignore"
             )
         return layers
+
+    @field_validator("budget")
+    @classmethod
+    def _has_what_to_choose(
+        cls, budget: BudgetSpec | None, info: ValidationInfo
+    ) -> BudgetSpec | None:
+        scheme: Scheme | None = info.data.get("scheme")
+        if budget is not None and info.data.get("layers"):
+            raise ValueError("found layers beside it, which a budget chooses; leave them out")
+        if budget is not None and scheme is not None and scheme.weights is None:
+            raise ValueError(
+                f"the scheme {scheme.wac} quantizes no weights, whose bits a budget chooses; give "
+                "one that does, such as w4"
+            )
+        return budget
 
     def scheme_of(self, name: str) -> LayerScheme:
         """What `layers` and `scheme` want of a linear layer, by its full name.
@@ -345,7 +386,23 @@ class Recipe(Strict):
     @property
     def static(self) -> bool:
         """Whether inputs or the cache have static scales, which follow from data."""
-        return self.scheme.static or any(entry.scheme.static_input for entry in self.layers)
+        caches = [entry.kv_cache for entry in self.caches]
+        return (
+            self.scheme.static
+            or any(entry.scheme.static_input for entry in self.layers)
+            or any(cache is not None and not cache.dynamic for cache in caches)
+        )
+
+    @property
+    def centers(self) -> bool:
+        """Whether keys are centred, by means that follow from data."""
+        caches = (self.scheme.kv_cache, *(entry.kv_cache for entry in self.caches))
+        return any(cache is not None and cache.center_keys for cache in caches)
+
+    def cache_of(self, block: str) -> KVCacheSpec | None:
+        """What `caches` and `scheme` want of the cache of a block, by its full name."""
+        matching = [entry for entry in self.caches if is_ignored(block, entry.match)]
+        return matching[-1].kv_cache if matching else self.scheme.kv_cache
 
     @field_validator("methods")
     @classmethod

@@ -29,6 +29,9 @@ def expand(data: dict[str, Any]) -> Iterator[tuple[Key, str]]:
     Yields:
         Key and message of each value that stands for nothing; it is left as it is.
     """
+    if data.get("budget") is not None and "base" not in data:
+        data.setdefault("scheme", "w4")
+        data.setdefault("methods", [{"two_sided": {"sweeps": 2}}])
     scheme: Any = data.get("scheme")
     methods: Any = data.get("methods")
     report: Any = data.get("report")

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from calibrate.spec import DatasetSpec
+from formats.checkpoint.targets import is_ignored
+from formats.families.registry import find_family
 from formats.namespace import ROOT
+from ptq.recipe.reading import load_recipe
+from ptq.recipe.shipped import shipped_paths
 from ptq.recipe.strict_yaml import override_value, parse
 from ptq.report.data import ReportData
 from ptq.report.measured.attribution import Attribution
@@ -33,10 +37,12 @@ class Facts:
     Attributes:
         weights: Their type, or "" where they stay in float.
         activations: `static`, `token`, or "" where they stay in float.
-        cache: Its type, or "".
+        cache: Its type, or ""; that of values where keys have another.
         methods: Their names.
         mixed: Whether single layers have a scheme of their own.
+        budget: Whether a budget chose them.
         two_level: Whether int4 scales have two levels.
+        group: Inputs that share a scale of a weight; 0 for all of them.
         per_tensor: Whether a weight has one scale.
         blocks: Whether fp8 weights have a scale for each block.
         shares: Part of the loss that each kind of layer, and the cache, makes; empty where it was
@@ -49,7 +55,9 @@ class Facts:
     cache: str
     methods: frozenset[str]
     mixed: bool
+    budget: bool
     two_level: bool
+    group: int
     per_tensor: bool
     blocks: bool
     shares: dict[str, float]
@@ -80,6 +88,16 @@ class Rule:
 
 
 LOSE_LESS = (
+    Rule(
+        lambda f: f.weights == "" and f.cache == "int4",
+        "c8",
+        "keys and values of 8 bits have 16 times finer steps",
+    ),
+    Rule(
+        lambda f: f.weights == "int4" and f.cache == "int4",
+        "a8w4c8",
+        "keys and values of 8 bits have 16 times finer steps",
+    ),
     Rule(
         lambda f: f.weights == "" and "smooth_k" not in f.methods,
         "c8",
@@ -134,7 +152,12 @@ LOSE_LESS = (
         "int8 weights alone: activations stay in float, which is slower for many requests",
     ),
     Rule(
-        lambda f: f.weights == "int4" and "gptq" not in f.methods,
+        lambda f: f.budget,
+        "w8_rtn",
+        "a lower budget gives more layers int8; this one gives it to all of them",
+    ),
+    Rule(
+        lambda f: f.weights == "int4" and not {"gptq", "two_sided"} & f.methods,
         "w4_gptq",
         "GPTQ lets later weights make up for the rounding of earlier ones",
     ),
@@ -150,8 +173,23 @@ LOSE_LESS = (
     ),
     Rule(
         lambda f: f.weights == "int4",
+        "budget",
+        "nothing that ships makes int4 lose less; a budget gives int8 to the layers that need it",
+    ),
+    Rule(
+        lambda f: f.weights == "fp4_e2m1" and f.group == 32,
+        "nvfp4",
+        "groups of 16 have scales of finer steps than the powers of two of groups of 32",
+    ),
+    Rule(
+        lambda f: f.weights == "fp4_e2m1",
+        "budget",
+        "a budget gives 8 bits to the layers that need them, and 4 to the others",
+    ),
+    Rule(
+        lambda f: f.weights == "fp8_e4m3" and f.activations == "",
         "w8_rtn",
-        "nothing that ships makes int4 lose less; int8 weights are twice the size",
+        "int8 with a scale for each output channel has finer steps than e4m3",
     ),
     Rule(
         lambda f: f.weights == "fp8_e4m3" and f.per_tensor,
@@ -170,6 +208,11 @@ LOSE_LESS = (
     ),
 )
 SAVE_MORE = (
+    Rule(
+        lambda f: f.weights == "" and f.cache == "int4",
+        "a8w4c4_two_level",
+        "it has int4 weights, too, and multiplies integers",
+    ),
     Rule(lambda f: f.weights == "", "a8w8c8", "it halves the weights, too"),
     Rule(
         lambda f: (f.int8 or f.weights == "fp8_e4m3") and f.cache != "",
@@ -179,9 +222,14 @@ SAVE_MORE = (
     Rule(lambda f: f.int8, "a8w8c8_dynamic_down", "it halves the cache, too"),
     Rule(lambda f: f.weights == "int8", "w4_best", "it halves the weights again; it takes minutes"),
     Rule(
-        lambda f: f.weights == "int4" and f.cache == "",
+        lambda f: f.weights in ("int4", "fp4_e2m1") and f.cache == "",
         "a8w4c8",
         "it halves the cache, too, and multiplies integers",
+    ),
+    Rule(
+        lambda f: f.weights == "int4" and f.cache == "int8",
+        "a8w4c4_two_level",
+        "it halves the cache again",
     ),
     Rule(
         lambda f: f.weights == "fp8_e4m3" and not f.cache,
@@ -217,7 +265,7 @@ def advise(data: ReportData, *, save: bool) -> Advice:
     known = {kind: facts.share(kind) for kind in ("cache", "down")}
     down = f", {known['down']:.0%} of the loss," if known["down"] >= MUCH else ""
     for rule in SAVE_MORE if save else LOSE_LESS:
-        if rule.holds(facts):
+        if rule.holds(facts) and _runs(data, rule.recipe):
             reason = rule.reason.format(cache=known["cache"], down=down, outlier=facts.outlier)
             return Advice(rule.recipe, reason, _command(data, rule.recipe))
     if save:
@@ -237,10 +285,12 @@ def facts_of(data: ReportData) -> Facts:
     return Facts(
         weights=weights.get("dtype", ""),
         activations="" if not activations else "token" if dynamic else "static",
-        cache=cache.get("dtype", ""),
+        cache=cache.get("value_dtype") or cache.get("dtype", ""),
         methods=frozenset(next(iter(method)) for method in recipe.get("methods", [])),
         mixed=bool(recipe.get("layers")),
+        budget=bool(recipe.get("budget")),
         two_level=bool(weights.get("two_level")),
+        group=weights.get("group_size") or 0,
         per_tensor=weights.get("granularity") == "per_tensor",
         blocks=weights.get("granularity") == "block",
         shares=shares_of(data),
@@ -265,6 +315,19 @@ def weakest(data: ReportData) -> list[tuple[str, float]]:
     key = "output_sqnr_db" if measured else "weight_sqnr_db"
     ratios = [(row.module, getattr(row, key)) for row in rows]
     return sorted((r for r in ratios if r[1] is not None), key=lambda row: row[1])[:WEAKEST]
+
+
+def _runs(data: ReportData, name: str) -> bool:
+    """Whether the methods of a shipped recipe know the model, and its `layers` are there."""
+    recipe = load_recipe(shipped_paths()[name])
+    family = find_family({"model_type": data.model.model_type})
+    modules = [row.module for row in data.quantization.modules]
+    found = all(
+        any(is_ignored(module, [pattern]) for module in modules)
+        for entry in recipe.layers
+        for pattern in entry.match
+    )
+    return found and all(method.knows(family) for method in recipe.methods)
 
 
 def _in_float(data: ReportData) -> str:

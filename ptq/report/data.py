@@ -6,6 +6,7 @@ from formats.scale_table import ScaleTable
 from formats.scheme import Strict
 from inference.accuracy import Accuracy
 from inference.bench.figures import Speed
+from ptq.evaluate.figures import TaskRow
 from ptq.peers.measure import PeerRow
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import ThresholdsSpec
@@ -14,6 +15,7 @@ from ptq.report.measured.completions import Completion
 from ptq.report.outliers import OutlierRow
 from ptq.report.provenance import Provenance
 from ptq.result import CalibrationSummary, QuantizationRecord
+from ptq.search.record import BudgetRecord
 
 
 class Check(Strict):
@@ -94,7 +96,9 @@ class ReportData(Strict):
         seconds: Wall time of the comparison and of the measurement of speed.
         recipe: The resolved recipe as YAML, with full paths: `ptq run` on it repeats the run.
         peers: What other tools made of the same model.
+        tasks: What both models make of standard tasks.
         completions: What both models make of the same prompts.
+        budget: What was chosen for a budget, and from what; None where the recipe has none.
         attribution: Where the loss comes from, or why that was not measured.
     """
 
@@ -117,7 +121,9 @@ class ReportData(Strict):
     seconds: dict[str, float]
     recipe: str
     peers: tuple[PeerRow, ...] = ()
+    tasks: tuple[TaskRow, ...] = ()
     completions: tuple[Completion, ...] = ()
+    budget: BudgetRecord | None = None
     attribution: Attribution | str = "the recipe says `attribution: false`"
 
 

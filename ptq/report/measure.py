@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
+from formats.cache_scheme import CacheRole
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
+from formats.later import later
 from formats.modeling.layers import attention_names
 from formats.tokenizer import load_tokenizer
-from inference.accuracy import compare
+from inference.accuracy import Accuracy, compare
 from inference.bench.figures import environment
 from inference.bench.load import Load, run_once
 from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
+from ptq.evaluate import figures
+from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
-from ptq.recipe.schema import SpeedSpec
+from ptq.recipe.schema import ReportSpec, SpeedSpec
 from ptq.report.data import KVScales, ReportData, Sizes, SpeedPair, check_thresholds, failure
 from ptq.report.measured.attribution import Attribution, attribute, references
 from ptq.report.measured.completions import complete
@@ -33,6 +37,12 @@ from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.outliers import activation_outliers
 from ptq.report.provenance import provenance_of
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
+from ptq.search.search import Ordered
+
+if TYPE_CHECKING:
+    from ptq.evaluate import evaluation
+else:
+    evaluation = later("ptq.evaluate.evaluation")  # lm-eval, which only tasks need
 
 MOVED = 0.1  # of the whole loss; an unrounded model that differs more is not the original
 UNDECLARED = "what each part of a block is follows from a declaration of the model's family"
@@ -47,6 +57,7 @@ def measure(
     plan: Plan,
     evaluation: TokenSet | None = None,
     *,
+    ordered: Ordered | None = None,
     progress: bool = True,
 ) -> ReportData:
     """Run both models and gather the report's data.
@@ -55,6 +66,7 @@ def measure(
         result: The finished quantization.
         plan: What it followed; its recipe says what is measured.
         evaluation: The recipe's evaluation tokens; None reads them.
+        ordered: What a search for a budget has found, and measured on them.
         progress: Show progress bars.
 
     Raises:
@@ -66,7 +78,8 @@ def measure(
     if evaluation is None:
         tokenizer = load_tokenizer(recipe.model.folder)
         evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
-    measured = _run_both(result, plan, evaluation, watch, progress=progress)
+    known = None if ordered is None else ordered.accuracy
+    measured = _run_both(result, plan, evaluation, watch, known, progress=progress)
     checks = check_thresholds(recipe.report.thresholds, measured["accuracy"])
     statistics = result.checkpoint.parent / STATISTICS_FILE
     seconds = watch.seconds()
@@ -87,6 +100,7 @@ def measure(
         environment=environment(recipe.report.device),
         seconds=seconds,
         recipe=resolved_yaml(recipe),
+        budget=None if ordered is None else ordered.record,
         **measured,
     )
 
@@ -96,6 +110,7 @@ def _run_both(
     plan: Plan,
     evaluation: TokenSet,
     watch: Stopwatch,
+    known: Accuracy | None,
     *,
     progress: bool,
 ) -> dict[str, Any]:
@@ -107,11 +122,15 @@ def _run_both(
         original = Engine.from_pretrained(path, config=config, device=report.device)
         quantized = Engine.from_pretrained(result.checkpoint, config=config, device=report.device)
     with watch.phase("comparison"):
-        accuracy = compare(original, quantized, sequences, progress=progress)
+        accuracy = known or compare(original, quantized, sequences, progress=progress)
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
     with watch.phase("completions"):
         completions = complete(original, quantized, spread(sequences, report.completions))
+    tasks: tuple[TaskRow, ...] = ()
+    if report.tasks:
+        with watch.phase("tasks"):
+            tasks = _run_tasks(original, quantized, report, progress=progress)
     peers: tuple[PeerRow, ...] = ()
     if report.peers:
         with watch.phase("other tools"):
@@ -122,6 +141,7 @@ def _run_both(
         "accuracy": accuracy,
         "speed": speed,
         "completions": completions,
+        "tasks": tasks,
         "peers": peers,
         "scheme": f"{quantized.checkpoint.scheme.wac}{mixed}",
         "sizes": _sizes(original, quantized),
@@ -197,6 +217,17 @@ def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig
     )
 
 
+def _run_tasks(
+    original: Engine, quantized: Engine, report: ReportSpec, *, progress: bool
+) -> tuple[TaskRow, ...]:
+    """The recipe's tasks on both models, each in an engine with room for many requests."""
+    before, after = (
+        evaluation.evaluate(engine, report.tasks, limit=report.task_items, progress=progress)
+        for engine in (original, quantized)
+    )
+    return figures.compared(after, before)
+
+
 def _measure_speed(
     original: Engine, quantized: Engine, speed: SpeedSpec | None
 ) -> SpeedPair | None:
@@ -218,19 +249,27 @@ def _sizes(original: Engine, quantized: Engine) -> Sizes:
         original_weights=original.checkpoint.nbytes,
         quantized_weights=quantized.checkpoint.nbytes,
         original_kv=elements * own,
-        quantized_kv=_cache_bytes(quantized, elements, own),
+        quantized_kv=_cache_bytes(quantized, own),
         original_kv_here=original.kv_bytes_per_token,
         quantized_kv_here=quantized.kv_bytes_per_token,
     )
 
 
-def _cache_bytes(quantized: Engine, elements: int, own: int) -> int:
+def _cache_bytes(quantized: Engine, own: int) -> int:
     """Bytes of one token's K and V, with scales of its own, as the scheme stores them."""
-    spec, shape = quantized.checkpoint.scheme.kv_cache, quantized.model.config
-    if not quantized.quantized_kv or spec is None:
-        return elements * own
-    scales = sum(2 * own.count * 4 for own in shape.cached) if spec.dynamic else 0
-    return elements * spec.bits // 8 + scales
+    checkpoint, total = quantized.checkpoint, 0
+    for name, heads in zip(
+        attention_names(checkpoint.config), quantized.model.config.cached, strict=True
+    ):
+        spec = checkpoint.kv_scheme_of(name) if quantized.quantized_kv else None
+        if spec is None:
+            total += heads.count * (heads.k_size + heads.v_size) * own
+            continue
+        sizes: dict[CacheRole, int] = {"k_cache": heads.k_size, "v_cache": heads.v_size}
+        scales = 2 * spec.scale_bytes if spec.dynamic else 0
+        bits = sum(spec.bits_of(role) * size for role, size in sizes.items())
+        total += heads.count * (bits // 8 + scales)
+    return total
 
 
 def _kv_scales(checkpoint: Checkpoint) -> tuple[KVScales, ...]:

@@ -15,6 +15,7 @@ from ptq.report.page.markdown import markdown_page
 from ptq.report.page.section import Point, Section, Table, Top
 from ptq.report.parts.accuracy import divergence_section, perplexity_section
 from ptq.report.parts.activations import activations_section
+from ptq.report.parts.budget import budget_section
 from ptq.report.parts.cache import cache_section
 from ptq.report.parts.completions import completions_section
 from ptq.report.parts.cost import size_and_speed_section
@@ -22,6 +23,7 @@ from ptq.report.parts.layers import layers_section
 from ptq.report.parts.loss import loss_section
 from ptq.report.parts.peers import peers_section
 from ptq.report.parts.run import provenance_section, recipe_section, run_section, scales_section
+from ptq.report.parts.tasks import tasks_section
 from ptq.report.summary import check_rows, summary_rows
 from ptq.report.verdict import verdict_of
 
@@ -110,9 +112,13 @@ def _where(data: ReportData) -> Iterator[Point]:
 
 def sections(data: ReportData) -> Iterator[Section]:
     """Everything below the verdict, in order."""
+    if data.budget is not None:
+        yield budget_section(data.budget)
     yield perplexity_section(data)
     yield divergence_section(data)
     yield loss_section(data)
+    if data.tasks:
+        yield tasks_section(data)
     if data.completions:
         yield completions_section(data)
     if data.peers:

@@ -22,6 +22,7 @@ from ptq.report.measure import engine_config, measure
 from ptq.report.pages import change_first, draw_plots, in_a_line, render_html, render_markdown
 from ptq.report.summary import summary_rows
 from ptq.result import CalibrationSummary, QuantizationResult
+from ptq.search.search import Ordered
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ def make_report(
     plan: Plan,
     evaluation: TokenSet | None = None,
     *,
+    ordered: Ordered | None = None,
     progress: bool = True,
 ) -> Report:
     """Compare a quantized checkpoint with its original, and write the report beside it.
@@ -60,6 +62,7 @@ def make_report(
         result: The finished quantization.
         plan: What it followed; its recipe says what is measured and where the output lies.
         evaluation: The recipe's evaluation tokens; None reads them.
+        ordered: What a search for a budget has found, and measured on them.
         progress: Show progress bars.
 
     Raises:
@@ -67,7 +70,7 @@ def make_report(
         CheckpointError: a checkpoint is damaged, or the report cannot be written.
         EngineError: a model gives NaN or infinity.
     """
-    data = measure(result, plan, evaluation, progress=progress)
+    data = measure(result, plan, evaluation, ordered=ordered, progress=progress)
     folder = plan.recipe.output.path / REPORT_FOLDER
     write_report(data, folder)
     rows = tuple(summary_rows(data))

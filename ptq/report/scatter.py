@@ -156,7 +156,7 @@ def _explain(axes: Axes, points: Sequence[Point]) -> None:
     axes.set_xlabel("weights on disk, as a factor of the original's")
     axes.set_ylabel("KL divergence to the original (nats)")
     axes.set_title("What each run costs, and what it saves")
-    kinds = [("float cache", QUANTIZED, QUANTIZED), ("cache of 8 bits", CACHE, CACHE)]
+    kinds = [("float cache", QUANTIZED, QUANTIZED), ("quantized cache", CACHE, CACHE)]
     if any(p.tool for p in points):
         kinds.append(("other tools, at the size of our runs of as many bits", ORIGINAL, "white"))
     for name, color, face in kinds:

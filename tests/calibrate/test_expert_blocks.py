@@ -99,10 +99,7 @@ def test_statistics_do_not_depend_on_order_or_batches(make_model, family):
         stream, statistics = open_stream(folder, parts), Statistics()
         for index in range(2):
             block = stream.load(index)
-            outputs = [
-                block.output(i, on_input=lambda name, x: statistics.observe(name, "input", x))
-                for i in range(len(parts))
-            ]
+            outputs = block.outputs(on_input=lambda name, x: statistics.observe(name, "input", x))
             stream.advance(block, outputs)
         return statistics
 

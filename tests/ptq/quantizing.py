@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from calibrate.backward import KeptInputs, backward
 from calibrate.data import TokenSet
+from calibrate.gradients import BlockGradients
 from calibrate.spec import DatasetSpec, SplitSpec
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
@@ -18,6 +20,7 @@ from ptq.methods.common.folding import Folding, SmoothedGroup
 from ptq.methods.common.rounding import round_weight
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smoothquant import SmoothQuantSpec, smoothing_scale
+from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import block_work, observe
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.schema import (
@@ -75,6 +78,16 @@ def random_tokens(sequences: int = 6, length: int = 40, vocabulary: int = 384) -
     return TokenSet(ids=ids.masked_fill(~mask, 0), mask=mask, source="random", split="calibration")
 
 
+def quantize_head(
+    model: Path, out: Path, scheme: str = "w4", of_head: str = "w8", **options
+) -> Checkpoint:
+    """A checkpoint whose head is quantized, too, by plain rounding unless `methods` say otherwise."""
+    options = {"methods": (RTNSpec(),), "ignore": (), "layers": {"lm_head": of_head}} | options
+    plan = make_plan(model, out, scheme, **options)
+    quantize_tokens(plan, random_tokens(), progress=False, force=True)
+    return Checkpoint.open(out / "checkpoint")
+
+
 def observed_work(plan: Plan, index: int = 0) -> BlockWork:
     """A block of the plan's model after the samples ran through it."""
     checkpoint = Checkpoint.open(plan.recipe.model.path)
@@ -83,6 +96,17 @@ def observed_work(plan: Plan, index: int = 0) -> BlockWork:
     stream.start(random_tokens().sequences())
     work = block_work(plan, checkpoint, stream.load(index))
     observe(work)
+    return work
+
+
+def with_gradients(work: BlockWork, plan: Plan) -> BlockWork:
+    """Give a block what the samples' gradients show of it."""
+    checkpoint = Checkpoint.open(plan.recipe.model.path)
+    stream = BlockStream(AutoConfig.from_pretrained(plan.recipe.model.path), checkpoint.tensor)
+    kept: dict[str, BlockGradients] = {}
+    sequences = random_tokens().sequences()
+    backward(stream, sequences, size=256, inputs=KeptInputs(), found=kept.__setitem__)
+    work.gradients = kept[work.block.name]
     return work
 
 

@@ -59,11 +59,11 @@ print(Engine.__module__, quantize.__module__, SamplingParams().max_tokens, Check
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_any_room_may_be_imported_first(foreign, tmp_path):
-    """Each first import in a child forked before any; beside a foreign `kernels`, and without."""
+    """Each in a child forked before any but torch's; beside a foreign `kernels`, and without."""
     if foreign:
         write_stand_in(tmp_path, "0.1.0")
     code = f"""
-import os
+import os, torch
 for first in {FIRST!r}:
     child = os.fork()
     if not child:

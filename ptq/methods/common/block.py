@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     import kernels.numerics as numerics
     from calibrate import observers
     from calibrate.block import DecoderBlock
+    from calibrate.fisher import FisherFactors
+    from calibrate.gradients import BlockGradients
     from calibrate.spec import ObserverSpec
     from calibrate.statistics import Key, Statistics
     from calibrate.tensor_statistics import TensorStatistics
     from formats.stored import weights as storage
     from formats.stored.weights import StoredWeight
+    from ptq.methods.common import fisher
+    from ptq.methods.common.fisher import WeightedMoments
     from ptq.methods.common.moments import Moments
 else:
+    fisher = later("ptq.methods.common.fisher")
     nn = later("torch.nn")
     numerics = later("kernels.numerics")
     observers = later("calibrate.observers")
@@ -73,8 +78,12 @@ class BlockWork:
         statistics: Of the inputs of the block's linear layers, of K and of V, for the weights as
             they were when the samples last ran; None before that.
         moments: Second moments of those inputs, where a method wants them.
+        gradients: Of the block as it came, where a method wants them.
+        weighted: The inputs' side of the Fisher factors, where `gradients` are.
         clips: Factors of the ranges of static inputs, by layer, where a method chose them.
         divisors: What methods have divided those inputs, K and V by since then.
+        rescaled: What they have divided those, and outputs of linear layers, by since the block
+            came.
         folded: Float tensors that a method changed, by full name, in the checkpoint's type.
         quantized: The solved layers, by full name.
         events: What a person should know.
@@ -93,8 +102,11 @@ class BlockWork:
     dtype_of: Callable[[str], torch.dtype]
     statistics: Statistics | None = None
     moments: Moments | None = None
+    gradients: BlockGradients | None = None
+    weighted: WeightedMoments | None = None
     clips: dict[str, float] = field(default_factory=dict)
     divisors: dict[Key, Tensor] = field(default_factory=dict)
+    rescaled: dict[Key, Tensor] = field(default_factory=dict)
     folded: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedLinear] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -132,12 +144,43 @@ class BlockWork:
         inverse = (1.0 / divisor).to(moments)
         return moments * (inverse[:, None] * inverse if self.moments.full else inverse.square())
 
+    def fisher(self, name: str) -> FisherFactors:
+        """Fisher factors of a linear layer, one of `targets`, for its weight as it is now.
+
+        A is on the block's device, and so is G. Where no token's loss depends on the layer (an
+        expert that no token came to), both are zero.
+        """
+        assert self.gradients is not None, "no method asked for gradients"
+        assert self.weighted is not None, "the samples have not run"
+        return fisher.factors(
+            self.weighted.of(name),
+            self.gradients.output(name),
+            fisher.Divisors(
+                since_samples=self.divisors.get((name, "input")),
+                inputs=self.rescaled.get((name, "input")),
+                outputs=self.rescaled.get((name, "output")),
+            ),
+        )
+
+    def key_mean(self) -> Tensor:
+        """Mean of each channel of K, after RoPE, as K is now: fp64 [kv heads, D]."""
+        seen = self.observed(self.block.attention, "k_cache")
+        assert seen.channel_sum is not None, "the cache's scheme does not ask for it"
+        return seen.channel_sum / seen.tokens
+
     def divide(self, name: str, role: str, factor: Tensor) -> None:
-        """Tell that an input, K or V is from now on divided by `factor`, fp64 of its channels."""
+        """Tell that a tensor is from now on divided by `factor`, fp64 of its channels.
+
+        Args:
+            name: The module that it belongs to.
+            role: `input` or `output` of a linear layer, `k_cache` or `v_cache` of an attention.
+            factor: Of a layer [channels], of a cache [kv heads, D].
+        """
         if bool((factor == 1).all()):
             return
-        before = self.divisors.get((name, role))
-        self.divisors[name, role] = factor if before is None else before * factor
+        for known in (self.divisors, self.rescaled):
+            before = known.get((name, role))
+            known[name, role] = factor if before is None else before * factor
 
     def scheme_of(self, name: str) -> LayerScheme:
         """How a linear layer's weight and input are to be quantized."""
@@ -166,11 +209,25 @@ class BlockWork:
             first.setdefault(self.common_input.get(name, name), name)
         return {name: first[self.common_input.get(name, name)] for name in self.block.linears}
 
-    def scale_dtype(self, name: str) -> torch.dtype:
-        """Type in which a layer's weight scales are stored: the model's where weights are packed.
+    def merged_with(self, name: str) -> list[str]:
+        """The quantized layers of a layer's module that read its input: they run as one."""
+        stand_in, module = self.observed_for, name.rpartition(".")[0]
+        return [
+            other
+            for other in self.targets
+            if other.rpartition(".")[0] == module and stand_in[other] == stand_in[name]
+        ]
+
+    def scale_dtype(self, name: str) -> numerics.ScaleStorage:
+        """How a layer's weight scales are stored: in the model's type where weights are packed.
 
         A scale is rounded to it before it is used, so that the stored one is the one that counts.
         """
+        if self.weight_spec(name).scale_type == "e4m3":
+            weights = (self.block.linears[other].weight for other in self.merged_with(name))
+            absmax = torch.stack([weight.abs().max() for weight in weights]).max()
+            scale = numerics.choose_scale(absmax, numerics.FP4)
+            return numerics.E4M3Multiples(numerics.e4m3_unit(scale).item())
         packed = storage.storage_format(self.scheme_of(name)) == "pack-quantized"
         return self.dtype_of(f"{name}.weight") if packed else torch.float32
 

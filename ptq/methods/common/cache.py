@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from formats.scheme import KVCacheSpec
+from formats.cache_scheme import CacheRole, KVCacheSpec
 from kernels.numerics import (
+    INT4,
     TYPES,
     block_absmax,
     choose_scale,
     fake_quantize,
     fake_quantize_activations,
 )
+from kernels.packed_cache import token_scales, turn_size, turned
 
 
-def through_cache(
-    x: Tensor, absmax: Tensor, spec: KVCacheSpec, role: Literal["k_cache", "v_cache"]
-) -> Tensor:
+def through_cache(x: Tensor, absmax: Tensor, spec: KVCacheSpec, role: CacheRole) -> Tensor:
     """K or V rounded as the cache holds it, static scales by the largest magnitudes.
 
     Args:
@@ -30,7 +28,16 @@ def through_cache(
     Returns:
         fp32 [tokens, kv heads, D].
     """
-    kind = TYPES[spec.dtype]
+    if role == "k_cache" and spec.rotate_keys:
+        size = turn_size(x.shape[-1])
+        return turned(_rounded(turned(x.float(), size), absmax, spec, role), size)
+    return _rounded(x, absmax, spec, role)
+
+
+def _rounded(x: Tensor, absmax: Tensor, spec: KVCacheSpec, role: CacheRole) -> Tensor:
+    kind = TYPES[spec.dtype_of(role)]
+    if spec.dynamic and kind is INT4:
+        return fake_quantize(x, token_scales(x).float(), kind)
     if spec.dynamic:
         return fake_quantize_activations(x, None, kind)
     block = (-1, -1) if spec.granularity == "per_tensor" else (1, -1)

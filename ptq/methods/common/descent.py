@@ -11,12 +11,20 @@ all are known, and one sweep over the columns takes as long as GPTQ itself.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from formats.later import later
 from formats.scheme import WeightSpec
-from kernels.numerics import TYPES
+from kernels.numerics import TYPES, QuantizedType
 from ptq.methods.common.rounding import expanded, round_column
+
+if TYPE_CHECKING:
+    from kernels.triton.calibration import columns as kernels
+else:
+    kernels = later("kernels.triton.calibration.columns")  # where there is a GPU
 
 
 def damped(hessian: Tensor, damp: float) -> Tensor:
@@ -56,19 +64,57 @@ def descend(
     columns, h = q.T[order].float(), hessian[order][:, order]
     values = (columns if zeros is None else columns - zeros) * scales
     gradient = h @ (weight.T[order].float() - values)  # G^T
-    curvature = h.diagonal().tolist()
-    for start in range(0, len(order), block_size):
-        stop = min(start + block_size, len(order))
-        moves = torch.empty_like(values[start:stop])
-        for j in range(start, stop):
-            offset = None if zeros is None else zeros[j]
-            target = torch.add(values[j], gradient[j], alpha=1.0 / curvature[j])
-            rounded = round_column(target, scales[j], kind, offset)
-            columns[j] = rounded
-            known = rounded if offset is None else rounded - offset
-            move = torch.sub(known * scales[j], values[j], out=moves[j - start])
-            gradient[j + 1 : stop].addr_(h[j + 1 : stop, j], move, alpha=-1.0)
-        gradient[stop:].addmm_(h[stop:, start:stop], moves, alpha=-1.0)
+    taken, size = descent_columns, block_size
+    if columns.is_cuda and kernels.knows(kind):
+        taken, size = kernels.descent_block, min(block_size, kernels.WIDEST)
+    for start in range(0, len(order), size):
+        block = slice(start, min(start + size, len(order)))
+        offset = None if zeros is None else zeros[block]
+        moves = taken(
+            columns[block],
+            values[block],
+            scales[block],
+            offset,
+            gradient[block],
+            h[block, block],
+            kind,
+        )
+        gradient[block.stop :].addmm_(h[block.stop :, block], moves, alpha=-1.0)
     restored = torch.empty_like(columns, dtype=q.dtype)
     restored[order] = columns.to(q.dtype)
     return restored.T.contiguous()
+
+
+def descent_columns(
+    columns: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    gradient: Tensor,
+    hessian: Tensor,
+    kind: QuantizedType,
+) -> Tensor:
+    """Take a block of columns; `kernels.triton.calibration.columns.descent_block` is it for a GPU.
+
+    Args:
+        columns: fp32 [B, N]; gets the new values of the type.
+        values: fp32 [B, N], what the former ones stand for.
+        scales: fp32 [B, N].
+        zeros: fp32 [B, N], or None.
+        gradient: fp32 [B, N]; that of the block is used up.
+        hessian: fp32 [B, B].
+        kind: The type.
+
+    Returns:
+        What each column has moved by, fp32 [B, N].
+    """
+    moves, curvature = torch.empty_like(values), hessian.diagonal().tolist()
+    for j in range(len(columns)):
+        offset = None if zeros is None else zeros[j]
+        target = torch.add(values[j], gradient[j], alpha=1.0 / curvature[j])
+        rounded = round_column(target, scales[j], kind, offset)
+        columns[j] = rounded
+        known = rounded if offset is None else rounded - offset
+        move = torch.sub(known * scales[j], values[j], out=moves[j])
+        gradient[j + 1 :].addr_(hessian[j + 1 :, j], move, alpha=-1.0)
+    return moves

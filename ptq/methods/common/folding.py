@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from formats.cache_scheme import KVCacheSpec
 from formats.families.groups import SmoothingGroup
 from formats.later import later
-from formats.scheme import KVCacheSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear, replaced, set_parameter
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ class SmoothedGroup:
         if isinstance(self.source, nn.Linear):
             rows = self.source.weight.double() / folding.scale[:, None].to(self.work.block.device)
             set_parameter(self.source, "weight", rows.float())
+            self.work.divide(self.group.source, "output", folding.scale)
         if folding.vector is not None and self.vector_name is not None:
             moved = folding.vector.float().to(self.work.block.device)
             set_parameter(self.source, self.vector_name.rpartition(".")[2], moved)

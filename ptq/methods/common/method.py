@@ -31,6 +31,8 @@ class Method(ABC):
         needs: What it solves from: `weights` alone, `statistics` (with `moments`), or `samples`
             that run through the block.
         moments: Which second moments of inputs it uses.
+        gradients: Whether it uses `BlockWork.fisher`: the driver then runs the model backward
+            before it solves the first block.
         folds: Whether `commit` changes the block's float weights, so that methods after it must see
             the samples run again.
         rescales: Whether it folds by factors alone, all of them told to `BlockWork.divide`: then
@@ -44,6 +46,7 @@ class Method(ABC):
 
     needs: Literal["weights", "statistics", "samples"] = "samples"
     moments: MomentKind = "none"
+    gradients = False
     folds = False
     rescales = False
     clips = False

@@ -39,8 +39,14 @@ class Moments:
         self._tokens: dict[str, int] = {}
         self._halves: set[str] = set()  # of sums whose blocks above the diagonal are not filled in
 
-    def observe(self, name: str, x: Tensor) -> None:
-        """Add the input [tokens, in] of a layer; of layers that share it, the first counts."""
+    def observe(self, name: str, x: Tensor, tokens: int | None = None) -> None:
+        """Add the input [tokens, in] of a layer; of layers that share it, the first counts.
+
+        Args:
+            name: The layer.
+            x: Its input.
+            tokens: How many it stands for, where rows of zeros were left out.
+        """
         if name not in self._wanted:
             return
         x = x.float()
@@ -53,7 +59,7 @@ class Moments:
                 self._sums[name][rows, : rows.stop].addmm_(x[:, rows].T, x[:, : rows.stop])
         else:
             self._sums[name].add_(x.square().sum(dim=0))
-        self._tokens[name] = self._tokens.get(name, 0) + len(x)
+        self._tokens[name] = self._tokens.get(name, 0) + (len(x) if tokens is None else tokens)
 
     def of(self, name: str) -> Tensor:
         """E[x x^T] of a layer's input [in, in], or its diagonal [in]."""
@@ -88,9 +94,14 @@ class Moments:
 
 
 def output_errors(error: Tensor, hessian: Tensor) -> Tensor:
-    """e H e^T of each row of a weight's error [N, K]: fp64 [N]."""
-    wide, found = error.double(), torch.zeros(len(error), dtype=torch.float64, device=error.device)
+    """e H e^T of each row of a weight's error [N, K]: fp64 [N].
+
+    On a GPU products are of fp32, in TF32: no term is negative, so that the sum errs as little.
+    """
+    dtype = error.dtype if error.is_cuda else torch.float64
+    wide, found = error.to(dtype), torch.zeros(len(error), dtype=torch.float64, device=error.device)
     for start in range(0, wide.shape[1], BAND):
         columns = slice(start, start + BAND)
-        found += (wide @ hessian[:, columns].double()).mul_(wide[:, columns]).sum(dim=1)
+        carried = (wide @ hessian[:, columns].to(dtype)).mul_(wide[:, columns])
+        found += carried.sum(dim=1, dtype=torch.float64)
     return found

@@ -9,7 +9,10 @@ Searches try a grid of factors of the first and keep, for each block, the one of
     output_mse    sum_kl e_k E[x_k x_l] e_l        k, l of one group: AWQ's clipping (Lin et al.
                                                    2023, section 3.2), the error of its output
 
-all in fp32, with the earlier candidate of equals.
+all in fp32, with the earlier candidate of equals. Scales of few values, the powers of two of MXFP4
+and MXFP8 and the e4m3 multiples of NVFP4, are not tried by factors: the next larger and smaller
+values are, for e2m1 up to where the largest magnitude becomes 4 in place of 6 and leaves the wide
+step between these unused.
 
 Scales of two levels, s = unit m with an integer m from 1 to 16 for each group of a channel, are
 rounded to the nearest multiple of the least unit that reaches the largest of a channel. A search
@@ -19,29 +22,45 @@ takes those of least error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from formats.later import later
 from formats.scheme import WeightSpec
 from formats.stored.weights import StoredWeight
 from kernels.numerics import (
     TYPES,
+    E4M3Multiples,
     QuantizedType,
+    ScaleStorage,
     block_absmax,
     block_view,
     choose_affine,
+    choose_power,
     choose_scale,
     dequantize,
+    e4m3_multiples,
+    e4m3_unit,
     expand_scale,
     pad_to_blocks,
     quantize,
+    round_to,
 )
 from kernels.two_level import LARGEST, choose_unit, larger_unit, nearest_multiples
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.spec import MOMENTS, ScaleSearch
 
+if TYPE_CHECKING:
+    from kernels.triton.calibration import group_errors as kernels
+else:
+    kernels = later("kernels.triton.calibration.group_errors")  # where there is a GPU
+
+E4M3_STEPS = (1, 2, 3, 4, 5, 6, -1, -2, -3)  # from the scale that cuts nothing, an eighth or less
+LAST_E4M3 = 0x7E  # bits of 448
+POWERS = (1.0, 2.0, 0.5)
 FACTORS = tuple(1.0 - 0.02 * i for i in range(30))  # of the scale that cuts nothing
 UNITS = 4  # tried for a channel, each about a tenth larger than the one before
 
@@ -61,7 +80,7 @@ def round_to_nearest(work: BlockWork, search: ScaleSearch = "absmax") -> dict[st
 def round_weight(
     weight: Tensor,
     spec: WeightSpec,
-    dtype: torch.dtype,
+    dtype: ScaleStorage,
     search: ScaleSearch = "absmax",
     moments: Tensor | None = None,
 ) -> StoredWeight:
@@ -70,7 +89,7 @@ def round_weight(
     Args:
         weight: [out, in], float.
         spec: How it is stored.
-        dtype: Type in which the scales are stored.
+        dtype: How the scales are stored.
         search: How scales are chosen; see the module's docstring.
         moments: E[x x^T] of the inputs [in, in] for `output_mse`, its diagonal [in] or itself for
             `weighted_mse`.
@@ -83,20 +102,19 @@ def round_weight(
 def choose_qparams(
     weight: Tensor,
     spec: WeightSpec,
-    dtype: torch.dtype,
+    dtype: ScaleStorage,
     search: ScaleSearch = "absmax",
     moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point of each block of a weight; arguments as of `round_weight`."""
     if spec.two_level:
         return _two_levels(weight, spec, dtype, search, moments), None
-    low, high = _ranges(weight, spec)
-    best, zero_point = _qparams(low, high, spec, dtype, 1.0)
+    candidates = _candidates(weight, spec, dtype)
+    best, zero_point = next(candidates)
     if search == "absmax":
         return best, zero_point
     least = _errors(weight, best, zero_point, spec, search, moments)
-    for factor in FACTORS[1:]:
-        scale, zeros = _qparams(low, high, spec, dtype, factor)
+    for scale, zeros in candidates:
         errors = _errors(weight, scale, zeros, spec, search, moments)
         better = errors < least
         least = torch.where(better, errors, least)
@@ -104,6 +122,30 @@ def choose_qparams(
         if zeros is not None and zero_point is not None:
             zero_point = torch.where(better, zeros, zero_point)
     return best, zero_point
+
+
+def _candidates(
+    weight: Tensor, spec: WeightSpec, dtype: ScaleStorage
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Scales and zero points that a search tries, the one by the largest magnitude first."""
+    low, high = _ranges(weight, spec)
+    if spec.scale_type == "float":
+        assert isinstance(dtype, torch.dtype)
+        yield from (_qparams(low, high, spec, dtype, factor) for factor in FACTORS)
+        return
+    if spec.scale_type == "e8m0":
+        power = choose_power(high, TYPES[spec.dtype])
+        yield from ((power * factor, None) for factor in POWERS)
+        return
+    scale = choose_scale(high, TYPES[spec.dtype])
+    unit = e4m3_unit(scale.max())
+    if isinstance(dtype, E4M3Multiples):
+        unit = unit.clamp(min=dtype.unit)
+    nearest = e4m3_multiples(scale, unit)
+    yield nearest, None
+    codes = (nearest / unit).to(torch.float8_e4m3fn).view(torch.int8)  # positive: in order
+    for step in E4M3_STEPS:
+        yield (codes + step).clamp_(1, LAST_E4M3).view(torch.float8_e4m3fn).float() * unit, None
 
 
 def _ranges(weight: Tensor, spec: WeightSpec) -> tuple[Tensor, Tensor]:
@@ -132,7 +174,7 @@ def _qparams(
 def _two_levels(
     weight: Tensor,
     spec: WeightSpec,
-    dtype: torch.dtype,
+    dtype: ScaleStorage,
     search: ScaleSearch,
     moments: Tensor | None,
 ) -> Tensor:
@@ -187,6 +229,11 @@ def _errors(
     moments: Tensor | None,
 ) -> Tensor:
     """Error of each block, of the shape of the scales."""
+    if search == "output_mse" and weight.is_cuda and _in_one_pass(weight, spec):
+        assert moments is not None
+        kind, rows = TYPES[spec.dtype], len(weight) if spec.block[0] == -1 else spec.block[0]
+        by_row = kernels.group_errors(weight, scale, zero_point, moments, kind, rows)
+        return _of_blocks(by_row, spec.block[0])
     error = _rounding_error(weight, scale, zero_point, spec)
     if search == "output_mse":
         assert moments is not None
@@ -203,12 +250,11 @@ def _rounding_error(
 ) -> Tensor:
     """W - Q(W) [out, in]; integers as `quantize` finds them, without a turn through their type."""
     kind = TYPES[spec.dtype]
-    if kind.storage.is_floating_point or zero_point is not None:
+    if zero_point is not None:
         q = quantize(weight, scale, kind, zero_point, spec.block)
         return weight - dequantize(q, scale, zero_point, spec.block)
     scales = expanded(scale, weight, spec)
-    q = (weight.float() / scales).round_().clamp_(kind.q_min, kind.q_max)
-    return q.mul_(scales).sub_(weight).neg_()
+    return round_to(weight.float() / scales, kind).mul_(scales).sub_(weight).neg_()
 
 
 def _output_errors(error: Tensor, block: tuple[int, int], moments: Tensor) -> Tensor:
@@ -220,9 +266,20 @@ def _output_errors(error: Tensor, block: tuple[int, int], moments: Tensor) -> Te
         span = slice(start, start + size)
         part = error[:, span]
         parts.append((part @ moments[span, span]).mul_(part).sum(dim=1))
-    rows = (block[0], 1)
-    by_row = torch.stack(parts, dim=1)  # [out, blocks]
-    return block_view(pad_to_blocks(by_row, rows), rows).sum(dim=(1, 3))
+    return _of_blocks(torch.stack(parts, dim=1), block[0])
+
+
+def _of_blocks(by_row: Tensor, rows: int) -> Tensor:
+    """Sums of errors [out, blocks] over the rows of a block."""
+    block = (rows, 1)
+    return block_view(pad_to_blocks(by_row, block), block).sum(dim=(1, 3))
+
+
+def _in_one_pass(weight: Tensor, spec: WeightSpec) -> bool:
+    """Whether a GPU has a kernel for errors of a weight's blocks."""
+    columns = weight.shape[1]
+    size = columns if spec.block[1] == -1 else spec.block[1]
+    return kernels.takes(TYPES[spec.dtype], size, columns)
 
 
 def expanded(scale: Tensor, weight: Tensor, spec: WeightSpec) -> Tensor:
@@ -234,8 +291,4 @@ def round_column(
     column: Tensor, scale: Tensor, kind: QuantizedType, zeros: Tensor | None
 ) -> Tensor:
     """Values of the type, in fp32, next to those of a column [N] with a scale for each."""
-    q = column / scale
-    if kind.storage.is_floating_point:
-        return q.clamp_(kind.q_min, kind.q_max).to(kind.storage).float()
-    q = q.round_() if zeros is None else q.round_().add_(zeros)
-    return q.clamp_(kind.q_min, kind.q_max)
+    return round_to(column / scale, kind, zeros)

@@ -26,6 +26,7 @@ from formats.scheme import LayerScheme, Scheme, Strict
 from ptq.methods.common.method import Method, MomentKind
 
 if TYPE_CHECKING:
+    from formats.families.family import Family
     from ptq.methods.common.float_model import FloatModel
 
 Alpha = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
@@ -51,8 +52,9 @@ class Stage(IntEnum):
     SMOOTH = 3
     SMOOTH_CACHE = 4
     CLIP = 5
-    ROUND = 6
-    REFINE = 7
+    COUNT = 6
+    ROUND = 7
+    REFINE = 8
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,10 @@ class MethodSpec(Strict):
             layers: What the recipe wants of linear layers: of most of them, then of others.
         """
         return None
+
+    def knows(self, family: Family | None) -> bool:
+        """Whether it can work on models of a family; None is one that nothing declares."""
+        return family is not None or not self.needs_declaration
 
     def view(self, model: FloatModel) -> FloatModel:
         """The float model as this method has it seen, before anything is observed.

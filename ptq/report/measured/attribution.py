@@ -1,6 +1,7 @@
 """Where the loss comes from: KL divergence with one part of the model quantized at a time.
 
-A part is a kind of linear layer in all blocks, the cache, or a block with all of these. It is taken
+A part is a kind of linear layer in all blocks, the cache, a block with all of these, or the head
+(and the embedding, where a quantized head is both). It is taken
 from the quantized model as it stands, kernels, activation scales and all; everything else is that
 of the unrounded model (`ptq.report.measured.unrounded`), which is the original in the checkpoint's
 own terms: where smoothing or rotation has moved factors between layers, its weights have been moved
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import role_of
+from formats.modeling.layers import head_name
 from formats.progress import bar
 from formats.scheme import Strict
 from inference.engine import Engine
-from inference.models.decoder import Decoder, Layer
+from inference.models.decoder import Decoder
 from inference.models.feed_forward import FeedForward, MixtureOfExperts
+from inference.models.parts import Layer
 
 MOST_GROUPS = 12  # of blocks, each of which is a run
 ROWS = 1 << 24  # logits that are compared at a time: 64 MB
@@ -81,14 +84,18 @@ def attribute(
         progress: Show a progress bar.
     """
     floats, ours = unrounded.model.layers, quantized.model.layers
-    groups = _groups(len(ours))
+    groups, checkpoint = _groups(len(ours)), quantized.checkpoint
     kinds = list(_kinds(quantized))
-    runs = len(kinds) + len(groups) + 2
+    has_head = head_name(checkpoint.config) in checkpoint.quantized_modules
+    outer = quantized if has_head else unrounded  # whose head and embedding are run
+    runs = len(kinds) + len(groups) + 2 + has_head
     shown = bar(total=runs, title="Attributing", unit="part", shown=progress)
 
-    def loss(layers: Sequence[AnyLayer], cached: Callable[[int], bool]) -> float:
+    def loss(
+        layers: Sequence[AnyLayer], cached: Callable[[int], bool], around: Engine = unrounded
+    ) -> float:
         pools = [(quantized if cached(i) else unrounded).pools[i] for i in range(len(layers))]
-        engine = unrounded.variant(layers, pools)
+        engine = around.variant(layers, pools)
         total = sum(
             _divergence(log_p, engine.score(ids)[:-1])
             for ids, log_p in zip(sequences, expected, strict=True)
@@ -101,11 +108,20 @@ def attribute(
         return Attribution(
             sequences=len(sequences),
             tokens=tokens,
-            whole=loss(ours, lambda _: True),
+            whole=loss(ours, lambda _: True, outer),
             unrounded=loss(floats, lambda _: False),
-            kinds=tuple(
-                Part(name=name, kl=loss([put(f, q) for f, q in zip(floats, ours, strict=True)], c))
-                for name, put, c in kinds
+            kinds=(
+                *(
+                    Part(
+                        name=name,
+                        kl=loss([put(f, q) for f, q in zip(floats, ours, strict=True)], cached),
+                    )
+                    for name, put, cached in kinds
+                ),
+                *(
+                    Part(name=name, kl=loss(floats, lambda _: False, quantized))
+                    for name in ([_head(checkpoint)] if has_head else [])
+                ),
             ),
             blocks=tuple(
                 Part(
@@ -164,6 +180,12 @@ def _kinds(quantized: Engine) -> Iterator[tuple[str, Put, Callable[[int], bool]]
             yield "/".join(name for name in names if name in roles), put, lambda _: False
     if quantized.quantized_kv:
         yield "cache", lambda f, _: f, lambda _: True
+
+
+def _head(checkpoint: Checkpoint) -> str:
+    """What the quantized head is called, with the embedding that it may be, too."""
+    name = head_name(checkpoint.config)
+    return f"{name} and embedding" if checkpoint.shares_head else name
 
 
 def quantized_linears(checkpoint: Checkpoint) -> list[str]:

@@ -22,6 +22,7 @@ from ptq.methods.common.float_model import config_of
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.passes import block_work
+from ptq.plan.head import head_weight
 from ptq.plan.plan import Plan
 
 
@@ -51,6 +52,8 @@ class UnroundedWeights:
 
     def __call__(self, module: str) -> Tensor:
         """A layer's weight, all of whose block is treated as the run treated it: fp32 [out, in]."""
+        if module == self._plan.head:
+            return self._model.tensor(head_weight(self._model)).float()
         block = block_of(module)
         assert block is not None
         if block != self._block:
@@ -87,6 +90,8 @@ class UnroundedCheckpoint(Checkpoint):
         own._weights = UnroundedWeights(plan, path.parent)
         own._shapes = {name: own.weight_shape(name) for name in own.quantized_modules}
         own._unrounded = {f"{name}.weight": name for name in own.quantized_modules}
+        if plan.head is not None and plan.shared is not None:
+            own._unrounded = {**own._unrounded, plan.shared: plan.head}
         own.quantized_modules = ()
         return own
 

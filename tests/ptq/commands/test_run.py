@@ -74,7 +74,8 @@ def calls(monkeypatch) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         return Result(folder)
 
-    def make_report(result, plan, evaluation, *, progress):
+    def make_report(result, plan, evaluation, *, progress, ordered=None):
+        assert ordered is None
         assert evaluation.split == "evaluation"
         made.append("report")
         folder = plan.recipe.output.path / "report"

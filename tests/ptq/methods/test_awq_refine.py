@@ -10,11 +10,11 @@ from ptq.methods.awq import AWQ, AWQSpec, activation_scale
 from ptq.methods.common.block import quantized_block
 from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.gptq import GPTQSpec
-from ptq.methods.refine import Adjustable, Refine, RefineSpec
+from ptq.methods.refine import Adjustable, Cost, Refine, RefineSpec
 from ptq.methods.rtn import RoundToNearest, RTNSpec
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.passes import observe
-from tests.ptq.quantizing import make_plan, observed_work, random_tokens
+from tests.ptq.quantizing import make_plan, observed_work, random_tokens, with_gradients
 
 W4 = PRESETS["w4"]
 
@@ -52,6 +52,32 @@ def refined(plan, tokens=None):
     work.block.quantized_inputs = [x.clone() for x in work.block.inputs]
     work.quantized.update(round_to_nearest(work))
     return work
+
+
+def test_refinement_may_lower_what_the_error_costs_the_model(tiny_llama, tmp_path):
+    spec = RefineSpec(iterations=12, batch=3, learning_rate=0.02, metric="kl")
+    plan = make_plan(tiny_llama, tmp_path, W4, methods=(RTNSpec(), spec))
+    work, method = with_gradients(refined(plan), plan), Refine(spec)
+    assert method.gradients
+    assert not Refine(RefineSpec()).gradients
+    cost = Cost.of(work)
+    targets = [work.block.run(sample) for sample in range(len(work.block.inputs))]
+
+    def error(count=cost) -> float:
+        with quantized_block(work):
+            outputs = [work.block.run(sample) for sample in range(len(targets))]
+        pairs = enumerate(zip(outputs, targets, strict=True))
+        return sum(count(x - y, i).square().sum().item() for i, (x, y) in pairs)
+
+    before = error()
+    method.solve(work)
+    method.commit(work)
+    assert error() < 0.97 * before
+    assert not work.events
+    seen = work.gradients.of[work.block.name, "states"]
+    seen.outputs.zero_()
+    seen.mean.zero_()
+    assert error(Cost.of(work)) == block_error(work)  # nothing tells one error from another
 
 
 def block_error(work) -> float:

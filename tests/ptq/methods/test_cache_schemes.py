@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from formats.checkpoint.read import Checkpoint
+from formats.errors import RecipeError
 from formats.scheme import KVCacheSpec, Scheme, WeightSpec
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from ptq.methods.rtn import RTNSpec
 from ptq.pipeline.driver import quantize_tokens
+from ptq.plan.plan import build_plan
+from ptq.recipe.schema import CachesSpec
+from tests.fake_quantized import fake_quantized_logits
 from tests.ptq.quantizing import make_plan, random_tokens
+from tests.tiny_families import DEEPSEEK, TINY
 
 GRANULARITIES = ("per_head", "per_tensor", "per_channel", "per_token_head")
 
@@ -89,3 +94,95 @@ def test_weights_alone_take_a_cache_with_them(tiny_llama, tmp_path):
         ["def f"], SamplingParams(max_tokens=4, ignore_eos=True)
     )[0]
     assert len(text.token_ids) == 4
+
+
+INT4 = {
+    "c4": KVCacheSpec(
+        dtype="int4", granularity="per_token_head", rotate_keys=True, center_keys=True
+    ),
+    "static": KVCacheSpec(dtype="int4"),
+    "by channel": KVCacheSpec(dtype="int4", granularity="per_channel"),
+    "k8v4": KVCacheSpec(value_dtype="int4", granularity="per_token_head"),
+    "k8v4 static": KVCacheSpec(value_dtype="int4"),
+}
+
+
+@pytest.mark.parametrize("name", INT4)
+def test_int4_cache_from_calibration_to_tokens(tiny_llama, tmp_path, name):
+    spec = INT4[name]
+    plan = make_plan(tiny_llama, tmp_path / "out", Scheme(kv_cache=spec), methods=())
+    result = quantize_tokens(plan, random_tokens(), progress=False)
+    checkpoint = Checkpoint.open(result.checkpoint, verify=True)
+    assert checkpoint.scheme.kv_cache == spec
+    types = {row.role: row.dtype for row in result.scale_table.entries}
+    assert types == ({} if spec.dynamic else {"k_cache": spec.dtype, "v_cache": "int4"})
+    ids = torch.arange(1, 90) * 7 % 384
+    engine = Engine.from_pretrained(result.checkpoint)
+    found = engine.score(ids).log_softmax(-1)
+    wanted = fake_quantized_logits(checkpoint, ids).log_softmax(-1)
+    assert (wanted.exp() * (wanted - found)).sum(-1).mean().item() < 1e-4
+    exact = Engine.from_pretrained(tiny_llama).score(ids).log_softmax(-1)
+    assert 0 < (exact.exp() * (exact - found)).sum(-1).mean().item() < 0.02
+    size = 16 + (32 if spec.value_dtype else 16) + (4 if spec.dynamic else 0)
+    assert engine.kv_bytes_per_token == 2 * 2 * size  # blocks, heads
+    prompts = [ids[:5].tolist(), ids[:70].tolist()]
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    together = [out.token_ids for out in engine.generate(prompts, params)]
+    alone = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+    assert together == alone
+    engine.check_integrity()
+
+
+def test_every_block_may_have_a_cache_of_its_own(tiny_llama, tmp_path):
+    own = CachesSpec(match=("model.layers.1",), kv_cache=INT4["c4"])
+    plan = make_plan(tiny_llama, tmp_path / "out", Scheme(kv_cache=KVCacheSpec()), methods=())
+    recipe = plan.recipe.model_copy(update={"caches": (own,)})
+    plan = plan.model_copy(update={"recipe": recipe})
+    result = quantize_tokens(plan, random_tokens(), progress=False)
+    checkpoint = Checkpoint.open(result.checkpoint, verify=True)
+    first, second = (f"model.layers.{i}.self_attn" for i in range(2))
+    assert checkpoint.kv_scheme_of(first) == KVCacheSpec()
+    assert checkpoint.kv_scheme_of(second) == own.kv_cache
+    assert list(checkpoint.kv_scales) == [first]
+    assert list(checkpoint.kv_offsets) == [second]
+    engine = Engine.from_pretrained(result.checkpoint)
+    assert [pool.k.dtype for pool in engine.pools] == [torch.int8, torch.uint8]
+    assert engine.kv_bytes_per_token == 2 * (64 + 36)
+    ids = torch.arange(1, 90) * 7 % 384
+    wanted = fake_quantized_logits(checkpoint, ids).log_softmax(-1)
+    found = engine.score(ids).log_softmax(-1)
+    assert (wanted.exp() * (wanted - found)).sum(-1).mean().item() < 1e-4
+    floats = Engine.from_pretrained(result.checkpoint, quantized_kv=False)
+    assert {pool.k.dtype for pool in floats.pools} == {torch.float32}
+    assert not floats.quantized_kv
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "message"),
+    [
+        ("gemma2", INT4["c4"], "center_keys: found|bounds its logits"),
+        ("v2", INT4["static"], "have 8 bits"),
+        ("v2", INT4["c4"], "static scales"),
+    ],
+)
+def test_caches_that_a_model_does_not_have_are_refused(make_model, tmp_path, kind, spec, message):
+    family, overrides = DEEPSEEK.get(kind, (kind, TINY.get(kind)))
+    model = make_model(family, **overrides)
+    with pytest.raises(RecipeError, match=message):
+        make_plan(model, tmp_path / "out", Scheme(kv_cache=spec), methods=())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"rotate_keys": True}, {"center_keys": True}, {"value_dtype": "int4"}]
+)
+def test_schemes_that_are_no_cache_are_refused(fields):
+    with pytest.raises(ValueError, match="per_token_head|stand beside int8 keys"):
+        KVCacheSpec(dtype="int4", **fields)
+
+
+def test_a_pattern_that_matches_no_block_is_refused(tiny_llama, tmp_path):
+    plan = make_plan(tiny_llama, tmp_path / "out", Scheme(kv_cache=KVCacheSpec()), methods=())
+    own = CachesSpec(match=("model.layers.7",), kv_cache=None)
+    recipe = plan.recipe.model_copy(update={"caches": (own,)})
+    with pytest.raises(RecipeError, match="matches no block"):
+        build_plan(recipe, Checkpoint.open(tiny_llama))

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import ptq.methods.gptq as gptq_module
 from formats.scheme import PRESETS, ActivationSpec, Scheme, WeightSpec
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.common.descent import damped, descend
@@ -145,6 +146,16 @@ def test_the_factor_is_that_of_the_inverse():
     damped = hessian.double() + 0.1 * hessian.diagonal().mean() * torch.eye(128)
     product = upper.double().T @ upper.double() @ damped
     assert torch.allclose(product, torch.eye(128, dtype=torch.float64), atol=1e-4)
+
+
+def test_a_gpu_finds_the_factor_by_another_way(monkeypatch):
+    monkeypatch.setattr(gptq_module, "SOLVED_WHOLE", 24)
+    _, hessian = problem()
+    damped = hessian.double() + torch.eye(128)
+    one, other = gptq_module._twice(damped), gptq_module._backwards(damped)
+    assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+    assert torch.equal(other, other.triu())
+    assert gptq_module._backwards(damped - 1e6 * torch.eye(128)) is None
 
 
 def test_damping_climbs_until_the_hessian_factors():

@@ -99,10 +99,10 @@ def test_plots_show_the_highest_of_a_blocks_experts():
 
 def test_patterns_of_ignored_layers_match_experts(make_model, tmp_path):
     model = make_model("mixtral", **MOE["mixtral"])
-    plan = make_plan(model, tmp_path / "a", ignore=(r"re:.*experts\.[01]\.",))
+    plan = make_plan(model, tmp_path / "a", ignore=("lm_head", r"re:.*experts\.[01]\."))
     assert len(plan.quantized) == 2 * (4 + 2 * 3)
     with pytest.raises(RecipeError, match=r"experts\.0\.w13 fuses w1, w3, but only w1 is ignored"):
-        make_plan(model, tmp_path / "b", ignore=(r"re:.*experts\.0\.w1",))
+        make_plan(model, tmp_path / "b", ignore=("lm_head", r"re:.*experts\.0\.w1"))
 
 
 @pytest.mark.parametrize("family", MOE)

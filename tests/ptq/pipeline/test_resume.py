@@ -105,6 +105,7 @@ def test_states_are_left_out_where_they_take_too_long(model, tmp_path, monkeypat
 
     def save_and_stop(self, *arguments):
         save(self, *arguments)
+        self.wait()
         saved.append(self.done)
         if len(saved) == 3:
             raise Stop
@@ -121,6 +122,19 @@ def test_states_are_left_out_where_they_take_too_long(model, tmp_path, monkeypat
     assert files(found.checkpoint) == files(expected.checkpoint)
 
 
+def test_what_has_no_states_is_counted_whenever_it_ends(tmp_path, monkeypatch):
+    """As a head: nothing comes after it, so that nothing is saved by leaving it out."""
+    monkeypatch.setattr(resume, "SHARE", 1e-9)
+    run, done = ResumableRun(tmp_path, "key", 3), []
+    for states in ([torch.ones(2, 4)], [torch.ones(2, 4)], []):
+        run.save(resume.SolvedBlock(), states, None)
+        run.wait()
+        done.append(run.done)
+    run.close()
+    assert done == [1, 1, 3]
+    assert ResumableRun(tmp_path, "key", 3).done == 3
+
+
 def test_the_order_of_tensors_is_kept(tmp_path):
     """It decides on which shard a tensor goes to."""
     names = ["z.weight", "a.scale", "m.bias", "a.weight"]
@@ -128,6 +142,7 @@ def test_the_order_of_tensors_is_kept(tmp_path):
     tensors["a.scale"] = torch.ones(2)
     run = ResumableRun(tmp_path, "key")
     run.save(resume.SolvedBlock(tensors=tensors), [torch.ones(2, 4)], None)
+    run.close()
     found = run.block(0).tensors
     assert list(found) == names
     assert all(torch.equal(found[name], tensors[name]) for name in names)
@@ -147,8 +162,9 @@ def test_an_interrupt_while_a_block_is_counted_loses_nothing(tmp_path, monkeypat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(resume, "replace_file", interrupted)
+    run.save(resume.SolvedBlock(), [torch.ones(2, 4)], None)
     with pytest.raises(KeyboardInterrupt):
-        run.save(resume.SolvedBlock(), [torch.ones(2, 4)], None)
+        run.close()
     assert run.done == ResumableRun(tmp_path, "key").done == placed
 
 
@@ -175,7 +191,7 @@ def test_all_code_that_decides_is_counted():
     data = {"ptq.recipe.schema", "ptq.recipe.reading", "ptq.plan.plan"}
     telling = {"ptq.output", "ptq.pipeline.live", "ptq.plan.preflight", "ptq.result", "ptq.text"}
     counted = set(deciding_files())
-    for path in counted:
+    for path in (path for path in counted if path.suffix == ".py"):
         for name in imported_modules(path) - data - telling:
             file = ROOT / f"{name.replace('.', '/')}.py"
             assert file in counted or not file.is_file(), f"{path} imports {name}"
@@ -300,7 +316,7 @@ def runs(model):
     server.close()
 
 
-@pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("times", [20 if os.environ.get("CI") == "true" else 6])
 def test_kill_9_at_random_moments(runs, tmp_path, times):
     """Whatever the moment, the same command ends with the bytes of a run that was left alone."""
     whole, output = tmp_path / "whole", tmp_path / "out"

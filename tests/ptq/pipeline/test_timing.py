@@ -10,6 +10,7 @@ from ptq.pipeline.solver import BlockSolver
 from ptq.pipeline.timing import predict_seconds
 from ptq.plan.describe import describe_seconds
 from ptq.recipe.reading import resolved_yaml
+from ptq.recipe.schema import StatisticsSpec
 from ptq.text import duration_text
 from tests.ptq.quantizing import make_plan, random_tokens
 
@@ -33,8 +34,11 @@ def test_the_first_block_stands_for_all(tiny_llama, tmp_path, monkeypatch):
 
 def test_check_tells_the_time_unless_it_is_not_to(tiny_llama, tmp_path, capsys):
     plan = make_plan(tiny_llama, tmp_path / "out")
+    text = tmp_path / "text.txt"  # sooner tokenized than the standard library
+    text.write_text("".join(f"line {i} of a text that is long enough\n" for i in range(2000)))
+    dataset = plan.recipe.dataset.model_copy(update={"name": str(text)})
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(resolved_yaml(plan.recipe))
+    recipe.write_text(resolved_yaml(plan.recipe.model_copy(update={"dataset": dataset})))
     assert check.main([str(recipe)]) == 0
     found = capsys.readouterr()
     assert "timing the first of 2 blocks (--no-time: not)" in found.err
@@ -57,3 +61,10 @@ def test_the_longest_phases_are_named():
 )
 def test_durations(seconds, text):
     assert duration_text(seconds) == text
+
+
+def test_the_backward_pass_is_timed_by_the_first_block(tiny_llama, tmp_path):
+    asked = StatisticsSpec(gradients=True)
+    plan = make_plan(tiny_llama, tmp_path / "out", statistics=asked)
+    assert predict_seconds(plan, random_tokens())["backward"] > 0
+    assert not (tmp_path / "out").exists()

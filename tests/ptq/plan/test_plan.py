@@ -102,12 +102,12 @@ def test_a_cache_only_scheme_leaves_every_layer_in_float(tiny_llama, tmp_path):
 
 
 def test_ignored_layers_stay_in_float_and_so_does_the_head(tiny_llama, tmp_path):
-    made = plan(
-        tmp_path, tiny_llama, "ignore: ['re:.*down_proj', model.layers.0.self_attn.o_proj]\n"
-    )
+    others = "'re:.*down_proj', model.layers.0.self_attn.o_proj"
+    made = plan(tmp_path, tiny_llama, f"ignore: [lm_head, {others}]\n")
+    assert "lm_head" in plan(tmp_path, tiny_llama, f"ignore: [{others}]\n").quantized
     kept = {m.name: m.reason for m in made.modules if m.action == "float"}
     assert kept == {
-        "lm_head": "outside of the decoder blocks",
+        "lm_head": "ignored by 'lm_head'",
         "model.layers.0.mlp.down_proj": "ignored by 're:.*down_proj'",
         "model.layers.1.mlp.down_proj": "ignored by 're:.*down_proj'",
         "model.layers.0.self_attn.o_proj": "ignored by 'model.layers.0.self_attn.o_proj'",

@@ -113,7 +113,7 @@ def test_the_unsmoothed_recipe_is_the_main_one_without_smoothing(tmp_path):
 def test_defaults_are_spelled_out(tmp_path):
     recipe = load_recipe(write(tmp_path, SMALL))
     data = yaml.safe_load(resolved_yaml(recipe))
-    assert set(data) == set(Recipe.model_fields) - {"layers"}  # of which there are none
+    assert set(data) == set(Recipe.model_fields) - {"layers", "budget"}  # there are none
     assert data["scheme"]["kv_cache"] == {"dtype": "int8", "granularity": "per_head"}
     assert data["ignore"] == ["lm_head"]
     assert data["model"]["path"] == str(tmp_path)
@@ -219,15 +219,3 @@ def test_faults_of_bases_say_whose_they_are(tmp_path):
         load_recipe(write(tmp_path, SMALL + "base: [x]\n"))
     with pytest.raises(RecipeError, match=r"recipe\.yaml:1: base: no such recipe: nowhere\.yaml;"):
         load_recipe(write(tmp_path, "base: nowhere.yaml\n"))
-
-
-FP4 = "{weights: {dtype: fp4_e2m1, granularity: group, group_size: 32, symmetric: true}}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [SMALL.replace("a8w8c8", FP4), SMALL + f"layers: [{{match: ['re:.*'], scheme: {FP4}}}]\n"],
-)
-def test_weights_of_a_type_that_is_only_kept_are_refused(text, tmp_path):
-    with pytest.raises(RecipeError, match="fp4_e2m1 weights are kept of models that are published"):
-        load_recipe(write(tmp_path, text))

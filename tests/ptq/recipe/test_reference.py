@@ -49,7 +49,7 @@ def test_examples_of_methods_can_be_pasted(tmp_path):
     model.mkdir()
     examples = re.findall(r"^## methods: (\w+)$.*?```yaml\n(.*?)```", PAGE.read_text(), re.M | re.S)
     for name, example in examples:
-        weights = "" if name in ("gptq", "hqq", "rtn") else "  - rtn\n"
+        weights = "" if name in ("gptq", "hqq", "rtn", "two_sided") else "  - rtn\n"
         first = "  - rtn\n" if name == "refine" else ""
         example = example.replace("methods:\n", f"methods:\n{first}")
         text = f"model: {{path: model}}\nscheme: a8w8c8\noutput: {{path: out}}\n{example}"

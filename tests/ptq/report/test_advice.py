@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from formats.families.registry import find_family
 from formats.namespace import ROOT
 from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from ptq.recipe.shipped import shipped_paths
@@ -59,8 +60,7 @@ def test_what_is_advised_lost_less_or_was_smaller_when_it_was_measured(made, nam
     if more.recipe:
         assert figures()[more.recipe][1] < size
     else:
-        assert "c8" in name
-        assert "w4" in name
+        assert name == "a8w4c4_two_level"
 
 
 @pytest.mark.parametrize(
@@ -148,3 +148,33 @@ def test_layers_whose_output_was_not_measured_are_ranked_by_their_weights(made):
     least = min(row.weight_sqnr_db for row in rows if row.weight_sqnr_db is not None)
     assert found[0][1] == least
     assert len(found) == advice.WEAKEST
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "declared", "undeclared"),
+    [
+        ("c8", {}, "", ""),
+        ("a8w8c8_unsmoothed", {"cache": 0.9}, "a8w8c8_dynamic_down", "a8w8_dynamic"),
+        ("a8w8c8", {}, "a8w8c8_dynamic_down", "a8w8_dynamic"),
+    ],
+)
+def test_no_recipe_is_advised_whose_methods_do_not_know_the_model(
+    made, name, shares, declared, undeclared
+):
+    data = of_recipe(made.data, name, **shares)
+    assert advise(data, save=False).recipe == declared
+    other = data.model_copy(
+        update={"model": data.model.model_copy(update={"model_type": "nothing_declares_it"})}
+    )
+    assert advise(other, save=False).recipe == undeclared
+    for save in (False, True):
+        if found := advise(other, save=save).recipe:
+            methods = load_recipe(shipped_paths()[found]).methods
+            assert not any(method.needs_declaration for method in methods)
+
+
+def test_rotation_knows_no_family_with_norms_after_its_layers():
+    (rotation, *_) = load_recipe(shipped_paths()["w4_rotated"]).methods
+    assert rotation.knows(find_family({"model_type": "llama"}))
+    assert not rotation.knows(find_family({"model_type": "gemma3_text"}))
+    assert not rotation.knows(None)

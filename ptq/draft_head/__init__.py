@@ -1,0 +1,1 @@
+"""Heads that draft a model's next tokens, trained for it."""

@@ -1,0 +1,187 @@
+"""Training a head: text runs through the model, and the head learns to say what it says next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaConfig
+
+from formats.errors import RecipeError
+from formats.files import replace_file
+from ptq.draft_head.network import HeadNetwork
+
+DECAY = 0.8  # weight of a pass beside the one before, as in the authors' code
+WARM = 0.03  # share of the steps in which the learning rate grows
+CLIPPED = 0.5  # norm of the gradient
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """A head, and how it is trained.
+
+    Attributes:
+        vocabulary: Tokens that it drafts: those most frequent in the text.
+        taps: Blocks of the model whose inputs it reads; default: `usual_taps`.
+        heads: Of its attention; default: as many as the model's. K and V keep their share of them.
+        intermediate_size: Of its feed-forward layer; default: the model's.
+        passes: How often it is run on its own output in training.
+        batch: Sequences of a step.
+        epochs: How often the text is read.
+        learning_rate: The highest.
+        seed: Of the first weights and of the order of sequences.
+    """
+
+    vocabulary: int = 32000
+    taps: tuple[int, ...] | None = None
+    heads: int | None = None
+    intermediate_size: int | None = None
+    passes: int = 4
+    batch: int = 4
+    epochs: int = 1
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+
+def usual_taps(layers: int) -> tuple[int, int, int]:
+    """The blocks whose inputs a head reads: low, middle and high, as in the authors' code."""
+    return min(2, layers - 1), layers // 2, max(layers - 3, layers // 2)
+
+
+def train_head(model: Any, ids: Tensor, spec: HeadSpec, *, progress: bool = True) -> HeadNetwork:
+    """Train a head.
+
+    Args:
+        model: A causal language model of transformers, which is not changed.
+        ids: int64 [sequences, length], the text.
+        spec: How.
+        progress: Show a bar with the share of tokens that were drafted right, by pass.
+
+    Raises:
+        RecipeError: the model has no such blocks, or the text is too short.
+    """
+    own, device = model.config.get_text_config(), model.device
+    if ids.shape[1] < 2 * spec.passes + 2:
+        raise RecipeError(f"sequences of {ids.shape[1]} tokens are too short for a head")
+    torch.manual_seed(spec.seed)
+    tokens = frequent(ids, spec.vocabulary)
+    layers = own.num_hidden_layers
+    taps = spec.taps or usual_taps(layers)
+    if not all(0 <= tap < layers for tap in taps):
+        raise RecipeError(
+            f"a head cannot read blocks {list(taps)}: the model's are 0 to {layers - 1}"
+        )
+    network = HeadNetwork(head_config(own, spec), taps, tokens)
+    _begin(network, model.get_output_embeddings().weight.data[tokens])
+    network.to(device)
+    steps = spec.epochs * (len(ids) // spec.batch)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, spec.learning_rate, max(steps, 2), pct_start=WARM, cycle_momentum=False
+    )
+    bar = tqdm(total=steps, disable=not progress)
+    for batch in _batches(ids, spec):
+        embedded, hidden, wanted = _of_model(model, batch.to(device), network.taps)
+        length = batch.shape[1] - spec.passes - 1
+        outputs = network(embedded[:, 1:], hidden[:, :length], spec.passes)
+        found = [
+            network.loss(logits, wanted[:, 1 + j : 1 + j + length])
+            for j, logits in enumerate(outputs)
+        ]
+        loss = sum((DECAY**j * nats for j, (nats, _) in enumerate(found)), torch.zeros(()))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), CLIPPED)
+        optimizer.step()
+        schedule.step()
+        bar.set_postfix_str(" ".join(f"{right:.2f}" for _, right in found), refresh=False)
+        bar.update()
+    bar.close()
+    return network.eval()
+
+
+def _begin(network: HeadNetwork, rows: Tensor) -> None:
+    """First weights: the model's rows of the head, and of its hidden states the last as it is."""
+    size = network.config.hidden_size
+    with torch.no_grad():
+        network.lm_head.weight.copy_(rows)
+        network.fc.weight.mul_(0.1)
+        network.fc.weight[:, -size:] = torch.eye(size)
+
+
+def frequent(ids: Tensor, count: int) -> Tensor:
+    """The `count` most frequent tokens of a text, ascending; fewer where it has fewer."""
+    counts = torch.bincount(ids.flatten())
+    order = counts.argsort(descending=True, stable=True)[: min(count, int((counts > 0).sum()))]
+    return order.sort().values
+
+
+def write_head(network: HeadNetwork, folder: Path) -> None:
+    """Write a head in the published layout: config.json and model.safetensors, in bf16."""
+    tensors = {
+        name: (t.to(torch.bfloat16) if t.is_floating_point() else t).cpu().contiguous()
+        for name, t in network.state_dict().items()
+        if not name.startswith("_rotary")
+    }
+    config = network.config.to_dict()
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(tensors["d2t"]),
+        "dtype": "bfloat16",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(network.taps)},
+        "tie_word_embeddings": False,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "model.safetensors", save(tensors, {"format": "pt"}))
+    replace_file(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def head_config(model: Any, spec: HeadSpec) -> LlamaConfig:
+    """A block of the model's width.
+
+    Raises:
+        RecipeError: query heads do not share those of K and V evenly.
+    """
+    own = model.num_attention_heads
+    heads, kv = spec.heads or own, getattr(model, "num_key_value_heads", own)
+    kv = max(1, heads * kv // own)
+    if heads % kv:
+        raise RecipeError(f"{heads} heads do not share {kv} of K and V evenly; take another number")
+    return LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=spec.intermediate_size or model.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        head_dim=getattr(model, "head_dim", None) or model.hidden_size // own,
+        max_position_embeddings=model.max_position_embeddings,
+        rms_norm_eps=getattr(model, "rms_norm_eps", 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+def _batches(ids: Tensor, spec: HeadSpec) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(spec.seed)
+    for _ in range(spec.epochs):
+        order = torch.randperm(len(ids), generator=generator)
+        for i in range(0, len(ids) // spec.batch * spec.batch, spec.batch):
+            yield ids[order[i : i + spec.batch]]
+
+
+@torch.no_grad()
+def _of_model(model: Any, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a text embeddings [B, T, H], hidden states [B, T, taps H], logits [B, T, vocabulary]."""
+    said = model(ids, output_hidden_states=True, use_cache=False)
+    hidden = torch.cat([said.hidden_states[tap] for tap in taps], dim=-1)
+    embedded = model.get_input_embeddings()(ids)
+    return embedded.float(), hidden.float(), said.logits.float()

@@ -1,0 +1,1 @@
+"""Standard tasks through lm-eval on our engine, and tasks that need no network."""

@@ -1,0 +1,133 @@
+"""Both Fisher factors of a block's layers as its weights are now (`calibrate.fisher`).
+
+G comes from the backward pass, which sees the block as it came; A is accumulated whenever samples
+run through the block, each token weighted by |g_t|^2. Methods then divide what layers read and what
+they give by factors: with y' = D^-1 y a gradient becomes D g, and G becomes D G D. As G has trace 1
+and A holds the gradients' size, A takes the factor tr(D G D), so that
+KL = 1/2 tr(E^T G E A) stays what it was for the error D^-1 E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calibrate.fisher import FisherFactors
+from calibrate.gradients import BlockGradients, Gradients
+from ptq.methods.common.moments import Moments
+
+
+class WeightedMoments:
+    """Accumulates A = sum_t |g_t|^2 x_t x_t^T / tokens of linear layers.
+
+    Layers that share an input have each their own. Samples run in the order in which they ran
+    backward; those that did not weigh as the others do on average.
+
+    Args:
+        gradients: Of the block.
+        layers: Those that are wanted.
+    """
+
+    def __init__(self, gradients: BlockGradients, layers: Iterable[str]) -> None:
+        self._gradients, self._wanted = gradients, set(layers)
+        self._moments = Moments({n: n for n in self._wanted}, self._wanted, full=True)
+        self._seen: dict[str, int] = {}
+        self._known: dict[str, Tensor] = {}
+
+    @classmethod
+    def restored(cls, known: Mapping[str, Tensor], layers: Iterable[str]) -> WeightedMoments:
+        """What `state` gave.
+
+        Raises:
+            KeyError: a wanted layer is missing.
+        """
+        found = cls(BlockGradients(), ())
+        found._known = {name: known[name] for name in layers}
+        return found
+
+    def observe(self, name: str, x: Tensor) -> None:
+        """Add the input [tokens, in] of a layer: the next sample's."""
+        if name not in self._wanted:
+            return
+        sample = self._seen.get(name, 0)
+        self._seen[name] = sample + 1
+        tokens, roots = len(x), self._gradients.output(name).weights_of(sample, len(x)).sqrt()
+        if not bool(roots.all()):  # tokens that did not come to an expert
+            some = roots.nonzero()[:, 0]
+            roots, x = roots[some], x[some.to(x.device)]
+        self._moments.observe(name, x.float() * roots.to(x.device)[:, None], tokens)
+
+    def of(self, name: str) -> Tensor:
+        """A of a layer, fp32 [in, in]."""
+        return self._known[name] if name in self._known else self._moments.of(name)
+
+    def state(self) -> dict[str, Tensor]:
+        """A of each layer, by its full name."""
+        return {name: self.of(name) for name in sorted(self._wanted)}
+
+
+def rescaled(outputs: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """D G D of outputs that were divided by `factor`, and its trace.
+
+    Args:
+        outputs: G in diagonal blocks, fp32 [blocks, size, size]; of trace 1 together.
+        factor: Diagonal of D [blocks * size], or less where the last block is filled up with zeros.
+
+    Returns:
+        (D G D / tr(D G D), tr(D G D) fp64): zeros and 1 where G is zero.
+    """
+    count, size, _ = outputs.shape
+    d = torch.ones(count * size, dtype=torch.float64, device=outputs.device)
+    d[: len(factor)] = factor.to(d)
+    d = d.view(count, size)
+    turned = outputs.double() * d[:, :, None] * d[:, None, :]
+    trace = turned.diagonal(dim1=1, dim2=2).sum()
+    trace = torch.where(trace > 0, trace, 1.0)
+    return (turned / trace).float(), trace
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What a layer's inputs [in] and outputs [out] were divided by, fp64; None for nothing.
+
+    Attributes:
+        since_samples: Inputs, since the samples last ran.
+        inputs: Since the block came.
+        outputs: Since the block came.
+    """
+
+    since_samples: Tensor | None = None
+    inputs: Tensor | None = None
+    outputs: Tensor | None = None
+
+
+def factors(weighted: Tensor, gradients: Gradients, divided: Divisors) -> FisherFactors:
+    """Factors of a layer as it is now.
+
+    Args:
+        weighted: A, as the samples last showed it [in, in].
+        gradients: Of its output, of the block as it came.
+        divided: What was folded.
+    """
+    pair = _folded(weighted, gradients.outputs, divided.since_samples, divided.outputs)
+    if gradients.sequences is None:
+        return FisherFactors(*pair)
+    a, g = (side.to(weighted.device) for side in gradients.sequences)
+    return FisherFactors(*pair, sequences=_folded(a, g, divided.inputs, divided.outputs))
+
+
+def _folded(
+    a: Tensor, g: Tensor, inputs: Tensor | None, outputs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A and G of inputs and outputs that were divided."""
+    g = g.to(a.device)
+    if inputs is not None:
+        inverse = (1.0 / inputs).to(a)
+        a = a * (inverse[:, None] * inverse)
+    if outputs is not None:
+        g, trace = rescaled(g, outputs)
+        a = a * trace.to(a)
+    return a, g

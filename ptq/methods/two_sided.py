@@ -1,0 +1,345 @@
+"""Rounding against the model's KL: what rounds a weight's element is made up for on both sides.
+
+GPTQ (Frantar et al. 2022, arXiv 2210.17323) lowers the error of a layer's output, tr(E H E^T) with
+E = W - Q. Here it is what the error costs the model, to second order (`calibrate.fisher`, after
+Martens and Grosse 2015, arXiv 1503.05671),
+
+    KL = 1/2 tr(E^T G E A),        A of the layer's inputs, G of the gradients at its outputs.
+
+Optimal Brain Quantization over all elements of W [N, K], in the order of columns and of rows within
+a column, needs the upper Cholesky factor of the inverse of A x G, which is the product of those of
+A and G: U_A^T U_A = (A + lambda_A I)^-1, U_G^T U_G = (G + lambda_G I)^-1. For element (i, j)
+
+    e_ij = (w_ij - q_ij) / (U_G[i,i] U_A[j,j])
+    w_lk -= U_G[i,l] e_ij U_A[j,k]      for all l >= i, k >= j but itself
+
+so that E = U_G^T (e) U_A and the cost is the sum of e_ij^2 / 2. With G = I it is GPTQ, its inputs
+weighted by |g_t|^2. YAQA (Tseng et al. 2025, "Model-Preserving Adaptive Rounding", arXiv
+2505.22988) is the published relative: LDLQ with feedback on both sides. `kernels.feedback` walks
+the elements.
+
+Columns go by falling diagonal of A and rows by falling diagonal of G (`act_order`); scales are
+chosen before, with A for the second moments of the inputs, where they stand in the checkpoint. A G
+that is known by diagonal blocks is solved block by block of rows. `sweeps` of descent in the same
+metric may follow: scales of rows are fitted to the integers (`ptq.methods.common.fitting`), then
+each element goes, given all others, to the value of the grid next to
+q_ij + (G E A)_ij / (G_ii A_jj). A sweep takes N K steps that wait for each other: as long as the
+solution itself on a CPU, far longer on a GPU.
+
+Each factor that does not invert has its damping raised tenfold until it does: a reported event. A
+layer whose cost is not below that of GPTQ with the same A (G = I) keeps GPTQ's result; one whose
+factors are zero or never invert (an expert that no token came to) is rounded to the nearest: events
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from formats.families.groups import SmoothingGroup
+from formats.later import later
+from formats.scheme import LayerScheme, WeightSpec
+from ptq.methods.common.block import BlockWork, QuantizedLinear
+from ptq.methods.common.events import Event
+from ptq.methods.common.method import Method
+from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    import kernels.feedback as feedback
+    import kernels.numerics as numerics
+    import kernels.triton.calibration.feedback as triton_feedback
+    from calibrate.fisher import FisherFactors
+    from formats.stored import weights as storage
+    from formats.stored.weights import StoredWeight
+    from ptq.methods import gptq
+    from ptq.methods.common import descent, fitting, rounding
+else:
+    descent = later("ptq.methods.common.descent")
+    feedback = later("kernels.feedback")
+    fitting = later("ptq.methods.common.fitting")
+    gptq = later("ptq.methods.gptq")
+    numerics = later("kernels.numerics")
+    rounding = later("ptq.methods.common.rounding")
+    storage = later("formats.stored.weights")
+    torch = later("torch")
+    triton_feedback = later("kernels.triton.calibration.feedback")
+
+Damping = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+
+
+class TwoSidedSpec(MethodSpec):
+    """Rounding against the model's KL: GPTQ whose errors later columns and later rows make up for.
+
+    It needs gradients: the model runs backward once over the calibration samples.
+
+    YAML::
+
+        two_sided:
+          scale: output_mse       # as of rtn, inputs weighted by the gradients of their tokens
+          act_order: true         # important columns and rows first; leaves no trace on disk
+          damp: 0.01              # share of A's mean diagonal that is added to it
+          damp_outputs: 0.5       # the same of G
+          sweeps: 0               # of descent over scales and integers afterwards
+    """
+
+    stage: ClassVar = Stage.ROUND
+    name: Literal["two_sided"] = "two_sided"
+    scale: ScaleSearch = "output_mse"
+    """How scales are chosen before rounding, as of `rtn`, each token's input weighted by its
+    gradient.
+    """
+    act_order: bool = True
+    """Important columns and rows first: more accurate, and leaves no trace on disk."""
+    damp: Damping = 0.01
+    """Share of the mean diagonal that is added to the factor of the inputs. It matters little; a
+    factor that cannot be inverted raises it by itself.
+    """
+    damp_outputs: Damping = 0.5
+    """The same of the factor of the outputs."""
+    sweeps: Annotated[int, Field(ge=0)] = 0
+    """Rounds of descent over scales and integers afterwards: 2 gain a little in about the time of
+    the solution on a CPU; on a GPU each takes far longer than that.
+    """
+
+    def algorithm(self) -> TwoSided:
+        """Solves the layers of a block."""
+        return TwoSided(self)
+
+    def explain(
+        self, layer: str, scheme: LayerScheme, groups: Sequence[SmoothingGroup]
+    ) -> Iterator[str]:
+        """In which order the layer is solved."""
+        order = "important columns and rows first" if self.act_order else "in order"
+        sweeps = f", {self.sweeps} sweeps of descent after it" if self.sweeps else ""
+        yield f"two_sided: solved against the model's KL, {order}, scales by {self.scale}{sweeps}"
+
+    def memory(self, block: BlockSizes) -> int:
+        """Integers, a weight with its scales, errors and products, and factors in fp32 and fp64."""
+        return block.elements + 8 * FLOAT * block.largest + (3 * FLOAT + 4 * 8) * block.widest**2
+
+
+@dataclass(frozen=True)
+class Side:
+    """One factor, ready for use, in the order in which its rows (or columns) are taken.
+
+    Attributes:
+        order: int64 [n].
+        factor: U, fp32 [n, n]: U^T U is the inverse of the damped matrix.
+        damped: The damped matrix itself, fp32 [n, n].
+        damp: Share of the mean diagonal that was needed.
+    """
+
+    order: Tensor
+    factor: Tensor
+    damped: Tensor
+    damp: float
+
+    @classmethod
+    def of(cls, matrix: Tensor, damp: float, *, act_order: bool) -> Side | None:
+        """Invert a factor [n, n]; None where it is zero, or no damping up to 10 helps."""
+        diagonal = matrix.diagonal()
+        if not bool((diagonal > 0).any()):
+            return None
+        matrix = matrix + torch.diag((diagonal == 0) * diagonal.mean())  # which decide nothing
+        order = torch.arange(len(matrix), device=matrix.device)
+        if act_order:
+            order = torch.argsort(matrix.diagonal(), descending=True, stable=True)
+        ordered = matrix[order][:, order]
+        found = gptq.inverse_factor(ordered, damp)
+        if found is None:
+            return None
+        return cls(order, found[0], descent.damped(ordered, found[1]), found[1])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A weight that is to be rounded, with its scales and the order of its columns.
+
+    Attributes:
+        weight: fp32 [N, K].
+        spec: How it is stored.
+        dtype: How its scales are stored.
+        stored: Rounded to the nearest; what methods here return has its zero points, and its scales
+            where these are not fitted.
+        inputs: A, ready for use.
+    """
+
+    weight: Tensor
+    spec: WeightSpec
+    dtype: numerics.ScaleStorage
+    stored: StoredWeight
+    inputs: Side
+
+    def dequantized(self, stored: StoredWeight) -> Tensor:
+        """What is multiplied, fp32 [N, K]."""
+        return numerics.dequantize(stored.q, stored.scale, stored.zero_point, self.spec.block)
+
+    def one_sided(self) -> StoredWeight:
+        """By GPTQ, with A in place of H."""
+        scale, zeros, side = self.stored.scale, self.stored.zero_point, self.inputs
+        q = gptq.gptq(self.weight, scale, zeros, self.spec, side.factor, side.order, 128)
+        return storage.StoredWeight(q, scale, zeros)
+
+    def two_sided(self, outputs: Sequence[Side], sweeps: int) -> StoredWeight:
+        """Against both factors.
+
+        Args:
+            outputs: Diagonal blocks of G, of one size, ready for use: N rows, the last filled up.
+            sweeps: Of descent afterwards.
+        """
+        taken = Taken.of(self.inputs.order, outputs, len(self.weight))
+        spec, scale, zeros = self.spec, self.stored.scale, self.stored.zero_point
+        weights = taken.take(self.weight.float())
+        scales = taken.take(rounding.expanded(scale, self.weight, spec), 1.0)
+        if zeros is not None:
+            zeros = taken.take(rounding.expanded(zeros.float(), self.weight, spec))
+        to = feedback.Rounding(feedback.Grid.of(numerics.TYPES[spec.dtype]), scales, zeros)
+        kernels = triton_feedback if weights.is_cuda else feedback
+        factors = torch.stack([side.factor for side in outputs])
+        q = kernels.round_all(weights.clone(), to, factors, self.inputs.factor)
+        damped = torch.stack([side.damped for side in outputs]) if sweeps else factors
+        for _ in range(sweeps):
+            if self._fits:
+                scale, to = self._fitted(weights, q, to, taken, damped)
+            values = to.values(q)
+            gradient = self.inputs.damped @ (weights - values) @ damped
+            q = kernels.move_all(gradient, values, to, damped, self.inputs.damped)
+        storage_type = numerics.TYPES[spec.dtype].storage
+        return storage.StoredWeight(taken.back(q).to(storage_type), scale, self.stored.zero_point)
+
+    @property
+    def _fits(self) -> bool:
+        """Whether scales are free to be fitted: floats, each of one row."""
+        spec = self.spec
+        return spec.block[0] == 1 and spec.scale_type == "float" and not spec.two_level
+
+    def _fitted(
+        self, weights: Tensor, q: Tensor, to: feedback.Rounding, taken: Taken, damped: Tensor
+    ) -> tuple[Tensor, feedback.Rounding]:
+        """Scales that suit the integers best: as they are stored, and for each element."""
+        width, size, dtype = self.weight.shape[1], self.spec.block[1], self.dtype
+        assert isinstance(dtype, torch.dtype)
+        size = width if size == -1 else size
+        group_of = taken.columns // size
+        first = torch.argsort(group_of, stable=True)[
+            torch.searchsorted(
+                group_of.sort().values, torch.arange(-(-width // size), device=group_of.device)
+            )
+        ]
+        scale = fitting.fit_scales(
+            weights,
+            q if to.zeros is None else q - to.zeros,
+            to.scale[:, first],
+            group_of,
+            damped,
+            self.inputs.damped,
+            lambda s: rounding.storable(s, dtype),
+        )
+        each = scale[:, group_of].contiguous()
+        return taken.rows_back(scale), feedback.Rounding(to.grid, each, to.zeros)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Rows and columns of a matrix [N, K] in the order of solving: [blocks, K, rows], transposed.
+
+    Attributes:
+        rows: int64 [blocks, rows]; those from N on are filled up.
+        columns: int64 [K].
+        height: N.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    height: int
+
+    @classmethod
+    def of(cls, columns: Tensor, outputs: Sequence[Side], height: int) -> Taken:
+        """As the factors have it."""
+        orders = torch.stack([side.order for side in outputs])
+        starts = orders.shape[1] * torch.arange(len(orders), device=orders.device)
+        return cls(orders + starts[:, None], columns, height)
+
+    def take(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[N, K] in this order, rows that there are not with a number of their own."""
+        filled = torch.nn.functional.pad(x, (0, 0, 0, self.rows.numel() - self.height), value=fill)
+        return filled[self.rows][:, :, self.columns].mT.contiguous()
+
+    def back(self, x: Tensor) -> Tensor:
+        """Inverse of `take`."""
+        restored = torch.empty_like(x)
+        restored[:, self.columns] = x
+        return self.rows_back(restored)
+
+    def rows_back(self, x: Tensor) -> Tensor:
+        """[N, n] of [blocks, n, rows], whose rows alone are out of order."""
+        restored = x.new_empty(self.rows.numel(), x.shape[1])
+        restored[self.rows.flatten()] = x.mT.flatten(0, 1)
+        return restored[: self.height]
+
+
+class TwoSided(Method):
+    """Solves every target layer of a block; see the module's docstring."""
+
+    needs = "statistics"
+    gradients = True
+
+    def __init__(self, spec: TwoSidedSpec) -> None:
+        self.spec = spec
+        self.solved: dict[str, QuantizedLinear] = {}
+
+    def solve(self, work: BlockWork) -> None:
+        """Solve the layers one by one: each has factors of its own."""
+        self.solved = {name: self._solve(work, name) for name in work.targets}
+
+    def commit(self, work: BlockWork) -> None:
+        """Hand the solved layers over, in the model's order."""
+        work.quantized.update(self.solved)
+        self.solved = {}
+
+    def _solve(self, work: BlockWork, name: str) -> QuantizedLinear:
+        weight, spec = work.block.linears[name].weight, work.weight_spec(name)
+        factors, statistic = work.fisher(name), self.spec.scale
+        inputs = self._side(work, name, "inputs", factors.inputs, self.spec.damp)
+        outputs = self._outputs(work, name, factors)
+        if inputs is None or outputs is None:
+            message = "the loss does not depend on it, or its factors do not invert; it is rounded"
+            work.events.append(Event(module=name, kind="fallback", message=message))
+            stored = rounding.round_weight(weight, spec, work.scale_dtype(name))
+            return QuantizedLinear(stored, spec, work.input_scale(name))
+        dtype = work.scale_dtype(name)
+        nearest = rounding.round_weight(weight, spec, dtype, statistic, factors.inputs)
+        layer = Layer(weight, spec, dtype, nearest, inputs)
+        stored, plain = layer.two_sided(outputs, self.spec.sweeps), layer.one_sided()
+        ours, theirs = (factors.kl(weight - layer.dequantized(x)).item() for x in (stored, plain))
+        if not ours < theirs:
+            message = f"its KL {ours:.3g} is not below {theirs:.3g} of GPTQ, whose result it keeps"
+            work.events.append(Event(module=name, kind="fallback", message=message))
+            stored = plain
+        return QuantizedLinear(stored, spec, work.input_scale(name), statistic)
+
+    def _outputs(self, work: BlockWork, name: str, factors: FisherFactors) -> list[Side] | None:
+        """Every diagonal block of G; None where one of them cannot be used."""
+        damp, found = self.spec.damp_outputs, []
+        for block in factors.outputs:
+            side = self._side(work, name, "outputs", block, damp)
+            if side is None:
+                return None
+            found.append(side)
+        return found
+
+    def _side(
+        self, work: BlockWork, name: str, of: str, matrix: Tensor, damp: float
+    ) -> Side | None:
+        side = Side.of(matrix, damp, act_order=self.spec.act_order)
+        if side is not None and side.damp != damp:
+            message = f"damping raised from {damp:g} to {side.damp:g} to invert the factor of {of}"
+            work.events.append(Event(module=name, kind="damping_raised", message=message))
+        return side

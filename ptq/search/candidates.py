@@ -1,0 +1,58 @@
+"""Which schemes a group of layers may get: those that the target multiplies fast, bits apart.
+
+| inputs | `cpu`, `gpu`                                | `vllm`                         |
+|--------|---------------------------------------------|--------------------------------|
+| float  | int4 in groups of 128, 64 or 32; int8       | the same                       |
+| int8   | int4 in groups, inputs int8 by token; int8  | int4 in groups, inputs float;  |
+|        | weights, inputs as the recipe's scheme says | int8 as the scheme says        |
+| fp8    | not `cpu`: int4 in groups, inputs float;    | the same                       |
+|        | fp8 as the scheme says                      |                                |
+
+Each has a kernel of its own there (`kernels.triton.linear.dispatch`; vLLM's Marlin and CUTLASS
+kernels behind compressed-tensors), so that layers of several schemes stand side by side at full
+speed. What a kernel would compute as floats is no candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from formats.errors import RecipeError
+from formats.scheme import BLOCK, PRESETS, LayerScheme, Scheme, WeightSpec
+from ptq.recipe.budget import Target
+
+GROUPS = (BLOCK, 64, 32)
+
+
+def candidates(scheme: LayerScheme, target: Target) -> dict[str, LayerScheme]:
+    """Schemes by their short names, such as `w4_g64`; the fewest bits first.
+
+    Args:
+        scheme: Of the recipe: it says what inputs are.
+        target: Where the model is to run.
+
+    Raises:
+        RecipeError: the target does not multiply such inputs.
+    """
+    if scheme.activations is not None and scheme.activations.dtype != "int8" and target == "cpu":
+        raise RecipeError(
+            "budget.target: found cpu, which multiplies no fp8 inputs; use the target gpu or vllm, "
+            "or a scheme with float or int8 inputs, such as w4 or a8w4"
+        )
+    return {Scheme(**dict(one)).wac: one for one in _candidates(scheme, target)}
+
+
+def _candidates(scheme: LayerScheme, target: Target) -> Iterator[LayerScheme]:
+    inputs, weights = scheme.activations, scheme.weights
+    integer = inputs is not None and inputs.dtype == "int8" and target != "vllm"
+    token = PRESETS["a8w4"].activations if integer else None
+    two_level = token is not None and weights is not None and weights.two_level
+    for size in GROUPS:
+        spec = WeightSpec(dtype="int4", granularity="group", group_size=size, two_level=two_level)
+        yield LayerScheme(weights=spec, activations=token)
+    if inputs is None or weights is None:
+        yield LayerScheme(weights=WeightSpec())
+    elif weights.bits == 8:
+        yield scheme if not isinstance(scheme, Scheme) else scheme.of_layers
+    else:
+        yield LayerScheme(weights=WeightSpec(), activations=inputs)

@@ -1,0 +1,235 @@
+"""What a budget chooses from: for each group of layers, what each candidate takes and costs.
+
+`costs.json` keeps it beside the statistics that it was counted from, so that another budget is
+solved without the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from formats.errors import CheckpointError
+from formats.files import replace_file
+from formats.scheme import PRESETS, LayerScheme, WeightSpec
+from formats.strict import Strict
+from ptq.methods.common.float_model import FloatModel
+from ptq.methods.costs import INPUTS, WEIGHTS, CostsSpec
+from ptq.pipeline.found import Found
+from ptq.plan.plan import Plan
+from ptq.plan.preflight import predict_checkpoint, weight_bytes
+from ptq.search.frontier import Option
+from ptq.search.groups import Group, groups_of
+
+COSTS_FILE = "costs.json"
+SCHEMES = {
+    "float": LayerScheme(),
+    "w8": PRESETS["w8"].of_layers,
+    "w4_g32": LayerScheme(weights=WeightSpec(dtype="int4", granularity="group", group_size=32)),
+}  # of a head
+FLOAT = "float"  # the name of a group's candidate that leaves it as it is
+
+
+class Cost(Strict):
+    """One candidate of a group.
+
+    Attributes:
+        scheme: Its short name.
+        nbytes: That the group's layers take in it.
+        weights: Nats a token that rounding their weights costs, as predicted.
+        inputs: The same of their inputs; 0 where they stay in float.
+    """
+
+    scheme: str
+    nbytes: int
+    weights: float
+    inputs: float
+
+    @property
+    def kl(self) -> float:
+        """Both."""
+        return self.weights + self.inputs
+
+    @property
+    def option(self) -> Option:
+        """For `ptq.search.frontier`."""
+        return Option(self.scheme, self.nbytes, self.kl)
+
+
+class GroupCosts(Strict):
+    """A group of layers with its candidates.
+
+    Attributes:
+        label: Its name.
+        layers: Full names of its layers.
+        elements: Weights in it.
+        candidates: The fewest bits first.
+    """
+
+    label: str
+    layers: tuple[str, ...]
+    elements: int
+    candidates: tuple[Cost, ...]
+
+    def either(self, *schemes: str) -> Cost | None:
+        """The candidate with the first of some names that it has; None if it has none of them."""
+        by_name = {cost.scheme: cost for cost in self.candidates}
+        return next((by_name[name] for name in schemes if name in by_name), None)
+
+
+class Costs(Strict):
+    """Everything that a budget chooses from.
+
+    Attributes:
+        key: Of the run that it was counted in; another run's costs are not taken.
+        rounding: The method that rounded weights.
+        schemes: Candidates by their short names.
+        fixed_bytes: Of the weight files, without the groups: what stays as it is.
+        groups: In the model's order.
+        head: Full name of the head, if it is one of them.
+    """
+
+    key: str
+    rounding: str
+    schemes: dict[str, LayerScheme]
+    fixed_bytes: int
+    groups: tuple[GroupCosts, ...]
+    head: str | None = None
+
+    @property
+    def elements(self) -> int:
+        """Weights in all groups of blocks."""
+        return sum(group.elements for group in self.groups if group.label != self.head)
+
+    @property
+    def head_in_float(self) -> Costs:
+        """The same with no other choice for the head."""
+        groups = tuple(
+            group.model_copy(update={"candidates": group.candidates[:1]})
+            if group.label == self.head
+            else group
+            for group in self.groups
+        )
+        return self.model_copy(update={"groups": groups})
+
+    @property
+    def options(self) -> list[list[Option]]:
+        """Of each group, for `ptq.search.frontier`."""
+        return [[cost.option for cost in group.candidates] for group in self.groups]
+
+    def predicted(self, schemes: Sequence[str]) -> float:
+        """Nats that a choice of a scheme for each group costs."""
+        chosen = zip(self.groups, schemes, strict=True)
+        found = [group.either(name) for group, name in chosen]
+        return math.fsum(cost.kl for cost in found if cost is not None)
+
+    def uniform(self, scheme: str) -> tuple[int, float] | None:
+        """Bytes of the weight files and predicted cost where all groups have one scheme.
+
+        None where some cannot have it. What may stay in float does.
+        """
+        of = [group.either(FLOAT, scheme) for group in self.groups]
+        found = [cost for cost in of if cost is not None]
+        if len(found) < len(of):
+            return None
+        nbytes = self.fixed_bytes + sum(cost.nbytes for cost in found)
+        return nbytes, math.fsum(cost.kl for cost in found)
+
+    def save(self, folder: Path) -> None:
+        """Write the file; it is replaced at once or not at all."""
+        replace_file(folder / COSTS_FILE, (self.model_dump_json(indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Costs:
+        """Read it.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        path = folder / COSTS_FILE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise CheckpointError(
+                f"{path}: not readable as costs of a budget ({error}). Run the recipe again"
+            ) from error
+
+
+def gather(
+    plan: Plan,
+    spec: CostsSpec,
+    found: Found,
+    model: FloatModel,
+    names: list[str],
+    key: str,
+    head: GroupCosts | None = None,
+) -> Costs:
+    """Costs by group of what a run has counted layer by layer.
+
+    Args:
+        plan: Of that run.
+        spec: Of its method `costs`.
+        found: What the run found.
+        model: That it read.
+        names: Short names of the spec's schemes.
+        key: Of the run.
+        head: Costs of the head, if it may be quantized.
+    """
+    counted = {name.split("/", 2)[2]: tensor for name, tensor in found.tensors.items()}
+    of_blocks = [group for group in groups_of(plan) if group.label != plan.head]
+    groups = tuple(_group(group, spec, names, counted, model) for group in of_blocks)
+    quantized = {module.name for group in of_blocks for module in group.layers}
+    caches = [plan.recipe.cache_of(block) for block in plan.blocks]
+    alone = sum(
+        math.prod(model.shape(f"{name}.weight")) * model.dtype(f"{name}.weight").itemsize
+        for name in quantized
+    )
+    alone += 0 if head is None else head.candidates[0].nbytes
+    heads = {} if head is None else {c.scheme: SCHEMES[c.scheme] for c in head.candidates}
+    return Costs(
+        key=key,
+        rounding=spec.rounding,
+        schemes=heads | dict(zip(names, spec.schemes, strict=True)),
+        fixed_bytes=predict_checkpoint(model, {}, caches) - alone,
+        head=None if head is None else head.label,
+        groups=groups if head is None else (*groups, head),
+    )
+
+
+def _group(
+    group: Group,
+    spec: CostsSpec,
+    names: list[str],
+    counted: Mapping[str, Tensor],
+    model: FloatModel,
+) -> GroupCosts:
+    none = torch.zeros(len(names), dtype=torch.float64)
+    layers = [module.name for module in group.layers]
+    weights, inputs = (
+        sum((counted.get(f"{kind}/{name}", none) for name in layers), none)
+        for kind in (WEIGHTS, INPUTS)
+    )
+    candidates = [
+        Cost(
+            scheme=name,
+            nbytes=sum(
+                weight_bytes(scheme, module.shape, model.dtype(f"{module.name}.weight"))
+                for module in group.layers
+            ),
+            weights=weights[i].item(),
+            inputs=inputs[i].item(),
+        )
+        for i, (name, scheme) in enumerate(zip(names, spec.schemes, strict=True))
+        if not bool(weights[i].isnan())
+    ]
+    return GroupCosts(
+        label=group.label,
+        layers=tuple(layers),
+        elements=sum(math.prod(module.shape) for module in group.layers),
+        candidates=tuple(candidates),
+    )

@@ -1,0 +1,18 @@
+"""The bench of quantizing itself: it makes a model, quantizes it and tells the time by phase."""
+
+from __future__ import annotations
+
+import json
+
+from ptq import time_quantizing
+
+
+def test_it_tells_the_seconds_of_each_phase_and_of_the_whole_shape(tiny_llama, tmp_path, capsys):
+    given = ["--shape", str(tiny_llama), "--blocks", "1", "--samples", "2", "--length", "16"]
+    work = tmp_path / "work"
+    assert time_quantizing.main(["w4_rtn", *given, "--work", str(work)]) == 0
+    told = capsys.readouterr().out
+    blocks = json.loads((tiny_llama / "config.json").read_text())["num_hidden_layers"]
+    assert f"{blocks} blocks: " in told
+    assert all(f" {phase} " in told for phase in ("observe", "rtn", "write", "total"))
+    assert not (work / "w4_rtn-output").exists()
