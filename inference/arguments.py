@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from formats.command import count, device
+from formats.errors import RequestError, suggestion
 from formats.later import later
 from inference.beam_search import BeamParams
-from inference.config import EngineConfig
+from inference.config import EngineConfig, SpeculateConfig
 from inference.requests.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from inference.engine import Engine
 else:
     engines = later("inference.engine")
+
+METHODS = ("ngram", "suffix", "draft", "eagle", "mtp")
+WITH_PATH = {"draft": "the folder of a model", "eagle": "the folder of a head"}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +46,68 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the model by transformers' own code, as models are run that are not declared "
         "here; slower",
     )
+    add_speculate_arguments(parser)
+
+
+def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where drafts come from, and how many; `speculate_config` reads them."""
+    group = parser.add_argument_group("speculative decoding, which changes no token")
+    group.add_argument(
+        "--speculate",
+        type=_speculate,
+        metavar="METHOD",
+        help="draft the next tokens by ngram (what followed the last ones before in the request), "
+        "suffix (in all that was served), draft=PATH (what a smaller model says), or eagle=PATH "
+        "(what an EAGLE-3 head of the model says), or mtp (what the model's own layer for further "
+        "tokens says; mtp=PATH: that of another checkpoint); on a CPU. Beams have no drafts",
+    )
+    group.add_argument(
+        "--depth",
+        type=_depth,
+        metavar="N",
+        help="drafts of a request in a step, 1 to 64; default auto: as many as pay, none where "
+        "none do",
+    )
+
+
+def _speculate(text: str) -> tuple[str, str | None]:
+    """The method, and the path of one that has one."""
+    method, _, path = text.partition("=")
+    if method not in METHODS:
+        told = suggestion(method, METHODS)
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}; {told} (draft is draft=PATH, eagle is eagle=PATH)"
+        )
+    takes_path = bool(path) if method == "mtp" else method in WITH_PATH
+    if takes_path != bool(path) or ("=" in text and not path):
+        form = f"{method}=PATH, {WITH_PATH[method]}" if method in WITH_PATH else method
+        raise argparse.ArgumentTypeError(f"found {text!r}; give {form}")
+    return method, path or None
+
+
+def _depth(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed are auto and 1 to 64")
+    return int(text)
+
+
+def speculate_config(arguments: argparse.Namespace) -> SpeculateConfig | None:
+    """The drafts that the arguments ask for; None without.
+
+    Raises:
+        RequestError: a depth is there, and nothing that drafts.
+    """
+    if arguments.speculate is None:
+        if arguments.depth is not None:
+            raise RequestError(
+                "--depth is how many tokens --speculate drafts; give --speculate, too", "depth"
+            )
+        return None
+    method, path = arguments.speculate
+    depth = None if arguments.depth == "auto" else arguments.depth
+    return SpeculateConfig(method=method, path=path, depth=depth)
 
 
 def _length(text: str) -> int:
@@ -61,6 +127,7 @@ def open_engine(folder: Path, arguments: argparse.Namespace, batch_size: int) ->
         max_batch_size=batch_size,
         max_model_len=arguments.max_model_len,
         transformers_code=arguments.transformers_code,
+        speculate=speculate_config(arguments),
     )
     return engines.Engine.from_pretrained(folder, config=config, device=arguments.device)
 

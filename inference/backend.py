@@ -62,7 +62,13 @@ class Loop(Protocol):
 
 
 class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
-    """A device, and the kernels that run decoders there."""
+    """A device, and the kernels that run decoders there.
+
+    Attributes:
+        takes_drafts: Whether a step may have drafts of tokens behind a sequence's last.
+    """
+
+    takes_drafts: bool
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
         """Tell where memory runs out while weights of so many bytes are loaded.

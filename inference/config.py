@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from formats.errors import EngineError
 from formats.scheme import Strict
@@ -14,6 +14,33 @@ from kernels.attention_inputs import KV_BLOCK
 MOST_POSITIONS = 4096  # default limit of a request; models that allow more need to be asked
 MOST_BLOCKS = 512  # default size of the cache, unless one request needs more
 MOST_TIMES = 4  # of what all places hold: a larger cache is hardly ever found useful
+
+
+class SpeculateConfig(Strict):
+    """Where drafts of the next tokens come from; the tokens are the same with any and without.
+
+    Attributes:
+        method: `ngram`: what followed the last tokens before, in the prompt, the output or the
+            request's `reference`. `suffix`: what followed them in all that was served. `draft`:
+            what a smaller model says. `eagle`: what a head says that reads the model's hidden
+            states (EAGLE-3). `mtp`: what the layer says that a model of DeepSeek-V3's build has
+            behind its last block to predict further tokens.
+        path: Of `draft` and `eagle`: the model or head, a folder or `organization/model` on the
+            Hugging Face hub. Of `mtp`: the checkpoint with that layer; default: the model's own.
+        depth: Drafts of each request in a step; default: as many as pay, none where none do.
+    """
+
+    method: Literal["ngram", "suffix", "draft", "eagle", "mtp"]
+    path: str | None = None
+    depth: int | None = Field(default=None, ge=1, le=64)
+
+    @model_validator(mode="after")
+    def _check_path(self) -> Self:
+        needed = self.method in ("draft", "eagle")
+        if self.method != "mtp" and (self.path is None) == needed:
+            told = "needs a path" if self.path is None else f"takes no path; found {self.path!r}"
+            raise EngineError(f"speculate: method {self.method} {told}")
+        return self
 
 
 class EngineConfig(Strict):
@@ -40,6 +67,8 @@ class EngineConfig(Strict):
             step before the tokens of the last are known. Slower, with equal tokens.
         transformers_code: Run a model of a declared family by transformers' own code, as those are
             run that no family declares. Slower.
+        speculate: Compute drafts of the next tokens in each step, and keep those that come; on a
+            CPU.
     """
 
     max_batch_size: int = Field(default=16, ge=1)
@@ -52,6 +81,7 @@ class EngineConfig(Strict):
     target_itl_ms: float | None = Field(default=None, gt=0)
     eager: bool = False
     transformers_code: bool = False
+    speculate: SpeculateConfig | None = None
 
     def sizes(self, positions: int) -> tuple[int, int]:
         """Most tokens of a request, and blocks of the cache, for a model of so many positions.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,15 @@ from inference.requests.request import RequestOutput, SamplingParams, check_prom
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
-from inference.scheduling.blocks import BlockManager, KVStats
+from inference.scheduling.blocks import BlockChanges, BlockManager, KVStats
 from inference.scheduling.held import Held, check_beams
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
+from inference.speculate.chain import Target
+from inference.speculate.choose import choose_proposer
+from inference.speculate.proposer import Proposer
+from inference.speculate.speculation import Speculation
 from inference.structured.compiler import GrammarCompiler
 from inference.transformers_code.choose import check_config, load_model, read_shape
 from kernels.attention_inputs import KVPool
@@ -62,6 +65,7 @@ class Engine:
         quantized_kv: Whether K and V are quantized in the cache.
         pools: The cache, layer by layer.
         loop: Runs steps.
+        speculation: Gives steps their drafts, and tells how many came; None without.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of a kind that is not run here.
@@ -82,10 +86,9 @@ class Engine:
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
             self.model: Model = load_model(checkpoint, shape, backend, length)
-        spec = checkpoint.scheme.kv_cache if quantized_kv else None
-        self.quantized_kv = spec is not None
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
-        cache = CacheShape.of_model(checkpoint, shape, sizes, spec).fitted(backend.head_sizes)
+        cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=quantized_kv)
+        cache, self.quantized_kv = cache.fitted(backend.head_sizes), cache.quantized
         if config.kv_memory is not None and config.kv_blocks is None:
             each = cache.nbytes(backend.dtype) // blocks
             blocks = config.blocks_within(length, backend.free_bytes(), each)
@@ -95,7 +98,14 @@ class Engine:
         self._ends = frozenset(token for token in ends if token < shape.vocab_size)  # can come
         self._grammars = GrammarCompiler(tokenizer, shape.vocab_size, self._ends)
         self._blocks = BlockManager(blocks, prefix_cache=config.prefix_cache)
+        self.speculation: Speculation | None = None
         self._start()
+        if config.speculate is not None:
+            self._require_drafts()  # first: a draft model takes its time to load
+            target = Target(
+                tokenizer, shape.vocab_size, self.config, backend, self.model, checkpoint
+            )
+            self.speculate_by(choose_proposer(config.speculate, target), config.speculate.depth)
 
     def _start(self) -> None:
         """Be ready for the first request."""
@@ -110,8 +120,8 @@ class Engine:
             span=self.model.config.attention_span,
             target_s=None if sizes.target_itl_ms is None else sizes.target_itl_ms / 1000,
         )
-        self._requests = ActiveRequests(self._scheduler, partial(change_blocks, self.pools))
-        self._backlog: list[RequestOutput] = []
+        self._requests = ActiveRequests(self._scheduler, self._change_blocks)
+        self._backlog = StepResult()  # of requests for which another caller has stepped
         self._names = (f"request-{i}" for i in count())
         self.loop = self.backend.loop(
             self.model, self.pools, self._scheduler, self.config, self._requests
@@ -127,6 +137,7 @@ class Engine:
         """
         twin = copy.copy(self)
         twin.model, twin.pools = self.model.with_layers(layers), list(pools)
+        twin.speculation = None
         twin._start()
         return twin
 
@@ -162,6 +173,28 @@ class Engine:
         backend = choose_backend(device, checkpoint, dtype)
         sizes = config or EngineConfig()
         return cls(checkpoint, tokenizer, sizes, backend, quantized_kv=quantized_kv)
+
+    def speculate_by(self, proposer: Proposer | None, depth: int | None = None) -> None:
+        """Have drafts of the next tokens from a proposer from now on; no token changes by that.
+
+        Args:
+            proposer: Makes them; None for no drafts any more.
+            depth: Drafts of each request in a step; default: as many as pay.
+
+        Raises:
+            EngineError: the device's steps take no drafts.
+        """
+        self._require_drafts()
+        places = self.config.max_batch_size
+        self.speculation = None if proposer is None else Speculation(proposer, places, depth)
+        self._scheduler.drafter = self.speculation
+
+    def _require_drafts(self) -> None:
+        if not self.backend.takes_drafts:
+            raise EngineError(
+                f"speculate: steps on {self.backend.device} take no drafts; leave it out there, or "
+                "use device cpu"
+            )
 
     @property
     def has_unfinished(self) -> bool:
@@ -233,6 +266,7 @@ class Engine:
         check_tokens(biased, self.model.config.vocab_size, "logit_bias")
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
         request = ActiveRequest(name, tokens, params, self.tokenizer, ends, self._length)
+        request.sequence.reference = self._reference(params)
         constraint = params.constraint
         self._requests.add(request, constraint and self._grammars.compile(constraint))
         return name
@@ -306,7 +340,7 @@ class Engine:
         return self._requests.finish(request, "abort")
 
     def step(self) -> list[RequestOutput]:
-        """Compute one token of every running request, or a chunk of a prompt.
+        """Compute the next tokens of every running request, or a chunk of a prompt.
 
         Where memory runs out, later steps are made smaller, of fewer tokens and if need be of fewer
         requests: the newest then end with an error, and the others go on.
@@ -317,8 +351,7 @@ class Engine:
         Raises:
             EngineError: the step failed; all requests are dropped, the engine can go on.
         """
-        outputs, self._backlog = self._backlog, []
-        return outputs + self._outputs(self._run())
+        return self._outputs(self._next())
 
     def advance(self) -> StepResult:
         """`step`, told as one object: which requests gained which token, and which ended.
@@ -329,25 +362,14 @@ class Engine:
         Raises:
             EngineError: as `step`.
         """
-        result = self._kept_back() if self._backlog else self._run()
+        result = self._next()
         result.candidates = self._requests.take_candidates()
         return result
 
-    def _kept_back(self) -> StepResult:
-        """Outputs that `_drive` kept back, as one step: of each request the first not yet told."""
-        result = StepResult()
-        while self._backlog and self._backlog[0].request_id not in result.names:
-            output = self._backlog.pop(0)
-            if output.finish_reason not in ("abort", "error"):
-                result.names.append(output.request_id)
-                result.tokens.append(output.token_ids[-1])
-                if output.logprobs is not None:
-                    result.logprobs[output.request_id] = output.logprobs[-1]
-                if output.prompt_logprobs is not None and len(output.token_ids) == 1:
-                    result.prompt_logprobs[output.request_id] = output.prompt_logprobs
-            if output.finished:
-                result.finished.append(output)
-        return result
+    def _next(self) -> StepResult:
+        """What `_drive` kept back for others, or else what a step gives."""
+        kept, self._backlog = self._backlog, StepResult()
+        return kept or self._run()
 
     def _run(self) -> StepResult:
         """One step of the loop."""
@@ -371,8 +393,8 @@ class Engine:
 
     def _outputs(self, result: StepResult) -> list[RequestOutput]:
         """The state of each request that a step told of."""
-        ended = {output.request_id: output for output in result.finished}
-        going = [self._requests[n].snapshot() for n in result.names if n not in ended]
+        names = dict.fromkeys(name for name in result.names if name in self._requests)
+        going = [self._requests[name].snapshot() for name in names]
         return going + result.finished
 
     def warm_up(self) -> None:
@@ -454,6 +476,11 @@ class Engine:
         finally:
             self._scheduler.leave_apart(sequence, seen=len(tokens) if finite else 0)
 
+    def _change_blocks(self, changes: BlockChanges) -> None:
+        change_blocks(self.pools, changes)
+        if self.speculation is not None:
+            self.speculation.note_changes(changes)
+
     def _parts(self, sequence: TokenSequence) -> Iterator[Work]:
         """The steps that compute a sequence that is run apart."""
         batch, count = self._scheduler.batch, len(sequence)
@@ -464,19 +491,17 @@ class Engine:
             self._scheduler.advance(work)
 
     def _drive(self, names: Sequence[str]) -> Iterator[RequestOutput]:
-        """Step until these requests are done; what others gain waits for the next `step`."""
-        pending, others = set(names), []
-        try:
-            while pending:
-                for output in self.step():
-                    if output.request_id not in pending:
-                        others.append(output)
-                        continue
-                    if _or_refused(output).finished:
-                        pending.discard(output.request_id)
-                    yield output
-        finally:
-            self._backlog = others + self._backlog
+        """Step until these requests are done; what others gain waits for whoever asks next."""
+        pending = set(names)
+        while pending:
+            own, self._backlog = self._backlog.split(pending)
+            if not own:
+                own, others = self._run().split(pending)
+                self._backlog += others
+            for output in self._outputs(own):
+                if _or_refused(output).finished:
+                    pending.discard(output.request_id)
+                yield output
 
     def _new_name(self, asked: str | None) -> str:
         if asked in self._requests:
@@ -489,6 +514,16 @@ class Engine:
         tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
         self._check_prompt(tokens)
         return tokens
+
+    def _reference(self, params: SamplingParams) -> list[int]:
+        """Token ids of the text that a request's output is expected to repeat in parts."""
+        text = params.reference
+        if isinstance(text, str):
+            if not text or self.speculation is None:
+                return []
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        check_tokens(text, self.model.config.vocab_size, "reference")
+        return list(text)
 
     def _check_prompt(self, tokens: Sequence[int], room: int = 1) -> None:
         shape = self.model.config

@@ -13,6 +13,9 @@ Rows are objects with a text `src` or a chat `messages` and, if there is one, a 
     {"src": "def add(a, b):", "tgt": " return a + b"}
     {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "tgt": "4"}
 
+and, if there is one, a text `reference` that the output is expected to repeat in parts:
+`--speculate ngram` drafts from it.
+
 Each comes back in its place with its `output`, and with a target
 
 - `exact_match`: whether output and target are equal, white space around either aside;
@@ -34,6 +37,7 @@ from typing import TYPE_CHECKING
 
 from formats.command import CommandParser, count, run_command
 from formats.errors import EngineError, RequestError
+from formats.later import later
 from formats.stored.other_kinds import locate_model
 from inference.arguments import (
     add_beam_arguments,
@@ -58,6 +62,9 @@ from inference.rows import (
 
 if TYPE_CHECKING:
     from inference.engine import Engine
+    from inference.speculate import counts
+else:
+    counts = later("inference.speculate.counts")
 
 OF_BEAMS = ("length_penalty", "early_stopping")
 OF_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty", "seed", "stop", "stream")
@@ -83,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(beam_search(engine, [prompts.tokens(prompt)], params)[0][0].text(engine.tokenizer))
         return 0
     complete(engine, prompts.tokens(prompt), params, stream=arguments.stream)
+    if engine.speculation is not None and not arguments.quiet:
+        print(f"note: {counts.DraftCounts.of(engine.speculation).text()}", file=sys.stderr)
     return 0
 
 
@@ -98,8 +107,15 @@ def _complete_rows(
     failed = failures(arguments.input, rows, answers)
     for line in failed:
         print(line, file=sys.stderr)
-    print(f"{summary(rows, answers)}: {arguments.output}")
+    print(f"{summary(rows, answers)}{_drafts(engine)}: {arguments.output}")
     return 1 if failed else 0
+
+
+def _drafts(engine: Engine) -> str:
+    """What became of drafts, for the line that sums rows up."""
+    if engine.speculation is None:
+        return ""
+    return f"; {counts.DraftCounts.of(engine.speculation).text()}"
 
 
 def complete(

@@ -117,7 +117,9 @@ def _fault(values: dict[str, Any]) -> str | None:
         return f"a row has one of the keys 'src' and 'messages'; found {found}"
     if not isinstance(values.get("tgt"), str | None):
         return f"'tgt' is {json.dumps(values['tgt'])[:40]}; needed is a text or null"
-    for key in ("src", "tgt"):
+    if not isinstance(values.get("reference"), str | None):
+        return f"'reference' is {json.dumps(values['reference'])[:40]}; needed is a text or null"
+    for key in ("src", "tgt", "reference"):
         if any("\ud800" <= char <= "\udfff" for char in str(values.get(key))):
             return f"{key!r} holds half a surrogate pair, which is no text"
     if prompts == ["messages"]:
@@ -163,19 +165,22 @@ class _Batch:
             return answer
         try:
             prompt = self._tokens_of(row)
-            self._add_completion(prompt, answer)
+            self._add_completion(prompt, answer, row.values.get("reference") or "")
             if row.target is not None:
                 self._add_target(answer, prompt, row.target)
         except RequestError as error:
             answer.error = str(error)
         return answer
 
-    def _add_completion(self, prompt: list[int], answer: Answer) -> None:
+    def _add_completion(self, prompt: list[int], answer: Answer, reference: str) -> None:
         if isinstance(self._params, BeamParams):
             search = BeamSearch(self._engine, prompt, self._params)
             self._searches.append((search, answer))
         else:
-            self._completions[self._engine.add_request(prompt, self._params)] = answer
+            params = self._params
+            if reference:
+                params = params.model_copy(update={"reference": reference})
+            self._completions[self._engine.add_request(prompt, params)] = answer
 
     def _tokens_of(self, row: Row) -> list[int]:
         if "src" in row.values:
@@ -188,7 +193,8 @@ class _Batch:
         if not target:
             answer.logprob = 0.0
             return
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0)  # the one token is not looked at
+        start = len(prompt)  # the one token is not looked at
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
         try:
             name = self._engine.add_request(prompt + target, params)
         except RequestError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from formats.command import CommandParser, count, device
 from formats.stored.other_kinds import locate_model
+from inference.arguments import add_speculate_arguments
 from inference.bench.peers.runtimes import RUNTIMES
 from inference.bench.shapes import SHAPES, read_scheme, read_shape
 
@@ -89,6 +90,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warmup", type=count, default=1, metavar="RUNS")
     made.add_argument("--repeats", type=count, default=3, metavar="RUNS")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    add_speculate_arguments(made)
+    made.add_argument(
+        "--acceptance",
+        type=float,
+        metavar="TOKENS",
+        help="fake drafts, --depth of them, so that a request gains so many tokens a step: what "
+        "speculation would bring a model whose weights are random here",
+    )
     modes = made.add_argument_group("other modes, each with arguments and a --help of its own")
     for mode, (_, text) in MODES.items():
         modes.add_argument(mode, action="store_true", help=text)

@@ -14,6 +14,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError
 from inference.backend import choose_backend
 from inference.bench.load import Load, Run, run_once
+from inference.bench.oracle import fake_drafts
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -30,6 +31,7 @@ class EngineSource:
         device: Where it runs.
         random: Shape, scheme and whether the head is quantized, of a model of random weights that
             is made on the device instead of read; or None.
+        fake: Tokens a step and drafts of each request that are to give them; None: none are faked.
     """
 
     path: str
@@ -37,6 +39,7 @@ class EngineSource:
     quantized_kv: bool = True
     device: str = "cpu"
     random: tuple[str, str, bool] | None = None
+    fake: tuple[float, int] | None = None
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint, or make the random one."""
@@ -117,7 +120,10 @@ def _serve(pipe: Connection, source: EngineSource) -> None:
     try:
         engine = source.load()
         while True:
-            pipe.send(run_once(engine, pipe.recv()))
+            load = pipe.recv()
+            if source.fake is not None:
+                fake_drafts(engine, load, *source.fake)
+            pipe.send(run_once(engine, load))
     except (EOFError, BrokenPipeError):  # the parent is gone
         return
     except PTQError as error:

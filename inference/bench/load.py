@@ -6,8 +6,9 @@ does the same work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 
 import torch
 from pydantic import Field
@@ -15,8 +16,9 @@ from pydantic import Field
 from formats.errors import EngineError, RequestError
 from formats.scheme import Strict
 from inference.engine import Engine
-from inference.requests.request import SamplingParams
+from inference.requests.request import RequestOutput, SamplingParams
 from inference.scheduling.blocks import blocks_for
+from inference.speculate.counts import DraftCounts
 
 SEED = 0
 
@@ -43,6 +45,7 @@ class Run:
             allocated on the GPU.
         kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
         weight_bytes: Bytes of the checkpoint's weight files, or in memory if it has none.
+        drafts: What became of drafts in this run.
     """
 
     prefill_s: float
@@ -53,6 +56,7 @@ class Run:
     peak_memory_bytes: int
     kv_bytes_per_token: int
     weight_bytes: int
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 def run_once(engine: Engine, load: Load) -> Run:
@@ -62,12 +66,8 @@ def run_once(engine: Engine, load: Load) -> Run:
         RequestError: the engine cannot hold the load's requests all at once.
         EngineError: a request did not end as it should.
     """
-    _check_room(engine, load)
-    shape = (load.batch, load.prompt_tokens)
-    generator = torch.Generator().manual_seed(SEED)
-    prompts = torch.randint(engine.model.config.vocab_size, shape, generator=generator).tolist()
-    params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
-    outputs = engine.generate(prompts, params)
+    before = DraftCounts.of(engine.speculation)
+    outputs = ask(engine, load)
     for output in outputs:
         if output.finish_reason != "length" or len(output.token_ids) != load.new_tokens:
             raise EngineError(
@@ -83,11 +83,32 @@ def run_once(engine: Engine, load: Load) -> Run:
         decode_s=end - full,
         decode_tokens=sum(t > full for row in times for t in row),
         first_token_s=[output.token_times[0] - output.arrival for output in outputs],
-        per_token_s=[b - a for row in times for a, b in pairwise(row)],
+        per_token_s=[seconds for row in times for seconds in between_tokens(row)],
         peak_memory_bytes=engine.backend.peak_bytes(),
         kv_bytes_per_token=engine.kv_bytes_per_token,
         weight_bytes=engine.checkpoint.nbytes or engine.model.weight_bytes,
+        drafts=DraftCounts.of(engine.speculation).since(before),
     )
+
+
+def ask(engine: Engine, load: Load) -> list[RequestOutput]:
+    """The answers to a load's requests.
+
+    Raises:
+        RequestError: the engine cannot hold them all at once.
+    """
+    _check_room(engine, load)
+    shape = (load.batch, load.prompt_tokens)
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = torch.randint(engine.model.config.vocab_size, shape, generator=generator).tolist()
+    return engine.generate(prompts, SamplingParams(max_tokens=load.new_tokens, ignore_eos=True))
+
+
+def between_tokens(times: Sequence[float]) -> list[float]:
+    """Seconds of each token but the first since the one before; of one step they share its time."""
+    each = [(moment, len(list(same))) for moment, same in groupby(times)]
+    rest = [(b - a) / count for (a, _), (b, count) in pairwise(each) for _ in range(count)]
+    return [0.0] * (each[0][1] - 1) + rest
 
 
 def _check_room(engine: Engine, load: Load) -> None:

@@ -19,6 +19,7 @@ from formats.checkpoint.write import CheckpointWriter
 from formats.errors import RequestError
 from formats.families.names import is_projection
 from formats.scale_table import Role, ScaleEntry, ScaleTable
+from formats.stored.weights import scale_in_table
 from inference.bench.random_model import RandomCheckpoint
 from inference.bench.random_weights import ABSMAX, ROLES, words_of
 from inference.bench.shapes import read_scheme, read_shape
@@ -86,9 +87,7 @@ def _add_linear(
     assert weights is not None
     input_scale = made.scale(f"{module}.input_scale") if scheme.static_input else None
     writer.add_linear(module, stored, torch.bfloat16, input_scale=input_scale)
-    if weights.dtype == "fp4_e2m1":
-        return  # its scales are bytes, of which the table has none
-    shown = stored.scale.reshape(1) if weights.granularity == "per_tensor" else stored.scale
+    shown = scale_in_table(weights, stored)
     absmax = made.tensor(f"{module}.weight").abs().max().item()
     yield _entry(f"{module}.weight_scale", "weight", shown, weights, absmax)
     if inputs is not None and input_scale is not None:
@@ -98,6 +97,8 @@ def _add_linear(
 def _add_cache(writer: CheckpointWriter, made: RandomCheckpoint) -> Iterator[ScaleEntry]:
     """Set the cache's scales; gives their rows."""
     spec = made.scheme.kv_cache
+    for attention, offset in made.kv_offsets.items():
+        writer.set_cache({f"{attention}.k_offset": offset})
     for attention, scales in made.kv_scales.items():
         assert spec is not None
         writer.set_kv_scales(attention, *scales)

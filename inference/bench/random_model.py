@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.read import Checkpoint
+from formats.families.names import EMBEDDING, HEAD
 from formats.scheme import LayerScheme
 from formats.stored.weights import StoredWeight
 from inference.bench.random_weights import (
+    HEAD_PRESET,
     constant_input_scale,
+    kv_offsets,
     kv_scales,
     quantized_layers,
     random_values,
@@ -33,31 +37,48 @@ class RandomCheckpoint(Checkpoint):
         shape: As in `read_shape`.
         scheme: As in `read_scheme`.
         device: Where tensors are made.
-        quantize_head: Quantize the head too: int8, its input per token.
+        quantize_head: Quantize the head too, which is the embedding of a tied shape.
+        head: How: a preset; default int8, its input per token.
 
     Attributes:
         layers: Schemes of the linear layers that are quantized.
     """
 
     def __init__(
-        self, shape: str, scheme: str, device: torch.device | str, *, quantize_head: bool = False
+        self,
+        shape: str,
+        scheme: str,
+        device: torch.device | str,
+        *,
+        quantize_head: bool = False,
+        head: str = HEAD_PRESET,
     ) -> None:
         name, config = read_shape(shape)
         self.path, self.scheme = Path(f"{name}-{scheme}"), read_scheme(scheme)
         self.config = config | {"torch_dtype": "bfloat16"}
         self._device, self._shapes = device, tensor_shapes(config)
-        experts = PUBLISHED.get(shape)
-        self.layers = quantized_layers(self._shapes, self.scheme, quantize_head, experts)
+        experts, of_head = PUBLISHED.get(shape), read_scheme(head).of_layers
+        self._shares_head = quantize_head and f"{HEAD}.weight" not in self._shapes
+        if self._shares_head:
+            self._shapes[f"{HEAD}.weight"] = self._shapes.pop(f"{EMBEDDING}.weight")
+        rest = {HEAD: of_head} if quantize_head else {}
+        self.layers = quantized_layers(self._shapes, self.scheme, experts) | rest
         if experts is not None and self.scheme.weights is None:  # only they are
             self.scheme = self.scheme.model_copy(update={"weights": experts.weights})
         self.quantized_modules, self.scale_table = tuple(sorted(self.layers)), None
         self.kv_scales = kv_scales(config, self.scheme)
+        self.kv_offsets = kv_offsets(config, self.scheme)
 
     def __contains__(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")
         if module in self.layers and leaf == "input_scale":
             return self.layers[module].static_input
         return name in self._shapes and (leaf != "weight" or module not in self.layers)
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether the quantized head is the embedding, too."""
+        return self._shares_head
 
     def names(self) -> tuple[str, ...]:
         """All tensors of the model, as they are before layers are quantized."""
@@ -102,6 +123,10 @@ class RandomCheckpoint(Checkpoint):
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer is quantized."""
         return self.layers.get(module) or LayerScheme()
+
+    def kv_scheme_of(self, attention: str) -> KVCacheSpec | None:
+        """How the cache is quantized: alike in all blocks."""
+        return self.scheme.kv_cache
 
     def scale(self, name: str) -> Tensor:
         """The scale of a static input."""

@@ -16,17 +16,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from formats.checkpoint.split import split_shapes
-from formats.families.names import HEAD, expert_of, is_projection, is_weight_only
+from formats.families.names import expert_of, is_projection, is_weight_only
 from formats.families.registry import attention_names, find_family
 from formats.families.sizes import cached_of
-from formats.scheme import MX_GROUP, PRESETS, ActivationSpec, LayerScheme, Scheme
+from formats.scheme import ActivationSpec, LayerScheme, Scheme
 from formats.stored.weights import StoredWeight, storage_format
 from kernels.numerics import (
     TYPES,
     block_absmax,
     block_view,
     choose_affine,
+    choose_power,
     choose_scale,
+    e4m3_multiples,
+    e4m3_unit,
     pad_to_blocks,
     quantize,
 )
@@ -35,7 +38,7 @@ from kernels.two_level import choose_unit, nearest_multiples
 DEVIATION = 0.02
 ABSMAX = 4.0  # of inputs and of cached K and V, where their scale is static
 ROLES: tuple[Literal["k_cache"], Literal["v_cache"]] = ("k_cache", "v_cache")
-HEAD_SCHEME = PRESETS["a8w8_dynamic"].of_layers
+HEAD_PRESET = "a8w8_dynamic"
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -49,10 +52,9 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def quantized_layers(
     tensors: Iterable[str],
     scheme: Scheme,
-    quantize_head: bool,
     experts: LayerScheme | None = None,
 ) -> dict[str, LayerScheme]:
-    """Schemes of the linear layers that are quantized; `experts` have one of their own, or None."""
+    """Schemes of the blocks' quantized layers; `experts` have one of their own, or None."""
     modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     own = scheme.of_layers
     layers = {
@@ -62,7 +64,7 @@ def quantized_layers(
     }
     if experts is not None:
         layers |= {m: experts for m in modules if expert_of(m) is not None}
-    return layers | ({HEAD: HEAD_SCHEME} if quantize_head else {})
+    return layers
 
 
 def random_values(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -87,11 +89,11 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
     """
     spec = scheme.weights
     assert spec is not None
-    if spec.dtype == "fp4_e2m1":
-        return _powers_of_two(weight)
     kind, zero_point = TYPES[spec.dtype], None
     block = (1,) * (weight.dim() - 2) + spec.block
-    if spec.symmetric:
+    if spec.scale_type == "e8m0":
+        scale = choose_power(block_absmax(weight, block), kind)
+    elif spec.symmetric:
         scale = choose_scale(block_absmax(weight, block), kind)
     else:
         blocks = block_view(pad_to_blocks(weight, block), block)
@@ -99,22 +101,13 @@ def round_to_nearest(weight: Tensor, scheme: LayerScheme) -> StoredWeight:
         scale, zero_point = choose_affine(blocks.amin(inner), blocks.amax(inner), kind)
     if storage_format(scheme) == "pack-quantized":
         scale = scale.bfloat16().float()
+    if spec.scale_type == "e4m3":
+        scale = e4m3_multiples(scale, e4m3_unit(scale.max()))
     if spec.two_level:
         unit = choose_unit(scale)
         scale = nearest_multiples(scale, unit) * unit
     q = quantize(weight, scale, kind, zero_point, block)
     return StoredWeight(q, scale, zero_point)
-
-
-def _powers_of_two(weight: Tensor) -> StoredWeight:
-    """[..., N, K] in MXFP4: scales from the largest exponent (OCP Microscaling 1.0, 6.3)."""
-    groups = weight.unflatten(-1, (-1, MX_GROUP))
-    scale = torch.exp2(groups.abs().amax(-1).clamp(min=1e-30).log2().floor() - 2)
-    elements = groups / scale[..., None]
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=weight.device)
-    nearest = torch.bucketize(elements.abs(), (values[1:] + values[:-1]) / 2)
-    q = values[nearest].copysign(elements).flatten(-2)
-    return StoredWeight(q.to(torch.float8_e4m3fn), scale)
 
 
 def kv_scales(config: dict[str, Any], scheme: Scheme) -> dict[str, tuple[Tensor, Tensor]]:
@@ -127,11 +120,22 @@ def kv_scales(config: dict[str, Any], scheme: Scheme) -> dict[str, tuple[Tensor,
         spec.scale_shape(role, own.heads, size, latent=own.latent)
         for role, size in zip(ROLES, (own.k, own.v), strict=True)
     )
-    kind = TYPES[spec.dtype]
+    kinds = [TYPES[spec.dtype_of(role)] for role in ROLES]
     return {
-        name: (choose_scale(torch.full(k, ABSMAX), kind), choose_scale(torch.full(v, ABSMAX), kind))
+        name: (
+            choose_scale(torch.full(k, ABSMAX), kinds[0]),
+            choose_scale(torch.full(v, ABSMAX), kinds[1]),
+        )
         for name in attention_names(config)
     }
+
+
+def kv_offsets(config: dict[str, Any], scheme: Scheme) -> dict[str, Tensor]:
+    """What is subtracted from K, 0, by attention module; none where keys are not centred."""
+    if scheme.kv_cache is None or not scheme.kv_cache.center_keys:
+        return {}
+    own = cached_of(find_family(config), config)
+    return {name: torch.zeros(own.heads, own.k) for name in attention_names(config)}
 
 
 def words_of(vocabulary: int) -> Tokenizer:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from formats.checkpoint.read import Checkpoint
+from formats.errors import RequestError
 from formats.families.names import HEAD
 from formats.files import replace_file
 from formats.progress import bar
+from inference.arguments import speculate_config
 from inference.backend import require_device
 from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import Ratio, Speed, compare_turns, describe, summarize, to_json
 from inference.bench.load import Load
+from inference.bench.oracle import chance_of
 from inference.bench.peers.runtimes import read_choices
 from inference.bench.peers.speed import RuntimeProcess
 from inference.bench.random_checkpoint import random_checkpoint
@@ -39,6 +42,7 @@ def measure_requests(arguments: argparse.Namespace) -> int:
     """Measure what `inference.bench.command.parse` read, and print; 0 on success."""
     results: list[list[tuple[str, Speed]]] = []  # by batch, then by model
     ratios: list[Ratio] = []
+    drafts: list[str] = []
     with ExitStack() as stack:
         models = _start_models(stack, arguments)
         for batch in bar(sorted(set(arguments.batch)), title="Measuring", unit="batch"):
@@ -48,8 +52,12 @@ def measure_requests(arguments: argparse.Namespace) -> int:
             named = [(model.name, own) for model, own in zip(models, runs, strict=True)]
             results.append([(name, summarize(load, own)) for name, own in named])
             ratios += [compare_turns(load, named[-1], other) for other in named[:-1]]
+            if arguments.speculate is not None or arguments.acceptance is not None:
+                drafts.append(f"batch {batch}: {named[-1][0]}: {named[-1][1][-1].drafts.text()}")
     notes = [model.note for model in models]
-    print("\n".join(describe(results, ratios, notes, arguments.device)))
+    if arguments.acceptance is not None:
+        drafts.append("these drafts are faked: what making them takes is in no figure")
+    print("\n".join([*describe(results, ratios, notes, arguments.device), *drafts]))
     if arguments.json is not None:
         replace_file(arguments.json, to_json(results, ratios, notes, arguments.device).encode())
     return 0
@@ -67,9 +75,10 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Measu
     work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
     path, shape = _place(arguments, work)
     config = _engine_config(arguments)
-    sources = [_source(arguments, path, config)]
+    sources = [replace(_source(arguments, path, config), fake=_faked(arguments))]
     if arguments.against is not None:
-        sources.insert(0, replace(sources[0], path=str(arguments.against), random=None))
+        original = replace(sources[0], path=str(arguments.against), random=None, fake=None)
+        sources.insert(0, original)
     checkpoints = [source.checkpoint() for source in sources]
     ours = checkpoints[-1]
     specs = read_choices(arguments.peer, arguments.peer_format, arguments.peer_kv, ours.scheme)
@@ -90,11 +99,31 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Measu
     return [*models[:-1], *(MeasuredModel(p.name, p.note, p.run) for p in peers), models[-1]]
 
 
+def _faked(arguments: argparse.Namespace) -> tuple[float, int] | None:
+    """Tokens a step that drafts are faked to give, and how many drafts; None without.
+
+    Raises:
+        RequestError: it is not told how many, or they cannot give so many tokens.
+    """
+    if arguments.acceptance is None:
+        return None
+    if arguments.speculate is not None or not isinstance(arguments.depth, int):
+        raise RequestError(
+            "--acceptance fakes drafts: give --depth N with it, how many, and no --speculate",
+            "acceptance",
+        )
+    chance_of(arguments.acceptance, arguments.depth)
+    return arguments.acceptance, arguments.depth
+
+
 def _variants(
     arguments: argparse.Namespace, source: EngineSource
 ) -> Iterator[tuple[str, EngineSource]]:
     """The same checkpoint run in other ways, and what these are called."""
     config = source.config
+    if config.speculate is not None or source.fake is not None:
+        kept = config.model_copy(update={"speculate": None})
+        yield "no drafts", replace(source, config=kept, fake=None)
     for kind in arguments.against_kv:
         kept = config.model_copy(update={"kv_dtype": kind})
         yield f"{kind} cache", replace(source, config=kept, quantized_kv=False)
@@ -139,4 +168,5 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_model_len=longest,
         kv_blocks=max(arguments.batch) * blocks_for(longest),
         prefix_cache=False,  # each run of a load is to compute its prompts
+        speculate=None if arguments.acceptance is not None else speculate_config(arguments),
     )

@@ -17,6 +17,7 @@ import torch
 
 from inference.backend import choose_backend
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
+from inference.bench.random_weights import HEAD_PRESET
 from inference.bench.shapes import read_shape
 from inference.bench.steps_table import PROMPT, PROMPTS, SHORT, Figures, Step
 from inference.config import EngineConfig
@@ -27,11 +28,16 @@ from inference.scheduling.blocks import blocks_for
 WARM_UP, STEPS = 8, 32
 
 
-def make_engine(shape: str, scheme: str, batches: Sequence[int], context: int) -> Engine:
-    """An engine of random weights, its cache filled with random numbers."""
-    tied = read_shape(shape)[1].get("tie_word_embeddings", False)  # then the head is a table too
-    head = scheme != "float" and not tied
-    checkpoint = RandomCheckpoint(shape, scheme, "cuda", quantize_head=head)
+def make_engine(
+    shape: str, scheme: str, batches: Sequence[int], context: int, head: str | None = None
+) -> Engine:
+    """An engine of random weights, its cache filled with random numbers; `head` as of `measure`."""
+    if head is None:  # that of a tied shape is a table, too
+        tied = read_shape(shape)[1].get("tie_word_embeddings", False)
+        head = "float" if tied or scheme == "float" else HEAD_PRESET
+    quantized = head != "float"
+    own = {"quantize_head": True, "head": head} if quantized else {}
+    checkpoint = RandomCheckpoint(shape, scheme, "cuda", **own)
     longest = max(context + WARM_UP + STEPS + 2, PROMPT + 2)
     blocks = max(max(batches) * blocks_for(longest), PROMPTS * blocks_for(PROMPT + 2))
     config = EngineConfig(
@@ -110,8 +116,18 @@ def measure_short(engine: Engine) -> float:
     return 1e3 * statistics.median(times[WARM_UP:])
 
 
-def measure(shape: str, scheme: str, batches: Sequence[int], context: int) -> Figures:
+def measure(
+    shape: str, scheme: str, batches: Sequence[int], context: int, head: str | None = None
+) -> Figures:
     """Measure a scheme.
+
+    Args:
+        shape: As in `read_shape`.
+        scheme: As in `read_scheme`, of the blocks.
+        batches: Requests of each step.
+        context: Tokens in the cache of each of them.
+        head: The same of the head, or `float`; by default int8 with inputs per token where the
+            blocks are quantized and the head is not the embedding.
 
     Raises:
         EngineError: it does not fit on the GPU.
@@ -119,9 +135,10 @@ def measure(shape: str, scheme: str, batches: Sequence[int], context: int) -> Fi
     gc.collect()
     torch.cuda.empty_cache()  # of the scheme before
     torch.cuda.reset_peak_memory_stats()
-    engine = make_engine(shape, scheme, batches, context)
+    engine = make_engine(shape, scheme, batches, context, head)
     steps = [measure_step(engine, batch, context) for batch in batches]
     prefill, short = measure_prefill(engine), measure_short(engine)
     cache = sum(pool.k.nbytes + pool.v.nbytes for pool in engine.pools)
     peak = torch.cuda.max_memory_allocated()
-    return Figures(scheme, steps, prefill, short, engine.model.weight_bytes, cache, peak)
+    name = scheme if head is None else f"{scheme}, head {head}"
+    return Figures(name, steps, prefill, short, engine.model.weight_bytes, cache, peak)

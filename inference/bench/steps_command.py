@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from formats.command import CommandParser, count
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.host:
         return _host(arguments.batch, arguments.context)
     read_shape(arguments.shape)
-    for scheme in arguments.schemes:
+    for scheme in (*arguments.schemes, *arguments.heads):
         read_scheme(scheme)
     import torch
 
@@ -45,12 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(device, flush=True)
     found: list[Figures] = []
     missing: dict[str, str] = {}
-    for scheme in dict.fromkeys(arguments.schemes):
+    sizes = arguments.batch, arguments.context
+    heads: list[str | None] = list(arguments.heads) or [None]
+    schemes: list[str] = list(dict.fromkeys(arguments.schemes))
+    for scheme, head in product(schemes, heads):
         try:
-            found.append(measure(arguments.shape, scheme, arguments.batch, arguments.context))
+            found.append(measure(arguments.shape, scheme, *sizes, head))
         except EngineError as error:
-            missing[scheme] = str(error)
-            print(f"{scheme}: {error}", flush=True)
+            name = scheme if head is None else f"{scheme}, head {head}"
+            missing[name] = str(error)
+            print(f"{name}: {error}", flush=True)
         else:
             print("\n".join(describe(found[-1])), flush=True)
     print(f"\n{table(found, arguments.context)}")
@@ -86,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--schemes", nargs="+", default=SCHEMES, help="presets of recipes, or float for bf16"
+    )
+    made.add_argument(
+        "--heads",
+        nargs="+",
+        default=[],
+        metavar="SCHEME",
+        help="measure each scheme with each of these for lm_head, such as float w8",
     )
     made.add_argument("--batch", type=count, nargs="+", default=[1, 16, 64], metavar="N")
     made.add_argument("--context", type=count, default=4048, metavar="TOKENS")

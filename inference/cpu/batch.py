@@ -24,6 +24,9 @@ class Batch:
         query_start: int64 [S + 1].
         context_len: int64 [S].
         rows: int64 [R], the tokens whose logits are wanted.
+        taps: int64 [n], blocks whose inputs are wanted, too; the number of blocks stands for the
+            output of the last one. None without.
+        hidden: [T, n, H], gets them.
     """
 
     ids: Tensor
@@ -33,6 +36,8 @@ class Batch:
     query_start: Tensor
     context_len: Tensor
     rows: Tensor
+    taps: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 def plan_step(work: Work) -> Batch:

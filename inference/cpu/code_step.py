@@ -11,7 +11,15 @@ from inference.transformers_code.attention import Query, widened
 from inference.transformers_code.model import CodeModel
 from kernels.activations import Named
 from kernels.attention_inputs import KVPool
-from kernels.ops import apply_rope, gated_product, paged_attention, rms_norm, write_kv
+from kernels.ops import (
+    apply_rope,
+    gated_product,
+    paged_attention,
+    rms_norm,
+    turn_heads,
+    write_kv,
+)
+from kernels.packed_cache import channels
 
 
 class CodeStep:
@@ -30,11 +38,14 @@ class CodeStep:
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
-        wide, wide_v = pool.k.shape[3], pool.v.shape[3]
-        write_kv(widened(own.k, wide), widened(own.v, wide_v), pool, batch.slots)
+        wide, wide_v = channels(pool.k), channels(pool.v)
+        q, k = widened(own.q, wide), widened(own.k, wide)
+        if pool.turn:
+            q, k = turn_heads(q, pool.turn), turn_heads(k, pool.turn)
+        write_kv(k, widened(own.v, wide_v), pool, batch.slots)
         where = (batch.block_tables, batch.context_len, batch.query_start)
         inputs = own.inputs(pool, *where, self._windows[layer])
-        return paged_attention(widened(own.q, wide), inputs)[..., :size]
+        return paged_attention(q, inputs)[..., :size]
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension: [..., H] to the same."""

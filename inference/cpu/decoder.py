@@ -15,10 +15,20 @@ from inference.cpu.batch import Batch
 from inference.cpu.latent import attend_latents
 from inference.cpu.layers import CpuExperts, Linear
 from inference.cpu.routing import route, sigmoid
-from inference.models.decoder import Decoder, Layer
+from inference.models.config import ModelConfig
+from inference.models.decoder import Decoder
 from inference.models.feed_forward import FeedForward, GatedMLP, MixtureOfExperts, by_expert
+from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
-from kernels.ops import apply_rope, gated_product, paged_attention, rms_norm, softcapped, write_kv
+from kernels.ops import (
+    apply_rope,
+    gated_product,
+    paged_attention,
+    rms_norm,
+    softcapped,
+    turn_heads,
+    write_kv,
+)
 
 CpuDecoder = Decoder[Linear, CpuExperts]
 CpuLayer = Layer[Linear, CpuExperts]
@@ -32,31 +42,64 @@ def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> 
         Logits fp32 [R, vocabulary] of the rows asked for.
     """
     config = model.config
-    x = model.embedding[batch.ids].to(model.dtype)
+    x = model.embed(batch.ids)
     if config.embedding_scale != 1:
         x = x * config.embedding_scale
-    for layer, pool, window in zip(model.layers, pools, config.windows, strict=True):
-        inputs = AttentionInputs(
-            pool,
-            batch.block_tables,
-            batch.context_len,
-            batch.query_start,
-            softmax_scale=config.scale,
-            sliding_window=window,
-            softcap=config.softcap,
-            sinks=layer.sinks,
-        )
-        read = _normed(x, layer.before_attention, config.eps)
-        added = _attend(model, layer, read, batch, inputs)
-        x = x + _normed(added, layer.after_attention, config.eps)
-        read = _normed(x, layer.before_feed_forward, config.eps)
-        added = feed_forward(layer.feed_forward, read)
-        x = x + _normed(added, layer.after_feed_forward, config.eps)
+    for index, (layer, pool, window) in enumerate(
+        zip(model.layers, pools, config.windows, strict=True)
+    ):
+        _tap(batch, index, x)
+        x = run_block(config, model.query_growth, layer, x, batch, pool, window)
+    _tap(batch, len(model.layers), x)
     if not len(batch.rows):  # a step of prompts that go on
         return x.new_empty((0, config.vocab_size), dtype=torch.float32)
     x = rms_norm(x[batch.rows], model.norm, config.eps)
     logits = model.head(x).float()
     return logits if config.logits_softcap is None else softcapped(logits, config.logits_softcap)
+
+
+def run_block(
+    config: ModelConfig,
+    growth: Tensor | None,
+    layer: CpuLayer,
+    x: Tensor,
+    batch: Batch,
+    pool: KVPool,
+    window: int | None,
+) -> Tensor:
+    """Run a block: [T, H] to the same.
+
+    Args:
+        config: The decoder's shape.
+        growth: fp32 [positions], what q is multiplied by at each; or None.
+        layer: The block.
+        x: What it reads.
+        batch: The step.
+        pool: Its cache.
+        window: Positions that a query sees, or None for all.
+    """
+    inputs = AttentionInputs(
+        pool,
+        batch.block_tables,
+        batch.context_len,
+        batch.query_start,
+        softmax_scale=config.scale,
+        sliding_window=window,
+        softcap=config.softcap,
+        sinks=layer.sinks,
+    )
+    read = _normed(x, layer.before_attention, config.eps)
+    added = attend(config, growth, layer, read, batch, inputs)
+    x = x + _normed(added, layer.after_attention, config.eps)
+    read = _normed(x, layer.before_feed_forward, config.eps)
+    added = feed_forward(layer.feed_forward, read)
+    return x + _normed(added, layer.after_feed_forward, config.eps)
+
+
+def _tap(batch: Batch, index: int, x: Tensor) -> None:
+    """Tell what block `index` reads, if that is asked for."""
+    if batch.taps is not None and batch.hidden is not None:
+        batch.hidden[:, batch.taps == index] = x[:, None].to(batch.hidden.dtype)
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -71,23 +114,24 @@ def _heads_normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return rms_norm(x.flatten(1), weight, eps).view_as(x)
 
 
-def _attend(
-    model: CpuDecoder,
+def attend(
+    c: ModelConfig,
+    growth: Tensor | None,
     layer: CpuLayer,
     x: Tensor,
     batch: Batch,
     inputs: AttentionInputs,
 ) -> Tensor:
-    """Attention with its projections: [T, H] to the same.
+    """Attention with its projections: [T, inputs of q, k and v] to [T, H].
 
     Args:
-        model: The decoder.
+        c: The decoder's shape.
+        growth: fp32 [positions], what q is multiplied by at each; or None.
         layer: One of its blocks.
         x: What the block's attention reads.
         batch: The step.
         inputs: What the queries see.
     """
-    c = model.config
     if layer.latent is not None:
         turn = layer.cos[batch.positions].to(x.dtype), layer.sin[batch.positions].to(x.dtype)
         heads = attend_latents(c, layer.latent, layer.qkv(x), turn, batch, inputs)
@@ -97,8 +141,10 @@ def _attend(
     q, k = _heads_normed(q, layer.q_norm, c.eps), _heads_normed(k, layer.k_norm, c.eps)
     cos, sin = (angles[batch.positions].to(x.dtype) for angles in (layer.cos, layer.sin))
     q, k = apply_rope(q, k, cos, sin)
-    if model.query_growth is not None:
-        q = q * model.query_growth[batch.positions].to(q.dtype).view(-1, 1, 1)
+    if growth is not None:
+        q = q * growth[batch.positions].to(q.dtype).view(-1, 1, 1)
+    if inputs.pool.turn:
+        q, k = (turn_heads(x, inputs.pool.turn) for x in (q, k))
     write_kv(k, v, inputs.pool, batch.slots)
     return layer.o(paged_attention(q, inputs).flatten(-2))
 

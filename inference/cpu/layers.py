@@ -11,7 +11,13 @@ from torch import Tensor
 from formats.scheme import ActivationSpec
 from inference.models.read import StoredLinear
 from kernels.cpu.weights import FloatWeight, Weight, pack_float_weight, pack_quantized_weight
-from kernels.ops import fake_quantize_fp8, linear, quantize_per_token, quantize_static
+from kernels.ops import (
+    fake_quantize_fp8,
+    linear,
+    quantize_per_token,
+    quantize_static,
+    weight_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,15 @@ class Linear:
         else:
             xq, scale = quantize_static(x, self.input_scale), self.input_scale
         return linear(xq, self.weight, scale, x.dtype)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather` gives rows of the weight as it lies in memory."""
+        return self.order is None
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight as floats: [T, K] in `dtype` of ids int64 [T]."""
+        return weight_rows(self.weight, ids).to(dtype)
 
     @property
     def nbytes(self) -> int:

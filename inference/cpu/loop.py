@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from inference.cpu.batch import Batch, plan_step
@@ -36,7 +38,7 @@ class HostLoop:
         if not len(work):
             return StepResult()
         self._requests.prepare_cache()
-        logits = self.forward(plan_step(work))
+        logits = self._computed(work)
         self._scheduler.advance(work)
         which = np.flatnonzero(work.rows)
         result = StepResult()
@@ -44,6 +46,17 @@ class HostLoop:
             result = self._requests.take_logits(work, which, logits)
         self._scheduler.note_time(work, time.perf_counter() - start)
         return result
+
+    def _computed(self, work: Work) -> Tensor:
+        """Logits of a step, whose hidden states go to who drafts, if it reads any."""
+        batch, drafter = plan_step(work), self._scheduler.drafter
+        wanted = None if drafter is None else drafter.reads
+        if drafter is None or wanted is None:
+            return self.forward(batch)
+        hidden = torch.empty(work.tokens, len(wanted.blocks), wanted.size, dtype=wanted.dtype)
+        logits = self.forward(replace(batch, taps=torch.tensor(wanted.blocks), hidden=hidden))
+        drafter.note_hidden(work, hidden)
+        return logits
 
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary]."""

@@ -36,6 +36,8 @@ class TritonBackend:
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
+    takes_drafts = False
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
 
@@ -80,7 +82,7 @@ class TritonBackend:
 
     def cache(self, shape: CacheShape) -> list[KVPool]:
         """Allocate a cache in the kernels' layout: V lies token by token."""
-        if shape.spec is None and shape.dtype not in (None, self.dtype):
+        if not shape.quantized and shape.dtype not in (None, self.dtype):
             raise EngineError(
                 f"kv_dtype: found {_name(shape.dtype)}; on a GPU a cache that is not quantized has "
                 f"the model's type, {_name(self.dtype)}. Leave it out"

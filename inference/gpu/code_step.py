@@ -15,6 +15,7 @@ from inference.transformers_code.model import CodeModel
 from kernels.activations import Named
 from kernels.attention_inputs import KVPool
 from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.paged_cache import head_size
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.rope_cache import rope_write
 from kernels.triton.attention.rotate import rotate
@@ -39,7 +40,7 @@ class CodeStep:
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
-        wide = pool.k.shape[3]
+        wide = head_size(pool)
         q, k, v = (self._heads(x, wide) for x in (own.q, own.k, own.v))
         q = rope_write(q, k, v, *_no_turn(wide, q.device), pool, batch.slots, self._unturned)
         where = (batch.tables, batch.lengths, batch.query_start)

@@ -26,7 +26,8 @@ from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
 from inference.gpu.latent import attend_latents
 from inference.gpu.layers import GpuLinear, workspace_on
-from inference.models.decoder import Decoder, Layer
+from inference.models.decoder import Decoder
+from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.prefill import prefill_attention
@@ -74,7 +75,7 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     Returns:
         Logits fp32 [R, vocabulary].
     """
-    c, total = model.config, model.embedding[batch.ids].to(model.dtype)
+    c, total = model.config, model.embed(batch.ids)
     if c.embedding_scale != 1:
         total = total * c.embedding_scale
     delta, after = None, None  # what the sub-layer before adds, and the norm of that

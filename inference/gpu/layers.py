@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,10 +14,14 @@ from inference.models.read import StoredLinear
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
 from kernels.triton.linear.dispatch import FP8, pack
+from kernels.triton.linear.packing import BLOCK
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import GpuWeight, InputFormat
 
 log = logging.getLogger("ptq.inference")
+
+TILE = 64  # outputs of a tile; of blocks of fp8 `BLOCK`
+MOST_ADDED = 32  # a weight gets at most this part of its rows, or columns, more to fill tiles
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
 
@@ -68,11 +72,15 @@ class GpuLinear:
         rows: How its input is given to `run`.
         order: int64 [K], the input that each column of the weight multiplies, of a stack [E, K];
             None where column k multiplies input k.
+        outputs: How many there are, where the weight has rows of filling behind them; else None.
+        missing: Columns of zeros that the weight has behind its inputs.
     """
 
     weight: GpuWeight
     rows: InputFormat
     order: Tensor | None = None
+    outputs: int | None = None
+    missing: int = 0
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[T, K] float -> [T, N] in `dtype`, by default the type of `x`."""
@@ -82,7 +90,20 @@ class GpuLinear:
         """The layer on rows that are as it wants them: [T, N] in `dtype`."""
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        return self.weight.run(rows, scales, workspace_on(rows.device), dtype)
+        if self.missing:
+            rows = _wider(rows, self.missing)
+        y = self.weight.run(rows, scales, workspace_on(rows.device), dtype)
+        return y if self.outputs is None else y[:, : self.outputs].contiguous()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather` gives rows of the weight as it lies."""
+        return self.weight.gathers and self.order is None
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight as floats: [T, K] in `dtype` of ids int64 [T]."""
+        found = self.weight.rows(ids, dtype)
+        return found[:, : found.shape[1] - self.missing] if self.missing else found
 
     @property
     def nbytes(self) -> int:
@@ -109,8 +130,23 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
         held = DenseWeight(stored.weight.to(dtype), None if bias is None else bias.to(dtype))
         return GpuLinear(held, InputFormat(dtype))
     inputs = rows_of(stored.scheme.activations, stored.input_scale, dtype)
-    tensors = (stored.weight, stored.scale, stored.zero_point, bias)
-    own = pack(*tensors, inputs, dtype, bits=weights.bits, group=stored.group)
+    filled, missing = _filled(stored, inputs)
+    assert filled.scale is not None
+    own = pack(
+        filled.weight,
+        filled.scale,
+        filled.zero_point,
+        filled.bias,
+        inputs,
+        dtype,
+        bits=weights.bits,
+        group=filled.group,
+        unit=filled.unit,
+    )
+    if isinstance(own, DenseWeight) and filled is not stored:  # filling is for kernels
+        filled, missing = stored, 0
+        whole = own.weight[: stored.weight.shape[0], : stored.weight.shape[1]].contiguous()
+        own = DenseWeight(whole, None if bias is None else bias.to(dtype))
     if isinstance(own, DenseWeight):
         others = len(stored.names) - 1
         log.warning(
@@ -120,4 +156,49 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
             stored.scheme.text,
             tuple(stored.weight.shape[-2:]),
         )
-    return GpuLinear(own, inputs, stored.order)
+    outputs = None if len(filled.weight) == len(stored.weight) else len(stored.weight)
+    return GpuLinear(own, inputs, stored.order, outputs, missing)
+
+
+def _filled(stored: StoredLinear, inputs: InputFormat) -> tuple[StoredLinear, int]:
+    """A quantized layer with as many rows and columns more as tiles divide, where these are few.
+
+    Returns:
+        (the layer, how many columns it has more): rows repeat the last one; rows of inputs have
+        zeros for the columns.
+    """
+    if stored.weight.dim() != 2 or stored.scheme.weights is None:
+        return stored, 0
+    outputs, columns = stored.weight.shape
+    longer, wider = -outputs % (BLOCK if inputs.group else TILE), -columns % BLOCK
+    if longer * MOST_ADDED >= outputs:
+        longer = 0
+    if wider * MOST_ADDED >= columns or inputs.group or stored.scheme.weights.dtype[:3] == "fp4":
+        wider = 0
+    if not longer and not wider:
+        return stored, 0
+    weight, scale, zero_point = stored.weight, stored.scale, stored.zero_point
+    if wider:
+        weight = _wider(weight, wider)
+        more = 0 if stored.group is None else wider // stored.group
+        scale, zero_point = (_repeated(t, more, 1) for t in (scale, zero_point))
+    parts = (weight, scale, zero_point, stored.bias, stored.unit)
+    weight, scale, zero_point, bias, unit = (_repeated(t, longer, 0) for t in parts)
+    assert weight is not None
+    made = replace(stored, weight=weight, scale=scale, zero_point=zero_point, bias=bias, unit=unit)
+    return made, wider
+
+
+def _repeated(tensor: Tensor | None, times: int, dim: int) -> Tensor | None:
+    """A tensor of any type with its last row, or column, some times more."""
+    if tensor is None or not times:
+        return tensor
+    own = tensor.view(torch.int8) if tensor.dtype == FP8 else tensor
+    last = own.narrow(dim, own.shape[dim] - 1, 1).repeat_interleave(times, dim)
+    return torch.cat([own, last], dim).view(tensor.dtype)
+
+
+def _wider(rows: Tensor, columns: int) -> Tensor:
+    """Rows of any type with some columns of zeros behind them."""
+    own = rows.view(torch.int8) if rows.dtype == FP8 else rows
+    return torch.nn.functional.pad(own, (0, columns)).view(rows.dtype)

@@ -138,16 +138,21 @@ class ModelConfig:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> ModelConfig:
-        """Read and check a checkpoint's configuration.
+        """Read and check a checkpoint's configuration; see `of`."""
+        return cls.of(checkpoint.config)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> ModelConfig:
+        """Read and check a configuration, as config.json has it.
 
         Raises:
             CheckpointError: the family, activation or rotary embedding is not supported, or a
                 value is missing or none.
         """
-        family = family_of(checkpoint.config)
+        family = family_of(settings)
         for key in _needed(family):
-            needed(checkpoint.config, key)
-        config = transformers_config(checkpoint.config)
+            needed(settings, key)
+        config = transformers_config(settings)
         if getattr(config, "use_bidirectional_attention", False):
             raise CheckpointError(
                 "config.json: use_bidirectional_attention is true. Models whose tokens see later "

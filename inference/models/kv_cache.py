@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from formats.cache_scheme import CacheRole, KVCacheSpec
+from formats.checkpoint.kv_scales import ROLES
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from formats.families.attention import LatentAttention
 from formats.families.registry import find_family
 from formats.modeling.layers import attention_names
-from formats.scheme import KVCacheSpec
 from inference.config import EngineConfig
 from inference.models.fold import held_scales
 from inference.models.model import KVHeads, ModelShape
 from inference.scheduling.blocks import BlockChanges
 from kernels.attention_inputs import KV_BLOCK, KVPool
-from kernels.numerics import TYPES
+from kernels.numerics import INT4, TYPES
+from kernels.packed_cache import turn_size, turned
 
 
 @dataclass(frozen=True)
@@ -29,10 +32,28 @@ class LayerCache:
     Attributes:
         heads: K and V of a token.
         scales: Static scales of K and V; None where there are none.
+        spec: How K and V are quantized, or None.
+        turn: Channels that are turned together in K; 0 for none.
+        offset: What is subtracted from K, after its turn, fp32 [heads, D]; or None.
     """
 
     heads: KVHeads
     scales: tuple[Tensor, Tensor] | None = None
+    spec: KVCacheSpec | None = None
+    turn: int = 0
+    offset: Tensor | None = None
+
+    def stored(self, role: CacheRole, dtype: torch.dtype) -> torch.dtype:
+        """Element type of a pool of K or V, `dtype` where they are not quantized."""
+        if self.spec is None:
+            return dtype
+        kind = TYPES[self.spec.dtype_of(role)]
+        return torch.uint8 if kind is INT4 else kind.storage
+
+    def size(self, role: CacheRole) -> int:
+        """Elements of a head of K or V as it is stored: bytes, where two numbers share one."""
+        size = self.heads.k_size if role == "k_cache" else self.heads.v_size
+        return size // 2 if self.stored(role, torch.float32) == torch.uint8 else size
 
 
 @dataclass(frozen=True)
@@ -41,14 +62,12 @@ class CacheShape:
 
     Attributes:
         blocks: Blocks of 64 tokens.
-        layers: What is held of each layer.
-        spec: How K and V are quantized, or None.
+        layers: What is held of each layer, and how.
         dtype: Type of K and V where they are not quantized; None leaves it to the backend.
     """
 
     blocks: int
     layers: Sequence[LayerCache]
-    spec: KVCacheSpec | None = None
     dtype: torch.dtype | None = None
 
     @classmethod
@@ -57,47 +76,48 @@ class CacheShape:
         checkpoint: Checkpoint,
         model: ModelShape,
         sizes: EngineConfig,
-        spec: KVCacheSpec | None,
+        *,
+        quantized: bool,
     ) -> CacheShape:
         """The cache of a model.
 
         Args:
-            checkpoint: Has the static scales.
+            checkpoint: Says how each layer's is quantized, and has the static scales.
             model: The model's shape.
             sizes: The engine's sizes, all resolved.
-            spec: How K and V are quantized, or None.
+            quantized: Whether what the checkpoint says is done; else no layer's is quantized.
 
         Raises:
-            EngineError: it quantizes latents otherwise than with static scales, or the checkpoint
-                has scales of latents and the model caches none.
+            EngineError: it quantizes latents otherwise than with static scales of 8 bits, or the
+                checkpoint has scales of latents and the model caches none.
         """
         assert sizes.kv_blocks is not None
-        latent = any(heads.latent for heads in model.cached)
-        if spec is not None and not spec.dynamic and not latent:
-            _check_scaled(checkpoint)
-        if spec is not None and spec.dynamic and latent:
-            raise EngineError(
-                f"the cache of the checkpoint is {spec.dtype} {spec.granularity}; one of latents "
-                "has static scales alone. Quantize it with granularity per_head, or run it with "
-                "quantized_kv=False"
-            )
-        scales: list[tuple[Tensor, Tensor] | None] = [None] * len(model.cached)
-        if spec is not None and not spec.dynamic:
-            scales = [checkpoint.kv_scales[name] for name in attention_names(checkpoint.config)]
+        layers = [LayerCache(heads) for heads in model.cached]
+        if quantized:
+            names = attention_names(checkpoint.config)
+            layers = [
+                _quantized(checkpoint, name, heads)
+                for name, heads in zip(names, model.cached, strict=True)
+            ]
         return cls(
             blocks=sizes.kv_blocks,
-            layers=[
-                LayerCache(heads, held_scales(own, heads.channels))
-                for heads, own in zip(model.cached, scales, strict=True)
-            ],
-            spec=spec,
+            layers=layers,
             dtype=None if sizes.kv_dtype is None else getattr(torch, sizes.kv_dtype),
         )
 
+    @property
+    def quantized(self) -> bool:
+        """Whether the cache of any layer is quantized."""
+        return any(layer.spec is not None for layer in self.layers)
+
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of K and V in all layers, held in `dtype` where they are not quantized."""
-        each = (own.heads.count * (own.heads.k_size + own.heads.v_size) for own in self.layers)
-        return self.blocks * KV_BLOCK * sum(each) * self._stored(dtype).itemsize
+        each = (
+            own.heads.count * own.size(role) * own.stored(role, dtype).itemsize
+            for own in self.layers
+            for role in ROLES
+        )
+        return self.blocks * KV_BLOCK * sum(each)
 
     def fitted(self, sizes: Callable[[int, int], tuple[int, int]]) -> CacheShape:
         """The same with heads of the sizes that kernels take; the numbers behind their own are 0.
@@ -126,28 +146,58 @@ class CacheShape:
         """
         pools = []
         for layer in self.layers:
-            heads = layer.heads
+            heads, spec = layer.heads, layer.spec
             places = (self.blocks, heads.count, KV_BLOCK)
-            own = (KV_BLOCK, heads.v_size)[:: -1 if tokens_last and not heads.latent else 1]
+            own = (KV_BLOCK, layer.size("v_cache"))
+            own = own[:: -1 if tokens_last and not heads.latent else 1]
             k, v = (
-                torch.zeros(shape, dtype=self._stored(dtype), device=device)
-                for shape in ((*places, heads.k_size), (*places[:2], *own))
-            )
-            if self.spec is None:
-                pools.append(KVPool(k, v))
-            elif self.spec.dynamic:
-                k_scale, v_scale = (
-                    torch.ones(places, dtype=dynamic_scales, device=device) for _ in "kv"
+                torch.zeros(shape, dtype=layer.stored(role, dtype), device=device)
+                for role, shape in zip(
+                    ROLES, ((*places, layer.size("k_cache")), (*places[:2], *own)), strict=True
                 )
-                pools.append(KVPool(k, v, k_scale, v_scale, dynamic=True))
+            )
+            offset = None if layer.offset is None else layer.offset.to(device).contiguous()
+            turned_so: dict[str, Any] = {"turn": layer.turn, "k_offset": offset}
+            if spec is None:
+                pools.append(KVPool(k, v))
+            elif spec.dynamic:
+                kind = torch.float16 if spec.packed else dynamic_scales
+                k_scale, v_scale = (torch.ones(places, dtype=kind, device=device) for _ in "kv")
+                pools.append(KVPool(k, v, k_scale, v_scale, dynamic=True, **turned_so))
             else:
                 assert layer.scales is not None  # one scale for all heads is a view: contiguous
                 k_scale, v_scale = (scale.to(device).contiguous() for scale in layer.scales)
-                pools.append(KVPool(k, v, k_scale, v_scale))
+                pools.append(KVPool(k, v, k_scale, v_scale, **turned_so))
         return pools
 
-    def _stored(self, dtype: torch.dtype) -> torch.dtype:
-        return dtype if self.spec is None else TYPES[self.spec.dtype].storage
+
+def _quantized(checkpoint: Checkpoint, name: str, heads: KVHeads) -> LayerCache:
+    """The cache of an attention module as its checkpoint quantizes it."""
+    spec = checkpoint.kv_scheme_of(name)
+    if spec is None:
+        return LayerCache(heads)
+    if heads.latent and (spec.dynamic or spec.packed or spec.rotate_keys):
+        raise EngineError(
+            f"the cache of the checkpoint is {spec.text}; one of latents has static scales of 8 "
+            "bits alone. Quantize it with dtype int8 and granularity per_head, or run it with "
+            "quantized_kv=False"
+        )
+    sizes = (heads.k_size, heads.v_size)
+    if any(spec.bits_of(r) == 4 and size % 2 for r, size in zip(ROLES, sizes, strict=True)):
+        raise EngineError(
+            f"heads of {sizes[0]} (K) and {sizes[1]} (V) numbers do not lie two in a byte, as a "
+            f"cache of {spec.text} does. Run it with quantized_kv=False"
+        )
+    own = LayerCache(heads, spec=spec, turn=turn_size(heads.k_size) if spec.rotate_keys else 0)
+    if spec.center_keys:
+        offset = checkpoint.kv_offsets[name]
+        offset = offset if heads.channels is None else offset[:, heads.channels]
+        own = replace(own, offset=turned(offset, own.turn) if own.turn else offset)
+    if spec.dynamic:
+        return own
+    if not heads.latent:
+        _check_scaled(checkpoint)
+    return replace(own, scales=held_scales(checkpoint.kv_scales[name], heads.channels))
 
 
 def _check_scaled(checkpoint: Checkpoint) -> None:
@@ -172,11 +222,13 @@ def _fitted(layer: LayerCache, sizes: Callable[[int, int], tuple[int, int]]) -> 
             )
         )
         return replace(layer, scales=own)
-    wider = KVHeads(heads.count, *sizes(heads.k_size, heads.v_size))
+    wider = replace(layer, heads=KVHeads(heads.count, *sizes(heads.k_size, heads.v_size)))
+    added = wider.heads.k_size - heads.k_size
+    if layer.offset is not None:
+        wider = replace(wider, offset=torch.nn.functional.pad(layer.offset, (0, added)))
     if scales is not None and scales[0].dim() > 1:  # of each channel of K
-        added = wider.k_size - heads.k_size
         scales = torch.nn.functional.pad(scales[0], (0, added), value=1.0), scales[1]
-    return LayerCache(wider, scales)
+    return replace(wider, scales=scales)
 
 
 def change_blocks(pools: Sequence[KVPool], changes: BlockChanges) -> None:

@@ -20,6 +20,15 @@ class LinearLayer(Protocol):
         ...
 
     @property
+    def gathers(self) -> bool:
+        """Whether `gather` gives rows of the weight as it lies in memory."""
+        ...
+
+    def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight as floats, which a head may be read by: [T, K] of ids int64 [T]."""
+        ...
+
+    @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
         ...

@@ -31,6 +31,7 @@ class StoredLinear:
         input_scale: fp32, one element, or None where each token is scaled when it arrives.
         order: int64 [K], the input that each column of the weight multiplies; None where column k
             multiplies input k.
+        unit: fp32 [N, 1], what the scales of NVFP4 are e4m3 multiples of; None for others.
     """
 
     names: Sequence[Sequence[str]]
@@ -41,6 +42,7 @@ class StoredLinear:
     bias: Tensor | None = None
     input_scale: Tensor | None = None
     order: Tensor | None = None
+    unit: Tensor | None = None
 
     @property
     def group(self) -> int | None:
@@ -50,7 +52,7 @@ class StoredLinear:
 
     def unstacked(self) -> Iterator[StoredLinear]:
         """The layers of a stack."""
-        beside = (self.scale, self.zero_point, self.bias, self.input_scale, self.order)
+        beside = (self.scale, self.zero_point, self.bias, self.input_scale, self.order, self.unit)
         for i, names in enumerate(self.names):
             own = (None if tensor is None else tensor[i] for tensor in beside)
             yield StoredLinear([names], self.scheme, self.weight[i], *own)
@@ -170,6 +172,7 @@ def _read(
         bias=bias,
         input_scale=_input_scale(checkpoint, layers, device, many) if form.static else None,
         order=None if stored.order is None else _order(checkpoint, layers, stored.order, many),
+        unit=None if stored.unit is None else stored.unit.view(shape),
     )
 
 

@@ -72,9 +72,14 @@ class SamplingParams(RequestParams):
         logprobs: Give the log probabilities of the so many most likely tokens, and of the chosen
             one, of the model's own distribution: before penalties and temperature.
         prompt_logprobs: The same for the prompt's tokens.
+        prompt_logprobs_start: The first token of the prompt to be told of; what comes before it may
+            then be shared with other prompts.
         constraint: What the text must be. An end token comes where it is complete and no sooner,
             and when nothing else may come the request ends: also where `ignore_eos` or
             `min_tokens` ask for more. `stop` and `stop_token_ids` may end it sooner.
+        reference: A text, or its token ids, that the output is expected to repeat in parts, beside
+            the prompt: drafts come from it where the engine speculates (`EngineConfig.speculate`,
+            method `ngram`). It changes no token.
 
     Raises:
         RequestError: a value is not allowed; `param` names it.
@@ -98,7 +103,9 @@ class SamplingParams(RequestParams):
     min_tokens: int = Field(default=0, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=100)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=100)
+    prompt_logprobs_start: int = Field(default=0, ge=0)
     constraint: Constraint | None = None
+    reference: str | tuple[int, ...] = ""
 
     def model_post_init(self, context: object, /) -> None:
         """Check what no single value's limits tell."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from inference.requests.request import RequestOutput
@@ -15,9 +15,10 @@ class StepResult:
     """What a step gave: one object a step instead of one a request.
 
     Attributes:
-        names: Requests that gained a token, each once.
+        names: Requests that gained a token; one is there as often as it gained one, in order.
         tokens: The token that each of them gained, in the order of `names`.
-        logprobs: Of requests that want them: {token: log probability} for that token.
+        logprobs: Of requests that want them: the name and {token: log probability} for each of
+            their tokens, in order.
         prompt_logprobs: Of requests that want them, once all of a prompt's are known: an entry for
             each of its tokens, None for the first.
         finished: Requests that ended, in their final state.
@@ -27,7 +28,7 @@ class StepResult:
 
     names: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    logprobs: list[tuple[str, Logprobs]] = field(default_factory=list)
     prompt_logprobs: dict[str, Sequence[Logprobs | None]] = field(default_factory=dict)
     finished: list[RequestOutput] = field(default_factory=list)
     candidates: dict[str, Logprobs] = field(default_factory=dict)
@@ -35,11 +36,26 @@ class StepResult:
     def __bool__(self) -> bool:
         return bool(self.names or self.finished or self.candidates)
 
+    def split(self, names: Set[str]) -> tuple[StepResult, StepResult]:
+        """What it tells of some requests, and of the others; without candidates."""
+        parts = StepResult(), StepResult()
+        for name, token in zip(self.names, self.tokens, strict=True):
+            part = parts[name not in names]
+            part.names.append(name)
+            part.tokens.append(token)
+        for name, own in self.logprobs:
+            parts[name not in names].logprobs.append((name, own))
+        for name, all_of_prompt in self.prompt_logprobs.items():
+            parts[name not in names].prompt_logprobs[name] = all_of_prompt
+        for output in self.finished:
+            parts[output.request_id not in names].finished.append(output)
+        return parts
+
     def __iadd__(self, other: StepResult) -> StepResult:
-        """Take what another part of the same step gave, of other requests."""
+        """Take what another part of the same step gave."""
         self.names += other.names
         self.tokens += other.tokens
-        self.logprobs |= other.logprobs
+        self.logprobs += other.logprobs
         self.prompt_logprobs |= other.prompt_logprobs
         self.finished += other.finished
         self.candidates |= other.candidates

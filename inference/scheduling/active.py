@@ -109,13 +109,16 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         told, self.candidates = self.candidates, {}
         return told
 
-    def take_tokens(self, places: Ints, tokens: Ints, told: Told) -> StepResult:
+    def take_tokens(
+        self, places: Ints, tokens: Ints, told: Told, now: float | None = None
+    ) -> StepResult:
         """Give running requests their next tokens.
 
         Args:
             places: Whose.
             tokens: The token of each; negative where its logits were not finite.
             told: By place, the log probabilities of those that want them.
+            now: Seconds at which the tokens were there; default: now.
         """
         finite = tokens >= 0
         result = StepResult()
@@ -124,9 +127,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             places, tokens = places[finite], tokens[finite]
         batch = self._scheduler.batch
         for place in places[batch.logprobs[places] >= 0].tolist():
-            own = result.logprobs[batch.names[place]] = told[place]
-            self._at(place).note_logprobs(own)
-        watched = batch.take(places, tokens, time.perf_counter())
+            result.logprobs.append((batch.names[place], told[place]))
+            self._at(place).note_logprobs(told[place])
+        watched = batch.take(places, tokens, time.perf_counter() if now is None else now)
         result.names = [batch.names[place] for place in places.tolist()]
         result.tokens = tokens.tolist()
         for name in compress(result.names, watched.tolist()):
@@ -136,29 +139,52 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
     def take_logits(self, work: Work, which: Ints, logits: Tensor) -> StepResult:
         """Give requests the logits of their slices: for their prompts, and for their next tokens.
 
+        Where a slice has drafts, tokens are chosen row by row as if each row were a step of its
+        own, as long as the token is the draft whose row comes next: no token depends on drafts.
+
         Args:
             work: The step.
             which: Indices of slices of it, each with at least one row of logits.
             logits: fp32 [rows, vocabulary], on the host: the rows of each slice, in that order.
         """
-        places, counts = work.places[which], work.rows[which]
-        ends = np.cumsum(counts)
-        each = torch.isfinite(logits).all(dim=1).numpy()
-        finite = np.logical_and.reduceat(each, ends - counts)
-        for i in np.flatnonzero(finite & work.whole[which]).tolist():
-            rows = logits[ends[i] - counts[i] : ends[i]]
-            self._at(int(places[i])).note_prompt(int(work.starts[which[i]]), rows)
-        takes = finite & work.samples[which]
-        for i in np.flatnonzero(takes & self._scheduler.batch.held_by_client[places]).tolist():
+        places, counts, drafts = work.places[which], work.rows[which], work.drafts[which]
+        ends, batch = np.cumsum(counts), self._scheduler.batch
+        finite = np.logical_and.reduce(np.isfinite(logits.numpy()), axis=1)
+        firsts = ends - 1 - drafts  # the row of each one's next token
+        sound = finite[firsts]
+        for i in np.flatnonzero(work.whole[which]).tolist():
+            rows = slice(ends[i] - counts[i], ends[i])
+            sound[i] = finite[rows].all()
+            if sound[i]:
+                self._at(int(places[i])).note_prompt(int(work.starts[which[i]]), logits[rows])
+        takes = sound & work.samples[which]
+        for i in np.flatnonzero(takes & batch.held_by_client[places]).tolist():
             request, takes[i] = self._at(int(places[i])), False
             assert request.told is not None
-            name = request.sequence.name
-            self.candidates[name] = likeliest(logits[ends[i] - 1], request.told)
-        tokens = np.full(len(which), -1)
-        last = logits[torch.from_numpy(ends[takes] - 1)] if takes.sum() < len(logits) else logits
-        tokens[takes], told = self._choose(places[takes], last)
-        heard = takes | ~finite
-        return self.take_tokens(places[heard], tokens[heard], told)
+            self.candidates[request.sequence.name] = likeliest(logits[firsts[i]], request.told)
+        result = self.take_tokens(places[~sound], np.full(np.count_nonzero(~sound), -1), {})
+        likely = np.where(finite, _likeliest_of(logits, counts, drafts), -1)
+        time_of_all = time.perf_counter()
+        taken = np.where(takes, drafts, 0)
+        accepted = self._accept_plain(places, taken, firsts, likely, time_of_all, result)
+        going = np.flatnonzero(takes)
+        while len(going):
+            rows, own = firsts[going] + accepted[going], places[going]
+            tokens = np.full(len(going), -1)
+            ok = finite[rows]
+            tokens[ok], told = self._choose(own[ok], logits, rows[ok], likely[rows[ok]])
+            expected = batch.ids[own, batch.known[own]]  # overwritten by what comes
+            result += self.take_tokens(own, tokens, told, time_of_all)
+            right = (accepted[going] < drafts[going]) & (tokens == expected)
+            accepted[going] += right
+            alive = batch.serial[own] == work.serials[which[going]]
+            going = going[right & alive]
+            batch.computed[places[going]] += 1  # the draft's K and V are those of what came
+        drafter = self._scheduler.drafter
+        if drafter is not None and drafts.any():
+            own = np.flatnonzero(takes & (drafts > 0))
+            drafter.note_accepted(batch, work, which[own], accepted[own])
+        return result
 
     def finish(
         self,
@@ -172,6 +198,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             self._scheduler.remove(request.sequence, failed=reason == "error")
         del self._by_name[request.sequence.name]
         self.candidates.pop(request.sequence.name, None)
+        drafter = self._scheduler.drafter
+        if drafter is not None and reason != "error":
+            drafter.note_end([*request.prompt, *request.tokens], len(request.prompt))
         return request.close(reason, error, param)
 
     def ask_for_less(self, error: Exception) -> list[RequestOutput]:
@@ -200,18 +229,67 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self._by_name.clear()
         self.candidates.clear()
 
-    def _choose(self, places: Ints, logits: Tensor) -> tuple[Ints, Told]:
-        """The next tokens of requests from a row of logits each, and what is told of them."""
+    def _accept_plain(
+        self,
+        places: Ints,
+        drafts: Ints,
+        firsts: Ints,
+        likely: Ints,
+        now: float,
+        result: StepResult,
+    ) -> Ints:
+        """Take the drafts that are sure to come, and after which their requests go on, at once.
+
+        Those are the likeliest tokens of requests that want no others, and nothing told of them.
+
+        Args:
+            places: The requests'.
+            drafts: How many each has.
+            firsts: The row of each one's first draft.
+            likely: The token with the largest logit of each row; negative where it is not finite.
+            now: Seconds at which the tokens were there.
+            result: What the step gave; it is told the tokens.
+
+        Returns:
+            How many of each one's drafts were taken.
+        """
         batch = self._scheduler.batch
-        tokens = logits.argmax(dim=1).numpy()
+        plain = batch.greedy[places] & batch.on_device(places) & ~batch.watched[places]
+        drafts = np.where(plain & (batch.logprobs[places] < 0), drafts, 0)
+        column = np.arange(drafts.max(initial=0))
+        if not len(column):
+            return drafts
+        real = column < drafts[:, None]
+        rows, at = firsts[:, None] + column, batch.known[places][:, None] + column
+        chosen = likely[np.where(real, rows, 0)]
+        drafted = batch.ids[places[:, None], np.where(real, at, 0)]
+        ends = (drafted[:, :, None] == batch.ends[places][:, None, :]).any(axis=2)
+        counts = np.cumprod(real & (chosen == drafted) & ~ends, axis=1).sum(axis=1)
+        some = counts > 0
+        batch.take_drafts(places[some], counts[some], now)
+        for i in np.flatnonzero(some).tolist():
+            result.names += [batch.names[places[i]]] * int(counts[i])
+            result.tokens += drafted[i, : counts[i]].tolist()
+        return counts
+
+    def _choose(self, places: Ints, logits: Tensor, rows: Ints, likely: Ints) -> tuple[Ints, Told]:
+        """The next tokens of requests from a row of logits each, and what is told of them.
+
+        Args:
+            places: Whose.
+            logits: fp32 [R, vocabulary].
+            rows: The row of each.
+            likely: The token with the largest logit there.
+        """
+        batch, tokens = self._scheduler.batch, likely.copy()
         for i in np.flatnonzero(~(batch.greedy[places] & batch.on_device(places))).tolist():
-            tokens[i] = self._at(int(places[i])).choose(logits[i])
+            tokens[i] = self._at(int(places[i])).choose(logits[rows[i]])
         told: Told = {}
         counts = batch.logprobs[places]
         for count in set(counts[counts >= 0].tolist()):
-            rows = np.flatnonzero(counts == count)
-            found = top_logprobs(logits[torch.from_numpy(rows)], tokens[rows].tolist(), count)
-            told |= zip(places[rows].tolist(), found, strict=True)
+            own = np.flatnonzero(counts == count)
+            found = top_logprobs(logits[torch.from_numpy(rows[own])], tokens[own].tolist(), count)
+            told |= zip(places[own].tolist(), found, strict=True)
         return tokens, told
 
     def _look_at(self, request: ActiveRequest, result: StepResult) -> None:
@@ -227,3 +305,18 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
     def _at(self, place: int) -> ActiveRequest:
         return self._by_name[self._scheduler.batch.names[place]]
+
+
+def _likeliest_of(logits: Tensor, counts: Ints, drafts: Ints) -> Ints:
+    """The token with the largest logit in each row from which one may be chosen, else -1.
+
+    Args:
+        logits: fp32 [R, vocabulary].
+        counts: Rows of each slice; of those, all before the next token's are of a prompt.
+        drafts: Rows of each behind the next token's.
+    """
+    before = np.cumsum(counts) - counts
+    rows = np.flatnonzero(np.arange(len(logits)) >= np.repeat(before + counts - 1 - drafts, counts))
+    found, values = np.full(len(logits), -1), logits.numpy()
+    found[rows] = (values if len(rows) == len(values) else values[rows]).argmax(axis=1)
+    return found

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from inference.requests.constraint import Matcher
@@ -67,28 +67,21 @@ class ActiveRequest:
     ) -> None:
         self.prompt, self.params, self._ends, self.told = list(prompt), params, ends, told
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
-        self.prompt_logprobs: list[dict[int, float] | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
+        self.prompt_logprobs: list[dict[int, float] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None for _ in range(self._first_told)]
         self._tokens: list[int] = []
         self._times: list[float] = []
         self._arrival = time.perf_counter()
         self._detokenizer = Detokenizer(tokenizer, params.stop)
         self._told = 0  # pieces of the text that outputs have told
-        self._generator: torch.Generator | None = None
-        seed = params.seed or 0
-        if params.temperature > 0:
-            self._generator = torch.Generator()
-            if params.seed is None:
-                seed = self._generator.seed() >> 1  # a signed 64-bit integer holds it
-            else:
-                self._generator.manual_seed(params.seed)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
         least = log_min_p(params.min_p)
         draw = Draw(params.temperature, params.top_p, params.top_k, least, seed)
-        terms = self._terms(draw, limit)
+        self._seed, terms = seed, self._terms(draw, limit)
         whole = self.wants_prompt_logits
         self.sequence = TokenSequence(name, list(prompt), terms, whole=whole, held=told is not None)
-        self.sequence.takes_hits = params.prompt_logprobs is None
+        self.sequence.findable = self._findable
         self.sequence.next_mask = self.next_mask
 
     def _terms(self, draw: Draw, limit: int) -> Terms:
@@ -124,6 +117,18 @@ class ActiveRequest:
         return self._tokens
 
     @property
+    def _first_told(self) -> int:
+        """The first token of the prompt whose log probability is told, if any is."""
+        return min(max(1, self.params.prompt_logprobs_start), len(self.prompt))
+
+    @property
+    def _findable(self) -> int | None:
+        """Of how many first tokens the logits are not wanted, but for those of the last."""
+        if not self.wants_prompt_logits:
+            return None
+        return self._first_told if self.params.prompt_logprobs_start else 0
+
+    @property
     def wants_prompt_logits(self) -> bool:
         """Whether log probabilities of the prompt are wanted and not yet complete."""
         found = self.prompt_logprobs
@@ -138,7 +143,7 @@ class ActiveRequest:
         rows = logits[known : known + len(tokens)]
         found += top_logprobs(rows, tokens, self.params.prompt_logprobs or 0)
         self.sequence.whole = self.wants_prompt_logits
-        self.sequence.takes_hits = not self.sequence.whole
+        self.sequence.findable = self._findable
 
     def note_logprobs(self, own: dict[int, float]) -> None:
         """Take the log probabilities of its next token."""
@@ -160,7 +165,7 @@ class ActiveRequest:
         forbidden = sorted(self._ends) if early and self.matcher is None else ()
         if self.matcher is not None:
             mask = self.next_mask()
-        return sample(logits, self.prompt, tokens, params, forbidden, self._generator, mask)
+        return sample(logits, self.prompt, tokens, params, forbidden, self._seed, mask)
 
     def next_mask(self) -> np.ndarray:
         """Which tokens its constraint lets come next, as `Matcher.mask`."""

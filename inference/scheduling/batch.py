@@ -164,6 +164,21 @@ class RunningBatch:
         ended = (tokens[:, None] == self.ends[places]).any(axis=1)
         return ended | (known > self.last[places]) | self.watched[places]
 
+    def take_drafts(self, places: Ints, counts: Ints, now: float) -> None:
+        """Make the first drafts of sequences, which stand behind what is known, their tokens.
+
+        Args:
+            places: Whose.
+            counts: How many of each; their K and V are computed.
+            now: Seconds.
+        """
+        rows = np.repeat(places, counts)
+        before = np.cumsum(counts) - counts
+        at = np.arange(len(rows)) + np.repeat(self.known[places] - before, counts)
+        self.times[rows, at] = now
+        for column in (self.known, self.length, self.computed):
+            column[places] += counts
+
     def _reserve(self, tokens: int, ends: int) -> None:
         """Have columns for so many tokens and end tokens."""
         if tokens > self.ids.shape[1]:

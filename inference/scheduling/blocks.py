@@ -373,7 +373,7 @@ def _coming(node: Node | None) -> Node | None:
 
 def _usable(tokens: Sequence[int]) -> Iterator[bytes]:
     """Tokens of the blocks that a sequence can use of others: its last token is to be computed."""
-    return islice(whole_blocks(tokens), (len(tokens) - 1) // KV_BLOCK)
+    return islice(whole_blocks(tokens), max(0, len(tokens) - 1) // KV_BLOCK)
 
 
 def blocks_for(tokens: int) -> int:

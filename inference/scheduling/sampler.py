@@ -4,6 +4,8 @@
     keep the top_k largest;  of those the fewest whose probabilities, relative to what top_k kept,
     sum to at least top_p;  of those the ones at least min_p times as likely as the largest;  draw
 
+It is drawn by noise of (seed, step, token), `kernels.gumbel_noise`: as on a GPU.
+
 min_p comes last, as in transformers; what it keeps of a set does not depend on how probabilities
 are normalized, so that without top_p its place does not matter.
 """
@@ -15,11 +17,14 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.requests.request import SamplingParams
-from inference.scheduling.sequence import Biases
+from inference.scheduling.sequence import Biases, Draw
+from kernels.gumbel_noise import draw
 
+Floats, Ints = NDArray[np.float32], NDArray[np.int64]
 FIRST_CANDIDATES = 64  # tokens that top_p looks at first; more where they are not enough
 ROWS_AT_ONCE = 256  # rows whose log probabilities are in memory together
 
@@ -36,15 +41,18 @@ def penalize(
         params: The request's.
 
     Returns:
-        New logits.
+        New logits, or the same where there is nothing to do.
     """
+    counted = output and (params.presence_penalty or params.frequency_penalty)
+    if not counted and params.repetition_penalty == 1.0:
+        return logits
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*prompt, *output}))
+        seen = torch.tensor(list({*prompt, *output}))
         value = logits[seen]
         factor = params.repetition_penalty
         logits[seen] = torch.where(value > 0, value / factor, value * factor)
-    if output and (params.presence_penalty or params.frequency_penalty):
+    if counted:
         tokens, counts = torch.tensor(output).unique(return_counts=True)
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
     return logits
@@ -99,52 +107,53 @@ def biases_of(params: SamplingParams, ends: Collection[int]) -> Biases | None:
     )
 
 
-def keep_likely(logits: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
-    """Set the logits of all but the likely tokens to minus infinity.
+def keep_likely(x: Floats, top_k: int, top_p: float, floor: float = -math.inf) -> Ints:
+    """Ids of the likely tokens, ascending.
 
-    Only as many tokens are sorted as may be kept; the vocabulary as a whole never is.
+    Only as many tokens are sorted as may be kept; the vocabulary as a whole never is. Probability
+    is counted in whole 2^-40ths of the largest, so that sums are the same in any order.
 
     Args:
-        logits: fp32 [vocabulary], after temperature.
+        x: Logits [vocabulary], after temperature.
         top_k: Most tokens to keep, 0 for all; the lower ids of equals.
         top_p: Of those, keep the fewest whose probabilities sum to at least this.
-        min_p: Of those, keep the ones that are at least so many times as likely as the largest.
+        floor: Of those, keep the ones at least this far above the largest: log of min_p.
     """
-    if min_p > 0:
-        logits = _keep_likely(logits, top_k, top_p)
-        return logits.masked_fill(logits < logits.max() + log_min_p(min_p), -torch.inf)
-    return _keep_likely(logits, top_k, top_p)
+    top_k = 0 if top_k >= len(x) else top_k
+    most = x.max()
+    if top_k == 0 and top_p == 1.0:
+        return np.flatnonzero(x >= most + np.float32(floor))
+    count = min(top_k or FIRST_CANDIDATES, len(x))
+    total = 0 if top_k else int(_mass(x, most).sum())
+    while True:
+        index = _largest(x, count)
+        mass = _mass(x[index], most)
+        before = np.cumsum(mass) - mass
+        share = math.inf if top_p == 1.0 else float(np.float32(top_p))
+        enough = (total or int(mass.sum())) * share
+        keep = before < enough
+        if top_k or count == len(x) or not keep[-1]:
+            break
+        count = min(8 * count, len(x))
+    index = index[keep]
+    return np.sort(index[x[index] >= most + np.float32(floor)])
+
+
+def _mass(x: Floats, most: np.floating) -> Ints:
+    """Probabilities in whole 2^-40ths of that of the largest."""
+    return (np.exp(x - most) * np.float32(2.0**40)).astype(np.int64)
+
+
+def _largest(x: Floats, count: int) -> Ints:
+    """Ids of the largest logits, descending; of equals the lower ids, in order."""
+    least = np.partition(x, len(x) - count)[len(x) - count]
+    index = np.flatnonzero(x >= least)
+    return index[np.argsort(-x[index], kind="stable")][:count]
 
 
 def log_min_p(min_p: float) -> float:
     """How far, in logits, the least that `min_p` keeps lies from the largest; at most 0."""
     return math.log(min_p) if min_p > 0 else -math.inf
-
-
-def _keep_likely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    if top_k == 0 and top_p == 1.0:
-        return logits
-    count = min(top_k or FIRST_CANDIDATES, len(logits))
-    while True:
-        values, index = _largest(logits, count)
-        mass = values if top_k else logits  # what probabilities are relative to
-        probabilities = torch.exp(values - torch.logsumexp(mass, dim=0))
-        before = probabilities.cumsum(0) - probabilities
-        keep = before < top_p if top_p < 1.0 else torch.ones_like(before, dtype=torch.bool)
-        if top_k or count == len(logits) or not bool(keep[-1]):
-            break
-        count = min(8 * count, len(logits))
-    kept = torch.full_like(logits, -torch.inf)
-    kept[index[keep]] = values[keep]
-    return kept
-
-
-def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values and ids of the largest logits, descending; of equals the lower ids, in order."""
-    least = logits.topk(count).values[-1]
-    index = (logits >= least).nonzero().flatten()
-    values, order = logits[index].sort(descending=True, stable=True)
-    return values[:count], index[order[:count]]
 
 
 def sample(
@@ -153,7 +162,7 @@ def sample(
     output: Sequence[int],
     params: SamplingParams,
     forbidden: Sequence[int],
-    generator: torch.Generator | None,
+    seed: int,
     mask: np.ndarray | None = None,
 ) -> int:
     """Choose the next token of one request.
@@ -164,16 +173,37 @@ def sample(
         output: Generated tokens.
         params: The request's.
         forbidden: Tokens that may not come now: end tokens before `min_tokens`.
-        generator: The request's own; None where it is greedy.
+        seed: Of its random numbers.
         mask: int32 [ceil(vocabulary / 32)]: bit i % 32 of word i // 32 is set where token i may
             come; None where all may.
+
+    Returns:
+        The token; -1 where none may come.
     """
     logits = permit(penalize(logits, prompt, output, params), params, forbidden, mask)
-    if params.temperature == 0:
-        return int(logits.argmax())
-    logits = logits / params.temperature
-    logits = keep_likely(logits, params.top_k, params.top_p, params.min_p)
-    return int(torch.multinomial(torch.softmax(logits, dim=0), 1, generator=generator))
+    floor = log_min_p(params.min_p)
+    own = Draw(params.temperature, params.top_p, params.top_k, floor, seed)
+    return draw_token(logits.numpy(), own, len(output))
+
+
+def draw_token(logits: Floats, own: Draw, step: int) -> int:
+    """The likeliest token, or one that is drawn from the likely ones; -1 where none may come.
+
+    It depends on nothing but the arguments, and is the same on every device.
+
+    Args:
+        logits: fp32 [vocabulary], edited.
+        own: How the request's tokens are chosen.
+        step: How many of them there are.
+    """
+    top = int(logits.argmax())
+    if not math.isfinite(logits[top]):
+        return -1
+    if own.temperature == 0:
+        return top
+    x = logits / np.float32(own.temperature)
+    kept = keep_likely(x, own.top_k, own.top_p, own.log_min_p)
+    return draw(x[kept], kept, own.seeds, step)
 
 
 def top_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[dict[int, float]]:

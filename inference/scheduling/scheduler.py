@@ -27,11 +27,13 @@ import numpy as np
 from formats.errors import EngineError
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
+from inference.scheduling.drafter import Drafter
 from inference.scheduling.prefix_tree import Key
 from inference.scheduling.prompt_rate import PromptRate
 from inference.scheduling.prompt_share import Prompt, rounded_down, share_tokens
 from inference.scheduling.sequence import Sequence
 from inference.scheduling.work import Work
+from kernels.attention_inputs import KV_BLOCK
 
 WINDOW = 16  # waiting sequences whose prompts may share a step
 
@@ -46,6 +48,7 @@ class Scheduler:
         root: Under which the cache finds what this model computes; see `BlockManager`.
         span: Attention to so many tokens takes as long as all else; see `share_tokens`.
         target_s: Seconds that a step of some decodes and some prompts should take; None: no matter.
+        drafter: Gives drafts of the next tokens, for what room prompts leave in a step.
 
     Attributes:
         beside_decodes: Most tokens of prompts in a step that has others; None: as many as fit.
@@ -65,10 +68,12 @@ class Scheduler:
         root: int = 0,
         span: float = math.inf,
         target_s: float | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._target_s, self._rate = target_s, PromptRate()
         self.blocks, self.root, self.span = blocks, root, span
         self.beside_decodes: int | None = None
+        self.drafter = drafter
         self.max_batch_size, self.max_batched_tokens = max_batch_size, max_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -157,19 +162,23 @@ class Scheduler:
         if places:
             order, counts = np.append(order, places), np.append(counts, more)
         runs = counts > 0  # else its last token is on its way, or the step is full
-        return Work.of(batch, order[runs], counts[runs])
+        order, counts = order[runs], counts[runs]
+        return Work.of(batch, order, counts, self._draft(order, counts))
 
     def advance(self, work: Work) -> None:
         """Note that a step's work is done, or on its way to the device before any other's."""
         batch, places = self.batch, work.places
-        batch.computed[places] = work.starts + work.counts
+        batch.computed[places] = work.starts + work.counts - work.drafts
         for place in places[work.starts < batch.promised[places]].tolist():
             self.blocks.note_computed(batch.names[place], int(batch.computed[place]))
 
     def note_time(self, work: Work, seconds: float) -> None:
-        """Learn how long a step took, to choose how many tokens of prompts the next ones have."""
+        """Learn how long a step took, to choose how many tokens of prompts the next ones have, and
+        how many drafts."""
+        if self.drafter is not None:
+            self.drafter.note_time(work, seconds)
         if self._target_s is not None:
-            self._rate.note(work.singles, work.tokens - work.singles, seconds)
+            self._rate.note(work.decodes, work.prompt_tokens, seconds)
             self.beside_decodes = rounded_down(self._rate.tokens_in(self._target_s))
 
     @property
@@ -204,6 +213,41 @@ class Scheduler:
             )
             if place is None or self.batch.sequences[place] is not sequence or row != table:
                 raise EngineError(f"{sequence.name} holds blocks {table}, its row says {row}")
+
+    def _draft(self, places: Ints, counts: Ints) -> Ints:
+        """How many drafts each of a step's sequences has; they are in their rows then."""
+        drafts, batch = np.zeros_like(places), self.batch
+        if self.drafter is None:
+            return drafts
+        length = batch.length[places]
+        most = np.minimum(batch.last[places] - length, self.max_batched_tokens)
+        able = (counts == 1) & (batch.computed[places] + 1 == length) & (most > 0)
+        able &= ~(batch.held_by_client[places] | batch.whole[places])
+        room = self.max_batched_tokens - int(counts.sum())
+        if room <= 0 or not able.any():
+            return drafts
+        wanted = self.drafter.plan(batch, places[able], most[able], room)
+        if not wanted.any():
+            return drafts
+        drafts[able] = self._with_blocks(places[able], wanted)
+        some = np.flatnonzero(drafts)
+        if len(some):
+            drafts[some] = self.drafter.propose(batch, places[some], drafts[some])
+        return drafts
+
+    def _with_blocks(self, places: Ints, drafts: Ints) -> Ints:
+        """Get blocks for drafts, or have fewer: none for which another sequence might give way."""
+        batch, length = self.batch, self.batch.length[places]
+        drafts = drafts.copy()
+        for i in np.flatnonzero(batch.missing(places, length + drafts)).tolist():
+            place, tokens = int(places[i]), int(length[i] + drafts[i])
+            name, held = batch.names[place], int(batch.held[place])
+            spare = self.blocks.available - self.blocks.missing(name, tokens)
+            if spare >= len(self.running) and self.blocks.grow(name, tokens):
+                batch.set_table(place, self.blocks.table(name), held)
+            else:
+                drafts[i] = held * KV_BLOCK - int(length[i])
+        return drafts
 
     def _missing(self, tokens: Ints) -> Ints:
         """Blocks that running sequences lack to hold so many tokens each, the last one written."""
@@ -315,19 +359,19 @@ class Scheduler:
         It ends with the last block that they share, or where the other one leaves or is preempted:
         what it promised is withdrawn then.
         """
-        if not sequence.takes_hits:
+        if sequence.findable == 0:
             return False
         coming, promises = sequence.beginning.coming, self.blocks.promises
         if self.blocks.is_coming(coming) if coming else sequence.looked_up == promises:
             return coming is not None
-        sequence.beginning = self.blocks.look_up(sequence.tokens, self.root)
+        sequence.beginning = self.blocks.look_up(_findable(sequence), self.root)
         sequence.looked_up = promises
         return sequence.beginning.coming is not None
 
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Get blocks for the first tokens of a waiting sequence; how many, 0 if there are none."""
         name, tokens = sequence.name, sequence.tokens
-        hit = self.blocks.take_prefix(name, tokens, self.root) if sequence.takes_hits else 0
+        hit = self.blocks.take_prefix(name, _findable(sequence), self.root)
         wanted, count = self.blocks.missing(name, len(tokens) + 1), min(len(tokens) - hit, budget)
         pushes = self.running and wanted > self.blocks.available  # it would soon push others out
         if pushes or not self.blocks.grow(name, hit + count):
@@ -363,3 +407,9 @@ class Scheduler:
             return
         tokens = sequence.tokens[: sequence.computed]
         self.blocks.release(sequence.name, tokens, sequence.seen, self.root)
+
+
+def _findable(sequence: Sequence) -> list[int]:
+    """Those of a waiting sequence's tokens that it may share with others."""
+    tokens, count = sequence.tokens, sequence.findable
+    return tokens if count is None else tokens[:count]

@@ -94,8 +94,8 @@ class Sequence:
     Attributes:
         prompt: Number of tokens of its prompt.
         preemptions: Times that it gave its blocks up.
-        takes_hits: Whether it may begin behind what is cached; not while the logits of its prompt
-            are wanted.
+        findable: Of how many of its first tokens what is cached may be used; None for all. The last
+            of them is computed in any case: its logits are wanted.
         cacheable: Whether what its blocks hold are its tokens' K and V.
         beginning: What there was of its tokens when it was last looked up, while it waited.
         looked_up: What had been promised by then; see `BlockManager.promises`.
@@ -105,6 +105,7 @@ class Sequence:
         order: When it arrived, or what it was forked from; of preempted ones the first goes first.
         place: Its row, None while it waits.
         next_mask: Which tokens may come next, where that is said; see `constraint.Matcher.mask`.
+        reference: Tokens of a text that it is expected to repeat in parts, for drafts.
     """
 
     def __init__(
@@ -118,13 +119,15 @@ class Sequence:
     ) -> None:
         self.name, self.prompt, self.terms = name, len(tokens), terms or Terms()
         self.preemptions = self.promised = 0
-        self.takes_hits, self.cacheable, self.held = True, True, held
+        self.cacheable, self.held = True, held
+        self.findable: int | None = None
         self.places, self.order = 1, 0
         self.beginning, self.looked_up = Beginning(), -1
         self._tokens, self._times, self._computed, self._whole = tokens, [], 0, whole
         self._batch: RunningBatch | None = None
         self.place: int | None = None
         self.next_mask: Callable[[], NDArray[np.int32]] | None = None
+        self.reference: list[int] = []
 
     def __len__(self) -> int:
         row = self._row
@@ -186,12 +189,8 @@ class Sequence:
     def fork(self, name: str) -> Sequence:
         """Another one with the same tokens, of which nothing is computed yet."""
         other = Sequence(name, self.known_from(0), self.terms, whole=self.whole, held=self.held)
-        other.prompt, other.takes_hits, other.cacheable = (
-            self.prompt,
-            self.takes_hits,
-            self.cacheable,
-        )
-        other.order = self.order
+        other.prompt, other.findable, other.cacheable = self.prompt, self.findable, self.cacheable
+        other.order, other.reference = self.order, self.reference
         return other
 
     def known_from(self, start: int) -> list[int]:

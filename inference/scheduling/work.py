@@ -43,6 +43,7 @@ class Work:
         whole: Whether the logits of all the tokens are wanted.
         logprobs: How many of the likeliest tokens the device is to tell with the new one; -1: none,
             or the host finds them.
+        drafts: How many of the tokens, the last ones, are drafts behind those that are known.
     """
 
     batch: RunningBatch
@@ -54,22 +55,35 @@ class Work:
     host: Bools
     whole: Bools
     logprobs: Ints
+    drafts: Ints
 
     @classmethod
-    def of(cls, batch: RunningBatch, places: Ints, counts: Ints) -> Work:
-        """The next so many tokens of the sequences at some places."""
+    def of(
+        cls, batch: RunningBatch, places: Ints, counts: Ints, drafts: Ints | None = None
+    ) -> Work:
+        """The next so many tokens of the sequences at some places, and drafts behind them.
+
+        Args:
+            batch: Holds the sequences; `RunningBatch.ids` has the drafts.
+            places: Which ones.
+            counts: Tokens of each that are known, or on their way.
+            drafts: Drafts of each; none where left out. Who has any has no other token to compute
+                but its last.
+        """
         starts = batch.computed[places]
         samples, host = starts + counts == batch.length[places], ~batch.on_device(places)
+        drafts = np.zeros_like(places) if drafts is None else drafts
         return cls(
             batch,
             places,
             starts,
-            counts,
+            counts + drafts,
             serials=batch.serial[places],
             samples=samples,
             host=host,
             whole=batch.whole[places],
             logprobs=np.where(samples & ~host, batch.logprobs[places], -1),
+            drafts=drafts,
         )
 
     @classmethod
@@ -94,6 +108,16 @@ class Work:
         return int(np.count_nonzero(self.counts == 1))
 
     @cached_property
+    def decodes(self) -> int:
+        """How many are of one token beside drafts."""
+        return int(np.count_nonzero(self.counts - self.drafts == 1))
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Tokens of those that have more to compute."""
+        return self.tokens - self.decodes - int(self.drafts.sum())
+
+    @cached_property
     def tells(self) -> bool:
         """Whether the device is to tell log probabilities of any."""
         return bool((self.logprobs >= 0).any())
@@ -105,8 +129,8 @@ class Work:
 
     @cached_property
     def rows(self) -> Ints:
-        """Rows of logits that each needs."""
-        return np.where(self.whole, self.counts, self.samples)
+        """Rows of logits that each needs: of a draft, too, to tell whether it is what comes."""
+        return np.where(self.whole, self.counts, self.samples + self.drafts)
 
     @cached_property
     def masked(self) -> Bools:
@@ -122,5 +146,6 @@ class Work:
         if self.singles in (0, len(self)):
             return self
         order = np.argsort(self.counts > 1, kind="stable")
-        names = ("places", "starts", "counts", "serials", "samples", "host", "whole", "logprobs")
+        names = ("places", "starts", "counts", "serials", "samples", "host", "whole")
+        names += ("logprobs", "drafts")
         return replace(self, **{name: getattr(self, name)[order] for name in names})

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from formats.command import CommandParser, count
-from inference.arguments import add_engine_arguments
+from inference.arguments import add_engine_arguments, speculate_config
 from inference.config import EngineConfig
 from inference.server.open_requests import QueueLimits
 from inference.server.tools.tool_format import tool_formats
@@ -28,6 +28,7 @@ def sizes(arguments: argparse.Namespace) -> EngineConfig:
         prefix_cache=not arguments.no_prefix_cache,
         target_itl_ms=arguments.target_itl,
         transformers_code=arguments.transformers_code,
+        speculate=speculate_config(arguments),
     )
 
 

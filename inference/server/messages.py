@@ -107,6 +107,9 @@ class EngineStats:
         preemptions: Times that a request gave its blocks up, since the start.
         corrupted: Requests that ended because their logits held NaN or infinity, since the start.
         failed_steps: Steps that failed, since the start.
+        draft_steps: Times that a request had drafts in a step, since the start.
+        drafts_proposed: Drafts by their position behind the last token, since the start.
+        drafts_accepted: Those of them that came.
     """
 
     waiting: int = 0
@@ -120,6 +123,9 @@ class EngineStats:
     preemptions: int = 0
     corrupted: int = 0
     failed_steps: int = 0
+    draft_steps: int = 0
+    drafts_proposed: tuple[int, ...] = ()
+    drafts_accepted: tuple[int, ...] = ()
 
 
 @dataclass

@@ -118,9 +118,18 @@ class _EngineCollector(Collector):
             ("num_preemptions", "Requests that gave blocks up.", stats.preemptions),
             ("corrupted_requests", "Requests of NaN or infinity.", stats.corrupted),
             ("failed_steps", "Steps that failed.", stats.failed_steps),
+            ("spec_decode_num_drafts", "Steps of a request with drafts.", stats.draft_steps),
+            ("spec_decode_num_draft_tokens", "Drafts.", sum(stats.drafts_proposed)),
+            ("spec_decode_num_accepted_tokens", "Those that came.", sum(stats.drafts_accepted)),
             ("overloaded_requests", "Requests that found the queue full.", measures.overloaded),
         ):
             yield _single(CounterMetricFamily, name, told, self._model, value)
+        told, labels = "Drafts that came, by position from 0 on.", ["model_name", "position"]
+        name = "ptq:spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(name, told, labels=labels)
+        for position, accepted in enumerate(stats.drafts_accepted):
+            family.add_metric([self._model, str(position)], accepted)
+        yield family
         told, labels = "Requests that ended, by reason.", ["model_name", "finished_reason"]
         family = CounterMetricFamily("ptq:request_success", told, labels=labels)
         for reason in ("stop", "length", "abort", "error", "refused"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -129,6 +129,7 @@ class OpenRequests:
     def _take_tokens(self, requests: Mapping[str, OpenRequest], step: Step) -> None:
         measures = self.measures
         now, before, steady, taken = time.perf_counter(), self._last_tokens, 0, 0
+        gained = Counter(step.names)
         for name, token in zip(step.names, step.tokens, strict=True):
             request = requests.get(name)
             if request is None or request.stream is None:  # cancelled, or a beam
@@ -136,11 +137,15 @@ class OpenRequests:
             request.stream.add_token(token)
             request.made += 1
             taken += 1
-            if request.last == before:  # as nearly all
+            count = gained[name]
+            if request.last == now:  # told of with the first of them
+                continue
+            if request.last == before and count == 1:  # as nearly all
                 steady += 1
-            elif request.last:
-                measures.inter_token.add(now - request.last)
+            elif request.last:  # tokens that came together share the time
+                measures.inter_token.add((now - request.last) / count, count)
             else:
+                measures.inter_token.add(0.0, count - 1)
                 self._take_first(name, request, now)
             request.last = now
         if steady:

@@ -20,6 +20,7 @@ class Limits:
         stop_characters: Of one stop text.
         top_logprobs: Log probabilities of a token.
         beam_width: Beams of a search.
+        prediction_characters: Of a predicted output.
         read_seconds: In which a request's body must have come.
         write_seconds: In which a client must have read something of what waits for it; one that
             does not is dropped.
@@ -33,6 +34,7 @@ class Limits:
     stop_characters: int = 256
     top_logprobs: int = 20
     beam_width: int = 16
+    prediction_characters: int = 256 * 2**10
     read_seconds: float = 60.0
     write_seconds: float = 60.0
 

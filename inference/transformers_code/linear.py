@@ -94,6 +94,23 @@ class Embedding(nn.Module):
         return self.weight[ids].to(self._dtype)
 
 
+class HeadRows(nn.Module):
+    """The embedding of tokens, where a quantized head is the embedding, too.
+
+    Args:
+        head: Runs the head.
+        dtype: Of activations.
+    """
+
+    def __init__(self, head: LinearLayer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._head, self._dtype = head, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., hidden] of token ids [...]."""
+        return self._head.gather(ids.flatten(), self._dtype).view(*ids.shape, -1)
+
+
 class Head(nn.Module):
     """The layer that gives logits, of those tokens of a step whose logits are wanted.
 

@@ -29,10 +29,12 @@ from inference.transformers_code.linear import (
     BackendLinear,
     Embedding,
     Head,
+    HeadRows,
     PartOfLinear,
     SharedInput,
 )
 from inference.transformers_code.rotary import fix_frequencies
+from kernels.numerics import dequantize
 
 
 def load_code(
@@ -151,7 +153,11 @@ class _Loader:
         layer = self._factory.linear(stored)
         place = next(name for name, module in self._model.named_modules() if module is head)
         self._model.set_submodule(place, Head(layer))
-        if type(embedding) is nn.Embedding:  # others compute with their own type
+        plain = type(embedding) is nn.Embedding  # others compute with their own type
+        if plain and checkpoint.shares_head and layer.gathers:
+            place = next(n for n, module in self._model.named_modules() if module is embedding)
+            self._model.set_submodule(place, HeadRows(layer, self._factory.dtype))
+        elif plain:
             shared = None if there else layer.matrix
             place = next(n for n, module in self._model.named_modules() if module is embedding)
             matrix = self._floats(self._structure.embedding) if shared is None else shared
@@ -211,12 +217,21 @@ class _Loader:
         """A tensor of the files, or the one that it is where it is tied and not there."""
         if stored not in self._checkpoint:
             stored = self._structure.tied.get(stored, stored)
+        if self._checkpoint.shares_head and stored == f"{self._structure.embedding}.weight":
+            return self._head_values()
         tensor = self._checkpoint.tensor(stored)
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(
                 f"{stored} holds NaN or infinity. The checkpoint is damaged; copy or write it again"
             )
         return tensor
+
+    def _head_values(self) -> Tensor:
+        """The quantized head in floats, for an embedding that its code computes itself."""
+        weight = self._checkpoint.weight(self._structure.head)
+        spec = self._checkpoint.scheme_of(self._structure.head).weights
+        assert spec is not None
+        return dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
 
 
 def _as_one(parent: nn.Module, name: str, parts: Sequence[str]) -> None:

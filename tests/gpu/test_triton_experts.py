@@ -58,7 +58,7 @@ def test_mxfp4_weights_are_multiplied_exactly(dtype, tokens, rows):
     torch.manual_seed(0)
     workspace = Workspace.on("cuda")
     with torch.device("cuda"):
-        weights, plain = make_weights("mxfp4", 8, 768, 2880)
+        weights, plain = make_weights("mxfp4", 8, 768, 2880, dtype)
         x = torch.randn(tokens, 2880).to(dtype)
         chosen = torch.rand(tokens, 8).topk(2).indices.int()
     pairs = sort_by_expert(chosen, 8, rows)

@@ -12,6 +12,7 @@ if torch.cuda.is_available():
     import kernels.triton.reference as twins
     from kernels.attention_inputs import AttentionInputs, KVPool
     from kernels.bench import draw, gpu_linear
+    from kernels.packed_cache import pack_halves, unpack_halves
     from kernels.triton import fused
     from kernels.triton.attention.decode import decode_attention
     from kernels.triton.attention.prefill import prefill_attention
@@ -24,11 +25,17 @@ if torch.cuda.is_available():
 
 ROWS = (1, 33, 64, 300, 600)
 FP8 = "float8_e4m3fn"
+PACKED = ("int4", "k8v4")
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+def type_of(storage: str) -> torch.dtype | str:
+    """torch's type of a cache; those with int4 have none."""
+    return storage if storage in PACKED else getattr(torch, storage)
 
 
 def integers(*shape: int, top: int = 127) -> torch.Tensor:
@@ -107,16 +114,24 @@ def random_inputs(
     dtype, kind, heads=4, dim=128, pages=64, lengths=(1, 63, 0, 64, 65, 700, 1024), **rest
 ):
     pools = [
-        (torch.randn(pages, heads, 64, dim, device="cuda") * 60).clamp(-127, 127).to(dtype)
-        for _ in "kv"
+        (torch.randn(pages, heads, 64, dim, device="cuda") * 60).clamp(-127, 127) for _ in "kv"
     ]
     pools[1] = pools[1].transpose(2, 3).contiguous()
+    if dtype not in PACKED:
+        pools = [pool.to(dtype) for pool in pools]
+    if dtype in PACKED:
+        pools = [pool.long().fmod(8).to(torch.int8) for pool in pools]
+        packed = pack_halves(pools[1].transpose(2, 3)).transpose(2, 3).contiguous()
+        pools = [pools[0] if dtype == "k8v4" else pack_halves(pools[0]), packed]
     shapes = {"none": (), "head": (heads,), "channel": (heads, dim), "token": (pages, heads, 64)}
     scales = [torch.rand(shapes[kind], device="cuda") * 0.01 + 0.01 for _ in "kv"]
     if kind == "none":
         pools, scales = [pool * 0.015 for pool in pools], [None, None]
     if kind == "channel":
         scales[1] = scales[1][:, 0].contiguous()
+    if dtype in PACKED and kind == "token":  # of int4 they are fp16 of either sign
+        signs = (torch.randn(shapes[kind], device="cuda").sign() for _ in "kv")
+        scales = [(12 * scale * sign).half() for scale, sign in zip(scales, signs, strict=True)]
     width = max(lengths) // 64
     tables = torch.stack([torch.randperm(pages, device="cuda")[:width] for _ in lengths]).int()
     pool = KVPool(*pools, *scales, dynamic=kind == "token")
@@ -128,7 +143,11 @@ def random_inputs(
 @pytest.mark.parametrize(
     ("storage", "kind"),
     [
-        *((storage, kind) for storage in ("int8", FP8) for kind in ("head", "token", "channel")),
+        *(
+            (storage, kind)
+            for storage in ("int8", FP8, "int4", "k8v4")
+            for kind in ("head", "token", "channel")
+        ),
         ("bfloat16", "none"),
         ("float16", "none"),
     ],
@@ -136,7 +155,7 @@ def random_inputs(
 @pytest.mark.parametrize("stages", [0, 3])  # 0: stated layouts, where they fit
 def test_decode_attention_of_ragged_sequences(stages, kind, storage, workspace):
     for group in (1, 3, 8):
-        inputs = random_inputs(getattr(torch, storage), kind)
+        inputs = random_inputs(type_of(storage), kind)
         if kind == "token":  # what nobody wrote, of tokens past the end, must not matter
             for s, length in enumerate(inputs.context_len.tolist()):
                 page, place = inputs.block_tables[s, min(length // 64, 15)], length % 64
@@ -186,13 +205,18 @@ def test_attention_quantizes_its_result(stages, result, workspace):
         (FP8, "token", 256, 4, 100),
         ("bfloat16", "none", 128, 4, None),
         ("float16", "none", 16, 3, None),
+        ("int4", "head", 128, 4, None),
+        ("int4", "token", 128, 4, 100),
+        ("k8v4", "token", 128, 8, None),
+        ("int4", "token", 64, 8, None),
+        ("int4", "token", 96, 1, None),
     ],
 )
 def test_prefill_attention_of_ragged_sequences(storage, kind, dim, group, window, workspace):
     lengths, counts = (1, 63, 0, 64, 65, 700, 1024, 1024), (1, 1, 0, 64, 1, 333, 1024, 17)
     starts = torch.tensor((0, *counts), device="cuda").cumsum(0).int()
     rest = {"pages": 128, "query_start": starts, "sliding_window": window}
-    inputs = random_inputs(getattr(torch, storage), kind, dim=dim, lengths=lengths, **rest)
+    inputs = random_inputs(type_of(storage), kind, dim=dim, lengths=lengths, **rest)
     q = torch.randn(sum(counts) + 3, 4 * group, dim, device="cuda", dtype=torch.bfloat16)
     wanted = twins.prefill_attention(q, inputs)[:-3]
     tokens, wide = (64, 0) if dim <= 128 else (32, 4)
@@ -266,11 +290,15 @@ def test_fused_rows_equal_their_twins(storage, size):
 
 @pytest.mark.parametrize(
     ("storage", "kind"),
-    [*((storage, kind) for storage in ("int8", FP8) for kind in (1, 2, 3)), ("bfloat16", 0)],
+    [
+        *((storage, kind) for storage in ("int8", FP8, "int4") for kind in (1, 2, 3)),
+        ("k8v4", 3),
+        ("bfloat16", 0),
+    ],
 )
-@pytest.mark.parametrize("start", [None, 0, 16, 37])
-def test_cache_write_equals_its_twin(storage, kind, start):
-    dtype, heads, dim, pages = getattr(torch, storage), 2, 128, 8
+@pytest.mark.parametrize(("start", "dim"), [(None, 128), (0, 64), (16, 128), (37, 96)])
+def test_cache_write_equals_its_twin(storage, kind, start, dim):
+    heads, pages, packed = 2, 8, storage in PACKED
     tokens = 77 if start is None else 400
     qkv = torch.randn(tokens, 12, dim, device="cuda").bfloat16()
     angle = (torch.rand(500, dim // 2, device="cuda") * 6).repeat(1, 2)
@@ -288,14 +316,27 @@ def test_cache_write_equals_its_twin(storage, kind, start):
     for write, device in ((rope_write, "cuda"), (twins.rope_write, "cpu")):  # exact divisions
         qkv, slots = (t.to(device) for t in (qkv, slots))
         cos, sin = (t[: 500 if start else tokens].to(device) for t in (angle.cos(), angle.sin()))
-        pools = [torch.zeros(pages, heads, 64, dim, device=device).to(dtype) for _ in "kv"]
-        pools[1] = pools[1].transpose(2, 3).contiguous()
-        scales = [torch.full(shape, 0.03, device=device) if kind else None for _ in "kv"]
+        of_k, of_v = dim // 2 if storage == "int4" else dim, dim // 2 if packed else dim
+        types = [type_of(storage)] * 2
+        if packed:
+            types = [torch.int8 if storage == "k8v4" else torch.uint8, torch.uint8]
+        pools = [
+            torch.zeros(pages, heads, *own, device=device).to(held)
+            for own, held in zip(((64, of_k), (of_v, 64)), types, strict=True)
+        ]
+        step = 0.3 if packed else 0.03
+        scales = [torch.full(shape, step, device=device) if kind else None for _ in "kv"]
+        extra = {}
+        if packed:
+            scales = [scale.half() for scale in scales] if kind == 3 else scales
+            offset = torch.linspace(0, 1, heads * dim, device=device).view(heads, dim)
+            extra = {"turn": dim & -dim, "k_offset": offset}
         if kind == 2:
             scales[1] = scales[1][:, 0].contiguous()
         q, k, v = qkv.split([8, heads, heads], dim=1)
         moved = {name: x.to(device) for name, x in more.items()}
-        out = write(q, k, v, cos, sin, KVPool(*pools, *scales), slots, **moved)
+        pool = KVPool(*pools, *scales, dynamic=kind == 3, **extra)
+        out = write(q, k, v, cos, sin, pool, slots, **moved)
         found.append((out, *pools, *scales))
     got, wanted = ([t if t is None else t.cpu() for t in parts] for parts in found)
     assert draw.relative(got[0], wanted[0].double()) < 4e-3
@@ -303,7 +344,10 @@ def test_cache_write_equals_its_twin(storage, kind, start):
         assert draw.relative(got[1], wanted[1].double()) < 1e-3
         assert torch.equal(got[2], wanted[2])
         return
+    if storage == "int4":
+        got[1], wanted[1] = unpack_halves(got[1]), unpack_halves(wanted[1])
     close_integers(got[1], wanted[1])
     assert torch.equal(got[2].float(), wanted[2].float())
-    torch.testing.assert_close(got[3], wanted[3], rtol=1e-5, atol=0)
+    near = 1e-3 if packed else 1e-5  # a scale in fp16 may be its neighbour
+    torch.testing.assert_close(got[3], wanted[3], rtol=near, atol=0)
     assert torch.equal(got[4], wanted[4])

@@ -21,6 +21,9 @@ KINDS = {
     "per_channel": KVCacheSpec(granularity="per_channel"),
     "dynamic": KVCacheSpec(granularity="per_token_head"),
     "dynamic_fp8": KVCacheSpec(dtype="fp8_e4m3", granularity="per_token_head"),
+    "int4": KVCacheSpec(dtype="int4"),
+    "dynamic_int4": KVCacheSpec(dtype="int4", granularity="per_token_head", rotate_keys=True),
+    "k8v4": KVCacheSpec(value_dtype="int4", granularity="per_token_head"),
 }
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3)
 
@@ -35,8 +38,8 @@ def engine_of(folder, kind: str = "float", **config) -> Engine:
         sizes = [spec.scale_shape(role, heads, dim) for role in ("k_cache", "v_cache")]
         k, v = (torch.linspace(0.03, 0.04, math.prod(size)).view(size) for size in sizes)
         static = k, v
-    blocks = engine.stats().total
-    cache = CacheShape(blocks, [LayerCache(own, static) for own in shape.cached], spec)
+    blocks, turn = engine.stats().total, dim if spec is not None and spec.rotate_keys else 0
+    cache = CacheShape(blocks, [LayerCache(own, static, spec, turn) for own in shape.cached])
     return engine.variant(engine.model.layers, engine.backend.cache(cache))
 
 

@@ -27,6 +27,7 @@ from inference.server.messages import (
     SubmitBeam,
     ToEngine,
 )
+from inference.speculate.counts import DraftCounts
 from kernels.attention_inputs import KV_BLOCK
 
 MOST_FAILURES = 3  # steps in a row that fail before the engine is given up
@@ -120,7 +121,7 @@ class EngineLoop:
         return Step(
             names=list(result.names),
             tokens=list(result.tokens),
-            logprobs=[(name, dict(found)) for name, found in result.logprobs.items()],
+            logprobs=[(name, dict(found)) for name, found in result.logprobs],
             prompt_logprobs=[
                 (name, [None if of_one is None else dict(of_one) for of_one in found])
                 for name, found in result.prompt_logprobs.items()
@@ -153,6 +154,7 @@ class EngineLoop:
 
     def _stats(self) -> EngineStats:
         blocks, (waiting, running) = self._engine.stats(), self._engine.queues
+        drafts = DraftCounts.of(self._engine.speculation)
         return EngineStats(
             waiting=waiting,
             running=running,
@@ -165,6 +167,9 @@ class EngineLoop:
             preemptions=blocks.preemptions,
             corrupted=self._corrupted,
             failed_steps=self._failed_steps,
+            draft_steps=drafts.steps,
+            drafts_proposed=drafts.proposed,
+            drafts_accepted=drafts.accepted,
         )
 
 

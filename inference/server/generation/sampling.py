@@ -55,6 +55,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         constraint=constraint or constraint_of(body.response_format),
+        reference="" if body.prediction is None else body.prediction.text,
     )
 
 

@@ -137,7 +137,6 @@ class ChatBody(GenerationBody, TemplateBody, ToolFields):
     prompt_cache_key: str | None = Field(default=None, max_length=512)
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
     audio: Annotated[None, refused("this model writes text only")] = None
-    prediction: Annotated[None, refused("leave it out; the answer is the same")] = None
     web_search_options: Annotated[None, refused("this server does not search")] = None
     metadata: Annotated[None, refused("it belongs to stored completions, and none is stored")] = (
         None

@@ -18,7 +18,9 @@ from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.bench.shapes import SHAPES, read_shape
 from inference.config import EngineConfig
+from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
+from inference.models.decoder import Decoder
 from inference.requests.request import SamplingParams
 from kernels.numerics import dequantize
 from kernels.two_level import two_level
@@ -59,7 +61,7 @@ def test_it_runs(tmp_path, scheme):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "wac"), [("float", "wf4"), ("a8w8c8", "a8w8c8"), ("c8", "wf4c8")]
+    ("scheme", "wac"), [("float", "mxfp4"), ("a8w8c8", "a8w8c8"), ("c8", "mxfp4c8")]
 )
 def test_experts_of_gpt_oss_are_in_mxfp4_whatever_the_scheme(tmp_path, monkeypatch, scheme, wac):
     small = TINY | {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -195,7 +197,27 @@ def test_a_random_model_is_made_where_it_runs(monkeypatch):
     assert engine.checkpoint.scheme_of("lm_head").text.startswith("int8 weights per_channel")
 
 
+def test_a_random_tied_head_is_the_embedding_too(monkeypatch):
+    monkeypatch.setitem(SHAPES, "tied", TINY | {"tie_word_embeddings": True})
+    made = RandomCheckpoint("tied", "w4", "cpu", quantize_head=True, head="w8")
+    tokenizer = random_tokenizer(int(made.config["vocab_size"]))
+    engine = Engine(made, tokenizer, EngineConfig(), CpuBackend())
+    assert made.shares_head
+    assert isinstance(engine.model, Decoder)
+    assert engine.model.embedding is None
+    assert torch.isfinite(engine.score(torch.arange(5))).all()
+
+
 def test_the_random_tokenizer_encodes_what_it_decodes():
     tokenizer = random_tokenizer(100)
     assert tokenizer("t17 t4 t99")["input_ids"] == [17, 4, 99]
     assert tokenizer.decode([17, 4, 99]) == "t17 t4 t99"
+
+
+def test_a_model_that_is_never_written_has_a_centred_int4_cache(monkeypatch):
+    monkeypatch.setitem(SHAPES, "llama-1.1b", SHAPES["llama-1.1b"] | TINY)
+    made = RandomCheckpoint("llama-1.1b", "c4", "cpu")
+    assert made.scheme.kv_cache is not None
+    assert made.scheme.kv_cache.center_keys
+    assert len(made.kv_offsets) == TINY["num_hidden_layers"]
+    assert all(not offset.any() for offset in made.kv_offsets.values())

@@ -16,9 +16,10 @@ from inference.bench import command as bench
 from inference.bench import requests
 from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import describe, summarize
-from inference.bench.load import Load, Run, run_once
+from inference.bench.load import Load, Run, ask, between_tokens, run_once
+from inference.bench.oracle import chance_of, fake_drafts
 from inference.bench.turns import measure_in_turns
-from inference.config import EngineConfig
+from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 
 LOAD = Load(batch=2, prompt_tokens=10, new_tokens=3)
@@ -89,6 +90,53 @@ def test_prompts_in_chunks_count_decoded_tokens_once(tiny_llama):
     run = run_once(chunked, Load(batch=3, prompt_tokens=20, new_tokens=6))
     assert len(run.per_token_s) == 3 * 5
     assert run.decode_tokens < 3 * 5  # some came while other prompts were still computed
+
+
+def test_tokens_of_a_step_share_its_time():
+    assert between_tokens([1.0, 2.0, 2.0, 5.0]) == [0.5, 0.5, 3.0]
+    assert between_tokens([1.0, 1.0, 2.0]) == [0.0, 1.0]
+
+
+def test_a_run_with_drafts_tells_what_became_of_them(tiny_llama):
+    drafts = SpeculateConfig(method="ngram", depth=2)
+    config = EngineConfig(max_batch_size=2, max_model_len=64, kv_blocks=2, speculate=drafts)
+    speculating = Engine.from_pretrained(tiny_llama, config=config)
+    load = Load(batch=1, prompt_tokens=8, new_tokens=40)
+    runs = [run_once(speculating, load) for _ in range(2)]
+    assert all(len(run.per_token_s) == 39 for run in runs)
+    for found in (run.drafts for run in runs):  # each run's own
+        assert 0 < found.steps < 40
+        assert found.steps == found.proposed[0]
+        assert 0 < sum(found.accepted) <= sum(found.proposed)
+
+
+@pytest.mark.parametrize(("acceptance", "depth"), [(1.0, 2), (3.0, 4), (2.2, 3), (6.0, 5)])
+def test_faked_drafts_come_as_often_as_is_asked(tiny_llama, acceptance, depth):
+    p = chance_of(acceptance, depth)
+    assert sum(p**i for i in range(depth + 1)) == pytest.approx(acceptance)
+    config = EngineConfig(max_batch_size=3, max_model_len=512, prefix_cache=False)
+    runner = Engine.from_pretrained(tiny_llama, config=config)
+    load = Load(batch=3, prompt_tokens=9, new_tokens=240)
+    wanted = [output.token_ids for output in ask(runner, load)]
+    fake_drafts(runner, load, acceptance, depth)
+    assert [output.token_ids for output in ask(runner, load)] == wanted
+    found = run_once(runner, load).drafts
+    assert found.tokens_per_step == pytest.approx(acceptance, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--acceptance", "3"], "give --depth N"),
+        (["--acceptance", "3", "--depth", "auto"], "give --depth N"),
+        (["--acceptance", "3", "--depth", "4", "--speculate", "ngram"], "no --speculate"),
+        (["--acceptance", "6", "--depth", "4"], "4 drafts give from 1 to 5"),
+        (["--depth", "4"], "give --speculate"),
+    ],
+)
+def test_what_cannot_be_faked_is_refused(tiny_llama, capsys, words, told):
+    assert run_command(bench.main, [str(tiny_llama), "--batch", "1", *words]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_measure_speed_in_this_process(engine):

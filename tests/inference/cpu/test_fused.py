@@ -18,7 +18,7 @@ if native.library() is None:
     pytest.skip("no C++ compiler, and no compiled kernels", allow_module_level=True)
 
 SCHEMES = ["a8w8c8", "a8w8_dynamic", "a8w4", "w4", "w8", "fp8_channel", "fp8_tensor", "fp8_c8"]
-SCHEMES += ["a8w4c8_two_level"]
+SCHEMES += ["a8w4c8_two_level", "a8w4c4_two_level", "c4", "k8v4"]
 
 
 def token_ids(count=130) -> torch.Tensor:

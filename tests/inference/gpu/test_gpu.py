@@ -24,8 +24,15 @@ SCHEMES = [
     "fp8_c8",
     "fp8_block",
     "c8_fp8",
+    "a8w4c4_two_level",
 ]
-COARSE = ("a8w8c8", "a8w4c8", "fp8_c8", "fp8_block")  # few steps of a scale, or of e4m3's bits
+COARSE = (
+    "a8w4c4_two_level",
+    "a8w8c8",
+    "a8w4c8",
+    "fp8_c8",
+    "fp8_block",
+)  # few steps of a scale, or of e4m3's bits
 SHAPE = SHAPES["llama-1.1b"] | {
     "hidden_size": 128,
     "num_hidden_layers": 1,
@@ -41,7 +48,7 @@ SHAPE = SHAPES["llama-1.1b"] | {
 def checkpoint_of(folder: Path, scheme: str, **overrides) -> str:
     (folder / "shape").mkdir()
     (folder / "shape" / "config.json").write_text(json.dumps(SHAPE | overrides))
-    head = scheme not in ("float", "c8_fp8")
+    head = scheme not in ("float", "c8_fp8", "c4")
     return str(random_checkpoint(folder, str(folder / "shape"), scheme, quantize_head=head))
 
 
@@ -72,6 +79,32 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     path = checkpoint_of(tmp_path, scheme)
     compare(path, 0.1 if scheme in COARSE else 0.03)
+
+
+def test_each_block_has_a_cache_of_its_own(tmp_path):
+    caches_of_blocks(checkpoint_of(tmp_path, "c4", num_hidden_layers=3))
+
+
+@interpreted
+def caches_of_blocks(path: str):
+    from formats.cache_scheme import KVCacheSpec
+    from formats.checkpoint.read import Checkpoint
+
+    turned = KVCacheSpec(value_dtype="int4", granularity="per_token_head", rotate_keys=True)
+    given, own = Checkpoint.kv_scheme_of, {"1": None, "2": turned}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Checkpoint,
+            "kv_scheme_of",
+            lambda self, name: own.get(name.split(".")[2], given(self, name)),
+        )
+        held = [(pool.k.dtype, pool.v.dtype) for pool in engine_of(path).pools]
+        assert held == [
+            (torch.uint8, torch.uint8),
+            (torch.float16, torch.float16),
+            (torch.int8, torch.uint8),
+        ]
+        compare.inner(path, 0.1)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_c8", "fp8_block"])
@@ -176,15 +209,19 @@ def refused_at_once(path: str):
 
 def test_what_the_fast_path_refuses_runs_by_transformers_code(tmp_path):
     """Heads of 24 channels lie in the cache as heads of 32."""
-    runs_by_transformers_code(checkpoint_of(tmp_path, "a8w8c8", head_dim=24))
+    runs_by_transformers_code(checkpoint_of(tmp_path, "a8w8c8", head_dim=24), torch.int8)
+
+
+def test_transformers_code_turns_keys_for_an_int4_cache(tmp_path):
+    runs_by_transformers_code(checkpoint_of(tmp_path, "c4", head_dim=24), torch.uint8)
 
 
 @interpreted
-def runs_by_transformers_code(path: str):
+def runs_by_transformers_code(path: str, held: torch.dtype):
     engine = engine_of(path)
     assert type(engine.model).__name__ == "CodeModel"
-    assert engine.pools[0].k.shape[3] == 32
-    assert engine.pools[0].k.dtype == torch.int8
+    assert engine.pools[0].k.shape[3] == (16 if held == torch.uint8 else 32)
+    assert engine.pools[0].k.dtype == held
     wanted = engine_of(path, triton=False).score(prompt(20))
     assert (engine.score(prompt(20)) - wanted).norm() / wanted.norm() < 0.1
 

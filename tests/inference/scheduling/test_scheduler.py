@@ -104,7 +104,7 @@ def test_whoever_was_waited_for_may_be_preempted():
 def test_who_takes_no_hits_waits_for_nobody():
     scheduler = scheduler_of(max_batched_tokens=1000)
     added(scheduler, "a", list(PROMPT))
-    added(scheduler, "b", list(PROMPT)).takes_hits = False
+    added(scheduler, "b", list(PROMPT)).findable = 0
     assert step(scheduler) == {"a": 300, "b": 300}
     assert scheduler.hit_tokens == 0
 

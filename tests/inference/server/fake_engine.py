@@ -59,6 +59,7 @@ class FakeEngine:
         delay: Seconds of a step.
         refuse: (message, param) where every request is refused.
         hold: Give no tokens while it is set.
+        together: Tokens of each request in a step, as where drafts come.
         warm: Be ready at once; otherwise call `start`.
         sent: Every message that the client sent.
         client: What is tested.
@@ -68,6 +69,7 @@ class FakeEngine:
     delay: float = 0.0
     refuse: tuple[str, str | None] | None = None
     hold: bool = False
+    together: int = 1
     info: EngineInfo = INFO
     limits: QueueLimits = field(default_factory=QueueLimits)
     warm: bool = True
@@ -137,8 +139,9 @@ class FakeEngine:
     def _step(self) -> Step:
         names = list(self._requests)[: self.info.max_batch_size]
         step = Step(stats=self._stats(len(names)))
-        for name in names:
-            request = self._requests[name]
+        for name in [name for name in names for _ in range(self.together)]:
+            if (request := self._requests.get(name)) is None:
+                continue
             params, token = request.params, request.answer[request.made]
             step.names.append(name)
             step.tokens.append(token)

@@ -198,7 +198,6 @@ def test_an_unknown_field_gets_a_guess():
     ("field", "value"),
     [
         ("audio", {}),
-        ("prediction", {"type": "content", "content": "a"}),
         ("web_search_options", {}),
         ("metadata", {"a": "b"}),
         ("reasoning_effort", "low"),

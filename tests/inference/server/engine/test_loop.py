@@ -24,6 +24,8 @@ Action = Callable[[list[str]], StepResult]
 class ScriptedEngine:
     """Does as it is told, a step after the other; then the HTTP process is gone."""
 
+    speculation = None
+
     def __init__(self, *script: Action) -> None:
         self.script, self.names, self.aborted, self.checked = list(script), [], [], 0
 

@@ -1,0 +1,87 @@
+"""What the scheduler asks for drafts: tokens that may come next, computed before it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from inference.scheduling.batch import Ints, RunningBatch
+from inference.scheduling.blocks import BlockChanges
+from inference.scheduling.work import Work
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Hidden states of a step that are wanted: of each token, what some blocks read.
+
+    Attributes:
+        blocks: Which ones; the number of the model's blocks stands for the output of the last.
+        size: Numbers of each.
+        dtype: Their type.
+    """
+
+    blocks: tuple[int, ...]
+    size: int
+    dtype: dtype
+
+
+class Drafter(Protocol):
+    """Drafts for running sequences; `inference.speculate.speculation.Speculation`.
+
+    Attributes:
+        reads: Hidden states of each step that it is told, if any.
+    """
+
+    reads: HiddenStates | None
+
+    def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
+        """How many drafts each sequence is to have in a step; blocks are taken for so many.
+
+        Args:
+            batch: The running sequences.
+            places: Those of which all tokens but the last are computed.
+            most: Most drafts of each: what it may still come to have, less one.
+            room: Most drafts of all.
+        """
+        ...
+
+    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
+        """Write drafts to `batch.ids`, behind what is known; how many there are of each.
+
+        Args:
+            batch: The running sequences.
+            places: Who gets drafts.
+            most: Most of each, at least one.
+        """
+        ...
+
+    def note_accepted(self, batch: RunningBatch, work: Work, which: Ints, accepted: Ints) -> None:
+        """Learn which drafts were what came.
+
+        Args:
+            batch: The sequences; some may have ended since.
+            work: The step.
+            which: Indices of its slices that had drafts and whose first new token was chosen.
+            accepted: How many of each one's drafts came.
+        """
+        ...
+
+    def note_time(self, work: Work, seconds: float) -> None:
+        """Learn how long a step took, drafting included."""
+        ...
+
+    def note_hidden(self, work: Work, hidden: Tensor) -> None:
+        """Learn the hidden states of a step's tokens, [tokens, blocks read, size]."""
+        ...
+
+    def note_changes(self, changes: BlockChanges) -> None:
+        """Blocks of the cache were copied, those that were to be."""
+        ...
+
+    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
+        """A request ended, and not by an error: its tokens, the first `prompt` its prompt's."""
+        ...

@@ -1,0 +1,116 @@
+"""What a second cache holds that lies in the blocks of the engine's.
+
+A block of 64 tokens that the engine's bookkeeping hands out (`inference.scheduling.blocks`) is a
+block in this cache, too. It is not told who got it: beside each token of the cache stands a hash
+
+    h_p = sum over i <= p + s of (id_i + 1) r_i  mod 2^64,    r_i random and odd
+
+of the text that its K and V were computed from, as far as that token, or of `shift` s tokens more:
+what a head caches for a token depends on the next one, too (EAGLE, MTP), which where a block ends
+is another for each who shares the block. A sequence's first tokens are
+in the cache as long as the hashes in its blocks are those of its text. So nothing needs to be
+withdrawn: not where drafts did not come, nor where a block was found by its tokens, was handed out
+to another, is a copy, or belongs to a sequence that gave way and came back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.scheduling.batch import Ints, RunningBatch
+from kernels.attention_inputs import KV_BLOCK
+
+Hashes = NDArray[np.uint64]
+
+
+class CachedTokens:
+    """Which tokens of running sequences a cache holds.
+
+    Args:
+        blocks: Blocks of 64 tokens of the cache.
+        places: Most sequences that run at once.
+        longest: Most tokens of a sequence that are ever in it.
+        shift: Tokens behind a cached one that what is cached of it depends on.
+    """
+
+    def __init__(self, blocks: int, places: int, longest: int, shift: int = 0) -> None:
+        random = np.random.default_rng(0).integers(2**64, size=longest + shift, dtype=np.uint64)
+        self._factors, self._shift = random | np.uint64(1), shift
+        self._hashes = np.zeros(blocks * KV_BLOCK, np.uint64)  # 0 is that of no text
+        self._serial = np.full(places + 1, -1, np.int64)
+        self._whole = np.zeros(places + 1, np.int64)  # tokens of whole blocks that were found
+        self._before = np.zeros(places + 1, np.uint64)  # hash of those
+
+    def count(self, batch: RunningBatch, places: Ints) -> Ints:
+        """How many of the first tokens of sequences the cache holds.
+
+        The last known one is not counted, nor those for which it lacks one of `shift` more. Whole
+        blocks are looked at once: who holds them keeps them as they are, but for what depends on
+        tokens behind them.
+        """
+        new = places[self._serial[places] != batch.serial[places]]
+        self._serial[new] = batch.serial[new]
+        self._whole[new] = 0
+        first = batch.ids[new, : self._shift].astype(np.uint64) + np.uint64(1)
+        self._before[new] = (first * self._factors[: self._shift]).sum(axis=1, dtype=np.uint64)
+        starts = self._whole[places]
+        ends = np.maximum(batch.known[places] - 1 - self._shift, starts)
+        slots, hashes = self._texts(batch, places, ends)
+        inside = np.arange(slots.shape[1]) < (ends - starts)[:, None]
+        same = (self._hashes[slots] == hashes) & inside
+        held = starts + np.logical_and.accumulate(same, axis=1).sum(axis=1)
+        whole = held // KV_BLOCK * KV_BLOCK
+        more = np.flatnonzero(whole > starts)
+        self._before[places[more]] = hashes[more, (whole - starts)[more] - 1]
+        self._whole[places] = whole
+        return held
+
+    def begin(self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints) -> None:
+        """Before tokens [starts, ends) are computed: nothing is told of their slots."""
+        slots, _ = self._between(batch, places, starts, ends)
+        self._hashes[slots] = 0
+
+    def finish(self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints) -> None:
+        """Tokens [starts, ends) are in the cache now."""
+        slots, hashes = self._between(batch, places, starts, ends)
+        self._hashes[slots] = hashes
+
+    def forget(self, blocks: Ints) -> None:
+        """Hold nothing any more of some blocks, whose content is useless."""
+        self._hashes.reshape(-1, KV_BLOCK)[blocks] = 0
+        self._serial[:] = -1  # others may have found these blocks: all are looked at again
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Blocks were copied, from first to second of each pair."""
+        sources, targets = np.array(pairs, np.int64).reshape(-1, 2).T
+        hashes = self._hashes.reshape(-1, KV_BLOCK)
+        hashes[targets] = hashes[sources]
+
+    def _between(
+        self, batch: RunningBatch, places: Ints, starts: Ints, ends: Ints
+    ) -> tuple[Ints, Hashes]:
+        """Slots and hashes of tokens [starts, ends), one sequence's behind another's."""
+        slots, hashes = self._texts(batch, places, ends)
+        positions = self._whole[places, None] + np.arange(slots.shape[1])
+        those = (positions >= starts[:, None]) & (positions < ends[:, None])
+        return slots[those], hashes[those]
+
+    def _texts(self, batch: RunningBatch, places: Ints, ends: Ints) -> tuple[Ints, Hashes]:
+        """Slots and hashes of tokens behind the whole blocks that were found.
+
+        Returns:
+            Both [places, most of a place]; behind a place's end they are of no use.
+        """
+        starts = self._whole[places]
+        columns = np.arange(int((ends - starts).max(initial=0)))
+        positions = np.minimum(starts[:, None] + columns, np.maximum(ends - 1, 0)[:, None])
+        rows = places[:, None]
+        read = positions + self._shift
+        ids = batch.ids[rows, read].astype(np.uint64) + np.uint64(1)
+        hashes = np.cumsum(ids * self._factors[read], axis=1, dtype=np.uint64)
+        blocks = batch.tables[rows, positions // KV_BLOCK].astype(np.int64)
+        slots = blocks * KV_BLOCK + positions % KV_BLOCK
+        return slots, hashes + self._before[rows]

@@ -1,0 +1,61 @@
+"""What became of drafts, in numbers that are printed and sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inference.speculate.speculation import Speculation
+
+SHOWN = 8  # positions of a line of text
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Drafts since an engine started.
+
+    Attributes:
+        steps: Times that a sequence had drafts in a step.
+        proposed: Drafts that were computed, by their position behind the last token.
+        accepted: Those that came, by position.
+    """
+
+    steps: int = 0
+    proposed: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, speculation: Speculation | None) -> DraftCounts:
+        """What an engine has counted; nothing where it does not speculate."""
+        if speculation is None:
+            return cls()
+        proposed, accepted = speculation.proposed.tolist(), speculation.accepted.tolist()
+        return cls(speculation.steps, tuple(proposed), tuple(accepted))
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """What was counted after an earlier moment of the same engine."""
+        pairs = (self.proposed, before.proposed), (self.accepted, before.accepted)
+        proposed, accepted = (
+            tuple(a - (b[i] if i < len(b) else 0) for i, a in enumerate(all_)) for all_, b in pairs
+        )
+        return DraftCounts(self.steps - before.steps, proposed, accepted)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens of a sequence in a step in which it had drafts; 1 without any."""
+        return 1 + sum(self.accepted) / max(self.steps, 1)
+
+    @property
+    def rates(self) -> list[float]:
+        """Share of drafts that came, by position, as far as there were any."""
+        pairs = zip(self.accepted, self.proposed, strict=True)
+        return [a / p for a, p in pairs if p]
+
+    def text(self) -> str:
+        """One line for a terminal."""
+        if not self.steps:
+            return "no drafts were made"
+        rates = " ".join(f"{rate:.0%}" for rate in self.rates[:SHOWN])
+        return (
+            f"{self.tokens_per_step:.2f} tokens a step with drafts ({self.steps} of a sequence); "
+            f"of drafts came {rates}, by position"
+        )

@@ -1,0 +1,147 @@
+"""An EAGLE-3 head on a CPU (Li et al. 2025, arXiv 2503.01840, section 3).
+
+With h_t what some blocks of the model read at token t, side by side, and e the model's embedding,
+
+    g_t = fc(h_t)                                  the feature of token t
+    a_t = attention([norm(e_{t+1}), norm(g_t)])    over all the positions up to t
+    y_t = g_t + a_t + mlp(norm(g_t + a_t))
+    logits of token t + 2 = lm_head(norm(y_t))
+
+and where the model has not computed h_t yet, y_{t-1} stands for g_t.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import CheckpointError
+from inference.cpu.backend import CpuBackend
+from inference.cpu.batch import Batch
+from inference.cpu.decoder import CpuDecoder, attend, feed_forward
+from inference.models.parts import PartLoader
+from inference.speculate.chain import Target
+from inference.speculate.eagle.settings import EagleSettings, read_settings
+from inference.speculate.head import HeadProposer, declared, longest_of, require_room
+from kernels.attention_inputs import AttentionInputs, KVPool
+from kernels.ops import rms_norm
+
+EMBEDDING, DRAFTED = "embed_tokens.weight", "d2t"
+
+
+class EagleHead:
+    """A loaded head; see `inference.speculate.head.Head`.
+
+    Args:
+        checkpoint: Where it lies.
+        settings: What it says of itself.
+        target: The model that it drafts for.
+        backend: Where that runs.
+        longest: Most positions.
+
+    Attributes:
+        shape: Of its block.
+        taps: Blocks of the model whose inputs it reads.
+
+    Raises:
+        CheckpointError: a tensor is missing or damaged.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        settings: EagleSettings,
+        target: CpuDecoder,
+        backend: CpuBackend,
+        longest: int,
+    ) -> None:
+        self.shape, self.taps = settings.shape, settings.taps
+        parts = PartLoader(checkpoint, settings.shape, backend)
+        turn = settings.shape.rotary[0].table(longest, settings.shape.head_dim, backend.device)
+        self._settings, self._target = settings, target
+        self._layer = parts.layer(settings.block, *turn)
+        self._hidden_norm = parts.vector(f"{settings.block}.hidden_norm")
+        self._fc, self._norm = parts.linear("fc"), parts.vector("norm")
+        self._head = parts.linear("lm_head")
+        own = parts.finite(EMBEDDING) if EMBEDDING in checkpoint else None
+        self._embedding = None if own is None else own.to(backend.dtype)
+        self._targets = _targets(checkpoint, settings)
+
+    @torch.no_grad()
+    def features(self, hidden: Tensor) -> Tensor:
+        """[T, taps, size of the model] to [T, H]: what the block reads of each token."""
+        return self._fc(hidden.flatten(1))
+
+    @torch.no_grad()
+    def run(self, batch: Batch, features: Tensor, pool: KVPool) -> Tensor:
+        """y [T, H]; K and V of the tokens go into the cache."""
+        shape, layer = self._settings.shape, self._layer
+        normed = rms_norm(features, self._hidden_norm, shape.eps)
+        x = normed if self._settings.residual_is_normed else features
+        assert layer.before_attention is not None
+        embedded = rms_norm(self._embed(batch.ids), layer.before_attention, shape.eps)
+        inputs = AttentionInputs(
+            pool,
+            batch.block_tables,
+            batch.context_len,
+            batch.query_start,
+            softmax_scale=shape.scale,
+            sliding_window=shape.windows[0],
+        )
+        read = torch.cat([embedded, normed], dim=-1)
+        x = x + attend(shape, None, layer, read, batch, inputs)
+        assert layer.before_feed_forward is not None
+        return x + feed_forward(
+            layer.feed_forward, rms_norm(x, layer.before_feed_forward, shape.eps)
+        )
+
+    @torch.no_grad()
+    def logits(self, y: Tensor) -> Tensor:
+        """fp32 [T, vocabulary of the model] of [T, H]; -inf of tokens that it never drafts."""
+        own = self._head(rms_norm(y, self._norm, self._settings.shape.eps)).float()
+        if self._targets is None:
+            return own
+        whole = own.new_full((len(own), self._settings.shape.vocab_size), -torch.inf)
+        return whole.index_copy_(1, self._targets, own)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._target.embed(ids) if self._embedding is None else self._embedding[ids]
+
+
+def _targets(checkpoint: Checkpoint, settings: EagleSettings) -> Tensor | None:
+    """int64 [logits of the head], the model's token of each; None where it is the same number.
+
+    Raises:
+        CheckpointError: it is missing, damaged or names a token that the model has not.
+    """
+    count, vocabulary = settings.vocabulary, settings.shape.vocab_size
+    if count == vocabulary and DRAFTED not in checkpoint:
+        return None
+    targets = checkpoint.tensor(DRAFTED).long() + torch.arange(count)
+    inside = 0 <= int(targets.min()) <= int(targets.max()) < vocabulary
+    if not inside or len(targets.unique()) < count:
+        raise CheckpointError(
+            f"{checkpoint.path}: {DRAFTED}, what is added to a drafted token to make it the "
+            f"model's, gives tokens twice or outside 0 to {vocabulary - 1}. The head is damaged"
+        )
+    return targets
+
+
+def eagle_proposer(name: str, target: Target) -> HeadProposer:
+    """A proposer that runs an EAGLE-3 head.
+
+    Args:
+        name: Its folder, or `organization/model` on the Hugging Face hub.
+        target: The model that it drafts for.
+
+    Raises:
+        CheckpointError: it is no head of EAGLE-3's kind, or damaged.
+        EngineError: it was trained for a model of another shape, the model is run by transformers'
+            code, or memory is too small.
+    """
+    checkpoint, (model, backend) = Checkpoint.open(name), declared(target)
+    settings = read_settings(checkpoint, model.config)
+    require_room(f"the head {name}", checkpoint.nbytes, target, settings.shape)
+    longest = longest_of(target, settings.shape)
+    return HeadProposer(EagleHead(checkpoint, settings, model, backend, longest), target)

@@ -1,0 +1,161 @@
+"""Drafts of a head: one block behind the model, which reads what the model has computed.
+
+Of every token that the model computes, the feature is kept in a block of the number of the cache's
+block that it lies in; so a prompt whose beginning was found in the cache has its features there,
+too. The head's own K and V of a token depend on the next one as well (`CachedTokens`), and those
+that it made of its own output are made again of the model's once that is there. Of requests that
+run at once and differ behind a block that they share, the last of its tokens has K and V of one of
+them: that changes what is drafted for the others a little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from formats.errors import EngineError
+from inference.cpu.backend import CpuBackend
+from inference.cpu.batch import Batch, plan_step
+from inference.cpu.decoder import CpuDecoder
+from inference.models.config import ModelConfig
+from inference.models.decoder import Decoder
+from inference.models.kv_cache import CacheShape, LayerCache, change_blocks
+from inference.scheduling.batch import Ints, RunningBatch
+from inference.scheduling.blocks import BlockChanges
+from inference.scheduling.drafter import HiddenStates
+from inference.scheduling.layout import lay_out
+from inference.scheduling.work import Work
+from inference.speculate.cached_tokens import CachedTokens
+from inference.speculate.chain import ChainProposer, Computed, Target, require_memory
+from kernels.attention_inputs import KV_BLOCK, KVPool
+
+
+class Head(Protocol):
+    """A head on a CPU.
+
+    Attributes:
+        shape: Of its block.
+        taps: Blocks of the model whose inputs it reads, the number of blocks for the last output.
+    """
+
+    shape: ModelConfig
+    taps: tuple[int, ...]
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """[T, taps, size of the model] to [T, H]: what the block reads of each token."""
+        ...
+
+    def run(self, batch: Batch, features: Tensor, pool: KVPool) -> Tensor:
+        """Run the block; K and V of the tokens go into its cache.
+
+        Args:
+            batch: Positions t; `ids` are those of tokens t + 1.
+            features: [T, H] of tokens t, or what it gave itself for tokens t - 1.
+            pool: The cache.
+
+        Returns:
+            [T, H], of which `logits` are made, and which stands for the feature of tokens t + 1.
+        """
+        ...
+
+    def logits(self, y: Tensor) -> Tensor:
+        """fp32 [T, vocabulary of the model] of tokens t + 2, of what `run` gave [T, H]."""
+        ...
+
+
+def declared(target: Target) -> tuple[CpuDecoder, CpuBackend]:
+    """The model that a head drafts for, and where it runs.
+
+    Raises:
+        EngineError: transformers' code runs it.
+    """
+    assert isinstance(target.backend, CpuBackend), "no other takes drafts"
+    if not isinstance(target.model, Decoder):
+        raise EngineError(
+            "speculate: a head reads hidden states of the model, and transformers' code, which "
+            "runs this one, tells none. Take ngram, suffix or draft=PATH"
+        )
+    return target.model, target.backend
+
+
+def longest_of(target: Target, shape: ModelConfig) -> int:
+    """Most positions of a head."""
+    assert target.sizes.max_model_len is not None
+    return min(target.sizes.max_model_len, shape.max_positions)
+
+
+def require_room(name: str, weights: int, target: Target, shape: ModelConfig) -> None:
+    """Refuse a head for which memory is too small, before it is loaded.
+
+    Raises:
+        EngineError: it is.
+    """
+    cache, own = _cache(target, shape), target.backend.dtype
+    features = cache.blocks * KV_BLOCK * shape.hidden_size * own.itemsize
+    require_memory(name, weights + features, cache, target.backend, own)
+
+
+def _cache(target: Target, shape: ModelConfig) -> CacheShape:
+    assert target.sizes.kv_blocks is not None
+    layers = [LayerCache(shape.cached[-1])]
+    return CacheShape(target.sizes.kv_blocks, layers).fitted(target.backend.head_sizes)
+
+
+class HeadProposer(ChainProposer):
+    """A proposer that runs a head; see `inference.speculate.proposer.HiddenStateProposer`.
+
+    Args:
+        head: What it runs.
+        target: The model that it drafts for.
+
+    Attributes:
+        reads: Hidden states of the model that it reads.
+    """
+
+    def __init__(self, head: Head, target: Target) -> None:
+        (model, backend), sizes = declared(target), target.sizes
+        assert sizes.max_model_len is not None
+        cache = _cache(target, head.shape)
+        longest = longest_of(target, head.shape)
+        super().__init__(sizes, longest, backend.cache(cache), shift=1)
+        self._head = head
+        self.reads = HiddenStates(head.taps, model.config.hidden_size, backend.dtype)
+        features = (cache.blocks * KV_BLOCK, head.shape.hidden_size)
+        self._features = torch.zeros(features, dtype=backend.dtype)
+        self._told = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
+
+    def note_hidden(self, work: Work, hidden: Tensor) -> None:
+        """`HiddenStateProposer.note_hidden`: keep the features."""
+        slots = torch.from_numpy(lay_out(work).slots)
+        self._features.index_copy_(0, slots, self._head.features(hidden))
+        self._told.count(work.batch, work.places)
+        self._told.finish(work.batch, work.places, work.starts, work.starts + work.counts)
+
+    def note_changes(self, changes: BlockChanges) -> None:
+        """`HiddenStateProposer.note_changes`: copies have what the copied blocks have."""
+        change_blocks(self._pools, changes)
+        if changes.copies:
+            sources, targets = torch.tensor(changes.copies).T
+            features = self._features.view(-1, KV_BLOCK, self._features.shape[1])
+            features[targets] = features[sources]
+            self._told.copy(changes.copies)
+            self._held.copy(changes.copies)
+
+    def _ready(self, batch: RunningBatch, places: Ints) -> Ints:
+        known = batch.known[places]
+        return np.flatnonzero((known > 1) & (self._told.count(batch, places) == known - 1))
+
+    def _kept(self, known: Ints, drafts: Ints) -> Ints:
+        return known - self._shift
+
+    def _run(self, work: Work, hidden: Tensor | None) -> Computed:
+        own = lay_out(work)
+        ids = work.batch.ids[own.owners, own.positions + self._shift].astype(np.int64)
+        step = replace(plan_step(work), ids=torch.from_numpy(ids))
+        features = self._features[step.slots] if hidden is None else hidden
+        y = self._head.run(step, features, self._pools[0])[step.rows]
+        return Computed(self._head.logits(y), y)

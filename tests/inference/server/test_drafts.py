@@ -1,0 +1,98 @@
+"""Several tokens of a step: in streams, in metrics, and what a client may say of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from inference.requests.request import SamplingParams
+from inference.server.messages import EngineStats, Step, Submit
+from inference.server.metrics import Metrics
+from tests.inference.server.fake_engine import FakeEngine
+from tests.inference.server.http_client import events, post
+from tests.inference.server.test_metrics import values
+
+TOGETHER = partial(FakeEngine, together=5)
+BODY = {"prompt": [1, 2, 3], "max_tokens": 23, "logprobs": 2, "n": 2, "seed": 7, "stream": True}
+
+
+def told(engine) -> tuple[dict, dict]:
+    """Texts and log probabilities of a stream's answers."""
+    texts, chances = dict[int, str](), dict[int, list]()
+    for event in events(post("/v1/completions", BODY, make=engine)):
+        for choice in event["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+            found = choice["logprobs"] or {"token_logprobs": [], "tokens": []}
+            pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
+            chances.setdefault(choice["index"], []).extend(pairs)
+    return texts, chances
+
+
+def test_tokens_that_come_together_stream_as_those_that_come_one_by_one():
+    alone, together = told(FakeEngine), told(TOGETHER)
+    assert alone == together
+    assert [len(found) for found in together[1].values()] == [23, 23]
+
+
+def test_tokens_of_a_step_share_the_time_since_the_step_before():
+    async def run() -> FakeEngine:
+        engine = TOGETHER(delay=0.02)
+        async for _ in engine.client.submit([1], SamplingParams(max_tokens=20)):
+            pass
+        return engine
+
+    measures = asyncio.run(run()).client.measures
+    assert sum(measures.inter_token.counts) == 19
+    assert 0.05 < measures.inter_token.total < 0.5  # three steps beyond the first
+    assert measures.inter_token.counts[0] == 4  # those behind the first token alone
+
+
+def test_drafts_are_counted_by_position():
+    async def run() -> dict[str, float]:
+        engine = FakeEngine()
+        stats = EngineStats(draft_steps=10, drafts_proposed=(10, 8), drafts_accepted=(6, 3))
+        engine.client.take(Step(stats=stats))
+        return values(Metrics(engine.client, "tiny"))
+
+    found = asyncio.run(run())
+    assert found["ptq:spec_decode_num_drafts_total"] == 10
+    assert found["ptq:spec_decode_num_draft_tokens_total"] == 18
+    assert found["ptq:spec_decode_num_accepted_tokens_total"] == 9
+    assert found["ptq:spec_decode_num_accepted_tokens_per_pos_total position=0"] == 6
+    assert found["ptq:spec_decode_num_accepted_tokens_per_pos_total position=1"] == 3
+
+
+@pytest.mark.parametrize(
+    "content", ["a = 1\n", [{"type": "text", "text": t} for t in ("a =", " 1\n")]]
+)
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_predicted_output_is_a_reference_of_drafts(route, content):
+    engines: list[FakeEngine] = []
+
+    def make() -> FakeEngine:
+        engines.append(FakeEngine())
+        return engines[-1]
+
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    body = {"prediction": {"type": "content", "content": content}, "max_tokens": 2}
+    body |= {"prompt": "a"} if route == "completions" else chat
+    assert post(f"/v1/{route}", body, make=make).status_code == 200
+    sent = [message for message in engines[-1].sent if isinstance(message, Submit)]
+    assert [message.params.reference for message in sent] == ["a = 1\n"]
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"type": "content", "content": "a" * 300_000}, "prediction.content"),
+    ],
+)
+def test_a_predicted_output_that_is_no_text_or_too_long_is_refused(prediction, param):
+    body = {"messages": [{"role": "user", "content": "a"}], "prediction": prediction}
+    answer = post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(param)

@@ -1,0 +1,149 @@
+"""Requests of every kind, and a proposer that knows what they will say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from formats.errors import RequestError
+from inference.engine import Engine
+from inference.requests.constraint import Constraint
+from inference.requests.request import RequestOutput, SamplingParams
+from inference.scheduling.batch import Ints, RunningBatch
+
+TEXTS = (
+    "def add(a, b):\n",
+    "class Node:\n",
+    "import os\n\nfor name in",
+    "x",
+    "    return self.value" * 6,
+    "print(1 + 2)\n" * 12,
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"type": "integer"}},
+    "required": ["name", "size"],
+}
+
+
+class Replay:
+    """Drafts of outputs that are known, some of them wrong.
+
+    Args:
+        outputs: All tokens of requests, prompts included; found again by their beginnings.
+        chance: Probability that a draft is right, where all before it are.
+        vocabulary: Of wrong tokens.
+    """
+
+    def __init__(self, outputs: Sequence[Sequence[int]], chance: float, vocabulary: int) -> None:
+        self._outputs, self._chance, self._vocabulary = list(outputs), chance, vocabulary
+        self._random = random.Random(0)
+        self.ended = 0
+
+    def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
+        counts = np.zeros_like(places)
+        for i, (place, count) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
+            known = int(batch.known[place])
+            begun = batch.ids[place, :known].tolist()
+            found = next((o for o in self._outputs if list(o[:known]) == begun), [])
+            for token in found[known : known + count]:
+                right = self._random.random() < self._chance
+                batch.ids[place, known + counts[i]] = token if right else self._wrong(token)
+                counts[i] += 1
+        return counts
+
+    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
+        self.ended += 1
+
+    def _wrong(self, token: int) -> int:
+        return (token + 1 + self._random.randrange(self._vocabulary - 1)) % self._vocabulary
+
+
+def some_params(rng: random.Random, *, constrained: bool = True) -> SamplingParams:
+    """Parameters of a request, of any kind."""
+    values: dict = {"max_tokens": rng.choice((1, 2, 7, 20, 40)), "seed": rng.randrange(2**40)}
+    if rng.random() < 0.6:
+        values["temperature"] = rng.choice((0.3, 0.8, 1.0, 1.7))
+        values |= rng.choice(({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "top_k": 20}))
+    if rng.random() < 0.2:
+        values |= rng.choice(({"repetition_penalty": 1.3}, {"frequency_penalty": 0.5}))
+    if rng.random() < 0.15:
+        values |= {"presence_penalty": 0.7}
+    if rng.random() < 0.2:
+        values["min_tokens"] = rng.randrange(values["max_tokens"] + 1)
+    if rng.random() < 0.2:
+        values["logit_bias"] = {rng.randrange(200): rng.uniform(-5, 5)}
+    if rng.random() < 0.3:
+        values["logprobs"] = rng.choice((0, 1, 5))
+    if rng.random() < 0.1:
+        values["prompt_logprobs"] = rng.choice((0, 2))
+    if rng.random() < 0.25:
+        values["stop"] = rng.choice((("e",), ("\n", "zz"), ("self",)))
+    if rng.random() < 0.2:
+        values["ignore_eos"] = True
+    if constrained and rng.random() < 0.12:
+        values["constraint"] = rng.choice(
+            (Constraint.json_schema(SCHEMA), Constraint.regex("[a-f0-9]{4,12}"))
+        )
+    return SamplingParams(**values)
+
+
+def some_requests(count: int, seed: int = 0) -> list[tuple[str, SamplingParams, int]]:
+    """Prompts with their parameters, and after how many tokens each is aborted, 0 for never."""
+    rng = random.Random(seed)
+    found = []
+    for i in range(count):
+        prompt = rng.choice(TEXTS) + "#" * rng.randrange(9) * (i % 3 == 0)
+        found.append((prompt, some_params(rng), rng.choice((0, 0, 0, 0, 3))))
+    return found
+
+
+Told = tuple[list[int], str, str | None, object, object]
+
+
+def run_all(engine: Engine, requests: Sequence[tuple[str, SamplingParams, int]]) -> list[Told]:
+    """Tokens, text, reason and log probabilities of each request; all are queued at once.
+
+    One that is to be aborted is told as far as that many tokens.
+    """
+    names, aborts, told = [], {}, dict[str, RequestOutput]()
+    for prompt, params, abort in requests:
+        names.append(engine.add_request(prompt, params))
+        aborts[names[-1]] = abort
+    gained = dict.fromkeys(names, 0)
+    while engine.has_unfinished:
+        result = engine.advance()
+        for name in result.names:
+            gained[name] += 1
+        told |= {output.request_id: output for output in result.finished}
+        for name in dict.fromkeys(result.names):
+            if aborts[name] and gained[name] >= aborts[name] and name not in told:
+                output = engine.abort(name)
+                assert output is not None
+                told[name] = output
+    engine.check_integrity()
+    return [_shown(told[name], aborts[name]) for name in names]
+
+
+def _shown(output: RequestOutput, abort: int) -> Told:
+    most = abort or len(output.token_ids)  # an abort may come later than it was meant
+    tokens = list(output.token_ids)[:most]
+    logprobs = None if output.logprobs is None else list(output.logprobs)[:most]
+    whole = not abort or len(output.token_ids) < abort
+    prompt = None if output.prompt_logprobs is None else list(output.prompt_logprobs)
+    text, reason = (output.text, output.finish_reason) if whole else ("", None)
+    return tokens, text, reason, logprobs, prompt
+
+
+def all_tokens(engine: Engine, requests: Sequence[tuple[str, SamplingParams, int]]) -> list:
+    """Prompt and output of each request, with none aborted."""
+    names = [engine.add_request(prompt, params) for prompt, params, _ in requests]
+    done = dict[str, list[int]]()
+    while engine.has_unfinished:
+        for output in engine.advance().finished:
+            done[output.request_id] = [*output.prompt_token_ids, *output.token_ids]
+            if output.param is not None:
+                raise RequestError(str(output.error), output.param)
+    return [done[name] for name in names]

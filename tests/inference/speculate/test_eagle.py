@@ -1,0 +1,253 @@
+"""EAGLE-3 heads: what they draft is what the trained network says, and no token changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from formats.errors import CheckpointError, EngineError
+from inference.config import EngineConfig, SpeculateConfig
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
+from inference.speculate.head import HeadProposer
+from ptq.draft_head.network import HeadNetwork
+from ptq.draft_head.training import HeadSpec, frequent, head_config, write_head
+from tests.inference.speculate.requests import run_all, some_requests
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True)
+PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
+DEPTH = 3
+
+
+def engine(folder, head=None, depth: int | None = DEPTH, **config) -> Engine:
+    speculate = head and SpeculateConfig(method="eagle", path=str(head), depth=depth)
+    return Engine.from_pretrained(folder, config=EngineConfig(speculate=speculate, **config))
+
+
+class Reference:
+    """A random head, the float model that it is for, and what both say."""
+
+    def __init__(self, folder, head) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.manual_seed(1)
+        tokens = frequent(torch.arange(384).repeat(2)[: 384 + 250], 250)
+        self.head = HeadNetwork(head_config(self.model.config, HeadSpec()), (0, 1, 2), tokens)
+        with torch.no_grad():
+            for parameter in self.head.parameters():
+                own = parameter + 0.1 * torch.randn_like(parameter)
+                parameter.copy_((own if own.dim() == 1 else 3 * own).bfloat16())
+        write_head(self.head, head)
+
+    @torch.no_grad()
+    def check(self, text: list[int], drafts: list[int]) -> None:
+        """Compare drafts behind a text with what the network says, of its own drafts."""
+        count = len(text)
+        blocks = []
+        hooks = [
+            layer.register_forward_pre_hook(lambda _, args: blocks.append(args[0]))
+            for layer in self.model.model.layers
+        ]
+        hooks.append(
+            self.model.model.norm.register_forward_pre_hook(lambda _, x: blocks.append(x[0]))
+        )
+        self.model(torch.tensor([text[:-1]]))
+        for hook in hooks:
+            hook.remove()
+        hidden = torch.cat([blocks[tap] for tap in self.head.taps], dim=-1)
+        embedded = self.model.get_input_embeddings()(torch.tensor([[*text, *drafts][1:-1]]))
+        for j, logits in enumerate(self.head(embedded, hidden, len(drafts))):
+            last, place = logits[0, count - 2], int(logits[0, count - 2].argmax())
+            drafted = int((drafts[j] - torch.arange(250) == self.head.d2t).nonzero())
+            assert place == drafted or last[place] - last[drafted] < 1e-3, (count, j)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    return tmp_path_factory.mktemp("head") / "head"
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_llama, head) -> Reference:
+    return Reference(tiny_llama, head)
+
+
+def spied(runner: Engine) -> list[tuple[list[int], list[int]]]:
+    """Texts and what is drafted behind them, from now on."""
+    assert runner.speculation is not None
+    proposer, seen = runner.speculation._proposer, []
+    propose = proposer.propose
+
+    def noted(batch, places, most):
+        counts = propose(batch, places, most)
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            known = int(batch.known[place])
+            tokens = batch.ids[place, : known + count].tolist()
+            seen.append((tokens[:known], tokens[known:]))
+        return counts
+
+    proposer.propose = noted
+    return seen
+
+
+def test_drafts_are_those_of_the_network(tiny_llama, reference, head):
+    """Also behind what is found, of shared blocks, of forks, and after a sequence gave way."""
+    runner = engine(tiny_llama, head, max_batch_size=3, max_model_len=192, max_batched_tokens=50)
+    seen = spied(runner)
+    outputs = runner.generate(PROMPTS, LONG)
+    runner.generate([[*o.prompt_token_ids, *o.token_ids, 7 + i] for i, o in enumerate(outputs)])
+    assert runner.stats().hit_tokens > 0
+    shared = [*range(30, 94)]  # one block; what follows it differs
+    for other in (7, 9, 7):
+        runner.generate([[*shared, other, 8]], LONG)
+    held = runner.hold([*range(100, 150)], top=2, beams=2, max_tokens=20)
+    for i in range(16):
+        runner.advance()
+        runner.extend(held.name, 30 + i)
+        if i == 8:
+            runner.advance()
+            runner.fork(held.name, "other", 31)
+            runner.extend(held.name, 32)
+    runner.advance()
+    runner.abort(held.name)
+    runner.abort("other")
+    hits = runner.stats().hit_tokens
+    prompt = [*range(100, 150), *range(30, 39)]
+    for rest in ([31], [32, 39, 40, 41, 42, 43, 44, 45, 6]):
+        runner.generate([[*prompt, *rest]], LONG)
+    assert runner.stats().hit_tokens > hits
+    tight = engine(tiny_llama, head, kv_blocks=3, max_model_len=192)
+    also = spied(tight)
+    tight.generate(PROMPTS, LONG)
+    assert tight.stats().preemptions > 0
+    for text, drafts in [*seen, *also]:
+        assert len(drafts) > 0
+        reference.check(text, drafts)
+    assert len(seen) > 200
+
+
+@pytest.mark.parametrize(
+    ("scheme", "depth", "config"),
+    [
+        ("float", 3, {"max_batch_size": 4, "kv_blocks": 14, "max_model_len": 256}),
+        ("a8w8c8", None, {"max_batched_tokens": 30}),
+        ("a8w4c4_two_level", 2, {}),
+    ],
+)
+def test_nothing_changes(tiny_llama, make_quantized, reference, head, scheme, depth, config):
+    folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
+    requests = some_requests(40, seed=2)
+    wanted = run_all(engine(folder, **config), requests)
+    runner = engine(folder, head, depth, **config)
+    for _ in range(2):
+        assert run_all(runner, requests) == wanted
+    assert runner.speculation is not None
+    assert runner.speculation.proposed.sum() > 0
+
+
+def test_blocks_one_by_one_tell_the_same_hidden_states(make_model, reference, head):
+    """A mixture of experts has no fused call."""
+    folder = make_model("qwen3_moe", moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    runner = engine(folder, head)
+    assert runner.generate(PROMPTS, LONG)[0].token_ids == (
+        engine(folder).generate(PROMPTS, LONG)[0].token_ids
+    )
+    assert runner.speculation is not None
+    assert runner.speculation.proposed.sum() > 0
+
+
+def test_the_other_layout_is_read(tiny_llama, reference, head, tmp_path):
+    """That of the library speculators, with an embedding and normed residuals of its own."""
+    tensors = {
+        name.replace("midlayer", "layers.0"): tensor
+        for name, tensor in load_file(head / "model.safetensors").items()
+    }
+    tensors["embed_tokens.weight"] = reference.model.get_input_embeddings().weight.bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    own = json.loads((head / "config.json").read_text())
+    settings = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": own,
+        "draft_vocab_size": own.pop("draft_vocab_size"),
+        "eagle_aux_hidden_state_layer_ids": own.pop("eagle_config").popitem()[1],
+        "norm_before_residual": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    block, normed = reference.head.midlayer, reference.head.midlayer.hidden_norm
+    plain, runner = block.forward, engine(tiny_llama, tmp_path)
+    seen = spied(runner)
+    runner.generate(PROMPTS[:1], LONG)
+
+    def forward(embedded, hidden, turn, past):
+        read = torch.cat([block.input_layernorm(embedded), normed(hidden)], dim=-1)
+        x = normed(hidden) + block.self_attn(read, turn, past)
+        return x + block.mlp(block.post_attention_layernorm(x))
+
+    block.forward = forward
+    try:
+        for text, drafts in seen:
+            reference.check(text, drafts)
+    finally:
+        block.forward = plain
+
+
+def test_logits_that_are_not_finite_draft_nothing_and_leave_nothing(tiny_llama, reference, head):
+    runner = engine(tiny_llama, head)
+    assert runner.speculation is not None
+    own = runner.speculation._proposer
+    assert isinstance(own, HeadProposer)
+    features = own._head.features
+    own._head.features = lambda hidden: features(hidden) * torch.nan
+    wanted = engine(tiny_llama).generate(PROMPTS[:1], LONG)
+    assert runner.generate(PROMPTS[:1], LONG)[0].token_ids == wanted[0].token_ids
+    assert runner.speculation.proposed.sum() == 0
+    own._head.features = features
+    runner.generate([PROMPTS[2]], LONG)
+    assert runner.speculation.proposed.sum() > 0
+    assert all(pool.v.isfinite().all() for pool in own._pools)
+
+
+def broken(head, folder, change) -> None:
+    """Copy a head, with other settings or tensors."""
+    shutil.copytree(head, folder)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    change(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        (lambda c, t: t.pop("fc.weight"), CheckpointError, "is no EAGLE-3 head.*draft=PATH"),
+        (lambda c, t: c.update(vocab_size=300), EngineError, "its vocab_size is 300.*384"),
+        (lambda c, t: c.update(target_hidden_size=64), EngineError, "another model.*64.*128"),
+        (lambda c, t: c.update(num_hidden_layers=2), CheckpointError, "num_hidden_layers 2"),
+        (
+            lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}),
+            EngineError,
+            r"\[0, 1, 9\].*the model has 2",
+        ),
+        (lambda c, t: t.update(d2t=t["d2t"] * 0 + 380), CheckpointError, "d2t.*outside 0 to 383"),
+        (
+            lambda c, t: t.update({"fc.weight": t["fc.weight"][:, :256].contiguous()}),
+            CheckpointError,
+            r"fc.weight is \[128, 256\], and its settings want \[128, 384\]",
+        ),
+        (lambda c, t: t.pop("norm.weight"), CheckpointError, "norm.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(tiny_llama, reference, head, tmp_path, change, error, told):
+    broken(head, tmp_path / "head", change)
+    with pytest.raises(error, match=told):
+        engine(tiny_llama, tmp_path / "head")
+
+
+def test_models_of_transformers_code_have_no_head(tiny_llama, reference, head):
+    with pytest.raises(EngineError, match="hidden states.*Take ngram, suffix or draft=PATH"):
+        engine(tiny_llama, head, transformers_code=True)

@@ -1,0 +1,213 @@
+"""Speculation: no token, log probability, text or reason changes, whatever is drafted."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from formats.errors import EngineError
+from inference.config import EngineConfig, SpeculateConfig
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
+from inference.speculate.speculation import MOST_DEPTH, StepTime
+from tests.inference.speculate.requests import Replay, all_tokens, run_all, some_requests
+
+COUNT = int(os.environ.get("PTQ_SPECULATED_REQUESTS", "40"))
+
+
+def engine(folder, **config) -> Engine:
+    return Engine.from_pretrained(folder, config=EngineConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "depth", "chance", "config"),
+    [
+        ("float", 4, 1.0, {}),
+        ("a8w8c8", 7, 0.7, {"max_batch_size": 3, "kv_blocks": 12, "max_model_len": 256}),
+        ("a8w8_dynamic", 2, 0.0, {"max_batched_tokens": 9}),
+        ("a8w4c4_two_level", None, 0.8, {"prefix_cache": False}),
+    ],
+)
+def test_nothing_changes(tiny_llama, make_quantized, scheme, depth, chance, config):
+    """PTQ_SPECULATED_REQUESTS in the environment asks for another number of requests."""
+    folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
+    requests = some_requests(COUNT)
+    runner = engine(folder, **config)
+    texts, wanted = all_tokens(runner, requests), run_all(runner, requests)
+    replay = Replay(texts, chance, runner.model.config.vocab_size)
+    runner.speculate_by(replay, depth)
+    assert run_all(runner, requests) == wanted
+    own = runner.speculation
+    assert own is not None
+    assert own.proposed.sum() > 0
+    assert replay.ended == COUNT
+    share = own.accepted[0] / own.proposed[0]  # some outputs begin alike and go on otherwise
+    assert abs(share - chance) < 0.3
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama):
+    """Requests, and what an engine without drafts answers."""
+    requests = some_requests(COUNT, seed=1)
+    return requests, run_all(engine(tiny_llama), requests)
+
+
+@pytest.mark.parametrize(
+    ("method", "depth", "config"),
+    [
+        ("ngram", 5, {"max_batch_size": 4, "kv_blocks": 14, "max_model_len": 256}),
+        ("suffix", None, {}),
+        ("draft", 3, {"max_batched_tokens": 70}),
+    ],
+)
+def test_no_method_changes_anything(tiny_llama, make_quantized, plain, method, depth, config):
+    """As above; of the draft model's drafts most come, since it is the model in int4."""
+    path = str(make_quantized(tiny_llama, "a8w4")) if method == "draft" else None
+    requests, wanted = plain
+    own = SpeculateConfig(method=method, path=path, depth=depth)
+    runner = engine(tiny_llama, speculate=own, **config)
+    assert run_all(runner, requests) == wanted
+    assert run_all(runner, requests) == wanted  # what was served before is known now
+    assert runner.speculation is not None
+    assert runner.speculation.accepted.sum() > 0
+
+
+def test_steps_are_as_few_as_drafts_allow(tiny_llama):
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    runner = engine(tiny_llama)
+    (wanted,) = runner.generate(["def f"], params)
+    replay = Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100)
+    runner.speculate_by(replay, depth=5)
+    name, steps, most = runner.add_request("def f", params), 0, 0
+    while runner.has_unfinished:
+        result = runner.advance()
+        steps, most = steps + 1, max(most, result.names.count(name))
+    assert steps == 1 + 4  # a token of the prompt's step, then six a step
+    assert most == 6
+
+
+def test_several_tokens_of_a_step_are_one_output(tiny_llama):
+    params = SamplingParams(max_tokens=13, ignore_eos=True, logprobs=1)
+    runner = engine(tiny_llama)
+    (wanted,) = runner.generate(["def f"], params)
+    runner.speculate_by(Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100), depth=3)
+    outputs = list(runner.stream("def f", params))
+    assert [len(output.token_ids) for output in outputs] == [1, 5, 9, 13]
+    assert "".join(output.delta for output in outputs) == wanted.text
+    assert list(outputs[-1].logprobs or ()) == list(wanted.logprobs or ())
+
+
+def test_what_prompts_leave_is_drafted_and_no_more(tiny_llama):
+    runner = engine(tiny_llama, max_batched_tokens=6)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    (wanted,) = runner.generate(["def f"], params)
+    runner.speculate_by(Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100), depth=9)
+    works = []
+    schedule = runner._scheduler.schedule
+    runner._scheduler.schedule = lambda: works.append(schedule()) or works[-1]
+    runner.add_request("def f", params)
+    runner.advance()
+    runner.add_request("y = 1\n" * 30, SamplingParams(max_tokens=2))
+    while runner.has_unfinished:
+        runner.advance()
+    assert max(work.tokens for work in works) == 6
+    assert {int(work.drafts.sum()) for work in works if work.prompt_tokens} == {0}
+    assert max(int(work.drafts.sum()) for work in works) == 5
+
+
+def test_drafts_take_no_block_that_another_needs(tiny_llama):
+    """Two requests that just fit: with drafts neither gives way to the other."""
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    config = {"max_batch_size": 2, "kv_blocks": 4, "max_model_len": 128, "prefix_cache": False}
+    runner = engine(tiny_llama, **config)
+    prompts = [[5] * 60, [6] * 60]
+    wanted = runner.generate(prompts, params)
+    assert runner.stats().preemptions == 0
+    texts = [[*output.prompt_token_ids, *output.token_ids] for output in wanted]
+    runner.speculate_by(Replay(texts, 0.9, 100), depth=8)
+    again = runner.generate(prompts, params)
+    assert [o.token_ids for o in again] == [o.token_ids for o in wanted]
+    assert runner.stats().preemptions == 0
+
+
+def test_a_depth_is_chosen_that_pays(tiny_llama):
+    """Drafts that never come are hardly ever made; those that always come are long chains."""
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    computed = []
+    for chance in (0.0, 1.0):
+        runner = engine(tiny_llama)
+        (wanted,) = runner.generate(["def f"], params)
+        text = [*wanted.prompt_token_ids, *wanted.token_ids]
+        runner.speculate_by(Replay([text], chance, 100))
+        runner.generate(["def f"], params)
+        assert runner.speculation is not None
+        computed.append(runner.speculation)
+    assert computed[0].proposed.sum() < 40
+    assert computed[1].accepted.sum() > 80
+    assert computed[1].steps < 30
+    assert len(computed[1].proposed) == MOST_DEPTH
+
+
+def test_what_costs_more_than_a_step_is_left_out(tiny_llama):
+    """Drafts that always come, each made more slowly than the model itself would."""
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    runner = engine(tiny_llama)
+    (wanted,) = runner.generate(["def f"], params)
+    replay = Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100)
+    propose = replay.propose
+    replay.propose = lambda batch, places, most: (
+        time.sleep(0.01 * int(most.max())) or propose(batch, places, most)
+    )
+    runner.speculate_by(replay)
+    assert runner.generate(["def f"], params)[0].token_ids == wanted.token_ids
+    assert runner.speculation is not None
+    assert runner.speculation.steps < 5
+
+
+def test_a_pause_while_drafts_are_made_does_not_end_them(tiny_llama):
+    """The machine is away for a second at the third time; all others take no time."""
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    runner = engine(tiny_llama)
+    (wanted,) = runner.generate(["def f"], params)
+    replay, calls = Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100), []
+    propose = replay.propose
+
+    def pausing(batch, places, most):
+        calls.append(int(most.max()))
+        time.sleep(float(len(calls) == 3))
+        return propose(batch, places, most)
+
+    replay.propose = pausing
+    runner.speculate_by(replay)
+    runner.generate(["def f"], params)
+    assert max(calls[4:]) > 4
+
+
+def test_what_a_step_takes_is_a_line():
+    times, rng = StepTime((1.0, 0.1)), np.random.default_rng(0)
+    assert times.of(2) > times.of(1)
+    for _ in range(300):
+        rows = int(rng.integers(1, 30))
+        times.note(rows, (4e-3 + 1e-4 * rows) * rng.uniform(0.95, 1.05))
+    a, b = times.line
+    assert a == pytest.approx(4e-3, rel=0.1)
+    assert b == pytest.approx(1e-4, rel=0.15)
+    times.note(3, 50.0)
+    assert times.line == (a, b)
+
+
+def test_bad_configurations_are_refused():
+    with pytest.raises(EngineError, match="method draft needs a path"):
+        SpeculateConfig(method="draft")
+    with pytest.raises(EngineError, match="method ngram takes no path; found 'x'"):
+        SpeculateConfig(method="ngram", path="x")
+
+
+def test_a_device_without_drafts_says_so(tiny_llama, monkeypatch):
+    runner = engine(tiny_llama)
+    monkeypatch.setattr(type(runner.backend), "takes_drafts", False)
+    with pytest.raises(EngineError, match="steps on cpu take no drafts"):
+        runner.speculate_by(Replay([], 1.0, 100))
