@@ -22,14 +22,16 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import Checkpoint
 from formats.families.attention import LatentAttention
 from formats.families.registry import find_family
 from formats.families.sizes import latent_sizes
-from formats.scheme import KVCacheSpec
-from kernels.numerics import TYPES, dequantize, fake_quantize, fake_quantize_activations
+from formats.modeling.layers import attention_names
+from kernels.numerics import INT4, TYPES, dequantize, fake_quantize, fake_quantize_activations
+from kernels.packed_cache import token_scales, turn_size, turned
 
 ATTENTION = "tests_fake_quantized"
 LEAVES = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
@@ -49,11 +51,13 @@ def fake_quantized_logits(checkpoint: Checkpoint, ids: Tensor) -> Tensor:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval()
     if checkpoint.scheme.kv_cache is not None:
         model.set_attn_implementation(ATTENTION)
-        scales = sorted(checkpoint.kv_scales.items(), key=lambda item: _layer(item[0]))
+        names = attention_names(checkpoint.config)
         for module in model.modules():
             if getattr(module, "layer_idx", None) is not None:
-                static = scales[module.layer_idx][1] if scales else (None, None)
-                module.fake_cache = checkpoint.scheme.kv_cache, *static
+                name = names[module.layer_idx]
+                static = checkpoint.kv_scales.get(name, (None, None))
+                module.fake_cache = checkpoint.kv_scheme_of(name), *static
+                module.fake_offset = checkpoint.kv_offsets.get(name)
                 _round_latents(module, checkpoint)
     with torch.no_grad(), RoundedInputs(checkpoint, model):
         return model(ids[None]).logits[0].float()
@@ -100,7 +104,9 @@ class RoundedInputs(TorchFunctionMode):
             for place, key in _places(parameter)
             if key in rows
         }
-        assert self._seen, "no quantized weight was found in transformers' model"
+        assert self._seen or not checkpoint.quantized_modules, (
+            "no quantized weight was found in transformers' model"
+        )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -134,12 +140,25 @@ def rounded(checkpoint: Checkpoint, module: str, x: Tensor) -> Tensor:
     return fake_quantize_activations(x, scale, TYPES[spec.dtype], spec.group)
 
 
-def cached(x: Tensor, spec: KVCacheSpec, scale: Tensor | None) -> Tensor:
+def cached(x: Tensor, spec: KVCacheSpec, role: CacheRole, scale: Tensor | None) -> Tensor:
     """K or V [1, heads, tokens, D] as the cache gives it back; scales [heads] or [heads, D]."""
+    kind = TYPES[spec.dtype_of(role)]
+    if scale is None and kind is INT4:
+        return fake_quantize(x, token_scales(x).float(), kind)
     if scale is None:
-        return fake_quantize_activations(x, None, TYPES[spec.dtype])
+        return fake_quantize_activations(x, None, kind)
     by_channel = scale.reshape(len(scale), 1, -1)  # [heads, 1, 1 or D]
-    return fake_quantize(x, by_channel.expand(-1, *x.shape[2:])[None], TYPES[spec.dtype])
+    return fake_quantize(x, by_channel.expand(-1, *x.shape[2:])[None], kind)
+
+
+def cached_keys(
+    k: Tensor, spec: KVCacheSpec, scale: Tensor | None, offset: Tensor | None
+) -> Tensor:
+    """K as the cache gives it back, turned back and with what was subtracted."""
+    size = turn_size(k.shape[-1]) if spec.rotate_keys else 1
+    taken = torch.zeros(()) if offset is None else turned(offset[None, :, None], size)
+    seen = cached(turned(k.float(), size) - taken, spec, "k_cache", scale)
+    return turned(seen + taken, size)
 
 
 def _round_latents(module: nn.Module, checkpoint: Checkpoint) -> None:
@@ -150,7 +169,7 @@ def _round_latents(module: nn.Module, checkpoint: Checkpoint) -> None:
     spec, _, scale = module.fake_cache
     module.rotated_size = latent_sizes(checkpoint.config).rotated
     module.get_submodule(family.attention.kv_norm).register_forward_hook(
-        lambda _, __, latent: cached(latent[:, None], spec, scale)[:, 0]
+        lambda _, __, latent: cached(latent[:, None], spec, "v_cache", scale)[:, 0]
     )
 
 
@@ -161,9 +180,10 @@ def _attend(
     spec, k_scale, v_scale = module.fake_cache
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if (size := getattr(module, "rotated_size", None)) is not None:
-        key = torch.cat((key[..., :-size], cached(key[..., -size:], spec, k_scale)), -1)
+        key = torch.cat((key[..., :-size], cached(key[..., -size:], spec, "k_cache", k_scale)), -1)
     else:
-        key, value = cached(key, spec, k_scale), cached(value, spec, v_scale)
+        key = cached_keys(key, spec, k_scale, module.fake_offset)
+        value = cached(value, spec, "v_cache", v_scale)
     return eager(module, query, key, value, *args, **kwargs)
 
 

@@ -1,11 +1,12 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
-    ptq          text, output < methods < result, recipe < plan < pipeline, peers < report < commands
+    ptq          text, output, draft_head < methods < result, recipe < plan < pipeline, peers, evaluate < search
+                 < report < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
-                 < engine < bench, server
+                 < speculate < engine < bench, server
     calibrate    from a model and text to statistics
     formats      scheme < families < published < modeling < stored < foreign < checkpoint
-    kernels      numerics < reference < cpu < ops < triton < bench
+    kernels      numerics, packed_cache < reference < cpu < ops < triton < bench
 
 Each of the five packages imports those below it: `inference` stands beside `calibrate`, and only
 `ptq` knows both. Inside a package, `FLOORS` lists its rooms from the ground up, a line a floor; a
@@ -31,22 +32,23 @@ ALLOWED = {
 }
 FLOORS = {
     "kernels": """
-        numerics attention_inputs activations devices
+        numerics packed_cache attention_inputs activations devices gumbel_noise
         two_level reference
         reference_attention
         reference_latent cpu
-        weights
+        weights feedback
         ops triton
         bench""",
     "kernels.triton": """
         tuning gluon_names versions
         common reference
-        rows sampling attention experts
+        rows sampling attention experts calibration
         fused
         linear""",
     "formats": """
-        errors
-        namespace command later links memory files pack mxfp4 scheme chat_template
+        errors strict
+        cache_scheme
+        namespace command later links memory files pack fp4 scheme chat_template
         documents lock progress
         scale_table families
         published
@@ -63,6 +65,7 @@ FLOORS = {
         transformers_code
         cpu gpu
         backend
+        speculate
         accuracy engine prompts
         beam_search
         arguments rows
@@ -80,14 +83,15 @@ FLOORS = {
         app
         command""",
     "ptq": """
-        text version output
+        text version output draft_head
         methods
         result recipe
         plan
-        pipeline peers
+        pipeline peers evaluate
+        search
         report convert api
         commands
-        cli run check inspect
+        cli run check inspect time_quantizing
         completion
         __main__""",
 }
@@ -96,8 +100,13 @@ CALIBRATE_MAY_USE = {
     "formats.errors",
     "formats.files",
     "formats.namespace",
+    "formats.cache_scheme",
     "formats.scheme",
+    "formats.strict",
     "kernels.numerics",
+    "kernels.packed_cache",
+    "formats.later",
+    "kernels.triton.calibration.magnitudes",
 }
 
 

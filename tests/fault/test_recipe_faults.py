@@ -58,7 +58,7 @@ def test_the_good_recipe_is_good(tmp_path):
         ("scheme: a8w8c8", "scheme: c8", ["r.yaml:4: methods: found smoothquant, rtn, but the scheme c8 leaves weights"]),
         ("scheme: a8w8c8", "scheme: {}", ["r.yaml:3: scheme: quantizes nothing"]),
         ("scheme: a8w8c8", "scheme: {activations: {}}", ["r.yaml:3: scheme: activations are quantized but weights are not"]),
-        ("scheme: a8w8c8", "scheme: {kv_cache: {dtype: int4}}\nignore: []", ["r.yaml:3: scheme.kv_cache.dtype: found the text 'int4'; needed is 'int8'"]),
+        ("scheme: a8w8c8", "scheme: {kv_cache: {dtype: int2}}\nignore: []", ["r.yaml:3: scheme.kv_cache.dtype: found the text 'int2'; needed is 'int8'"]),
         ("kl: 0.01", "kl: low", ["r.yaml:7: report.thresholds.kl: found the text 'low'; needed is a number"]),
         ("kl: 0.01", "kl: '0.01'", ["r.yaml:7: report.thresholds.kl: found the text '0.01'; needed is a number"]),
         ("kl: 0.01", "kl: -1e-2", ["r.yaml:7: report.thresholds.kl: found -0.01; needed is a number above 0"]),
