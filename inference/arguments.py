@@ -59,7 +59,8 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft the next tokens by ngram (what followed the last ones before in the request), "
         "suffix (in all that was served), draft=PATH (what a smaller model says), or eagle=PATH "
         "(what an EAGLE-3 head of the model says), or mtp (what the model's own layer for further "
-        "tokens says; mtp=PATH: that of another checkpoint); on a CPU. Beams have no drafts",
+        "tokens says; mtp=PATH: that of another checkpoint); on a GPU ngram and suffix. Beams have "
+        "no drafts",
     )
     group.add_argument(
         "--depth",

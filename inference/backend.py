@@ -65,10 +65,10 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
     """A device, and the kernels that run decoders there.
 
     Attributes:
-        takes_drafts: Whether a step may have drafts of tokens behind a sequence's last.
+        runs_drafters: Whether networks that draft run there, beside the model.
     """
 
-    takes_drafts: bool
+    runs_drafters: bool
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
         """Tell where memory runs out while weights of so many bytes are loaded.

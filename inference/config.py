@@ -68,7 +68,7 @@ class EngineConfig(Strict):
         transformers_code: Run a model of a declared family by transformers' own code, as those are
             run that no family declares. Slower.
         speculate: Compute drafts of the next tokens in each step, and keep those that come; on a
-            CPU.
+            GPU by `ngram` and `suffix`.
     """
 
     max_batch_size: int = Field(default=16, ge=1)

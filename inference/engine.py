@@ -38,7 +38,7 @@ from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.sequence import Sequence as TokenSequence
 from inference.scheduling.work import Work
 from inference.speculate.chain import Target
-from inference.speculate.choose import choose_proposer
+from inference.speculate.choose import choose_proposer, require_method
 from inference.speculate.proposer import Proposer
 from inference.speculate.speculation import Speculation
 from inference.structured.compiler import GrammarCompiler
@@ -82,6 +82,8 @@ class Engine:
         quantized_kv: bool = True,
     ) -> None:
         self.checkpoint, self.tokenizer, self.backend = checkpoint, tokenizer, backend
+        if config.speculate is not None:
+            require_method(config.speculate, backend)
         shape = read_shape(checkpoint, backend, transformers_code=config.transformers_code)
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
@@ -101,7 +103,6 @@ class Engine:
         self.speculation: Speculation | None = None
         self._start()
         if config.speculate is not None:
-            self._require_drafts()  # first: a draft model takes its time to load
             target = Target(
                 tokenizer, shape.vocab_size, self.config, backend, self.model, checkpoint
             )
@@ -180,21 +181,10 @@ class Engine:
         Args:
             proposer: Makes them; None for no drafts any more.
             depth: Drafts of each request in a step; default: as many as pay.
-
-        Raises:
-            EngineError: the device's steps take no drafts.
         """
-        self._require_drafts()
         places = self.config.max_batch_size
         self.speculation = None if proposer is None else Speculation(proposer, places, depth)
         self._scheduler.drafter = self.speculation
-
-    def _require_drafts(self) -> None:
-        if not self.backend.takes_drafts:
-            raise EngineError(
-                f"speculate: steps on {self.backend.device} take no drafts; leave it out there, or "
-                "use device cpu"
-            )
 
     @property
     def has_unfinished(self) -> bool:

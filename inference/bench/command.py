@@ -96,7 +96,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         metavar="TOKENS",
         help="fake drafts, --depth of them, so that a request gains so many tokens a step: what "
-        "speculation would bring a model whose weights are random here",
+        "speculation would bring a model whose weights are random here. With --depth auto as many "
+        "are right as give so many tokens at a depth of 4",
     )
     modes = made.add_argument_group("other modes, each with arguments and a --help of its own")
     for mode, (_, text) in MODES.items():

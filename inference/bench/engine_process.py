@@ -14,7 +14,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError
 from inference.backend import choose_backend
 from inference.bench.load import Load, Run, run_once
-from inference.bench.oracle import fake_drafts
+from inference.bench.oracle import TOKEN, Oracle, chance_of
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.config import EngineConfig
 from inference.engine import Engine
@@ -31,7 +31,8 @@ class EngineSource:
         device: Where it runs.
         random: Shape, scheme and whether the head is quantized, of a model of random weights that
             is made on the device instead of read; or None.
-        fake: Tokens a step and drafts of each request that are to give them; None: none are faked.
+        fake: Tokens a step and drafts of each request that are to give them (None: as many as
+            pay); None: none are faked.
     """
 
     path: str
@@ -39,7 +40,7 @@ class EngineSource:
     quantized_kv: bool = True
     device: str = "cpu"
     random: tuple[str, str, bool] | None = None
-    fake: tuple[float, int] | None = None
+    fake: tuple[float, int | None] | None = None
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint, or make the random one."""
@@ -119,11 +120,10 @@ def _serve(pipe: Connection, source: EngineSource) -> None:
     end_with_parent()
     try:
         engine = source.load()
+        if source.fake is not None:
+            engine.speculate_by(Oracle(TOKEN, chance_of(*source.fake)), source.fake[1])
         while True:
-            load = pipe.recv()
-            if source.fake is not None:
-                fake_drafts(engine, load, *source.fake)
-            pipe.send(run_once(engine, load))
+            pipe.send(run_once(engine, pipe.recv()))
     except (EOFError, BrokenPipeError):  # the parent is gone
         return
     except PTQError as error:

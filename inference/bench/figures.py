@@ -85,7 +85,7 @@ def summarize(load: Load, runs: Sequence[Run]) -> Speed:
     """Put repeated runs of one load together."""
     prompt = load.batch * load.prompt_tokens
     return Speed(
-        **load.model_dump(),
+        **load.model_dump(exclude={"token"}),
         repeats=len(runs),
         prefill_tokens_s=_spread([prompt / run.prefill_s for run in runs]),
         decode_tokens_s=_spread([_decode_speed(run) for run in runs]),

@@ -21,14 +21,23 @@ from inference.scheduling.blocks import blocks_for
 from inference.speculate.counts import DraftCounts
 
 SEED = 0
+STRONG = 100.0  # a bias that no logit of random weights comes near
 
 
 class Load(Strict):
-    """What one run does: `batch` equal requests that arrive at once."""
+    """What one run does: `batch` equal requests that arrive at once.
+
+    Attributes:
+        batch: Requests.
+        prompt_tokens: Tokens of each prompt.
+        new_tokens: Tokens that each generates.
+        token: The one token that comes, by a bias of its logit; None: whatever comes.
+    """
 
     batch: int = Field(default=4, ge=1)
     prompt_tokens: int = Field(default=128, ge=1)
     new_tokens: int = Field(default=64, ge=2)
+    token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,9 @@ def ask(engine: Engine, load: Load) -> list[RequestOutput]:
     shape = (load.batch, load.prompt_tokens)
     generator = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(engine.model.config.vocab_size, shape, generator=generator).tolist()
-    return engine.generate(prompts, SamplingParams(max_tokens=load.new_tokens, ignore_eos=True))
+    bias = {} if load.token is None else {load.token: STRONG}
+    params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True, logit_bias=bias)
+    return engine.generate(prompts, params)
 
 
 def between_tokens(times: Sequence[float]) -> list[float]:

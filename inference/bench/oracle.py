@@ -1,38 +1,37 @@
 """Drafts of which as many come as is asked for: for models whose weights are random.
 
-What a load generates is recorded without drafts. After that its own tokens are drafted, each with
-the chance p of being right, and a wrong one else: a step of depth d then gives a sequence
+Requests of a load with a token are biased so strongly that it alone comes (`Load.token`). Each
+draft is that token with the chance p, and another one else: d drafts then give a sequence
 
     1 + p + p^2 + ... + p^d
 
-tokens on average. Nothing in the engine knows of it, and the tokens stay the same.
+tokens a step on average. Nothing in the engine knows of it, and the tokens stay the same.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-
 import numpy as np
 
 from formats.errors import RequestError
-from inference.bench.load import Load, ask
-from inference.engine import Engine
 from inference.scheduling.batch import Ints, RunningBatch
 
 SEED = 0
+TOKEN = 1  # that comes; any would do
+USUAL = 4  # drafts
 
 
-def chance_of(acceptance: float, depth: int) -> float:
+def chance_of(acceptance: float, depth: int | None) -> float:
     """The chance p with which drafts are to be right.
 
     Args:
         acceptance: Tokens of a sequence in a step, on average.
-        depth: Drafts of it in each step.
+        depth: Drafts of it in each step; where they are as many as pay (None), `USUAL` would give
+            so many tokens.
 
     Raises:
         RequestError: so many drafts cannot give so many tokens.
     """
+    depth = USUAL if depth is None else depth
     if not 1 <= acceptance <= depth + 1:
         raise RequestError(
             f"--acceptance: found {acceptance:g} tokens a step; {depth} drafts give from 1 to "
@@ -47,54 +46,25 @@ def chance_of(acceptance: float, depth: int) -> float:
 
 
 class Oracle:
-    """Drafts of outputs that are known; see `inference.speculate.proposer.Proposer`.
+    """Drafts of outputs of one token; see `inference.speculate.proposer.Proposer`.
 
     Args:
-        outputs: Prompts and what followed them, as tokens.
-        prompt: Tokens of each prompt.
+        token: The one that comes.
         chance: With which a draft is right.
-        vocabulary: Of the wrong ones.
     """
 
-    def __init__(
-        self, outputs: Sequence[Sequence[int]], prompt: int, chance: float, vocabulary: int
-    ) -> None:
-        self._outputs = {tuple(tokens[:prompt]): np.array(tokens, np.int32) for tokens in outputs}
-        self._prompt, self._chance, self._vocabulary = prompt, chance, vocabulary
-        self._random = random.Random(SEED)
+    def __init__(self, token: int, chance: float) -> None:
+        self._token, self._chance = token, chance
+        self._random = np.random.default_rng(SEED)
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """See `Proposer.propose`."""
-        counts = np.zeros_like(places)
-        for i, (place, count) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
-            known = int(batch.known[place])
-            output = self._outputs[tuple(batch.ids[place, : self._prompt].tolist())]
-            draft = output[known : known + count].copy()
-            wrong = [j for j in range(len(draft)) if self._random.random() >= self._chance]
-            draft[wrong] = (draft[wrong] + 1) % self._vocabulary
-            batch.ids[place, known : known + len(draft)] = draft
-            counts[i] = len(draft)
-        return counts
+        position = np.arange(int(most.max()))
+        right = self._random.random((len(places), len(position))) < self._chance
+        draft = np.where(right, self._token, self._token - 1)
+        rows, within = np.nonzero(position < most[:, None])
+        batch.ids[places[rows], batch.known[places[rows]] + within] = draft[rows, within]
+        return most
 
-    def note_end(self, tokens: Sequence[int], prompt: int) -> None:
+    def note_end(self, tokens: object, prompt: int) -> None:
         """Nothing: all is known."""
-
-
-def fake_drafts(engine: Engine, load: Load, acceptance: float, depth: int) -> None:
-    """Run a load without drafts, and have its outputs drafted from then on.
-
-    Args:
-        engine: Idle.
-        load: What will be run.
-        acceptance: Tokens of a sequence in a step, on average.
-        depth: Drafts of it in each step.
-
-    Raises:
-        RequestError: so many drafts cannot give so many tokens.
-        EngineError: the device's steps take no drafts.
-    """
-    chance = chance_of(acceptance, depth)
-    engine.speculate_by(None)
-    outputs = [[*output.prompt_token_ids, *output.token_ids] for output in ask(engine, load)]
-    vocabulary = engine.model.config.vocab_size
-    engine.speculate_by(Oracle(outputs, load.prompt_tokens, chance, vocabulary), depth)

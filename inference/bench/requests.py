@@ -20,7 +20,7 @@ from inference.backend import require_device
 from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import Ratio, Speed, compare_turns, describe, summarize, to_json
 from inference.bench.load import Load
-from inference.bench.oracle import chance_of
+from inference.bench.oracle import TOKEN, chance_of
 from inference.bench.peers.runtimes import read_choices
 from inference.bench.peers.speed import RuntimeProcess
 from inference.bench.random_checkpoint import random_checkpoint
@@ -46,7 +46,12 @@ def measure_requests(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         models = _start_models(stack, arguments)
         for batch in bar(sorted(set(arguments.batch)), title="Measuring", unit="batch"):
-            load = Load(batch=batch, prompt_tokens=arguments.prompt, new_tokens=arguments.new)
+            load = Load(
+                batch=batch,
+                prompt_tokens=arguments.prompt,
+                new_tokens=arguments.new,
+                token=None if arguments.acceptance is None else TOKEN,
+            )
             runners = [model.run for model in models]
             runs = run_in_turns(runners, load, arguments.warmup, arguments.repeats)
             named = [(model.name, own) for model, own in zip(models, runs, strict=True)]
@@ -56,7 +61,10 @@ def measure_requests(arguments: argparse.Namespace) -> int:
                 drafts.append(f"batch {batch}: {named[-1][0]}: {named[-1][1][-1].drafts.text()}")
     notes = [model.note for model in models]
     if arguments.acceptance is not None:
-        drafts.append("these drafts are faked: what making them takes is in no figure")
+        drafts.append(
+            "these drafts are faked: what making them takes is in no figure, and one token is all "
+            "that comes, by a bias, without drafts too"
+        )
     print("\n".join([*describe(results, ratios, notes, arguments.device), *drafts]))
     if arguments.json is not None:
         replace_file(arguments.json, to_json(results, ratios, notes, arguments.device).encode())
@@ -99,21 +107,22 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Measu
     return [*models[:-1], *(MeasuredModel(p.name, p.note, p.run) for p in peers), models[-1]]
 
 
-def _faked(arguments: argparse.Namespace) -> tuple[float, int] | None:
-    """Tokens a step that drafts are faked to give, and how many drafts; None without.
+def _faked(arguments: argparse.Namespace) -> tuple[float, int | None] | None:
+    """Tokens a step that drafts are faked to give, and how many (None: auto); None without.
 
     Raises:
         RequestError: it is not told how many, or they cannot give so many tokens.
     """
     if arguments.acceptance is None:
         return None
-    if arguments.speculate is not None or not isinstance(arguments.depth, int):
+    if arguments.speculate is not None or arguments.depth is None:
         raise RequestError(
-            "--acceptance fakes drafts: give --depth N with it, how many, and no --speculate",
+            "--acceptance fakes drafts: give --depth N or --depth auto with it, and no --speculate",
             "acceptance",
         )
-    chance_of(arguments.acceptance, arguments.depth)
-    return arguments.acceptance, arguments.depth
+    depth = arguments.depth if isinstance(arguments.depth, int) else None
+    chance_of(arguments.acceptance, depth)
+    return arguments.acceptance, depth
 
 
 def _variants(

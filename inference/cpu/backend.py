@@ -34,7 +34,7 @@ class CpuBackend:
         fused: Run a whole decoder as one call where that can be; without, op by op.
     """
 
-    device, takes_drafts = torch.device("cpu"), True
+    device, runs_drafters = torch.device("cpu"), True
 
     def __init__(self, dtype: torch.dtype = torch.float32, *, fused: bool = True) -> None:
         self.dtype, self._fused = dtype, fused

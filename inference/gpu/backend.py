@@ -36,7 +36,7 @@ class TritonBackend:
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    takes_drafts = False
+    runs_drafters = False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype

@@ -1,14 +1,16 @@
 """Biases and masks on the device, where steps find them; only what is new is moved there.
 
 A sequence's biases are written to the row of its place when it gets it. Masks change with every
-token: those of a step's constrained sequences, and no others, are moved before it, to the first
-rows. Since a mask needs the token before it, steps with masks never overlap.
+token: those of a step's constrained sequences, and behind each of their drafts, are moved before
+it, and no others, to the first rows. Since a mask needs the token before it, steps with masks never
+overlap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.sequence import MOST_EDITS
+from inference.scheduling.sequence import MASKED_DRAFTS, MOST_EDITS
 from inference.scheduling.work import Work
 from kernels.triton.sampling.edits import LISTED, Edits
 
@@ -50,13 +52,14 @@ class EditTables:
     """
 
     def __init__(self, batch: RunningBatch, device: torch.device, *, pinned: bool) -> None:
-        self._places, self._device, self._pinned = len(batch.names), device, pinned
-        shape = (self._places, LISTED)
+        self._device, self._pinned = device, pinned
+        self._mask_rows = len(batch.names) + MASKED_DRAFTS
+        shape = (len(batch.names), LISTED)
         self._tokens = torch.zeros(shape, dtype=torch.int32, device=device)
         self._values = torch.zeros(shape, dtype=torch.float32, device=device)
         self._masks: Tensor | None = None  # how wide, the first step or mask tells
         self._staged: Tensor | None = None
-        self._listed = np.full(self._places, -1, np.int64)  # whose biases are there
+        self._listed = np.full(len(batch.names), -1, np.int64)  # whose biases are there
 
     def new_for(self, work: Work) -> NewEdits | None:
         """What a step needs that is not there; None where that is nothing."""
@@ -65,7 +68,7 @@ class EditTables:
         new = batch.bias_spans[owners].any(axis=(1, 2)) & (self._listed[owners] != work.serials)
         if masks is None and not new.any():
             return None
-        places = owners[new]
+        places = np.unique(owners[new])
         tokens = np.zeros((len(places), LISTED), np.int32)
         values = np.zeros((len(places), LISTED), np.float32)
         for row, place in enumerate(places.tolist()):
@@ -103,22 +106,26 @@ class EditTables:
         )
 
     def _masks_of(self, work: Work) -> Tensor:
-        """The masks of a step's sequences, one after the other."""
-        rows: list[NDArray[np.int32]] = []
-        for place in work.places[work.masked].tolist():
-            sequence = work.batch.sequences[place]
+        """The masks of a step's sequences, and of their drafts, one after the other."""
+        batch, masks = work.batch, list[NDArray[np.int32]]()
+        owners, starts = work.places[work.masked], work.starts[work.masked]
+        firsts = np.flatnonzero(np.diff(owners, prepend=-1))  # rows of a sequence are side by side
+        for first, end in pairwise([*firsts.tolist(), len(owners)]):
+            place, start = int(owners[first]), int(starts[first]) + 1
+            sequence = batch.sequences[place]
             assert sequence is not None
-            assert sequence.next_mask is not None
-            rows.append(sequence.next_mask())
+            assert sequence.next_masks is not None
+            drafts = batch.ids[place, start : start + end - first - 1].tolist()
+            masks += sequence.next_masks(drafts)
         if self._staged is None:
-            shape = (self._places, len(rows[0]))
+            shape = (self._mask_rows, len(masks[0]))
             self._staged = torch.empty(shape, dtype=torch.int32, pin_memory=self._pinned)
-        staged = self._staged[: len(rows)]
-        np.stack(rows, out=staged.numpy())
+        staged = self._staged[: len(masks)]
+        np.stack(masks, out=staged.numpy())
         return staged
 
     def _masks_on_device(self, words: int) -> Tensor:
         if self._masks is None:
-            shape = (self._places, words)
+            shape = (self._mask_rows, words)
             self._masks = torch.zeros(shape, dtype=torch.int32, device=self._device)
         return self._masks

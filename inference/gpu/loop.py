@@ -5,10 +5,11 @@
 The device is given the next step before the host knows the tokens of the last one, so that it never
 waits for the host. A sequence that turns out to have ended has then one row too many on its way; it
 is dropped when it arrives. Whenever the next step depends on more than where tokens go (blocks run
-short, a request's next token is chosen on the host, or from those that its constraint allows), the
-step on its way is waited for first. Who waits for a place is admitted with what is free by then: a
-step later than it could be, at the most. A step of many tokens of prompts is waited for, too, so
-that who arrives meanwhile is in the next.
+short, a request's next token is chosen on the host, or from those that its constraint allows, or
+drafts are made, which follow known tokens), the step on its way is waited for first; and so is a
+step of drafts, since where tokens go next depends on how many of them came. Who waits for a place
+is admitted with what is free by then: a step later than it could be, at the most. A step of many
+tokens of prompts is waited for, too, so that who arrives meanwhile is in the next.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 
 LONG = 768  # tokens of prompts; launching a step takes a small part of the time of so many
+WARM_DRAFTS = 4  # of a sequence: for so many steps are captured at the start
+MOST_WARM = 256  # decodes and drafts of such a step
 
 
 class DeviceLoop:
@@ -58,10 +61,13 @@ class DeviceLoop:
         """Launch a step, and tell the tokens of the one before it."""
         if not self._may_run_ahead() and (told := self.settle()):
             return told  # the next step is another one now
+        drafted = self._scheduler.wants_drafts
         work = self._scheduler.schedule()
         if not len(work):
             return self.settle()
         launched = self._launch(work)
+        if drafted:  # what the host did since the last step no device's time hides
+            launched.at = self._collected
         result = self.settle()
         self._on_its_way = launched
         return result if result or self._may_run_ahead() else self.settle()
@@ -78,9 +84,9 @@ class DeviceLoop:
         self._scheduler.note_time(work, now - max(self._collected, launched.at))
         self._collected = now
         alive = work.alive()  # others have ended since
-        device = alive & work.samples & ~work.host
-        told = launched.logprobs()
-        result = self._requests.take_tokens(work.places[device], tokens[device], told)
+        device = np.flatnonzero(alive & work.samples & ~work.host)
+        told, firsts = launched.logprobs(), launched.firsts
+        result = self._requests.take_chosen(work, device, firsts[device], tokens, told)
         read = np.flatnonzero(alive & work.host & (work.rows > 0))
         if len(read):
             result += self._requests.take_logits(work, read, launched.logits_of(read))
@@ -98,7 +104,10 @@ class DeviceLoop:
             EngineError: memory is too small for them.
         """
         scheduler = self._scheduler
-        self.runner.warm_up(scheduler.max_batch_size, scheduler.max_batched_tokens)
+        sequences, rows = scheduler.max_batch_size, 0
+        if scheduler.drafter is not None:
+            rows = min(sequences * (1 + WARM_DRAFTS), MOST_WARM)
+        self.runner.warm_up(sequences, scheduler.max_batched_tokens, rows)
 
     def drop(self) -> None:
         """Forget the step on its way."""
@@ -107,7 +116,9 @@ class DeviceLoop:
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""
         scheduler, now = self._scheduler, self._on_its_way
-        if now is not None and now.work.tokens - now.work.singles > LONG:
+        if now is not None and (now.work.drafts.any() or now.work.prompt_tokens > LONG):
+            return False
+        if scheduler.wants_drafts:
             return False
         order, batch = scheduler.order, scheduler.batch
         free = batch.on_device(order) & ~batch.masked[order]  # a mask needs the token before it
@@ -117,5 +128,6 @@ class DeviceLoop:
         self._requests.prepare_cache()
         launched = self.runner.launch(work)
         self._scheduler.advance(work)
-        self._scheduler.batch.expect(work.places[work.samples & ~work.host])
+        on_its_way = work.samples & ~work.host & (work.drafts == 0)
+        self._scheduler.batch.expect(work.places[on_its_way])
         return launched

@@ -76,43 +76,51 @@ class Launched:
     """A step on its way, and whose rows are whose.
 
     Attributes:
-        work: What runs, sequences of one token first.
+        work: What runs, decodes first.
+        rows: The same with drafts as slices of their own (`Work.row_by_row`).
         executed: What it gives, in that order.
         at: When it was launched, seconds of `time.perf_counter`.
     """
 
     work: Work
+    rows: Work
     executed: Executed
     _places: Ints
     at: float = field(default_factory=time.perf_counter)
 
+    @property
+    def firsts(self) -> Ints:
+        """The first of `rows` of each slice of `work`."""
+        return np.cumsum(self.work.parts) - self.work.parts
+
     def tokens(self) -> Ints:
-        """Wait for the step: the next token of each sequence, negative where logits were not
-        finite; of no meaning where the slice is not its last."""
+        """Wait for the step: the next token of each of `rows`, negative where logits were not
+        finite; of no meaning where the slice is not its sequence's last."""
         if self.executed.done is not None:
             self.executed.done.synchronize()
-        found = np.zeros(len(self.work), np.int64)
-        samples = self.work.samples
+        found = np.zeros(len(self.rows), np.int64)
+        samples = self.rows.samples
         found[samples] = self.executed.tokens.numpy()[self._places[samples]]
         return found
 
     def logprobs(self) -> dict[int, dict[int, float]]:
-        """Of a step that was waited for: what the device tells with new tokens, by place."""
+        """Of a step that was waited for: what the device tells with new tokens, by index in
+        `rows`."""
         if self.executed.told is None:
             return {}
-        which, found = self.work.logprobs >= 0, {}
-        rows = zip(*(tensor.tolist() for tensor in self.executed.told), strict=True)
-        own = zip(self.work.places[which].tolist(), self.work.logprobs[which].tolist(), strict=True)
-        for (place, count), (index, values) in zip(own, rows, strict=True):
+        which, found = np.flatnonzero(self.rows.logprobs >= 0), {}
+        told = zip(*(tensor.tolist() for tensor in self.executed.told), strict=True)
+        own = zip(which.tolist(), self.rows.logprobs[which].tolist(), strict=True)
+        for (row, count), (index, values) in zip(own, told, strict=True):
             best = dict(zip(index[:count], values, strict=False))
-            found[place] = best | {index[-1]: values[-1]}
+            found[row] = best | {index[-1]: values[-1]}
         return found
 
     def logits_of(self, which: Ints) -> Tensor:
-        """Logits of some slices, fp32 [rows, vocabulary], on the host."""
-        logits, rows = self.executed.logits, self.work.rows
+        """Logits of some slices of `work`, fp32 [rows, vocabulary], on the host."""
+        logits = self.executed.logits
         assert logits is not None
-        wanted = np.repeat(np.isin(np.arange(len(rows)), which), rows)
+        wanted = np.repeat(np.isin(np.arange(len(self.work)), which), self.work.rows)
         if wanted.all():
             return logits[: len(wanted)].cpu()
         return logits[torch.from_numpy(np.flatnonzero(wanted)).to(logits.device)].cpu()
@@ -175,8 +183,9 @@ class GpuRunner:
         Raises:
             EngineError: memory is too small for it.
         """
-        work = work.singles_first()  # attention takes single tokens first
-        plan, block = self._planned(work, self._size(work))
+        work = work.decodes_first()  # attention takes single tokens first
+        rows = work.row_by_row()
+        plan, block = self._planned(rows, self._size(rows))
         try:
             executed = self.execute(plan)
         except RuntimeError as error:
@@ -186,8 +195,8 @@ class GpuRunner:
             raise too_small("a step", self._device, free, 0, OF_STEPS) from error
         block.moved = executed.done
         if plan.edits is not None:
-            self._edits.note(work, plan.edits)
-        return Launched(work, executed, places(work, plan.size))
+            self._edits.note(rows, plan.edits)
+        return Launched(work, rows, executed, places(rows, plan.size))
 
     def execute(self, plan: StepPlan) -> Executed:
         """Start a planned step; nothing is waited for."""
@@ -216,13 +225,18 @@ class GpuRunner:
         host."""
         return self.launch(work).logits_of(np.arange(len(work)))
 
-    def warm_up(self, sequences: int, tokens: int) -> None:
+    def warm_up(self, sequences: int, tokens: int, rows: int = 0) -> None:
         """Compile and capture the steps of up to so many decodes and tokens of prompts.
+
+        Args:
+            sequences: Most decodes.
+            tokens: Most tokens of prompts.
+            rows: Decodes and drafts of a step, where there are more of them.
 
         Raises:
             EngineError: memory is too small for them.
         """
-        sizes = padded_sizes(sequences, tokens) if self._graphs else []
+        sizes = padded_sizes(sequences, tokens, rows) if self._graphs else []
         with memory_for("warming up", self._device, 0, OF_STEPS), launches_on(self._device):
             for size in sizes:
                 if not size.prompts or self._asks_nothing(size):

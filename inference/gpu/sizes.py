@@ -1,8 +1,9 @@
 """What runs in a step on a GPU, and the size that it is padded to.
 
 A step whose number of tokens is small is padded, so that a CUDA graph captured for one serves many:
-first the sequences of one token, as many as the next power of two; then, in a step that has others,
-`PROMPTS` sequences of `Size.tokens` tokens together.
+first the sequences of one token, as many as the next power of two (or, in a step of more than 32 of
+them and nothing else, what lies halfway); then, in a step that has others, `PROMPTS` sequences of
+`Size.tokens` tokens together. A draft counts as a sequence of one token.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class WholeSize:
 
 def decodes_of(sequences: int) -> Size:
     """The size of a step of so many sequences of one token each."""
-    return Size(_power(sequences))
+    return Size(_halfway(sequences))
 
 
 def size_of(work: Work) -> Size | None:
@@ -71,15 +72,21 @@ def size_of(work: Work) -> Size | None:
     return Size(_power(decodes) if decodes else 0, PROMPTS, _rounded(tokens))
 
 
-def padded_sizes(sequences: int, most: int) -> list[Size]:
+def padded_sizes(sequences: int, most: int, rows: int = 0) -> list[Size]:
     """Sizes of steps of up to so many decodes, of at most so many tokens of prompts, and of both.
 
     The largest come first: what they need of memory is enough for the others.
+
+    Args:
+        sequences: Most decodes.
+        most: Most tokens of prompts.
+        rows: Decodes and drafts of a step without prompts, where there are more of them.
     """
+    alone = {decodes_of(n) for n in range(1, max(sequences, rows) + 1)}
     decodes = sorted({_power(n) for n in range(1, sequences + 1)}, reverse=True)
     tokens = sorted({_rounded(n) for n in range(1, min(most, MOST_TOKENS) + 1)}, reverse=True)
     both = [Size(beside, PROMPTS, count) for count in tokens for beside in (*decodes, 0)]
-    return [Size(count) for count in decodes] + both
+    return [*sorted(alone, key=lambda size: -size.decodes), *both]
 
 
 def whole_size(work: Work) -> WholeSize:
@@ -98,7 +105,12 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def _halfway(count: int) -> int:
+    """The next power of two; above 32, or what lies halfway to it."""
+    power = _power(count)
+    return power * 3 // 4 if power > 32 and count <= power * 3 // 4 else power
+
+
 def _rounded(tokens: int) -> int:
     """The next of 16, 32, 48, 64, 96, 128, 192, ...: powers of two and what lies halfway."""
-    power = max(16, _power(tokens))
-    return power * 3 // 4 if power > 32 and tokens <= power * 3 // 4 else power
+    return max(16, _halfway(tokens))

@@ -7,7 +7,7 @@ imported, so that an HTTP process can refuse what is too large before it sends i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args
@@ -128,6 +128,18 @@ class Matcher(Protocol):
 
         Args:
             ends: Whether end tokens may, if there are others.
+        """
+        ...
+
+    def masks_behind(self, drafts: Sequence[int], ends: Sequence[bool]) -> list[np.ndarray]:
+        """Which tokens may come next, and behind each of some drafts, as if these had come.
+
+        Args:
+            drafts: One token after the other; behind one that may not come nothing counts.
+            ends: As `ends` of `mask`, for each of the masks.
+
+        Returns:
+            As `mask`, one more than there are drafts.
         """
         ...
 

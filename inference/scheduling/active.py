@@ -136,6 +136,31 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             self._look_at(self[name], result)
         return result
 
+    def take_chosen(
+        self, work: Work, which: Ints, firsts: Ints, tokens: Ints, told: Told
+    ) -> StepResult:
+        """Give requests what a device chose for their slices.
+
+        Where a slice has drafts there is a token behind each of its rows; those count whose row is
+        that of the last token or of a draft that came.
+
+        Args:
+            work: The step.
+            which: Indices of slices of it.
+            firsts: The row of each one's last token; those of its drafts follow.
+            tokens: The token chosen behind each row; negative where logits were not finite.
+            told: By row, the log probabilities of those that want them.
+        """
+
+        def choose(places: Ints, rows: Ints) -> tuple[Ints, Told]:
+            own = zip(places.tolist(), rows.tolist(), strict=True)
+            return tokens[rows], {place: told[row] for place, row in own if row in told}
+
+        result, none = StepResult(), np.zeros(len(which), np.int64)
+        accepted = self._take_rows(work, which, firsts, none, choose, result)
+        self._note_accepted(work, which, accepted)
+        return result
+
     def take_logits(self, work: Work, which: Ints, logits: Tensor) -> StepResult:
         """Give requests the logits of their slices: for their prompts, and for their next tokens.
 
@@ -167,24 +192,62 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         time_of_all = time.perf_counter()
         taken = np.where(takes, drafts, 0)
         accepted = self._accept_plain(places, taken, firsts, likely, time_of_all, result)
-        going = np.flatnonzero(takes)
-        while len(going):
-            rows, own = firsts[going] + accepted[going], places[going]
-            tokens = np.full(len(going), -1)
-            ok = finite[rows]
+
+        def choose(own: Ints, rows: Ints) -> tuple[Ints, Told]:
+            tokens, ok = np.full(len(own), -1), finite[rows]
             tokens[ok], told = self._choose(own[ok], logits, rows[ok], likely[rows[ok]])
+            return tokens, told
+
+        accepted[takes] = self._take_rows(
+            work, which[takes], firsts[takes], accepted[takes], choose, result, time_of_all
+        )
+        self._note_accepted(work, which[takes], accepted[takes])
+        return result
+
+    def _take_rows(
+        self,
+        work: Work,
+        which: Ints,
+        firsts: Ints,
+        accepted: Ints,
+        choose: Callable[[Ints, Ints], tuple[Ints, Told]],
+        result: StepResult,
+        now: float | None = None,
+    ) -> Ints:
+        """Give requests the tokens of their rows, one by one, as long as they are the drafts.
+
+        Args:
+            work: The step.
+            which: Indices of slices of it.
+            firsts: The row of each one's last token; those of its drafts follow.
+            accepted: How many drafts of each were taken already.
+            choose: The tokens of places from a row each, and what is told of them, by place.
+            result: What the step gave; it is told the tokens.
+            now: Seconds at which the tokens were there; default: now.
+
+        Returns:
+            How many drafts of each came, the former included.
+        """
+        places, drafts, batch = work.places[which], work.drafts[which], self._scheduler.batch
+        now = time.perf_counter() if now is None else now
+        accepted, going = accepted.copy(), np.arange(len(which))
+        while len(going):
+            own = places[going]
+            tokens, told = choose(own, firsts[going] + accepted[going])
             expected = batch.ids[own, batch.known[own]]  # overwritten by what comes
-            result += self.take_tokens(own, tokens, told, time_of_all)
+            result += self.take_tokens(own, tokens, told, now)
             right = (accepted[going] < drafts[going]) & (tokens == expected)
             accepted[going] += right
             alive = batch.serial[own] == work.serials[which[going]]
             going = going[right & alive]
             batch.computed[places[going]] += 1  # the draft's K and V are those of what came
-        drafter = self._scheduler.drafter
-        if drafter is not None and drafts.any():
-            own = np.flatnonzero(takes & (drafts > 0))
-            drafter.note_accepted(batch, work, which[own], accepted[own])
-        return result
+        return accepted
+
+    def _note_accepted(self, work: Work, which: Ints, accepted: Ints) -> None:
+        """Tell who drafts how many drafts of some slices came."""
+        drafter, some = self._scheduler.drafter, work.drafts[which] > 0
+        if drafter is not None and some.any():
+            drafter.note_accepted(self._scheduler.batch, work, which[some], accepted[some])
 
     def finish(
         self,

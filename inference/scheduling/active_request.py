@@ -82,7 +82,7 @@ class ActiveRequest:
         whole = self.wants_prompt_logits
         self.sequence = TokenSequence(name, list(prompt), terms, whole=whole, held=told is not None)
         self.sequence.findable = self._findable
-        self.sequence.next_mask = self.next_mask
+        self.sequence.next_masks = self.next_masks
 
     def _terms(self, draw: Draw, limit: int) -> Terms:
         """What the batch has to know of it."""
@@ -164,14 +164,21 @@ class ActiveRequest:
         early, mask = len(tokens) < params.min_tokens, None
         forbidden = sorted(self._ends) if early and self.matcher is None else ()
         if self.matcher is not None:
-            mask = self.next_mask()
+            (mask,) = self.next_masks(())
         return sample(logits, self.prompt, tokens, params, forbidden, self._seed, mask)
 
-    def next_mask(self) -> np.ndarray:
-        """Which tokens its constraint lets come next, as `Matcher.mask`."""
+    def next_masks(self, drafts: Sequence[int]) -> list[np.ndarray]:
+        """Which tokens its constraint lets come next, and behind each of some drafts.
+
+        Returns:
+            One more than there are drafts, each as `Matcher.mask`.
+        """
         assert self.matcher is not None
-        early = self.params.ignore_eos or len(self.tokens) < self.params.min_tokens
-        return self.matcher.mask(ends=not early)
+        least, made = self.params.min_tokens, len(self.tokens)
+        ends = [not (self.params.ignore_eos or made + i < least) for i in range(len(drafts) + 1)]
+        if not drafts:
+            return [self.matcher.mask(ends=ends[0])]
+        return self.matcher.masks_behind(drafts, ends)
 
     def ending(self) -> FinishReason | None:
         """The reason where its newest token, which is looked at once, is its last."""

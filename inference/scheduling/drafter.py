@@ -38,12 +38,23 @@ class Drafter(Protocol):
 
     reads: HiddenStates | None
 
-    def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
-        """How many drafts each sequence is to have in a step; blocks are taken for so many.
+    def wants(self, batch: RunningBatch, places: Ints) -> bool:
+        """Whether the next step may have drafts; it is planned with all tokens known then.
 
         Args:
             batch: The running sequences.
-            places: Those of which all tokens but the last are computed.
+            places: Those of which all tokens but the last, which may be on its way, are computed.
+        """
+        ...
+
+    def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
+        """How many drafts each sequence is to have in a step; blocks are taken for so many.
+
+        It is called for every step, and where no sequence can have drafts with none.
+
+        Args:
+            batch: The running sequences.
+            places: Those of which all tokens are known, and all but the last computed.
             most: Most drafts of each: what it may still come to have, less one.
             room: Most drafts of all.
         """

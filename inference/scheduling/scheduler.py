@@ -25,13 +25,13 @@ from functools import cached_property
 import numpy as np
 
 from formats.errors import EngineError
-from inference.scheduling.batch import Ints, RunningBatch
+from inference.scheduling.batch import Bools, Ints, RunningBatch
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.drafter import Drafter
 from inference.scheduling.prefix_tree import Key
 from inference.scheduling.prompt_rate import PromptRate
 from inference.scheduling.prompt_share import Prompt, rounded_down, share_tokens
-from inference.scheduling.sequence import Sequence
+from inference.scheduling.sequence import MASKED_DRAFTS, Sequence
 from inference.scheduling.work import Work
 from kernels.attention_inputs import KV_BLOCK
 
@@ -214,22 +214,34 @@ class Scheduler:
             if place is None or self.batch.sequences[place] is not sequence or row != table:
                 raise EngineError(f"{sequence.name} holds blocks {table}, its row says {row}")
 
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the next step may have drafts, once tokens that are on their way are known."""
+        if self.drafter is None or len(self.order) >= self.max_batched_tokens:
+            return False
+        able = self.order[self._may_have_drafts(self.order)]
+        return bool(len(able)) and self.drafter.wants(self.batch, able)
+
+    def _may_have_drafts(self, places: Ints) -> Bools:
+        """Which sequences have one token to compute, and need not stop with the next."""
+        batch = self.batch
+        length = batch.length[places]
+        able = (batch.computed[places] + 1 == length) & (length < batch.last[places])
+        return able & ~(batch.held_by_client[places] | batch.whole[places])
+
     def _draft(self, places: Ints, counts: Ints) -> Ints:
         """How many drafts each of a step's sequences has; they are in their rows then."""
         drafts, batch = np.zeros_like(places), self.batch
         if self.drafter is None:
             return drafts
         length = batch.length[places]
-        most = np.minimum(batch.last[places] - length, self.max_batched_tokens)
-        able = (counts == 1) & (batch.computed[places] + 1 == length) & (most > 0)
-        able &= ~(batch.held_by_client[places] | batch.whole[places])
-        room = self.max_batched_tokens - int(counts.sum())
-        if room <= 0 or not able.any():
-            return drafts
-        wanted = self.drafter.plan(batch, places[able], most[able], room)
+        able = (counts == 1) & self._may_have_drafts(places) & (batch.known[places] == length)
+        room = max(0, self.max_batched_tokens - int(counts.sum()))
+        most = np.minimum(batch.last[places] - length, self.max_batched_tokens)[able]
+        wanted = self.drafter.plan(batch, places[able], most, room)
         if not wanted.any():
             return drafts
-        drafts[able] = self._with_blocks(places[able], wanted)
+        drafts[able] = self._with_blocks(places[able], _few_masks(batch, places[able], wanted))
         some = np.flatnonzero(drafts)
         if len(some):
             drafts[some] = self.drafter.propose(batch, places[some], drafts[some])
@@ -407,6 +419,13 @@ class Scheduler:
             return
         tokens = sequence.tokens[: sequence.computed]
         self.blocks.release(sequence.name, tokens, sequence.seen, self.root)
+
+
+def _few_masks(batch: RunningBatch, places: Ints, drafts: Ints) -> Ints:
+    """As many drafts, or fewer where a constraint's masks, one for each draft, are too many."""
+    masked = np.where(batch.masked[places], drafts, 0)
+    before = np.cumsum(masked) - masked
+    return np.where(masked > 0, np.clip(MASKED_DRAFTS - before, 0, drafts), drafts)
 
 
 def _findable(sequence: Sequence) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 PENDING = -1  # a token that is being computed, and not known yet
 NEVER = 2**62  # a length that no sequence reaches
 MOST_EDITS = 512  # logits of a sequence that a device changes
+MASKED_DRAFTS = 256  # drafts of constrained sequences in a step, each with a mask of its own
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Terms:
         logprobs: How many of the likeliest tokens are told with each of its tokens; -1: none, and
             no log probability.
         biases: What is added to its logits on a device.
-        masked: Whether a mask says which tokens may come: `Sequence.next_mask` does.
+        masked: Whether a mask says which tokens may come: `Sequence.next_masks` does.
     """
 
     last: int = NEVER
@@ -104,7 +106,8 @@ class Sequence:
         places: Places that it keeps while it runs: its own, and those of what is forked from it.
         order: When it arrived, or what it was forked from; of preempted ones the first goes first.
         place: Its row, None while it waits.
-        next_mask: Which tokens may come next, where that is said; see `constraint.Matcher.mask`.
+        next_masks: Which tokens may come next and behind drafts, where that is said; see
+            `ActiveRequest.next_masks`.
         reference: Tokens of a text that it is expected to repeat in parts, for drafts.
     """
 
@@ -126,7 +129,7 @@ class Sequence:
         self._tokens, self._times, self._computed, self._whole = tokens, [], 0, whole
         self._batch: RunningBatch | None = None
         self.place: int | None = None
-        self.next_mask: Callable[[], NDArray[np.int32]] | None = None
+        self.next_masks: Callable[[Items[int]], list[NDArray[np.int32]]] | None = None
         self.reference: list[int] = []
 
     def __len__(self) -> int:

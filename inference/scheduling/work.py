@@ -34,7 +34,7 @@ class Work:
 
     Attributes:
         batch: Holds the sequences.
-        places: Which ones; each once.
+        places: Which ones; each once, but for what `row_by_row` gives.
         starts: First token of each.
         counts: Tokens of each.
         serials: Who was at each place.
@@ -141,11 +141,35 @@ class Work:
         """Which of the sequences are still where they were."""
         return self.batch.serial[self.places] == self.serials
 
-    def singles_first(self) -> Work:
-        """The same with sequences of one token before those of more."""
-        if self.singles in (0, len(self)):
+    @cached_property
+    def parts(self) -> Ints:
+        """How many slices each becomes in `row_by_row`."""
+        return np.where(self.drafts > 0, self.counts, 1)
+
+    def decodes_first(self) -> Work:
+        """The same with sequences of one token, or of one and drafts, before others."""
+        later = (self.counts > 1) & (self.drafts == 0)
+        if later.all() or not later.any():
             return self
-        order = np.argsort(self.counts > 1, kind="stable")
+        return self._taken(np.argsort(later, kind="stable"))
+
+    def row_by_row(self) -> Work:
+        """The same with each token of those that have drafts as a slice of its own.
+
+        A place has several then, one after the other, the context of each a token longer; a next
+        token is chosen behind each of them.
+        """
+        if not self.drafts.any():
+            return self
+        index = np.repeat(np.arange(len(self)), self.parts)
+        within = np.arange(len(index)) - np.repeat(np.cumsum(self.parts) - self.parts, self.parts)
+        own = self._taken(index)
+        counts = np.where(own.drafts > 0, 1, own.counts)
+        none = np.zeros_like(own.drafts)
+        return replace(own, starts=own.starts + within, counts=counts, drafts=none)
+
+    def _taken(self, which: Ints) -> Work:
+        """Some of its slices, in an order that is given."""
         names = ("places", "starts", "counts", "serials", "samples", "host", "whole")
         names += ("logprobs", "drafts")
-        return replace(self, **{name: getattr(self, name)[order] for name in names})
+        return replace(self, **{name: getattr(self, name)[which] for name in names})

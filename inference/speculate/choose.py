@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from formats.errors import EngineError
+from inference.backend import Backend
 from inference.config import SpeculateConfig
 from inference.speculate.chain import Target
 from inference.speculate.draft import DraftModel
@@ -21,6 +24,20 @@ NETWORK_PROPOSERS: dict[str, Callable[[str, Target], Proposer]] = {
     "draft": DraftModel,
     "eagle": eagle_proposer,
 }
+
+
+def require_method(config: SpeculateConfig, backend: Backend[Any, Any]) -> None:
+    """Check, before anything is loaded, that a device's steps give a method what it reads.
+
+    Raises:
+        EngineError: they do not.
+    """
+    if config.method not in TEXT_PROPOSERS and not backend.runs_drafters:
+        allowed = " or ".join(TEXT_PROPOSERS)
+        raise EngineError(
+            f"speculate: found {config.method}, which runs a network beside the model; on "
+            f"{backend.device} drafts come from {allowed}. Ask for one of them, or use device cpu"
+        )
 
 
 def choose_proposer(config: SpeculateConfig, target: Target) -> Proposer:

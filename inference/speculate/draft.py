@@ -31,7 +31,7 @@ class DraftModel(ChainProposer):
 
     def __init__(self, name: str, target: Target) -> None:
         checkpoint, sizes, backend = Checkpoint.open(name), target.sizes, target.backend
-        assert isinstance(backend, CpuBackend), "no other takes drafts"
+        assert isinstance(backend, CpuBackend), "no other runs drafters"
         check_config(checkpoint)
         shape = read_shape(checkpoint, backend, transformers_code=sizes.transformers_code)
         self._vocabulary = require_same_vocabulary(

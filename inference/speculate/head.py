@@ -73,7 +73,7 @@ def declared(target: Target) -> tuple[CpuDecoder, CpuBackend]:
     Raises:
         EngineError: transformers' code runs it.
     """
-    assert isinstance(target.backend, CpuBackend), "no other takes drafts"
+    assert isinstance(target.backend, CpuBackend), "no other runs drafters"
     if not isinstance(target.model, Decoder):
         raise EngineError(
             "speculate: a head reads hidden states of the model, and transformers' code, which "

@@ -1,7 +1,8 @@
 """How many drafts a step has: as many as bring the most tokens a second.
 
-A step of R rows takes about a + b R seconds, and asking for drafts c + d m where the longest chain
-has m; all four are learned from the steps themselves. Drafts of a sequence are found with
+A step of R rows takes about a + b R seconds, with an a and b of its own where it has drafts (a GPU
+is waited for then), and asking for drafts c + d m where the longest chain has m; all of them are
+learned from the steps themselves. Drafts of a sequence are found with
 probability f, and each comes with probability p where those before it came: the i-th adds f p^i
 tokens to a step on average, and f rows. The drafts of all sequences are taken in the order of these
 gains as long as they make
@@ -9,8 +10,10 @@ gains as long as they make
     (tokens of the step) / (seconds of the step)
 
 larger: none, where they do not pay, as in a large batch. A sequence for which none pay rests, ever
-longer, and gets a few then, so that it is noticed when its text becomes one that can be guessed.
-While d > a + b not even drafts that always come would pay: two steps of `SELDOM` have any then.
+longer, and gets a few then, so that it is noticed when its text becomes one that can be guessed;
+rests end together, so that few steps have such drafts. One step of `PLAIN` has none in any case, so
+that it stays known what such a step takes. While d > a + b not even drafts that always
+come would pay: two steps of `SELDOM` have any then.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ Floats = NDArray[np.floating]
 MOST_DEPTH = 16  # drafts of a sequence in a step
 PAUSES = 8, 128  # steps for which a sequence rests: first, and at most
 SELDOM = 512  # steps
+PLAIN = 64  # one step of so many has no drafts, so that it is known what such a step takes
 PROBED = 2  # drafts of a sequence for which none pay
 MEMORY = 0.8  # weight of the past in p, for each draft that was looked at, and in f
 PRIOR = 0.6  # f and p before anything is known
@@ -39,6 +43,7 @@ RAREST = 0.02  # least f that is believed
 OF_ALL = 0.98  # weight of the past in what a new sequence begins with
 FADING = 0.98  # weight of the past in what a step takes
 SLOPE = 0.1  # share of a one-row step that a further row is first taken to cost
+OUTLIER = 5  # times what a step was expected to take: it compiled, or the machine was away
 
 
 class StepTime:
@@ -53,12 +58,27 @@ class StepTime:
 
     def __init__(self, first: tuple[float, float]) -> None:
         self._n = self._r = self._rr = self._s = self._rs = 0.0
+        self._first: tuple[int, float] | None = None  # rows and seconds, not believed yet
         self.line = first
 
+    @property
+    def learned(self) -> bool:
+        """Whether `line` is what steps took."""
+        return self._n > 0
+
     def note(self, rows: int, seconds: float) -> None:
-        """Learn from a step."""
-        if self._n and seconds > 5 * self.of(rows):
-            return  # it compiled something, or the machine was away
+        """Learn from a step; the first one is believed when a second has taken about as long."""
+        if not self._n:
+            first, self._first = self._first, (rows, seconds)
+            if first is None or first[1] > OUTLIER * seconds:
+                return
+            self._learn(*first)
+        if seconds <= OUTLIER * self.of(rows):
+            self._learn(rows, seconds)
+
+    def _learn(self, rows: int, seconds: float) -> None:
+        if self._n:
+            seconds = min(seconds, 2 * self.of(rows))  # one slow step says little of the next
         self._n, self._r, self._rr = (FADING * x for x in (self._n, self._r, self._rr))
         self._s, self._rs = FADING * self._s, FADING * self._rs
         self._n, self._r, self._rr = self._n + 1, self._r + rows, self._rr + rows * rows
@@ -108,17 +128,45 @@ class Speculation:
         self._pause = np.full(places + 1, PAUSES[0])
         self._planned = 0  # steps
         self._drafted = np.full(places + 1, -1, np.int64)  # the last of them that had drafts
-        self._time, self._drafting = StepTime((1.0, SLOPE)), StepTime((0.0, 0.0))
-        self._spent = 0.0  # seconds of drafting in this step
+        self._plain, self._drafting = StepTime((1.0, SLOPE)), StepTime((0.0, 0.0))
+        self._verifying = StepTime((0.0, 0.0))  # steps in which drafts were asked for
+        self._asked, self._spent = False, 0.0  # in this step; seconds of drafting
         self.proposed, self.accepted = (np.zeros(self._most, np.int64) for _ in range(2))
         self.steps = 0
+
+    def wants(self, batch: RunningBatch, places: Ints) -> bool:
+        """`Drafter.wants`."""
+        step = self._planned + 1
+        if self._depth is not None:
+            return True
+        if self._goes_without(step):
+            return False
+        new = self._serial[places] != batch.serial[places]
+        return bool((new | (self._awake[places] <= step)).any())
+
+    def _goes_without(self, step: int) -> bool:
+        """Whether a step has no drafts, whoever runs."""
+        if self._too_slow:
+            return step % SELDOM >= 2
+        return not self._plain.learned or step % PLAIN == 0
+
+    @property
+    def _too_slow(self) -> bool:
+        """Whether a draft takes longer to make than a token to compute."""
+        return self._drafting.line[1] > self._steps[0].of(1)
+
+    @property
+    def _steps(self) -> tuple[StepTime, StepTime]:
+        """Times of steps without drafts and with; those of the former where there were none."""
+        return self._plain, self._verifying if self._verifying.learned else self._plain
 
     def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
         """`Drafter.plan`."""
         most, self._planned = np.minimum(most, self._most), self._planned + 1
-        if self._depth is None and self._drafting.line[1] > self._time.of(1):
-            few = PROBED if self._planned % SELDOM < 2 else 0
-            return np.minimum(most, few) if few * len(most) <= room else np.zeros_like(most)
+        if self._depth is None and self._goes_without(self._planned):
+            return np.zeros_like(most)
+        if self._depth is None and self._too_slow:
+            return np.minimum(most, PROBED if PROBED * len(most) <= room else 0)
         new = self._serial[places] != batch.serial[places]
         fresh = places[new]
         self._found[fresh], self._chance[fresh] = self._found_by_all, self._chance_of_all
@@ -136,7 +184,7 @@ class Speculation:
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """`Drafter.propose`."""
-        start = time.perf_counter()
+        start, self._asked = time.perf_counter(), True
         counts = self._proposer.propose(batch, places, most)
         self._spent = time.perf_counter() - start
         if (self._drafted[places] == self._planned - 1).all():  # else it had to catch up
@@ -164,9 +212,10 @@ class Speculation:
 
     def note_time(self, work: Work, seconds: float) -> None:
         """`Drafter.note_time`."""
-        spent, self._spent = self._spent, 0.0
+        spent, asked, self._spent, self._asked = self._spent, self._asked, 0.0, False
         if work.prompt_tokens == 0:
-            self._time.note(work.tokens, max(seconds - spent, 1e-9))
+            times = self._verifying if asked else self._plain
+            times.note(work.tokens, max(seconds - spent, 1e-9))
 
     def note_hidden(self, work: Work, hidden: Tensor) -> None:
         """`Drafter.note_hidden`."""
@@ -203,9 +252,10 @@ class Speculation:
             rows: Rows that it adds on average.
             chain: The longest chain with it.
         """
-        (a, b), (c, d) = self._time.line, self._drafting.line
+        plain, verifying = self._steps
+        (a, b), (c, d) = verifying.line, self._drafting.line
         seconds = a + b * (sequences + np.cumsum(rows)) + c + d * chain
-        without = sequences / (a + b * sequences)
+        without = sequences / plain.of(sequences)
         speeds = (sequences + np.cumsum(gains)) / seconds
         best = int(speeds.argmax())
         return best + 1 if speeds[best] > without else 0
@@ -215,7 +265,8 @@ class Speculation:
         idle = places[wanted == 0]
         again = self._rests[idle]
         self._rests[places], self._rests[idle] = False, True
-        self._awake[idle] = self._planned + 1 + self._pause[idle]
+        pause = self._pause[idle]
+        self._awake[idle] = (self._planned // pause + 1) * pause  # with others' rests
         self._pause[idle[again]] = np.minimum(2 * self._pause[idle[again]], PAUSES[1])
         wanted[wanted == 0] = np.where(again, np.minimum(PROBED, most[wanted == 0]), 0)
         return wanted

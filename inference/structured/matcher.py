@@ -55,7 +55,33 @@ class GrammarMatcher:
         Args:
             ends: Whether end tokens may, if there are others.
         """
-        allowed = self._filled[0, : self._words]
+        return self._allowed(self._filled, ends=ends)
+
+    def masks_behind(self, drafts: Sequence[int], ends: Sequence[bool]) -> list[np.ndarray]:
+        """Which tokens may come next, and behind each of some drafts, as if these had come.
+
+        Args:
+            drafts: One token after the other. Behind the first that may not come, where nothing
+                counts, masks are those before it.
+            ends: As `ends` of `mask`, for each of them.
+
+        Returns:
+            As `mask`, one more than there are drafts.
+        """
+        masks, filled, taken = [self.mask(ends=ends[0])], self._filled.copy(), 0
+        for token, may_end in zip(drafts, ends[1:], strict=True):
+            going = taken == len(masks) - 1 and not self._matcher.is_terminated()
+            if going and self._matcher.accept_token(token):
+                taken += 1
+                if not self._matcher.is_terminated():
+                    self._matcher.fill_next_token_bitmask(filled)
+            masks.append(self._allowed(filled, ends=may_end).copy())
+        if taken:
+            self._matcher.rollback(taken)
+        return masks
+
+    def _allowed(self, filled: np.ndarray, *, ends: bool) -> np.ndarray:
+        allowed = filled[0, : self._words]
         others = allowed & ~self._ends
         return allowed if ends or not others.any() else others
 

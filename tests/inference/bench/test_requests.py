@@ -17,7 +17,7 @@ from inference.bench import requests
 from inference.bench.engine_process import EngineProcess, EngineSource
 from inference.bench.figures import describe, summarize
 from inference.bench.load import Load, Run, ask, between_tokens, run_once
-from inference.bench.oracle import chance_of, fake_drafts
+from inference.bench.oracle import TOKEN, Oracle, chance_of
 from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
@@ -116,9 +116,10 @@ def test_faked_drafts_come_as_often_as_is_asked(tiny_llama, acceptance, depth):
     assert sum(p**i for i in range(depth + 1)) == pytest.approx(acceptance)
     config = EngineConfig(max_batch_size=3, max_model_len=512, prefix_cache=False)
     runner = Engine.from_pretrained(tiny_llama, config=config)
-    load = Load(batch=3, prompt_tokens=9, new_tokens=240)
+    load = Load(batch=3, prompt_tokens=9, new_tokens=240, token=TOKEN)
     wanted = [output.token_ids for output in ask(runner, load)]
-    fake_drafts(runner, load, acceptance, depth)
+    assert wanted == [[TOKEN] * 240] * 3
+    runner.speculate_by(Oracle(TOKEN, p), depth)
     assert [output.token_ids for output in ask(runner, load)] == wanted
     found = run_once(runner, load).drafts
     assert found.tokens_per_step == pytest.approx(acceptance, rel=0.12)
@@ -128,7 +129,7 @@ def test_faked_drafts_come_as_often_as_is_asked(tiny_llama, acceptance, depth):
     ("words", "told"),
     [
         (["--acceptance", "3"], "give --depth N"),
-        (["--acceptance", "3", "--depth", "auto"], "give --depth N"),
+        (["--acceptance", "6", "--depth", "auto"], "4 drafts give from 1 to 5"),
         (["--acceptance", "3", "--depth", "4", "--speculate", "ngram"], "no --speculate"),
         (["--acceptance", "6", "--depth", "4"], "4 drafts give from 1 to 5"),
         (["--depth", "4"], "give --speculate"),

@@ -27,6 +27,8 @@ from inference.scheduling.active import ActiveRequests
 from inference.scheduling.active_request import ActiveRequest
 from inference.scheduling.blocks import BlockManager, blocks_for
 from inference.scheduling.scheduler import Scheduler
+from inference.speculate.speculation import Speculation
+from tests.inference.speculate.requests import Replay
 
 V, END = 40, 0
 CPU = torch.device("cpu")
@@ -107,6 +109,37 @@ class Multiples:
         bits[END] = ends
         return np.packbits(bits, bitorder="little").view(np.int32)[: -(-V // 32)]
 
+    def masks_behind(self, drafts, ends) -> list[np.ndarray]:
+        now, masks = self.next, [self.mask(ends=ends[0])]
+        for token, may_end in zip(drafts, ends[1:], strict=True):
+            self.accept(token)
+            masks.append(self.mask(ends=may_end))
+        self.next = now
+        return masks
+
+
+class Knowing:
+    """Drafts of outputs that are known, some of them wrong, and sometimes none."""
+
+    def __init__(self, requests: list, found: dict, rng: random.Random) -> None:
+        self._texts = [[*requests[i][0], *own[0]] for i, own in found.items()]
+        self._random = rng
+
+    def propose(self, batch, places, most):
+        counts = np.zeros_like(places)
+        for i, (place, count) in enumerate(zip(places.tolist(), most.tolist(), strict=True)):
+            known = int(batch.known[place])
+            begun = batch.ids[place, :known].tolist()
+            text = next((t for t in self._texts if t[:known] == begun), [])
+            drafts = text[known : known + self._random.randint(0, count)]
+            drafts = [t if self._random.random() < 0.8 else (t + 1) % V for t in drafts]
+            batch.ids[place, known : known + len(drafts)] = drafts
+            counts[i] = len(drafts)
+        return counts
+
+    def note_end(self, tokens, prompt) -> None:
+        pass
+
 
 def some_request(rng: random.Random, limit: int) -> tuple[list[int], SamplingParams]:
     most = rng.choice([1, 2, rng.randint(1, 80), 150, 1000])
@@ -155,10 +188,12 @@ def serve(
     config: EngineConfig,
     aborts: float = 0.0,
     shortages: float = 0.0,
+    speculation: Speculation | None = None,
 ) -> dict:
     """Tokens and reasons of requests that arrive when they like, by number."""
     assert config.max_model_len is not None
     active, loop, blocks = make_loop(config, rng, shortages)
+    loop._scheduler.drafter = speculation
     todo, found, idle = list(enumerate(requests)), {}, 0
     gained: dict[str, list[int]] = {}
     hurry = rng.choice([0.1, 0.5, 1.0])
@@ -180,7 +215,8 @@ def serve(
             result.finished += active.ask_for_less(error)
         idle = 0 if result else idle + 1
         assert idle < 400, "nothing goes on"
-        assert len(set(result.names)) == len(result.names) == len(result.tokens)
+        assert len(result.names) == len(result.tokens)
+        assert speculation is not None or len(set(result.names)) == len(result.names)
         for name, token in zip(result.names, result.tokens, strict=True):
             gained.setdefault(name, []).append(token)
         for output in result.finished:
@@ -215,6 +251,50 @@ def test_requests_get_in_any_company_what_they_get_alone(seed, monkeypatch):
     assert len(wanted) == len(requests)
     found = serve(requests, rng, crowded, aborts=0.02)
     assert found == {number: wanted[number] for number in found}
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drafts_change_nothing(seed):
+    rng = random.Random(100 + seed)
+    limit, places = rng.choice([65, 129, 200]), rng.choice([1, 3, 13])
+    each = blocks_for(limit)
+    requests = [some_request(rng, limit) for _ in range(12)]
+    sizes: dict[str, Any] = {"max_model_len": limit}
+    alone = EngineConfig(max_batch_size=1, kv_blocks=each, eager=True, **sizes)
+    crowded = EngineConfig(
+        max_batch_size=places,
+        max_batched_tokens=rng.choice([2, 7, 64, 512]),
+        kv_blocks=each + rng.choice([0, 1, 3, each * places]),
+        **sizes,
+    )
+    wanted = serve(requests, rng, alone)
+    depth = rng.choice([1, 3, 8, None])
+    speculation = Speculation(Knowing(requests, wanted, rng), places, depth)
+    found = serve(requests, rng, crowded, aborts=0.01, speculation=speculation)
+    assert found == {number: wanted[number] for number in found}
+    assert speculation.accepted.sum() > 0 or depth is None
+
+
+def test_drafts_take_fewer_steps():
+    """Two requests of twenty tokens, all drafts right: six tokens of each in a step."""
+    config = EngineConfig(max_batch_size=2, max_model_len=99, kv_blocks=9)
+    prompts = [[i + 1] * 5 for i in range(2)]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, logprobs=i or None) for i in range(2)]
+    wanted = serve(list(zip(prompts, params, strict=True)), random.Random(0), config)
+    active, loop, _ = make_loop(config, random.Random(0))
+    texts = [[*prompts[i], *wanted[i][0]] for i in range(2)]
+    loop._scheduler.drafter = Speculation(Replay(texts, 1.0, V), 2, 5)
+    for i in range(2):
+        active.add(ActiveRequest(str(i), prompts[i], params[i], Letters(), frozenset(), 99))
+    gained = []
+    while active:
+        result = loop.step()
+        gained.append(len(result.names))
+        for output in result.finished:
+            number = int(output.request_id)
+            assert (output.token_ids, output.finish_reason) == wanted[number][:2]
+            assert output.logprobs == wanted[number][2]
+    assert [count for count in gained if count] == [2, 12, 12, 12, 2]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from formats.errors import EngineError
 from inference.config import EngineConfig, SpeculateConfig
+from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from inference.speculate.speculation import MOST_DEPTH, StepTime
+from inference.speculate.speculation import MOST_DEPTH, Speculation, StepTime
 from tests.inference.speculate.requests import Replay, all_tokens, run_all, some_requests
 
 COUNT = int(os.environ.get("PTQ_SPECULATED_REQUESTS", "40"))
@@ -133,6 +134,26 @@ def test_drafts_take_no_block_that_another_needs(tiny_llama):
     assert runner.stats().preemptions == 0
 
 
+def pretend(
+    runner: Engine,
+    step: Callable[[int], float] = lambda rows: 1e-3 + 2e-5 * rows,
+    drafting: Callable[[int], float] = lambda longest: 1e-6,
+) -> Speculation:
+    """Have steps of so many rows, and chains of so many drafts, take other times than they do."""
+    found = runner.speculation
+    assert found is not None
+    kinds = (found._plain, step), (found._verifying, step), (found._drafting, drafting)
+    for times, seconds in kinds:
+        times.note = _instead(times.note, seconds)
+    return found
+
+
+def _instead(
+    note: Callable[[int, float], None], seconds: Callable[[int], float]
+) -> Callable[[int, float], None]:
+    return lambda rows, _: note(rows, seconds(rows))
+
+
 def test_a_depth_is_chosen_that_pays(tiny_llama):
     """Drafts that never come are hardly ever made; those that always come are long chains."""
     params = SamplingParams(max_tokens=120, ignore_eos=True)
@@ -142,9 +163,8 @@ def test_a_depth_is_chosen_that_pays(tiny_llama):
         (wanted,) = runner.generate(["def f"], params)
         text = [*wanted.prompt_token_ids, *wanted.token_ids]
         runner.speculate_by(Replay([text], chance, 100))
+        computed.append(pretend(runner))
         runner.generate(["def f"], params)
-        assert runner.speculation is not None
-        computed.append(runner.speculation)
     assert computed[0].proposed.sum() < 40
     assert computed[1].accepted.sum() > 80
     assert computed[1].steps < 30
@@ -157,33 +177,48 @@ def test_what_costs_more_than_a_step_is_left_out(tiny_llama):
     runner = engine(tiny_llama)
     (wanted,) = runner.generate(["def f"], params)
     replay = Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100)
-    propose = replay.propose
-    replay.propose = lambda batch, places, most: (
-        time.sleep(0.01 * int(most.max())) or propose(batch, places, most)
-    )
     runner.speculate_by(replay)
+    found = pretend(runner, drafting=lambda longest: 0.01 * longest)
     assert runner.generate(["def f"], params)[0].token_ids == wanted.token_ids
-    assert runner.speculation is not None
-    assert runner.speculation.steps < 5
+    assert 0 < found.steps < 8
 
 
 def test_a_pause_while_drafts_are_made_does_not_end_them(tiny_llama):
-    """The machine is away for a second at the third time; all others take no time."""
+    """The machine is away for a second, at any of the first times; all others take no time."""
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     runner = engine(tiny_llama)
     (wanted,) = runner.generate(["def f"], params)
-    replay, calls = Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100), []
-    propose = replay.propose
+    for paused in (1, 2, 3):
+        calls = []
 
-    def pausing(batch, places, most):
-        calls.append(int(most.max()))
-        time.sleep(float(len(calls) == 3))
-        return propose(batch, places, most)
+        def seconds(longest: int, calls: list[int] = calls, paused: int = paused) -> float:
+            calls.append(longest)
+            return 1.0 if len(calls) == paused else 1e-6
 
-    replay.propose = pausing
-    runner.speculate_by(replay)
-    runner.generate(["def f"], params)
-    assert max(calls[4:]) > 4
+        runner.speculate_by(Replay([[*wanted.prompt_token_ids, *wanted.token_ids]], 1.0, 100))
+        pretend(runner, drafting=seconds)
+        runner.generate(["def f"], params)
+        assert max(calls[4:]) > 4
+
+
+def test_steps_with_drafts_that_take_longer_are_known_for_it(tiny_llama):
+    """A step with drafts takes three times as long, as where a device is waited for: one token
+    more a step would not pay, four do."""
+    params = SamplingParams(max_tokens=300, ignore_eos=True)
+    accepted = []
+    for chance in (0.55, 1.0):
+        runner = engine(tiny_llama)
+        (wanted,) = runner.generate(["def f"], params)
+        text = [*wanted.prompt_token_ids, *wanted.token_ids]
+        runner.speculate_by(Replay([text], chance, 100))
+        found = pretend(runner)
+        found._verifying.note = _instead(
+            type(found._verifying).note.__get__(found._verifying), lambda rows: 3e-3
+        )
+        runner.generate(["def f"], params)
+        accepted.append(found.accepted.sum() / 300)
+    assert accepted[0] < 0.2
+    assert accepted[1] > 0.7
 
 
 def test_what_a_step_takes_is_a_line():
@@ -199,6 +234,17 @@ def test_what_a_step_takes_is_a_line():
     assert times.line == (a, b)
 
 
+@pytest.mark.parametrize("first", [5.0, 1e-6])
+def test_one_step_alone_is_not_believed(first):
+    times = StepTime((1.0, 0.1))
+    times.note(1, first)
+    assert not times.learned
+    times.note(1, 4e-3)
+    times.note(1, 4e-3)
+    assert times.learned
+    assert times.of(1) == pytest.approx(min(first, 4e-3), rel=0.1)
+
+
 def test_bad_configurations_are_refused():
     with pytest.raises(EngineError, match="method draft needs a path"):
         SpeculateConfig(method="draft")
@@ -206,8 +252,10 @@ def test_bad_configurations_are_refused():
         SpeculateConfig(method="ngram", path="x")
 
 
-def test_a_device_without_drafts_says_so(tiny_llama, monkeypatch):
-    runner = engine(tiny_llama)
-    monkeypatch.setattr(type(runner.backend), "takes_drafts", False)
-    with pytest.raises(EngineError, match="steps on cpu take no drafts"):
-        runner.speculate_by(Replay([], 1.0, 100))
+def test_a_device_that_runs_no_drafter_says_so(tiny_llama, monkeypatch):
+    """Before the path of the drafter, or the weights of the model, are looked at."""
+    monkeypatch.setattr(CpuBackend, "runs_drafters", False)
+    own = SpeculateConfig(method="draft", path="nowhere")
+    with pytest.raises(EngineError, match="found draft.* on cpu drafts come from ngram or suffix"):
+        engine(tiny_llama, speculate=own)
+    assert engine(tiny_llama, speculate=SpeculateConfig(method="ngram")).speculation is not None

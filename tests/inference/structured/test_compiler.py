@@ -253,3 +253,30 @@ def test_characters_of_strings_are_those_of_json_in_utf_8(schema):
         assert matches(text.encode()), text
     for half_or_control in (b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\x01", b"\n", b"\xc3"):
         assert not matches(half_or_control), half_or_control
+
+
+def test_masks_behind_drafts_are_those_of_text_that_has_come(compiler):
+    """Whatever is drafted, the end too, the matcher is where it was."""
+    make = compiler.compile(Constraint.regex("[0-9]{3}x?")).result(60)
+    own, other = make(()), make(())
+    drafts, masks = list[int](), [other.mask().copy()]
+    while not other.done:  # the last of the tokens that may come, as long as any but an end may
+        token = np.flatnonzero(np.unpackbits(masks[-1].view(np.uint8), bitorder="little"))[-1]
+        assert other.accept(int(token))
+        drafts.append(int(token))
+        masks.append(other.mask().copy())
+    assert len(drafts) > 1
+    before = own.mask().copy()
+    ended = [*drafts, 0]
+    for tokens in ([], drafts[:1], drafts, ended, [*ended, 0, drafts[0]]):
+        found = own.masks_behind(tokens, [True] * (len(tokens) + 1))
+        assert len(found) == len(tokens) + 1
+        for mask, wanted in zip(found, masks, strict=False):
+            assert (mask == wanted).all()
+        assert (own.mask() == before).all()
+    unlike = next(token for token in range(1, 400) if not before[token // 32] >> token % 32 & 1)
+    first, *_ = own.masks_behind([unlike, *drafts], [True] * (len(drafts) + 2))
+    assert (first == before).all()
+    for token in drafts:
+        assert own.accept(token)
+    assert own.done

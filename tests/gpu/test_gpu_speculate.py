@@ -1,0 +1,133 @@
+"""Drafts on a GPU: what comes is what comes without, in fewer steps.
+
+A step of drafts has other rows than a step without, and the last bits of logits depend on how many
+rows share a step: tokens may differ where two logits nearly tie, and are compared as far as there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from formats.errors import EngineError
+from inference.config import EngineConfig, SpeculateConfig
+from inference.engine import Engine
+from inference.requests.constraint import Constraint
+from inference.requests.request import RequestOutput, SamplingParams
+from tests.gpu.test_gpu_engine import random_engine
+from tests.inference.speculate.requests import Replay
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny-python"
+SCHEMES = ["float", "w4c8", "a8w8c8", "a8w8c8_dynamic", "fp8_c8", "c4", "a8w4c4_two_level"]
+NEAR = 0.15  # between log probabilities of tokens that nearly tie
+
+
+def drafted(engine: Engine, wanted: list[RequestOutput], chance: float, depth: int | None) -> None:
+    texts = [[*output.prompt_token_ids, *output.token_ids] for output in wanted]
+    engine.speculate_by(Replay(texts, chance, engine.model.config.vocab_size), depth)
+
+
+def same_as_far_as_ties(found: RequestOutput, wanted: RequestOutput) -> int:
+    """How many tokens come before the first that differs, which nearly ties with the other."""
+    assert found.logprobs is not None
+    assert wanted.logprobs is not None
+    rows = zip(found.token_ids, wanted.token_ids, found.logprobs, wanted.logprobs, strict=True)
+    for i, (own, other, told, asked) in enumerate(rows):
+        for token in {own, other} & told.keys() & asked.keys():
+            assert told[token] == pytest.approx(asked[token], abs=NEAR)
+        if own != other:
+            assert asked[other] - asked[own] < NEAR
+            return i
+    return len(found.token_ids)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_greedy_requests_get_what_they_get_without_drafts(scheme):
+    engine = random_engine("small", scheme)
+    prompts = [[(7 + 3 * i * j) % 4000 for j in range(30 * i + 2)] for i in range(8)]
+    params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=5)
+    wanted = engine.generate(prompts, params)
+    drafted(engine, wanted, 0.8, 5)
+    found = engine.generate(prompts, params)
+    equal = [same_as_far_as_ties(*pair) for pair in zip(found, wanted, strict=True)]
+    assert sum(equal) > 0.5 * 60 * len(prompts)
+    assert engine.speculation is not None
+    assert engine.speculation.accepted.sum() > 0.4 * sum(equal)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("scheme", ["float", "a8w8c8"])
+def test_sampled_requests_keep_their_random_numbers(scheme):
+    """Drafts of a draw that was recorded come as often as they were right."""
+    engine = random_engine("small", scheme, max_batch_size=4)
+    params = [
+        SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.9, seed=i, top_k=50 * (i % 2))
+        for i in range(4)
+    ]
+    prompts = [[i + 1] * 9 for i in range(4)]
+    wanted = engine.generate(prompts, params)
+    drafted(engine, wanted, 1.0, 4)
+    found = engine.generate(prompts, params)
+    assert engine.speculation is not None
+    counts = [
+        next(
+            (i for i, (a, b) in enumerate(zip(x.token_ids, y.token_ids, strict=True)) if a != b), 80
+        )
+        for x, y in zip(found, wanted, strict=True)
+    ]
+    assert max(counts) == 80
+    assert sum(counts) > 160
+    assert engine.speculation.accepted.sum() >= 0.75 * sum(counts)
+
+
+def test_a_step_gives_a_request_several_tokens():
+    engine = random_engine("small", "a8w8c8")
+    params = SamplingParams(max_tokens=31, ignore_eos=True, logit_bias={7: 100.0})
+    (wanted,) = engine.generate([[5] * 40], params)
+    assert wanted.token_ids == [7] * 31
+    drafted(engine, [wanted], 1.0, 5)
+    name, gained = engine.add_request([5] * 40, params), []
+    while engine.has_unfinished:
+        gained.append(engine.advance().names.count(name))
+    assert [count for count in gained if count] == [1, 6, 6, 6, 6, 6]
+
+
+def test_constrained_requests_have_a_mask_behind_each_draft():
+    pytest.importorskip("xgrammar")
+    schema = {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 2, "maxItems": 4}
+    constraint = Constraint.json_schema(schema)
+    params = [
+        SamplingParams(max_tokens=200, constraint=constraint, temperature=0.9 * (i % 2), seed=i)
+        for i in range(4)
+    ]
+    sizes = EngineConfig(max_model_len=512)
+    engine = Engine.from_pretrained(TINY, device="cuda", config=sizes)
+    wanted = engine.generate(["def add(a, b):"] * 4, params)
+    drafted(engine, wanted, 0.7, 4)
+    for output in engine.generate(["def add(a, b):"] * 4, params):
+        assert output.finish_reason == "stop"
+        assert set(json.loads(output.text)) <= {"red", "blue"}
+    assert engine.speculation is not None
+    assert engine.speculation.accepted.sum() > 10
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_methods_that_read_text_draft(method):
+    config = EngineConfig(speculate=SpeculateConfig(method=method, depth=4), max_model_len=512)
+    engine = Engine.from_pretrained(TINY, device="cuda", config=config)
+    text = "def area(width, height):\n    return width * height\n\n\n" * 3
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    for _ in range(2):
+        engine.generate([text], params)
+    assert engine.speculation is not None
+    assert engine.speculation.accepted.sum() > 30
+
+
+def test_what_a_gpu_does_not_run_is_refused():
+    config = EngineConfig(speculate=SpeculateConfig(method="eagle", path="nowhere"))
+    with pytest.raises(EngineError, match="found eagle.* on cuda drafts come from ngram or suffix"):
+        Engine.from_pretrained(TINY, device="cuda", config=config)
