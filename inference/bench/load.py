@@ -110,7 +110,7 @@ def ask(engine: Engine, load: Load) -> list[RequestOutput]:
     shape = (load.batch, load.prompt_tokens)
     generator = torch.Generator().manual_seed(SEED)
     prompts = torch.randint(engine.model.config.vocab_size, shape, generator=generator).tolist()
-    bias = {} if load.token is None else {load.token: STRONG}
+    bias = () if load.token is None else ((load.token, STRONG),)
     params = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True, logit_bias=bias)
     return engine.generate(prompts, params)
 
