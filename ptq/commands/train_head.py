@@ -10,6 +10,7 @@ such heads are published, so that other runtimes read it, too.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +88,14 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--learning-rate", type=float, default=2e-3, metavar="X", help="default 0.002"
+    )
+    made.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        metavar="X",
+        help="most time of training, after the text is read: the learning rate falls to zero by "
+        "then; default: as long as the epochs take",
     )
     made.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
     made.add_argument("--device", type=device, default="cpu", help="cpu (the default) or cuda")

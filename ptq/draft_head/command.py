@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace, data: DatasetSpec) -> None:
         whole = continued_by_model(checkpoint, whole, arguments.device)
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype)
+    if arguments.device != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32
     spec = HeadSpec(
         vocabulary=arguments.vocabulary,
         taps=tuple(arguments.blocks) if arguments.blocks else None,
@@ -43,6 +45,7 @@ def run(arguments: argparse.Namespace, data: DatasetSpec) -> None:
         batch=arguments.batch_size,
         epochs=arguments.epochs,
         learning_rate=arguments.learning_rate,
+        minutes=arguments.minutes,
         seed=arguments.seed,
     )
     model.to(torch.device(arguments.device))  # pyright: ignore[reportArgumentType]

@@ -153,9 +153,9 @@ class HeadNetwork(nn.Module):
         Returns:
             Nats per token, over those whose likeliest token can be drafted; the share of all.
         """
-        best = wanted.argmax(-1)
-        can, own = self.t2d[best], wanted[..., self.t2d].softmax(-1)
-        nats = -(own * functional.log_softmax(logits.float(), -1)).sum(-1)
         tokens = self.d2t + torch.arange(len(self.d2t), device=logits.device)
+        best = wanted.argmax(-1)
+        can, own = self.t2d[best], wanted.index_select(-1, tokens).softmax(-1)
+        nats = -(own * functional.log_softmax(logits.float(), -1)).sum(-1)
         right = tokens[logits.argmax(-1)] == best
         return (nats * can).sum() / can.sum().clamp(min=1), right.float().mean()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from ptq.draft_head.network import HeadNetwork
 DECAY = 0.8  # weight of a pass beside the one before, as in the authors' code
 WARM = 0.03  # share of the steps in which the learning rate grows
 CLIPPED = 0.5  # norm of the gradient
+SHOWN = 20  # steps between two looks at what was right: each waits for the device
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class HeadSpec:
         batch: Sequences of a step.
         epochs: How often the text is read.
         learning_rate: The highest.
+        minutes: Most time of training; the learning rate has fallen to zero then.
         seed: Of the first weights and of the order of sequences.
     """
 
@@ -47,6 +51,7 @@ class HeadSpec:
     batch: int = 4
     epochs: int = 1
     learning_rate: float = 2e-3
+    minutes: float = math.inf
     seed: int = 0
 
 
@@ -65,11 +70,13 @@ def train_head(model: Any, ids: Tensor, spec: HeadSpec, *, progress: bool = True
         progress: Show a bar with the share of tokens that were drafted right, by pass.
 
     Raises:
-        RecipeError: the model has no such blocks, or the text is too short.
+        RecipeError: the model has no such blocks, the text is too short, or there is no time.
     """
     own, device = model.config.get_text_config(), model.device
     if ids.shape[1] < 2 * spec.passes + 2:
         raise RecipeError(f"sequences of {ids.shape[1]} tokens are too short for a head")
+    if not spec.minutes > 0:
+        raise RecipeError(f"{spec.minutes:g} minutes are no time to train; give more than 0")
     torch.manual_seed(spec.seed)
     tokens = frequent(ids, spec.vocabulary)
     layers = own.num_hidden_layers
@@ -83,30 +90,49 @@ def train_head(model: Any, ids: Tensor, spec: HeadSpec, *, progress: bool = True
     network.to(device)
     steps = spec.epochs * (len(ids) // spec.batch)
     optimizer = torch.optim.AdamW(
-        network.parameters(), spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, spec.learning_rate, max(steps, 2), pct_start=WARM, cycle_momentum=False
+        network.parameters(),
+        spec.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+        fused=device.type == "cuda",
     )
     bar = tqdm(total=steps, disable=not progress)
-    for batch in _batches(ids, spec):
-        embedded, hidden, wanted = _of_model(model, batch.to(device), network.taps)
-        length = batch.shape[1] - spec.passes - 1
-        outputs = network(embedded[:, 1:], hidden[:, :length], spec.passes)
-        found = [
-            network.loss(logits, wanted[:, 1 + j : 1 + j + length])
-            for j, logits in enumerate(outputs)
-        ]
-        loss = sum((DECAY**j * nats for j, (nats, _) in enumerate(found)), torch.zeros(()))
-        optimizer.zero_grad()
-        loss.backward()
+    started, done = time.monotonic(), 0.0
+    for step, batch in enumerate(_batches(ids.to(device), spec)):
+        optimizer.param_groups[0]["lr"] = spec.learning_rate * _share_of_rate(done)
+        found = _step(model, network, batch, spec.passes)
         torch.nn.utils.clip_grad_norm_(network.parameters(), CLIPPED)
         optimizer.step()
-        schedule.step()
-        bar.set_postfix_str(" ".join(f"{right:.2f}" for _, right in found), refresh=False)
+        optimizer.zero_grad()
+        if step % SHOWN == 0:
+            bar.set_postfix_str(" ".join(f"{right:.2f}" for right in found), refresh=False)
         bar.update()
+        spent = (time.monotonic() - started) / 60 / spec.minutes
+        done = max((step + 1) / steps, spent)
+        if done >= 1:
+            break
     bar.close()
     return network.eval()
+
+
+def _share_of_rate(done: float) -> float:
+    """Of the highest learning rate: it grows at first, and falls as a cosine to zero."""
+    if done < WARM:
+        return 0.04 + 0.96 * done / WARM
+    return 0.5 + 0.5 * math.cos(math.pi * (done - WARM) / (1 - WARM))
+
+
+def _step(model: Any, network: HeadNetwork, batch: Tensor, passes: int) -> list[Tensor]:
+    """Gradients of a batch; the share of tokens drafted right, by pass."""
+    embedded, hidden, wanted = _of_model(model, batch, network.taps)
+    length = batch.shape[1] - passes - 1
+    outputs = network(embedded[:, 1:], hidden[:, :length], passes)
+    found = [
+        network.loss(logits, wanted[:, 1 + j : 1 + j + length]) for j, logits in enumerate(outputs)
+    ]
+    loss = sum((DECAY**j * nats for j, (nats, _) in enumerate(found)), torch.zeros(()))
+    loss.backward()
+    return [right for _, right in found]
 
 
 def _begin(network: HeadNetwork, rows: Tensor) -> None:
@@ -175,7 +201,7 @@ def _batches(ids: Tensor, spec: HeadSpec) -> Iterator[Tensor]:
     for _ in range(spec.epochs):
         order = torch.randperm(len(ids), generator=generator)
         for i in range(0, len(ids) // spec.batch * spec.batch, spec.batch):
-            yield ids[order[i : i + spec.batch]]
+            yield ids[order[i : i + spec.batch].to(ids.device)]
 
 
 @torch.no_grad()

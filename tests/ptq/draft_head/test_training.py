@@ -108,10 +108,28 @@ def test_it_learns(make_model):
     assert shares[1] > 0.6
 
 
+def test_it_ends_in_time_with_the_learning_rate_at_zero(monkeypatch):
+    """By its clock a step takes a minute: three of the many that the epochs would take."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    clock, rates, steps = iter(range(0, 10**6, 60)), [], []
+    rate = training._share_of_rate
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(training, "_share_of_rate", lambda done: rates.append(done) or rate(done))
+    step = training._step
+    monkeypatch.setattr(training, "_step", lambda *given: steps.append(1) or step(*given))
+    ids = torch.randint(5, 60, (8, 16), generator=torch.Generator().manual_seed(0))
+    training.train_head(model, ids, HeadSpec(batch=2, epochs=99, minutes=3), progress=False)
+    assert len(steps) == 3
+    assert rates == pytest.approx([0, 1 / 3, 2 / 3])
+    assert rate(1.0) == pytest.approx(0)
+    assert rate(0.03) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         (("--blocks", "2", "8"), r"cannot read blocks \[2, 8\]: the model's are 0 to 7"),
+        (("--minutes", "0"), "0 minutes are no time to train"),
         (("--sequence-length", "8"), "sequences of 8 tokens are too short"),
     ],
 )
