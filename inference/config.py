@@ -65,6 +65,10 @@ class EngineConfig(Strict):
             change the last bits of its logits.
         eager: On a GPU, launch kernels one by one and wait for every step: no CUDA graphs, and no
             step before the tokens of the last are known. Slower, with equal tokens.
+        invariant: On a GPU, a request's tokens and log probabilities have the same bits whatever
+            runs beside it, however its prompt is cut or found in the cache, and whether or not
+            drafts are made. Prompts are slower, and so are decodes with float sums, a little. On a
+            CPU it is always so.
         transformers_code: Run a model of a declared family by transformers' own code, as those are
             run that no family declares. Slower.
         speculate: Compute drafts of the next tokens in each step, and keep those that come; on a
@@ -80,6 +84,7 @@ class EngineConfig(Strict):
     prefix_cache: bool = True
     target_itl_ms: float | None = Field(default=None, gt=0)
     eager: bool = False
+    invariant: bool = False
     transformers_code: bool = False
     speculate: SpeculateConfig | None = None
 

@@ -12,6 +12,7 @@ from formats.errors import CheckpointError, EngineError
 from inference.config import EngineConfig
 from inference.gpu.decoder import GpuDecoder
 from inference.gpu.experts import GpuExperts, side_by_side
+from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
@@ -106,8 +107,14 @@ class TritonBackend:
         sizes: EngineConfig,
         requests: ActiveRequests,
     ) -> DeviceLoop:
-        """The steps of an engine; with `eager` kernel by kernel, each waited for."""
+        """The steps of an engine; with `eager` kernel by kernel, each waited for.
+
+        Raises:
+            EngineError: the model cannot be run `invariant`, as the sizes ask.
+        """
         assert sizes.max_model_len is not None
+        if sizes.invariant:
+            model = invariant_decoder(model)
         runner = GpuRunner(
             model,
             pools,
@@ -115,6 +122,7 @@ class TritonBackend:
             scheduler.batch,
             width=blocks_for(sizes.max_model_len),
             graphs=not sizes.eager,
+            invariant=sizes.invariant,
         )
         return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)
 

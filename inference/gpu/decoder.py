@@ -30,6 +30,7 @@ from inference.models.decoder import Decoder
 from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
+from kernels.triton.attention.invariant import invariant_attention
 from kernels.triton.attention.prefill import prefill_attention
 from kernels.triton.attention.projection_norm import norm_projections
 from kernels.triton.attention.rope_cache import rope_write
@@ -55,6 +56,7 @@ class GpuBatch:
         query_start: int32 [S + 1], where a sequence's tokens begin; None where each has one.
         decodes: Sequences that have one token, first in the batch, where others have more.
         padded: Whether the step may be captured, and nothing asked of the host.
+        invariant: Whether a token's bits are the same in any step; each is a sequence then.
     """
 
     ids: Tensor
@@ -66,6 +68,7 @@ class GpuBatch:
     query_start: Tensor | None = None
     decodes: int = 0
     padded: bool = False
+    invariant: bool = False
 
 
 @torch.no_grad()
@@ -161,7 +164,9 @@ def _attend(
     if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     starts, workspace = batch.query_start, workspace_on(q.device)
-    if starts is None:
+    if batch.invariant:
+        y = invariant_attention(q, inputs, workspace, metadata_ready=starts is None, **fused)
+    elif starts is None:
         y = decode_attention(q, inputs, workspace, metadata_ready=True, **fused)
     else:
         y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)

@@ -23,6 +23,8 @@ log = logging.getLogger("ptq.inference")
 TILE = 64  # outputs of a tile; of blocks of fp8 `BLOCK`
 MOST_ADDED = 32  # a weight gets at most this part of its rows, or columns, more to fill tiles
 
+AT_ONCE = 256  # rows whose split sums a workspace holds
+
 _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
 
 
@@ -74,6 +76,7 @@ class GpuLinear:
             None where column k multiplies input k.
         outputs: How many there are, where the weight has rows of filling behind them; else None.
         missing: Columns of zeros that the weight has behind its inputs.
+        invariant: Whether a row's result has the same bits whatever other rows there are.
     """
 
     weight: GpuWeight
@@ -81,6 +84,7 @@ class GpuLinear:
     order: Tensor | None = None
     outputs: int | None = None
     missing: int = 0
+    invariant: bool = False
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """[T, K] float -> [T, N] in `dtype`, by default the type of `x`."""
@@ -92,8 +96,21 @@ class GpuLinear:
             rows = rows.index_select(1, self.order)
         if self.missing:
             rows = _wider(rows, self.missing)
-        y = self.weight.run(rows, scales, workspace_on(rows.device), dtype)
+        run = self._run_alike if self.invariant and not self.weight.exact else self.weight.run
+        y = run(rows, scales, workspace_on(rows.device), dtype)
         return y if self.outputs is None else y[:, : self.outputs].contiguous()
+
+    def _run_alike(
+        self, rows: Tensor, scales: Tensor | None, workspace: Workspace, dtype: torch.dtype
+    ) -> Tensor:
+        """`GpuWeight.run` with sums in one order; as many rows at a time as the workspace holds."""
+        weight, parts = self.weight, list[Tensor]()
+        for i in range(0, max(len(rows), 1), AT_ONCE):
+            x, own = rows[i : i + AT_ONCE], scales
+            if own is not None and own.numel() > 1:
+                own = own[i : i + AT_ONCE]
+            parts.append(weight.run(x, own, workspace, dtype, tile=weight.invariant_tile(x)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
     def gathers(self) -> bool:

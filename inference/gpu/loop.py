@@ -55,28 +55,33 @@ class DeviceLoop:
         self.runner, self._scheduler, self._requests = runner, scheduler, requests
         self._ahead, self.waited = ahead, 0.0
         self._on_its_way: Launched | None = None
+        self._told = StepResult()  # what a step gave that is to be told with the next
         self._collected = 0.0  # when the last step was there
 
     def step(self) -> StepResult:
         """Launch a step, and tell the tokens of the one before it."""
-        if not self._may_run_ahead() and (told := self.settle()):
-            return told  # the next step is another one now
+        result = StepResult() if self._may_run_ahead() else self.settle()
         drafted = self._scheduler.wants_drafts
+        if result and not drafted:
+            return result  # the next step is another one now
         work = self._scheduler.schedule()
         if not len(work):
-            return self.settle()
+            result += self.settle()
+            return result
+        self._told = result  # is told still where launching fails
         launched = self._launch(work)
         if drafted:  # what the host did since the last step no device's time hides
             launched.at = self._collected
         result = self.settle()
         self._on_its_way = launched
-        return result if result or self._may_run_ahead() else self.settle()
+        return result if result or drafted or self._may_run_ahead() else self.settle()
 
     def settle(self) -> StepResult:
         """Wait for the step on its way and tell its tokens."""
         launched, self._on_its_way = self._on_its_way, None
+        told, self._told = self._told, StepResult()
         if launched is None:
-            return StepResult()
+            return told
         start = time.perf_counter()
         tokens, work = launched.tokens(), launched.work
         now = time.perf_counter()
@@ -85,8 +90,9 @@ class DeviceLoop:
         self._collected = now
         alive = work.alive()  # others have ended since
         device = np.flatnonzero(alive & work.samples & ~work.host)
-        told, firsts = launched.logprobs(), launched.firsts
-        result = self._requests.take_chosen(work, device, firsts[device], tokens, told)
+        logprobs, firsts = launched.logprobs(), launched.firsts
+        result = told
+        result += self._requests.take_chosen(work, device, firsts[device], tokens, logprobs)
         read = np.flatnonzero(alive & work.host & (work.rows > 0))
         if len(read):
             result += self._requests.take_logits(work, read, launched.logits_of(read))
@@ -111,7 +117,7 @@ class DeviceLoop:
 
     def drop(self) -> None:
         """Forget the step on its way."""
-        self._on_its_way = None
+        self._on_its_way, self._told = None, StepResult()
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""

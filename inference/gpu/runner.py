@@ -86,12 +86,13 @@ class Launched:
     rows: Work
     executed: Executed
     _places: Ints
+    _parts: Ints
     at: float = field(default_factory=time.perf_counter)
 
     @property
     def firsts(self) -> Ints:
-        """The first of `rows` of each slice of `work`."""
-        return np.cumsum(self.work.parts) - self.work.parts
+        """The one of `rows` of each slice of `work` that is its last token but for drafts."""
+        return np.cumsum(self._parts) - 1 - self.work.drafts
 
     def tokens(self) -> Ints:
         """Wait for the step: the next token of each of `rows`, negative where logits were not
@@ -151,6 +152,8 @@ class GpuRunner:
         batch: Which blocks of the cache each sequence holds, and its tokens.
         width: Most blocks of a sequence.
         graphs: Capture steps as CUDA graphs.
+        invariant: Run each token as a sequence of its own; the model is made for it
+            (`inference.gpu.invariant`).
     """
 
     def __init__(
@@ -162,7 +165,9 @@ class GpuRunner:
         *,
         width: int,
         graphs: bool = True,
+        invariant: bool = False,
     ) -> None:
+        self._invariant = invariant
         self.model, self._pools, self._batch, self._width = model, pools, batch, width
         self._device, self._on_gpu = device, device.type == "cuda"
         places = len(batch.names)
@@ -184,7 +189,7 @@ class GpuRunner:
             EngineError: memory is too small for it.
         """
         work = work.decodes_first()  # attention takes single tokens first
-        rows = work.row_by_row()
+        rows = work.row_by_row(every=self._invariant)
         plan, block = self._planned(rows, self._size(rows))
         try:
             executed = self.execute(plan)
@@ -196,7 +201,8 @@ class GpuRunner:
         block.moved = executed.done
         if plan.edits is not None:
             self._edits.note(rows, plan.edits)
-        return Launched(work, rows, executed, places(rows, plan.size))
+        parts = work.parts(every=self._invariant)
+        return Launched(work, rows, executed, places(rows, plan.size), parts)
 
     def execute(self, plan: StepPlan) -> Executed:
         """Start a planned step; nothing is waited for."""
@@ -237,6 +243,8 @@ class GpuRunner:
             EngineError: memory is too small for them.
         """
         sizes = padded_sizes(sequences, tokens, rows) if self._graphs else []
+        if self._invariant:  # those with prompts are not padded
+            sizes = [size for size in sizes if not size.prompts]
         with memory_for("warming up", self._device, 0, OF_STEPS), launches_on(self._device):
             for size in sizes:
                 if not size.prompts or self._asks_nothing(size):
@@ -261,8 +269,10 @@ class GpuRunner:
     def _size(self, work: Work) -> Size | WholeSize:
         """The size that a step runs in."""
         size = size_of(work)
-        if size is None or (size.prompts and not self._asks_nothing(size)):
+        if size is None:
             return whole_size(work)
+        if size.prompts and (self._invariant or not self._asks_nothing(size)):
+            return whole_size(work)  # (invariant: logits of few tokens are wanted)
         return size
 
     def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
@@ -375,7 +385,7 @@ class GpuRunner:
         return GpuBatch(
             self._known(x), x["positions"], x["slots"], x["tables"], x["lengths"],
             rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,
-            padded=padded,
+            padded=padded, invariant=self._invariant,
         )  # fmt: skip
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:

@@ -156,8 +156,10 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             own = zip(places.tolist(), rows.tolist(), strict=True)
             return tokens[rows], {place: told[row] for place, row in own if row in told}
 
-        result, none = StepResult(), np.zeros(len(which), np.int64)
-        accepted = self._take_rows(work, which, firsts, none, choose, result)
+        result, now, places = StepResult(), time.perf_counter(), work.places[which]
+        drafts = work.drafts[which]
+        accepted = self._accept_plain(places, drafts, firsts, tokens, now, result)
+        accepted = self._take_rows(work, which, firsts, accepted, choose, result, now)
         self._note_accepted(work, which, accepted)
         return result
 
@@ -190,7 +192,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         result = self.take_tokens(places[~sound], np.full(np.count_nonzero(~sound), -1), {})
         likely = np.where(finite, _likeliest_of(logits, counts, drafts), -1)
         time_of_all = time.perf_counter()
-        taken = np.where(takes, drafts, 0)
+        taken = np.where(takes & batch.greedy[places] & batch.on_device(places), drafts, 0)
         accepted = self._accept_plain(places, taken, firsts, likely, time_of_all, result)
 
         def choose(own: Ints, rows: Ints) -> tuple[Ints, Told]:
@@ -212,7 +214,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         accepted: Ints,
         choose: Callable[[Ints, Ints], tuple[Ints, Told]],
         result: StepResult,
-        now: float | None = None,
+        now: float,
     ) -> Ints:
         """Give requests the tokens of their rows, one by one, as long as they are the drafts.
 
@@ -223,13 +225,12 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             accepted: How many drafts of each were taken already.
             choose: The tokens of places from a row each, and what is told of them, by place.
             result: What the step gave; it is told the tokens.
-            now: Seconds at which the tokens were there; default: now.
+            now: Seconds at which the tokens were there.
 
         Returns:
             How many drafts of each came, the former included.
         """
         places, drafts, batch = work.places[which], work.drafts[which], self._scheduler.batch
-        now = time.perf_counter() if now is None else now
         accepted, going = accepted.copy(), np.arange(len(which))
         while len(going):
             own = places[going]
@@ -297,19 +298,19 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         places: Ints,
         drafts: Ints,
         firsts: Ints,
-        likely: Ints,
+        chosen: Ints,
         now: float,
         result: StepResult,
     ) -> Ints:
-        """Take the drafts that are sure to come, and after which their requests go on, at once.
+        """Take the drafts that come, and after which their requests go on, at once.
 
-        Those are the likeliest tokens of requests that want no others, and nothing told of them.
+        Only those of requests of which nothing is told, and whose tokens need not be looked at.
 
         Args:
             places: The requests'.
-            drafts: How many each has.
-            firsts: The row of each one's first draft.
-            likely: The token with the largest logit of each row; negative where it is not finite.
+            drafts: How many each has whose rows say what comes.
+            firsts: The row of each one's last token; those of its drafts follow.
+            chosen: The token that comes behind each row; negative where logits are not finite.
             now: Seconds at which the tokens were there.
             result: What the step gave; it is told the tokens.
 
@@ -317,17 +318,17 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             How many of each one's drafts were taken.
         """
         batch = self._scheduler.batch
-        plain = batch.greedy[places] & batch.on_device(places) & ~batch.watched[places]
-        drafts = np.where(plain & (batch.logprobs[places] < 0), drafts, 0)
+        plain = ~batch.watched[places] & (batch.logprobs[places] < 0)
+        drafts = np.where(plain, drafts, 0)
         column = np.arange(drafts.max(initial=0))
         if not len(column):
             return drafts
         real = column < drafts[:, None]
         rows, at = firsts[:, None] + column, batch.known[places][:, None] + column
-        chosen = likely[np.where(real, rows, 0)]
+        comes = chosen[np.where(real, rows, 0)]
         drafted = batch.ids[places[:, None], np.where(real, at, 0)]
         ends = (drafted[:, :, None] == batch.ends[places][:, None, :]).any(axis=2)
-        counts = np.cumprod(real & (chosen == drafted) & ~ends, axis=1).sum(axis=1)
+        counts = np.cumprod(real & (comes == drafted) & ~ends, axis=1).sum(axis=1)
         some = counts > 0
         batch.take_drafts(places[some], counts[some], now)
         for i in np.flatnonzero(some).tolist():

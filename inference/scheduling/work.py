@@ -141,10 +141,9 @@ class Work:
         """Which of the sequences are still where they were."""
         return self.batch.serial[self.places] == self.serials
 
-    @cached_property
-    def parts(self) -> Ints:
+    def parts(self, *, every: bool = False) -> Ints:
         """How many slices each becomes in `row_by_row`."""
-        return np.where(self.drafts > 0, self.counts, 1)
+        return self.counts if every else np.where(self.drafts > 0, self.counts, 1)
 
     def decodes_first(self) -> Work:
         """The same with sequences of one token, or of one and drafts, before others."""
@@ -153,20 +152,31 @@ class Work:
             return self
         return self._taken(np.argsort(later, kind="stable"))
 
-    def row_by_row(self) -> Work:
+    def row_by_row(self, *, every: bool = False) -> Work:
         """The same with each token of those that have drafts as a slice of its own.
 
         A place has several then, one after the other, the context of each a token longer; a next
-        token is chosen behind each of them.
+        token is chosen behind the last known one and behind each draft.
+
+        Args:
+            every: Do so with all of them.
         """
-        if not self.drafts.any():
+        if not (self.drafts.any() or every):
             return self
-        index = np.repeat(np.arange(len(self)), self.parts)
-        within = np.arange(len(index)) - np.repeat(np.cumsum(self.parts) - self.parts, self.parts)
+        parts = self.parts(every=every)
+        index = np.repeat(np.arange(len(self)), parts)
+        within = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
         own = self._taken(index)
-        counts = np.where(own.drafts > 0, 1, own.counts)
-        none = np.zeros_like(own.drafts)
-        return replace(own, starts=own.starts + within, counts=counts, drafts=none)
+        counts = np.where((own.drafts > 0) | every, 1, own.counts)
+        samples = own.samples & (within + counts >= own.counts - own.drafts)
+        return replace(
+            own,
+            starts=own.starts + within,
+            counts=counts,
+            samples=samples,
+            logprobs=np.where(samples, own.logprobs, -1),
+            drafts=np.zeros_like(own.drafts),
+        )
 
     def _taken(self, which: Ints) -> Work:
         """Some of its slices, in an order that is given."""

@@ -196,6 +196,11 @@ class W4A8Weight(GroupedWeight):
         check_inputs(x, (torch.int8,), self.size[1])
         check_input_scale(x_scale, len(x))
 
+    @property
+    def exact(self) -> bool:
+        """Whether scales are of two levels."""
+        return self.unit is not None
+
     def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile:
         """How a product is cut."""
         found = None

@@ -160,6 +160,11 @@ class W8A8Weight(GpuWeight):
             return self.few_rows_tile(x, sorted_rows)
         return tile_of(self.family, x.device, len(x), *self.size, dtype)
 
+    @property
+    def exact(self) -> bool:
+        """Whether it is of int8."""
+        return self.family == "w8a8"
+
     def plain_tile(
         self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None
     ) -> Tile | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from kernels.triton.common import Workspace, capability, require
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.linear.launch import Product, result_rows, tile_for
 from kernels.triton.linear.packing import BLOCK
-from kernels.triton.tuning import Tile
+from kernels.triton.tuning import Tile, bucket
 from kernels.triton.versions import run_gluon
 
 
@@ -143,6 +143,28 @@ class GpuWeight(ABC):
     ) -> Tile | None:
         """The same if there were no kernel for many rows."""
         return self.few_rows_tile(x, sorted_rows)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are of integers alone, so that no order of theirs changes a bit."""
+        return False
+
+    def invariant_tile(self, x: Tensor) -> Tile:
+        """A tile with which a row's sums have one order, whatever other rows there are.
+
+        How the inputs are split does not depend on the rows then, how high a tile is alone does.
+        """
+        tallest = self.tallest_invariant_tile
+        low, own, high = (
+            self.few_rows_tile(x[:1].expand(min(bucket(rows), tallest), -1))
+            for rows in (1, len(x), tallest)
+        )
+        return replace(own, splits=low.splits, inputs=min(low.inputs, high.inputs))
+
+    @property
+    def tallest_invariant_tile(self) -> int:
+        """The most rows of a tile for which the kernel multiplies as it does for one row."""
+        return 64
 
     def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
         """How the kernel for few rows would cut a product."""

@@ -241,6 +241,11 @@ class FloatInputWeight(GroupedWeight):
             return None
         return self.few_rows_tile(x, sorted_rows)
 
+    @property
+    def tallest_invariant_tile(self) -> int:
+        """Up to which sums of groups, not weights, are scaled."""
+        return 64 * self.group // BLOCK if self.group and self.BITS == 4 else 64
+
     def few_rows_tile(self, x: Tensor, sorted_rows: SortedRows | None = None) -> Tile:
         """As the table or the rule says, with stages that fit."""
         tile = super().few_rows_tile(x, sorted_rows)

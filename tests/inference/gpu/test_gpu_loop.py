@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 from formats.errors import EngineError
 from inference.config import EngineConfig
-from inference.gpu import runner, sizes
+from inference.gpu import backend, runner, sizes
 from inference.gpu.backend import TritonBackend
 from inference.gpu.loop import DeviceLoop
 from inference.requests.constraint import Constraint
@@ -52,6 +52,7 @@ def logits_after(tokens: list[int]) -> torch.Tensor:
 def fake_forward(model: Any, cache: Any, batch: Any) -> torch.Tensor:
     """`inference.gpu.decoder.forward` with a dict for a cache: the id in each slot."""
     count, lengths, tables = len(batch.ids), batch.lengths.tolist(), batch.tables.tolist()
+    assert not batch.invariant or len(lengths) == count
     starts = range(count + 1) if batch.query_start is None else batch.query_start.tolist()
     ids, positions, slots = (t.tolist() for t in (batch.ids, batch.positions, batch.slots))
     written = [slot for slot in slots if slot >= 0]
@@ -88,6 +89,7 @@ def fakes(monkeypatch):
     monkeypatch.setattr(runner, "forward", fake_forward)
     monkeypatch.setattr(runner, "sample", fake_sample)
     monkeypatch.setattr(runner, "workspace_on", lambda device: SimpleNamespace())
+    monkeypatch.setattr(backend, "invariant_decoder", lambda model: model)
 
 
 class Multiples:
@@ -243,6 +245,7 @@ def test_requests_get_in_any_company_what_they_get_alone(seed, monkeypatch):
     alone = EngineConfig(max_batch_size=1, max_model_len=limit, kv_blocks=each, eager=True)
     crowded = EngineConfig(
         max_batch_size=places,
+        invariant=seed % 3 == 0,  # then each token is a sequence of its own
         max_batched_tokens=rng.choice([1, 2, 7, 16, 64, 100, 512]),
         max_model_len=limit,
         kv_blocks=each + rng.choice([0, 1, 3, each * places]),
@@ -263,6 +266,7 @@ def test_drafts_change_nothing(seed):
     alone = EngineConfig(max_batch_size=1, kv_blocks=each, eager=True, **sizes)
     crowded = EngineConfig(
         max_batch_size=places,
+        invariant=seed % 2 == 0,
         max_batched_tokens=rng.choice([2, 7, 64, 512]),
         kv_blocks=each + rng.choice([0, 1, 3, each * places]),
         **sizes,
