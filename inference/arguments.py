@@ -46,7 +46,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the model by transformers' own code, as models are run that are not declared "
         "here; slower",
     )
+    add_invariant_argument(parser)
     add_speculate_arguments(parser)
+
+
+def add_invariant_argument(parser: argparse.ArgumentParser) -> None:
+    """Whether bits may depend on what runs beside a request."""
+    parser.add_argument(
+        "--invariant",
+        action="store_true",
+        help="on a GPU, give a request the same tokens and log probabilities, bit for bit, "
+        "whatever runs beside it; slower, above all for prompts. A CPU always does",
+    )
 
 
 def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +139,7 @@ def open_engine(folder: Path, arguments: argparse.Namespace, batch_size: int) ->
         max_batch_size=batch_size,
         max_model_len=arguments.max_model_len,
         transformers_code=arguments.transformers_code,
+        invariant=arguments.invariant,
         speculate=speculate_config(arguments),
     )
     return engines.Engine.from_pretrained(folder, config=config, device=arguments.device)

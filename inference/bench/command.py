@@ -19,7 +19,7 @@ from pathlib import Path
 
 from formats.command import CommandParser, count, device
 from formats.stored.other_kinds import locate_model
-from inference.arguments import add_speculate_arguments
+from inference.arguments import add_invariant_argument, add_speculate_arguments
 from inference.bench.peers.runtimes import RUNTIMES
 from inference.bench.shapes import SHAPES, read_scheme, read_shape
 
@@ -90,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--warmup", type=count, default=1, metavar="RUNS")
     made.add_argument("--repeats", type=count, default=3, metavar="RUNS")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    add_invariant_argument(made)
     add_speculate_arguments(made)
     made.add_argument(
         "--acceptance",

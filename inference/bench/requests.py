@@ -133,6 +133,9 @@ def _variants(
     if config.speculate is not None or source.fake is not None:
         kept = config.model_copy(update={"speculate": None})
         yield "no drafts", replace(source, config=kept, fake=None)
+    if config.invariant:
+        kept = config.model_copy(update={"invariant": False})
+        yield "not invariant", replace(source, config=kept)
     for kind in arguments.against_kv:
         kept = config.model_copy(update={"kv_dtype": kind})
         yield f"{kind} cache", replace(source, config=kept, quantized_kv=False)
@@ -177,5 +180,6 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_model_len=longest,
         kv_blocks=max(arguments.batch) * blocks_for(longest),
         prefix_cache=False,  # each run of a load is to compute its prompts
+        invariant=arguments.invariant,
         speculate=None if arguments.acceptance is not None else speculate_config(arguments),
     )

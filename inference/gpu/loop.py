@@ -124,7 +124,7 @@ class DeviceLoop:
         scheduler, now = self._scheduler, self._on_its_way
         if now is not None and (now.work.drafts.any() or now.work.prompt_tokens > LONG):
             return False
-        if scheduler.wants_drafts:
+        if now is not None and scheduler.wants_drafts:  # (without one, all tokens are known)
             return False
         order, batch = scheduler.order, scheduler.batch
         free = batch.on_device(order) & ~batch.masked[order]  # a mask needs the token before it

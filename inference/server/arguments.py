@@ -28,6 +28,7 @@ def sizes(arguments: argparse.Namespace) -> EngineConfig:
         prefix_cache=not arguments.no_prefix_cache,
         target_itl_ms=arguments.target_itl,
         transformers_code=arguments.transformers_code,
+        invariant=arguments.invariant,
         speculate=speculate_config(arguments),
     )
 

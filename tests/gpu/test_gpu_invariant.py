@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_drafts_change_no_bit(method):
     """Requests of every kind; PTQ_SPECULATED_REQUESTS asks for another number of them."""
     sizes = {"invariant": True, "max_model_len": 256, "kv_blocks": 64}
     engine = Engine.from_pretrained(TINY, device="cuda", config=EngineConfig(**sizes))
-    requests = some_requests(COUNT, seed=2)
+    requests = some_requests(COUNT, seed=2, constrained=find_spec("xgrammar") is not None)
     texts, wanted = all_tokens(engine, requests), run_all(engine, requests)
     assert len(texts) == COUNT
     engine.speculate_by(TEXT_PROPOSERS[method](), 4)

@@ -23,7 +23,7 @@ from tests.inference.speculate.requests import Replay
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny-python"
 SCHEMES = ["float", "w4c8", "a8w8c8", "a8w8c8_dynamic", "fp8_c8", "c4", "a8w4c4_two_level"]
-NEAR = 0.15  # between log probabilities of tokens that nearly tie
+NEAR = 0.3  # between log probabilities of tokens that nearly tie
 
 
 def drafted(engine: Engine, wanted: list[RequestOutput], chance: float, depth: int | None) -> None:

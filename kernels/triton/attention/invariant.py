@@ -1,7 +1,7 @@
 """Decode attention whose results do not depend on what else is in the batch.
 
 How the pages of a sequence are cut into runs, and so the order of a sum, follows from its own
-length: the number of splits is that of a batch of `SEQUENCES`, whatever the batch is. Queries of a
+length: the number of splits is that of `SEQUENCES` of `PAGES`, whatever the batch is. Queries of a
 prompt may stand as sequences of their own, each a token longer than the one before: their results
 are then those of decodes, however the prompt is cut into chunks.
 """
@@ -22,6 +22,7 @@ from kernels.triton.common import Workspace
 from kernels.triton.tuning import kv_split
 
 SEQUENCES = 8  # few enough to give a GPU work where sequences are long, and as good for many
+PAGES = 64
 
 
 def invariant_attention(
@@ -44,9 +45,8 @@ def invariant_attention(
         metadata_ready: As there.
     """
     (_, q_heads, dim), pool = q.shape, inputs.pool
-    heads, width = pool.k.shape[1], inputs.block_tables.shape[1]
-    window = inputs.sliding_window
-    pages = width if window is None else min(width, window // 64 + 2)
+    heads, window = pool.k.shape[1], inputs.sliding_window
+    pages = PAGES if window is None else min(PAGES, window // 64 + 2)
     packed = pool.v.dtype == torch.uint8
     split = kv_split(q.device, SEQUENCES, heads, pages, scale_kind(pool), dim, packed)
     padded = max(8, triton.next_power_of_2(q_heads // heads))

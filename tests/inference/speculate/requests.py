@@ -90,13 +90,16 @@ def some_params(rng: random.Random, *, constrained: bool = True) -> SamplingPara
     return SamplingParams(**values)
 
 
-def some_requests(count: int, seed: int = 0) -> list[tuple[str, SamplingParams, int]]:
+def some_requests(
+    count: int, seed: int = 0, *, constrained: bool = True
+) -> list[tuple[str, SamplingParams, int]]:
     """Prompts with their parameters, and after how many tokens each is aborted, 0 for never."""
     rng = random.Random(seed)
     found = []
     for i in range(count):
         prompt = rng.choice(TEXTS) + "#" * rng.randrange(9) * (i % 3 == 0)
-        found.append((prompt, some_params(rng), rng.choice((0, 0, 0, 0, 3))))
+        params = some_params(rng, constrained=constrained)
+        found.append((prompt, params, rng.choice((0, 0, 0, 0, 3))))
     return found
 
 
