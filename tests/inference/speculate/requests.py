@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 
@@ -26,6 +27,11 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"type": "integer"}},
     "required": ["name", "size"],
 }
+
+
+def request_count(usual: int = 40) -> int:
+    """How many requests a comparison has: PTQ_SPECULATED_REQUESTS of the environment says so."""
+    return int(os.environ.get("PTQ_SPECULATED_REQUESTS", usual))
 
 
 class Replay:

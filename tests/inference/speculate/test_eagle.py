@@ -17,7 +17,7 @@ from inference.requests.request import SamplingParams
 from inference.speculate.head import HeadProposer
 from ptq.draft_head.network import HeadNetwork
 from ptq.draft_head.training import HeadSpec, frequent, head_config, write_head
-from tests.inference.speculate.requests import run_all, some_requests
+from tests.inference.speculate.requests import request_count, run_all, some_requests
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
@@ -140,7 +140,7 @@ def test_drafts_are_those_of_the_network(tiny_llama, reference, head):
 )
 def test_nothing_changes(tiny_llama, make_quantized, reference, head, scheme, depth, config):
     folder = tiny_llama if scheme == "float" else make_quantized(tiny_llama, scheme)
-    requests = some_requests(40, seed=2)
+    requests = some_requests(request_count(), seed=2)
     wanted = run_all(engine(folder, **config), requests)
     runner = engine(folder, head, depth, **config)
     for _ in range(2):

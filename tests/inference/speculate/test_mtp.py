@@ -15,7 +15,7 @@ from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from tests.formats.families.test_glm4_moe import SIZES as GLM
-from tests.inference.speculate.requests import run_all, some_requests
+from tests.inference.speculate.requests import request_count, run_all, some_requests
 from tests.inference.speculate.test_eagle import spied
 from tests.tiny_families import DEEPSEEK
 
@@ -134,7 +134,7 @@ def test_drafts_are_those_of_the_layer(reference, folder):
 
 
 def test_nothing_changes(plain, reference, folder):
-    requests = some_requests(20, seed=3)
+    requests = some_requests(request_count(20), seed=3)
     config = {"max_batch_size": 3, "kv_blocks": 14, "max_model_len": 256}
     wanted = run_all(engine(folder, None, **config), requests)
     assert run_all(engine(folder, **config), requests) == wanted
