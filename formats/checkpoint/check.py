@@ -23,6 +23,7 @@ from formats.stored.weights import (
 if TYPE_CHECKING:
     from formats.checkpoint.read import Checkpoint
 
+FEATURES = "fc"  # of an EAGLE-3 head, outside of its block
 OF_LAYERS = (*LEAVES[1:], "input_scale", "input_zero_point", "weight_g_idx")
 
 
@@ -61,14 +62,17 @@ def check_quantized(checkpoint: Checkpoint, files: Mapping[str, TensorFile]) -> 
 
 
 def _projections(checkpoint: Checkpoint) -> set[str]:
-    """Linear layers that may be quantized: those of the blocks, and the head where it is."""
+    """Linear layers that may be quantized: those of the blocks, and the head where it is.
+
+    So may the layer that merges what a head for drafts reads.
+    """
     is_quantizable = quantizable_of(checkpoint.config)
     weights = (name.rpartition(".") for name in checkpoint.names())
     return {
         module
         for module, _, leaf in weights
         if leaf in ("weight", "weight_packed") and is_quantizable(module)
-    } | ({head_name(checkpoint.config)} & set(checkpoint.quantized_modules))
+    } | ({head_name(checkpoint.config), FEATURES} & set(checkpoint.quantized_modules))
 
 
 def _leaves(checkpoint: Checkpoint, module: str) -> set[str]:

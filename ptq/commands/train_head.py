@@ -84,6 +84,13 @@ def parser() -> argparse.ArgumentParser:
         help="of the head's feed-forward layer; default: the model's",
     )
     made.add_argument(
+        "--bits",
+        type=int,
+        choices=(16, 8),
+        default=16,
+        help="of the head's weights as they are written: 16, the default, or 8, half the bytes",
+    )
+    made.add_argument(
         "--batch-size", type=count, default=4, metavar="N", help="sequences; default 4"
     )
     made.add_argument(

@@ -51,4 +51,4 @@ def run(arguments: argparse.Namespace, data: DatasetSpec) -> None:
     model.to(torch.device(arguments.device))  # pyright: ignore[reportArgumentType]
     model.eval().requires_grad_(requires_grad=False)
     network = train_head(model, whole, spec, progress=not arguments.quiet)
-    write_head(network, arguments.head)
+    write_head(network, arguments.head, arguments.bits)

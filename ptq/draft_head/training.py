@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save
@@ -16,13 +16,18 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig
 
+from formats.checkpoint.compressed_tensors import quantization_config
 from formats.errors import RecipeError
 from formats.files import replace_file
+from formats.scheme import LayerScheme, WeightSpec
+from formats.stored.weights import StoredWeight, weight_tensors
+from kernels.numerics import choose_scale, quantize
 from ptq.draft_head.network import HeadNetwork
 
 DECAY = 0.8  # weight of a pass beside the one before, as in the authors' code
 WARM = 0.03  # share of the steps in which the learning rate grows
 CLIPPED = 0.5  # norm of the gradient
+INT8_WEIGHTS = LayerScheme(weights=WeightSpec())
 SHOWN = 20  # steps between two looks at what was right: each waits for the device
 
 
@@ -151,13 +156,26 @@ def frequent(ids: Tensor, count: int) -> Tensor:
     return order.sort().values
 
 
-def write_head(network: HeadNetwork, folder: Path) -> None:
-    """Write a head in the published layout: config.json and model.safetensors, in bf16."""
-    tensors = {
-        name: (t.to(torch.bfloat16) if t.is_floating_point() else t).cpu().contiguous()
-        for name, t in network.state_dict().items()
-        if not name.startswith("_rotary")
-    }
+def write_head(network: HeadNetwork, folder: Path, bits: Literal[8, 16] = 16) -> None:
+    """Write a head in the published layout: config.json and model.safetensors.
+
+    Args:
+        network: The head.
+        folder: Gets the files.
+        bits: Of each weight: 16 are bf16; 8 are int8 with a scale for each output channel.
+    """
+    tensors, rounded = {}, {}
+    for name, tensor in network.state_dict().items():
+        module = name.removesuffix(".weight")
+        if name.startswith("_rotary"):
+            continue
+        if bits == 8 and tensor.dim() == 2:
+            rounded[module] = INT8_WEIGHTS
+            stored = weight_tensors(INT8_WEIGHTS, _rounded(tensor.float()), torch.bfloat16)
+            tensors |= {f"{module}.{leaf}": part.cpu() for leaf, part in stored.items()}
+        else:
+            kept = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            tensors[name] = kept.cpu().contiguous()
     config = network.config.to_dict()
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -166,9 +184,17 @@ def write_head(network: HeadNetwork, folder: Path) -> None:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(network.taps)},
         "tie_word_embeddings": False,
     }
+    if rounded:
+        config["quantization_config"] = quantization_config(INT8_WEIGHTS, (), rounded)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "model.safetensors", save(tensors, {"format": "pt"}))
     replace_file(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def _rounded(weight: Tensor) -> StoredWeight:
+    """A weight [N, K] to the nearest, with scales that bf16 holds."""
+    scale = choose_scale(weight.abs().amax(dim=1, keepdim=True)).to(torch.bfloat16).float()
+    return StoredWeight(quantize(weight, scale), scale)
 
 
 def head_config(model: Any, spec: HeadSpec) -> LlamaConfig:

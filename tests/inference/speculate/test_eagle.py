@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.speculate.head import HeadProposer
+from kernels.numerics import dequantize
 from ptq.draft_head.network import HeadNetwork
 from ptq.draft_head.training import HeadSpec, frequent, head_config, write_head
 from tests.inference.speculate.requests import request_count, run_all, some_requests
@@ -32,7 +35,7 @@ def engine(folder, head=None, depth: int | None = DEPTH, **config) -> Engine:
 class Reference:
     """A random head, the float model that it is for, and what both say."""
 
-    def __init__(self, folder, head) -> None:
+    def __init__(self, folder, head, bits: Literal[8, 16] = 16) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         torch.manual_seed(1)
         tokens = frequent(torch.arange(384).repeat(2)[: 384 + 250], 250)
@@ -41,7 +44,14 @@ class Reference:
             for parameter in self.head.parameters():
                 own = parameter + 0.1 * torch.randn_like(parameter)
                 parameter.copy_((own if own.dim() == 1 else 3 * own).bfloat16())
-        write_head(self.head, head)
+        write_head(self.head, head, bits)
+        written = Checkpoint.open(head)
+        with torch.no_grad():
+            for module in written.quantized_modules:
+                stored = written.weight(module)
+                self.head.get_parameter(f"{module}.weight").copy_(
+                    dequantize(stored.q, stored.scale)
+                )
 
     @torch.no_grad()
     def check(self, text: list[int], drafts: list[int]) -> None:
@@ -128,6 +138,23 @@ def test_drafts_are_those_of_the_network(tiny_llama, reference, head):
         assert len(drafts) > 0
         reference.check(text, drafts)
     assert len(seen) > 200
+
+
+def test_an_int8_head_drafts_what_its_weights_say(tiny_llama, tmp_path):
+    """All of its matrices are int8, the one that reads the model's hidden states too."""
+    reference = Reference(tiny_llama, tmp_path / "head", bits=8)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    assert {name for name, t in tensors.items() if t.dim() == 2 and "scale" not in name} == {
+        f"{name.removesuffix('.weight')}.weight_packed"
+        for name, parameter in reference.head.named_parameters()
+        if parameter.dim() == 2
+    }
+    runner = engine(tiny_llama, tmp_path / "head")
+    seen = spied(runner)
+    runner.generate(PROMPTS, LONG)
+    for text, drafts in seen:
+        reference.check(text, drafts)
+    assert len(seen) > 40
 
 
 @pytest.mark.parametrize(
