@@ -19,7 +19,7 @@ from inference.requests.request import (
 )
 from inference.requests.step_result import Logprobs, StepResult
 from inference.scheduling.active_request import ActiveRequest
-from inference.scheduling.batch import Ints
+from inference.scheduling.batch import Bools, Ints
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.sampler import (
     likeliest,
@@ -156,10 +156,11 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             own = zip(places.tolist(), rows.tolist(), strict=True)
             return tokens[rows], {place: told[row] for place, row in own if row in told}
 
-        result, now, places = StepResult(), time.perf_counter(), work.places[which]
-        drafts = work.drafts[which]
-        accepted = self._accept_plain(places, drafts, firsts, tokens, now, result)
-        accepted = self._take_rows(work, which, firsts, accepted, choose, result, now)
+        result, now, all_ = StepResult(), time.perf_counter(), np.ones(len(which), np.bool_)
+        served, accepted = self._take_plain(work, which, firsts, all_, tokens, now, result)
+        if not served.all():
+            rest = ~served
+            accepted[rest] = self._take_rows(work, which[rest], firsts[rest], choose, result, now)
         self._note_accepted(work, which, accepted)
         return result
 
@@ -191,18 +192,17 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             self.candidates[request.sequence.name] = likeliest(logits[firsts[i]], request.told)
         result = self.take_tokens(places[~sound], np.full(np.count_nonzero(~sound), -1), {})
         likely = np.where(finite, _likeliest_of(logits, counts, drafts), -1)
-        time_of_all = time.perf_counter()
-        taken = np.where(takes & batch.greedy[places] & batch.on_device(places), drafts, 0)
-        accepted = self._accept_plain(places, taken, firsts, likely, time_of_all, result)
+        now = time.perf_counter()
+        plain = takes & batch.greedy[places] & batch.on_device(places)
+        served, accepted = self._take_plain(work, which, firsts, plain, likely, now, result)
 
         def choose(own: Ints, rows: Ints) -> tuple[Ints, Told]:
             tokens, ok = np.full(len(own), -1), finite[rows]
             tokens[ok], told = self._choose(own[ok], logits, rows[ok], likely[rows[ok]])
             return tokens, told
 
-        accepted[takes] = self._take_rows(
-            work, which[takes], firsts[takes], accepted[takes], choose, result, time_of_all
-        )
+        rest = takes & ~served
+        accepted[rest] = self._take_rows(work, which[rest], firsts[rest], choose, result, now)
         self._note_accepted(work, which[takes], accepted[takes])
         return result
 
@@ -211,7 +211,6 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         work: Work,
         which: Ints,
         firsts: Ints,
-        accepted: Ints,
         choose: Callable[[Ints, Ints], tuple[Ints, Told]],
         result: StepResult,
         now: float,
@@ -222,16 +221,15 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             work: The step.
             which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
-            accepted: How many drafts of each were taken already.
             choose: The tokens of places from a row each, and what is told of them, by place.
             result: What the step gave; it is told the tokens.
             now: Seconds at which the tokens were there.
 
         Returns:
-            How many drafts of each came, the former included.
+            How many drafts of each came.
         """
         places, drafts, batch = work.places[which], work.drafts[which], self._scheduler.batch
-        accepted, going = accepted.copy(), np.arange(len(which))
+        accepted, going = np.zeros(len(which), np.int64), np.arange(len(which))
         while len(going):
             own = places[going]
             tokens, told = choose(own, firsts[going] + accepted[going])
@@ -293,48 +291,54 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         self._by_name.clear()
         self.candidates.clear()
 
-    def _accept_plain(
+    def _take_plain(
         self,
-        places: Ints,
-        drafts: Ints,
+        work: Work,
+        which: Ints,
         firsts: Ints,
+        among: Bools,
         chosen: Ints,
         now: float,
         result: StepResult,
-    ) -> Ints:
-        """Take the drafts that come, and after which their requests go on, at once.
-
-        Only those of requests of which nothing is told, and whose tokens need not be looked at.
+    ) -> tuple[Bools, Ints]:
+        """Give requests of which nothing is told, and no token is watched, all their tokens.
 
         Args:
-            places: The requests'.
-            drafts: How many each has whose rows say what comes.
+            work: The step.
+            which: Indices of slices of it.
             firsts: The row of each one's last token; those of its drafts follow.
+            among: Those whose tokens are what `chosen` says.
             chosen: The token that comes behind each row; negative where logits are not finite.
             now: Seconds at which the tokens were there.
             result: What the step gave; it is told the tokens.
 
         Returns:
-            How many of each one's drafts were taken.
+            Who was given tokens, and how many drafts of each came.
         """
-        batch = self._scheduler.batch
-        plain = ~batch.watched[places] & (batch.logprobs[places] < 0)
-        drafts = np.where(plain, drafts, 0)
-        column = np.arange(drafts.max(initial=0))
-        if not len(column):
-            return drafts
-        real = column < drafts[:, None]
-        rows, at = firsts[:, None] + column, batch.known[places][:, None] + column
-        comes = chosen[np.where(real, rows, 0)]
-        drafted = batch.ids[places[:, None], np.where(real, at, 0)]
-        ends = (drafted[:, :, None] == batch.ends[places][:, None, :]).any(axis=2)
-        counts = np.cumprod(real & (comes == drafted) & ~ends, axis=1).sum(axis=1)
-        some = counts > 0
-        batch.take_drafts(places[some], counts[some], now)
-        for i in np.flatnonzero(some).tolist():
-            result.names += [batch.names[places[i]]] * int(counts[i])
-            result.tokens += drafted[i, : counts[i]].tolist()
-        return counts
+        places, drafts, batch = work.places[which], work.drafts[which], self._scheduler.batch
+        plain = among & ~batch.watched[places] & (batch.logprobs[places] < 0)
+        own, count = places[:, None], np.where(plain, drafts, 0)
+        column = np.arange(count.max(initial=0) + 1)
+        real = column <= count[:, None]
+        tokens = chosen[firsts[:, None] + np.where(real, column, 0)]
+        drafted = batch.ids[own, np.where(real, batch.known[own] + column, 0)]
+        ended = (tokens[:, :, None] == batch.ends[own]).any(axis=2)
+        right = real[:, 1:] & (tokens == drafted)[:, :-1] & ~ended[:, :-1]
+        accepted = np.cumprod(right, axis=1).sum(axis=1)
+        gained = column <= accepted[:, None]
+        served = plain & ~(gained & (tokens < 0)).any(axis=1)
+        accepted = np.where(served, accepted, 0)
+        gained &= served[:, None]
+        takers, counts, flat = places[served], accepted[served] + 1, tokens[gained]
+        looked_at = (
+            batch.take_several(takers, counts, flat, now) | ended[gained][np.cumsum(counts) - 1]
+        )
+        names = [batch.names[place] for place in np.repeat(takers, counts).tolist()]
+        result.names += names
+        result.tokens += flat.tolist()
+        for place in takers[looked_at].tolist():
+            self._look_at(self._at(place), result)
+        return served, accepted
 
     def _choose(self, places: Ints, logits: Tensor, rows: Ints, likely: Ints) -> tuple[Ints, Told]:
         """The next tokens of requests from a row of logits each, and what is told of them.

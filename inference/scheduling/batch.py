@@ -164,20 +164,25 @@ class RunningBatch:
         ended = (tokens[:, None] == self.ends[places]).any(axis=1)
         return ended | (known > self.last[places]) | self.watched[places]
 
-    def take_drafts(self, places: Ints, counts: Ints, now: float) -> None:
-        """Make the first drafts of sequences, which stand behind what is known, their tokens.
+    def take_several(self, places: Ints, counts: Ints, tokens: Ints, now: float) -> Bools:
+        """Give sequences their next tokens, all but the last of which are drafts that came.
 
         Args:
             places: Whose.
-            counts: How many of each; their K and V are computed.
+            counts: How many each gets; K and V of all but the last are computed.
+            tokens: Those of one after those of the other.
             now: Seconds.
+
+        Returns:
+            Which of them have as many as they may have.
         """
-        rows = np.repeat(places, counts)
-        before = np.cumsum(counts) - counts
-        at = np.arange(len(rows)) + np.repeat(self.known[places] - before, counts)
-        self.times[rows, at] = now
-        for column in (self.known, self.length, self.computed):
-            column[places] += counts
+        rows, known = np.repeat(places, counts), self.known[places]
+        at = np.arange(len(rows)) + np.repeat(known - np.cumsum(counts) + counts, counts)
+        self.ids[rows, at], self.times[rows, at] = tokens, now
+        known = known + counts
+        self.known[places], self.length[places] = known, np.maximum(self.length[places], known)
+        self.computed[places] += counts - 1
+        return known > self.last[places]
 
     def _reserve(self, tokens: int, ends: int) -> None:
         """Have columns for so many tokens and end tokens."""

@@ -424,6 +424,8 @@ class Scheduler:
 def _few_masks(batch: RunningBatch, places: Ints, drafts: Ints) -> Ints:
     """As many drafts, or fewer where a constraint's masks, one for each draft, are too many."""
     masked = np.where(batch.masked[places], drafts, 0)
+    if not masked.any():
+        return drafts
     before = np.cumsum(masked) - masked
     return np.where(masked > 0, np.clip(MASKED_DRAFTS - before, 0, drafts), drafts)
 
