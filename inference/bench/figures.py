@@ -14,6 +14,7 @@ import torch
 
 from formats.scheme import Strict
 from inference.bench.load import Load, Run
+from inference.speculate.counts import DraftCounts
 
 
 class Spread(Strict):
@@ -32,6 +33,23 @@ class Percentiles(Strict):
     p99: float
 
 
+class Drafts(Strict):
+    """What became of drafts in all repeated runs.
+
+    Attributes:
+        steps: Times that a request had drafts in a step.
+        proposed: Drafts that were computed, by their position behind the last token, as far as
+            there were any.
+        accepted: Those that came, by position.
+        tokens_per_step: Mean tokens of a request in a step in which it had drafts; 1 without any.
+    """
+
+    steps: int
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+    tokens_per_step: float
+
+
 class Speed(Strict):
     """How fast an engine runs `batch` equal requests that arrive at once.
 
@@ -48,6 +66,7 @@ class Speed(Strict):
             allocated on the GPU.
         kv_bytes_per_token: Bytes of K and V of one token in all layers, as the engine holds them.
         weight_bytes: Bytes of the checkpoint's weight files, or in memory if it has none.
+        drafts: What became of drafts; None where the engine makes none.
     """
 
     batch: int
@@ -61,6 +80,7 @@ class Speed(Strict):
     peak_memory_bytes: int
     kv_bytes_per_token: int
     weight_bytes: int
+    drafts: Drafts | None = None
 
 
 class Ratio(Strict):
@@ -94,6 +114,24 @@ def summarize(load: Load, runs: Sequence[Run]) -> Speed:
         peak_memory_bytes=runs[-1].peak_memory_bytes,
         kv_bytes_per_token=runs[-1].kv_bytes_per_token,
         weight_bytes=runs[-1].weight_bytes,
+        drafts=_drafts(drafts_of(runs)),
+    )
+
+
+def drafts_of(runs: Sequence[Run]) -> DraftCounts:
+    """What became of drafts in several runs."""
+    return sum((run.drafts for run in runs), start=DraftCounts())
+
+
+def _drafts(counts: DraftCounts) -> Drafts | None:
+    if not counts.proposed:
+        return None
+    deepest = max((i + 1 for i, count in enumerate(counts.proposed) if count), default=0)
+    return Drafts(
+        steps=counts.steps,
+        proposed=counts.proposed[:deepest],
+        accepted=counts.accepted[:deepest],
+        tokens_per_step=counts.tokens_per_step,
     )
 
 

@@ -18,7 +18,15 @@ from formats.progress import bar
 from inference.arguments import speculate_config
 from inference.backend import require_device
 from inference.bench.engine_process import EngineProcess, EngineSource
-from inference.bench.figures import Ratio, Speed, compare_turns, describe, summarize, to_json
+from inference.bench.figures import (
+    Ratio,
+    Speed,
+    compare_turns,
+    describe,
+    drafts_of,
+    summarize,
+    to_json,
+)
 from inference.bench.load import Load
 from inference.bench.oracle import TOKEN, chance_of
 from inference.bench.peers.runtimes import read_choices
@@ -26,8 +34,13 @@ from inference.bench.peers.speed import RuntimeProcess
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import read_shape
 from inference.bench.turns import Runner, run_in_turns
-from inference.config import EngineConfig
+from inference.config import EngineConfig, SpeculateConfig
 from inference.scheduling.blocks import blocks_for
+
+FAKED = (
+    "drafts are faked: what making them takes is in no figure, and one token is all that comes, by "
+    "a bias, without drafts too"
+)
 
 
 class MeasuredModel(NamedTuple):
@@ -58,13 +71,10 @@ def measure_requests(arguments: argparse.Namespace) -> int:
             results.append([(name, summarize(load, own)) for name, own in named])
             ratios += [compare_turns(load, named[-1], other) for other in named[:-1]]
             if arguments.speculate is not None or arguments.acceptance is not None:
-                drafts.append(f"batch {batch}: {named[-1][0]}: {named[-1][1][-1].drafts.text()}")
+                drafts.append(f"batch {batch}: {named[-1][0]}: {drafts_of(named[-1][1]).text()}")
     notes = [model.note for model in models]
     if arguments.acceptance is not None:
-        drafts.append(
-            "these drafts are faked: what making them takes is in no figure, and one token is all "
-            "that comes, by a bias, without drafts too"
-        )
+        notes.append(FAKED)
     print("\n".join([*describe(results, ratios, notes, arguments.device), *drafts]))
     if arguments.json is not None:
         replace_file(arguments.json, to_json(results, ratios, notes, arguments.device).encode())
@@ -104,6 +114,8 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Measu
         worker = stack.enter_context(EngineProcess(source))
         name = f"{names[-1]}, {name}"
         models.insert(-1, MeasuredModel(name, f"{name}: the same weights", worker.run))
+    if (drafts := sources[-1].config.speculate) is not None:
+        models[-1] = models[-1]._replace(note=f"{models[-1].note}; {_about_drafts(drafts)}")
     return [*models[:-1], *(MeasuredModel(p.name, p.note, p.run) for p in peers), models[-1]]
 
 
@@ -171,6 +183,11 @@ def _about(checkpoint: Checkpoint) -> str:
     if scheme.kv_cache is not None:
         parts.append(f"cache {scheme.kv_cache.dtype} {scheme.kv_cache.granularity}")
     return "; ".join(parts)
+
+
+def _about_drafts(config: SpeculateConfig) -> str:
+    path = "" if config.path is None else f"={config.path}"
+    return f"drafts by {config.method}{path}, depth {config.depth or 'auto'}"
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:

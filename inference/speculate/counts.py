@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from inference.speculate.speculation import Speculation
 
@@ -38,6 +39,14 @@ class DraftCounts:
             tuple(a - (b[i] if i < len(b) else 0) for i, a in enumerate(all_)) for all_, b in pairs
         )
         return DraftCounts(self.steps - before.steps, proposed, accepted)
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        """Of two times, of one engine or of two."""
+        both = (self.proposed, other.proposed), (self.accepted, other.accepted)
+        proposed, accepted = (
+            tuple(a + b for a, b in zip_longest(*pair, fillvalue=0)) for pair in both
+        )
+        return DraftCounts(self.steps + other.steps, proposed, accepted)
 
     @property
     def tokens_per_step(self) -> float:

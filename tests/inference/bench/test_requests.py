@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,6 +22,7 @@ from inference.bench.oracle import TOKEN, Oracle, chance_of
 from inference.bench.turns import measure_in_turns
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
+from inference.speculate.counts import DraftCounts
 
 LOAD = Load(batch=2, prompt_tokens=10, new_tokens=3)
 
@@ -108,6 +110,47 @@ def test_a_run_with_drafts_tells_what_became_of_them(tiny_llama):
         assert 0 < found.steps < 40
         assert found.steps == found.proposed[0]
         assert 0 < sum(found.accepted) <= sum(found.proposed)
+
+
+def test_drafts_of_several_runs_are_told_together():
+    counts = DraftCounts(3, (3, 2, 0), (2, 1, 0)), DraftCounts(1, (1, 1, 0, 0), (0, 0, 0, 0))
+    speed = summarize(LOAD, [replace(a_run(1.0), drafts=found) for found in counts])
+    assert speed.drafts is not None
+    assert speed.drafts.model_dump() == {
+        "steps": 4,
+        "proposed": (4, 3),
+        "accepted": (2, 1),
+        "tokens_per_step": 1 + 3 / 4,
+    }
+    assert summarize(LOAD, [a_run(1.0)]).drafts is None
+    never = replace(a_run(1.0), drafts=DraftCounts(0, (0, 0), (0, 0)))
+    found = summarize(LOAD, [never]).drafts
+    assert found is not None
+    assert (found.steps, found.proposed, found.tokens_per_step) == (0, (), 1.0)
+
+
+@pytest.mark.parametrize(
+    "words", [["--speculate", "ngram", "--depth", "3"], ["--acceptance", "2", "--depth", "3"]]
+)
+def test_the_command_tells_drafts_with_each_load(tiny_llama, tmp_path, capsys, words):
+    file = tmp_path / "speed.json"
+    arguments = [str(tiny_llama), "--batch", "1", "2", "--prompt", "8", "--new", "40", *words]
+    assert bench.main([*arguments, "--repeats", "2", "--json", str(file)]) == 0
+    data = json.loads(file.read_text())
+    plain, own = data["results"][::2], data["results"][1::2]
+    assert [row["batch"] for row in own] == [1, 2]
+    assert all(row["model"] == f"{tiny_llama}, no drafts" for row in plain)
+    assert all(row["drafts"] is None for row in plain)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "a step with drafts" in line]
+    for row, line in zip(own, lines, strict=True):
+        found = row["drafts"]
+        assert found["steps"] == found["proposed"][0] > 0
+        assert 1 <= len(found["proposed"]) == len(found["accepted"]) <= 3
+        assert all(a <= p for a, p in zip(found["accepted"], found["proposed"], strict=True))
+        assert found["tokens_per_step"] == 1 + sum(found["accepted"]) / found["steps"]
+        assert f"{found['tokens_per_step']:.2f} tokens a step" in line
+    told = "faked" if words[0] == "--acceptance" else "drafts by ngram, depth 3"
+    assert sum(told in note for note in data["notes"]) == 1
 
 
 @pytest.mark.parametrize(("acceptance", "depth"), [(1.0, 2), (3.0, 4), (2.2, 3), (6.0, 5)])
