@@ -89,7 +89,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--new", type=count, default=64, metavar="TOKENS", help="at least 2")
     made.add_argument("--warmup", type=count, default=1, metavar="RUNS")
     made.add_argument("--repeats", type=count, default=3, metavar="RUNS")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    made.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write the figures here too: `results`, a row for each load and model "
+        "(of drafts, `drafts`: steps with any, those proposed and accepted by position, tokens a "
+        "step), `ratios`, `notes`, `environment`",
+    )
     add_invariant_argument(made)
     add_speculate_arguments(made)
     made.add_argument(
