@@ -23,6 +23,7 @@ from inference.arguments import add_invariant_argument, add_speculate_arguments
 from inference.bench.peers.runtimes import RUNTIMES
 from inference.bench.shapes import SHAPES, read_scheme, read_shape
 
+TASKS = ("editing", "repeated")
 MODES = {
     "--steps": (
         "inference.bench.steps_command:main",
@@ -107,6 +108,16 @@ def parser() -> argparse.ArgumentParser:
         "speculation would bring a model whose weights are random here. With --depth auto as many "
         "are right as give so many tokens at a depth of 4",
     )
+    made.add_argument(
+        "--task",
+        choices=TASKS,
+        help="instead of random prompts, text where --speculate pays, with and without drafts in "
+        "turns. editing: functions of Python's standard library, each to be written again with a "
+        "variable renamed; outputs are forced, by making the logit of the edited text's next token "
+        "the largest, with drafts and without, as models this small make no such edit (on a CPU). "
+        "repeated: the model continues first halves of such functions by --new tokens, and each "
+        "run asks for the same again. --prompt says nothing of either",
+    )
     modes = made.add_argument_group("other modes, each with arguments and a --help of its own")
     for mode, (_, text) in MODES.items():
         modes.add_argument(mode, action="store_true", help=text)
@@ -126,6 +137,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own.error("--shape and --scheme go together")
     if arguments.quantize_head and arguments.shape is None:
         own.error("--quantize-head is for --shape: a checkpoint has the head that it has")
+    if arguments.task is not None:
+        _check_task(own, arguments)
     for model in (arguments.checkpoint, arguments.against):
         if model is not None:
             locate_model(model)
@@ -133,6 +146,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         read_shape(arguments.shape)
         read_scheme(arguments.scheme)
     return arguments
+
+
+def _check_task(own: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """A task is told of one checkpoint, with drafts and without."""
+    if arguments.checkpoint is None:
+        own.error("--task needs a checkpoint: random weights have no text")
+    if arguments.speculate is None:
+        own.error("--task shows what --speculate gives: give it, too")
+    if arguments.task == "editing" and arguments.speculate[0] == "suffix":
+        own.error(
+            "--task editing has the same edits in every run, which suffix would know from the run "
+            "before: it is for drafts from a request's own text; give --task repeated"
+        )
+    if arguments.against is not None or arguments.peer:
+        own.error("--task has tokens of one checkpoint: leave --against and --peer out")
+    if arguments.task == "editing" and arguments.device != "cpu":
+        own.error("--task editing forces outputs on the host: leave --device out")
 
 
 def _add_shape_arguments(parser: argparse.ArgumentParser) -> None:

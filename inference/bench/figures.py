@@ -51,12 +51,13 @@ class Drafts(Strict):
 
 
 class Speed(Strict):
-    """How fast an engine runs `batch` equal requests that arrive at once.
+    """How fast an engine runs `batch` requests that arrive at once.
 
     Attributes:
         batch: Requests.
-        prompt_tokens: Prompt tokens of each.
+        prompt_tokens: Prompt tokens of each; of a task's the most of any, as for `new_tokens`.
         new_tokens: Tokens that each generates.
+        requests: Requests of a run, where they are a task's and `batch` of them run at once.
         repeats: Runs that were measured.
         prefill_tokens_s: Prompt tokens of all requests, by the time until each has its first token.
         decode_tokens_s: Tokens per second of all requests together from then on.
@@ -72,6 +73,7 @@ class Speed(Strict):
     batch: int
     prompt_tokens: int
     new_tokens: int
+    requests: int | None = None
     repeats: int
     prefill_tokens_s: Spread
     decode_tokens_s: Spread
@@ -103,9 +105,10 @@ class Ratio(Strict):
 
 def summarize(load: Load, runs: Sequence[Run]) -> Speed:
     """Put repeated runs of one load together."""
-    prompt = load.batch * load.prompt_tokens
+    prompt = load.all_prompt_tokens
     return Speed(
-        **load.model_dump(exclude={"token"}),
+        **load.model_dump(exclude={"token", "task"}),
+        requests=None if load.task is None else len(load.task.prompts),
         repeats=len(runs),
         prefill_tokens_s=_spread([prompt / run.prefill_s for run in runs]),
         decode_tokens_s=_spread([_decode_speed(run) for run in runs]),
@@ -183,8 +186,9 @@ def describe(
     """
     first, machine = results[0][0][1], environment(device)
     rows = [_row(name, speed) for batch in results for name, speed in batch]
+    most = "" if first.requests is None else f"{first.requests} requests of at most "
     return [
-        f"{first.prompt_tokens} prompt + {first.new_tokens} new tokens a request, median of "
+        f"{most}{first.prompt_tokens} prompt + {first.new_tokens} new tokens a request, median of "
         f"{first.repeats} runs [least-greatest]; latencies in ms: p50 / p90 / p99",
         f"{machine.get('gpu', machine['processor'])}, {machine['threads']} threads, torch "
         f"{machine['torch']}",

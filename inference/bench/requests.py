@@ -33,6 +33,7 @@ from inference.bench.peers.runtimes import read_choices
 from inference.bench.peers.speed import RuntimeProcess
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import read_shape
+from inference.bench.tasks.task import make_task
 from inference.bench.turns import Runner, run_in_turns
 from inference.config import EngineConfig, SpeculateConfig
 from inference.scheduling.blocks import blocks_for
@@ -56,15 +57,11 @@ def measure_requests(arguments: argparse.Namespace) -> int:
     results: list[list[tuple[str, Speed]]] = []  # by batch, then by model
     ratios: list[Ratio] = []
     drafts: list[str] = []
+    first = _load(arguments)
     with ExitStack() as stack:
-        models = _start_models(stack, arguments)
+        models = _start_models(stack, arguments, first)
         for batch in bar(sorted(set(arguments.batch)), title="Measuring", unit="batch"):
-            load = Load(
-                batch=batch,
-                prompt_tokens=arguments.prompt,
-                new_tokens=arguments.new,
-                token=None if arguments.acceptance is None else TOKEN,
-            )
+            load = first.model_copy(update={"batch": batch})
             runners = [model.run for model in models]
             runs = run_in_turns(runners, load, arguments.warmup, arguments.repeats)
             named = [(model.name, own) for model, own in zip(models, runs, strict=True)]
@@ -75,14 +72,37 @@ def measure_requests(arguments: argparse.Namespace) -> int:
     notes = [model.note for model in models]
     if arguments.acceptance is not None:
         notes.append(FAKED)
+    if first.task is not None:
+        notes.append(first.task.note)
     print("\n".join([*describe(results, ratios, notes, arguments.device), *drafts]))
     if arguments.json is not None:
         replace_file(arguments.json, to_json(results, ratios, notes, arguments.device).encode())
     return 0
 
 
-def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[MeasuredModel]:
+def _load(arguments: argparse.Namespace) -> Load:
+    """The load that is asked for, of the least batch.
+
+    Raises:
+        CheckpointError: a task is asked for, and the model has no tokenizer.
+        RequestError: a task cannot be made.
+    """
+    batch = min(arguments.batch)
+    if arguments.task is None:
+        token = None if arguments.acceptance is None else TOKEN
+        lengths = {"prompt_tokens": arguments.prompt, "new_tokens": arguments.new}
+        return Load(batch=batch, token=token, **lengths)
+    task = make_task(arguments.task, arguments.checkpoint, arguments.new)
+    longest = max(map(len, task.prompts))
+    return Load(batch=batch, prompt_tokens=longest, new_tokens=max(task.lengths), task=task)
+
+
+def _start_models(
+    stack: ExitStack, arguments: argparse.Namespace, load: Load
+) -> list[MeasuredModel]:
     """Start what the command line asks for, the checkpoint last; faults are told before that.
+
+    `load` tells how long requests are.
 
     Raises:
         RequestError: a shape, scheme or peer is unknown.
@@ -92,7 +112,7 @@ def _start_models(stack: ExitStack, arguments: argparse.Namespace) -> list[Measu
     require_device(arguments.device)
     work = arguments.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ptq-")))
     path, shape = _place(arguments, work)
-    config = _engine_config(arguments)
+    config = _engine_config(arguments, load)
     sources = [replace(_source(arguments, path, config), fake=_faked(arguments))]
     if arguments.against is not None:
         original = replace(sources[0], path=str(arguments.against), random=None, fake=None)
@@ -190,8 +210,8 @@ def _about_drafts(config: SpeculateConfig) -> str:
     return f"drafts by {config.method}{path}, depth {config.depth or 'auto'}"
 
 
-def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    longest = arguments.prompt + arguments.new
+def _engine_config(arguments: argparse.Namespace, load: Load) -> EngineConfig:
+    longest = load.prompt_tokens + load.new_tokens
     return EngineConfig(
         max_batch_size=max(arguments.batch),
         max_model_len=longest,

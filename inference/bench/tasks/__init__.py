@@ -1,0 +1,1 @@
+"""Requests made of text, for what speculation brings where texts repeat."""
