@@ -237,7 +237,9 @@ class Scheduler:
         length = batch.length[places]
         able = (counts == 1) & self._may_have_drafts(places) & (batch.known[places] == length)
         room = max(0, self.max_batched_tokens - int(counts.sum()))
-        most = np.minimum(batch.last[places] - length, self.max_batched_tokens)[able]
+        most = np.minimum(batch.last[places] - length, self.max_batched_tokens)
+        host = batch.host_until[places] - length  # tokens until a device chooses: not in one step
+        most = np.where(host > 0, np.minimum(most, host - 1), most)[able]
         wanted = self.drafter.plan(batch, places[able], most, room)
         if not wanted.any():
             return drafts

@@ -1,18 +1,17 @@
 """How many drafts a step has: as many as bring the most tokens a second.
 
-A step of R rows takes about a + b R seconds, with an a and b of its own where it has drafts (a GPU
-is waited for then), and asking for drafts c + d m where the longest chain has m; all of them are
-learned from the steps themselves. Drafts of a sequence are found with
-probability f, and each comes with probability p where those before it came: the i-th adds f p^i
-tokens to a step on average, and f rows. The drafts of all sequences are taken in the order of these
-gains as long as they make
+What a step of so many rows takes is learned from the steps themselves, apart for those without
+drafts and with (a GPU is waited for then), and so is what it takes to draft a chain. Drafts of a
+sequence are found with probability f, and each comes with probability p where those before it came:
+the i-th adds f p^i tokens to a step on average, and f rows. The drafts of all sequences are taken
+in the order of these gains as long as they make
 
     (tokens of the step) / (seconds of the step)
 
-larger: none, where they do not pay, as in a large batch. A sequence for which none pay rests, ever
-longer, and gets a few then, so that it is noticed when its text becomes one that can be guessed;
-rests end together, so that few steps have such drafts. One step of `PLAIN` has none in any case, so
-that it stays known what such a step takes. While d > a + b not even drafts that always
+larger: none, where they do not pay, as in a large batch. Sequences then rest, ever longer, and when
+they wake a few of them get a few, so that it is noticed when text becomes one that can be guessed.
+Rests end together, so that few steps have such drafts. One step of `PLAIN` has no drafts in any case, so that it stays known
+what such a step takes. While a draft takes longer to make than a step, not even drafts that always
 come would pay: two steps of `SELDOM` have any then.
 """
 
@@ -35,69 +34,76 @@ Floats = NDArray[np.floating]
 MOST_DEPTH = 16  # drafts of a sequence in a step
 PAUSES = 8, 128  # steps for which a sequence rests: first, and at most
 SELDOM = 512  # steps
-PLAIN = 64  # one step of so many has no drafts, so that it is known what such a step takes
+PLAIN = 64  # steps
 PROBED = 2  # drafts of a sequence for which none pay
-MEMORY = 0.8  # weight of the past in p, for each draft that was looked at, and in f
+TRIED = 8  # sequences, one of which is tried in a step
+MEMORY = 0.85  # weight of the past in p, for each draft that was looked at, and in f
 PRIOR = 0.6  # f and p before anything is known
 RAREST = 0.02  # least f that is believed
-OF_ALL = 0.98  # weight of the past in what a new sequence begins with
-FADING = 0.98  # weight of the past in what a step takes
-SLOPE = 0.1  # share of a one-row step that a further row is first taken to cost
+OF_ALL = 0.95  # likewise in what is known of all sequences
+FADING = 0.9  # weight of the past in what a step of a size takes
+MARGIN = 1.05  # tokens a second with drafts, of those without, from which on drafts are made
 OUTLIER = 5  # times what a step was expected to take: it compiled, or the machine was away
+SIZES = np.array([*range(1, 9), *(n << i for i in range(2, 20) for n in (3, 4))])  # of steps
+GROWTH = 0.25  # share of its rows by which a step larger than all that ran is taken to be slower
 
 
 class StepTime:
-    """Seconds of a step of so many rows, a + b R: least squares over past steps, which fade.
+    """Seconds of a step by its rows: means of steps of a size, and lines between the sizes.
+
+    A size is up to 8 rows as they are, and then the next of 12, 16, 24, 32, 48, ...
 
     Args:
-        first: a and b before anything is known.
-
-    Attributes:
-        line: a and b, neither below zero.
+        first: Seconds of any step before anything is known.
     """
 
-    def __init__(self, first: tuple[float, float]) -> None:
-        self._n = self._r = self._rr = self._s = self._rs = 0.0
-        self._first: tuple[int, float] | None = None  # rows and seconds, not believed yet
-        self.line = first
+    def __init__(self, first: float = 0.0) -> None:
+        self._first = first
+        self._known: dict[int, float] = {}  # seconds by rows
+        self._noted: dict[int, int] = {}  # when last
+        self._doubted: dict[int, float] = {}  # seen once
+        self._count = 0
+        self._rows, self._seconds = np.ones(1), np.full(1, first)
 
     @property
     def learned(self) -> bool:
-        """Whether `line` is what steps took."""
-        return self._n > 0
+        """Whether any size is known."""
+        return bool(self._known)
 
     def note(self, rows: int, seconds: float) -> None:
-        """Learn from a step; the first one is believed when a second has taken about as long."""
-        if not self._n:
-            first, self._first = self._first, (rows, seconds)
-            if first is None or first[1] > OUTLIER * seconds:
+        """Learn from a step; of a size that is new the first is believed with the second."""
+        size, self._count = _size(rows), self._count + 1
+        if size in self._known:
+            known = self._known[size]
+            if seconds > OUTLIER * known:
                 return
-            self._learn(*first)
-        if seconds <= OUTLIER * self.of(rows):
-            self._learn(rows, seconds)
+            self._known[size] += (1 - FADING) * (min(seconds, 2 * known) - known)
+        elif size in self._doubted:
+            self._known[size] = min(seconds, self._doubted.pop(size))
+        else:
+            self._doubted[size] = seconds
+            return
+        self._noted[size] = self._count
+        kept = {n: s for n, s in self._known.items() if self._count - self._noted[n] < SELDOM}
+        self._known = kept
+        sizes = sorted(kept)
+        self._rows = np.array(sizes, np.float64)
+        self._seconds = np.maximum.accumulate([kept[n] for n in sizes])
 
-    def _learn(self, rows: int, seconds: float) -> None:
-        if self._n:
-            seconds = min(seconds, 2 * self.of(rows))  # one slow step says little of the next
-        self._n, self._r, self._rr = (FADING * x for x in (self._n, self._r, self._rr))
-        self._s, self._rs = FADING * self._s, FADING * self._rs
-        self._n, self._r, self._rr = self._n + 1, self._r + rows, self._rr + rows * rows
-        self._s, self._rs = self._s + seconds, self._rs + rows * seconds
-        self.line = self._fitted()
+    def least(self, rows: int) -> float:
+        """Seconds of a step of so many rows, if one larger than all that ran takes no longer."""
+        return float(np.interp(_size(rows), self._rows, self._seconds))
 
-    def _fitted(self) -> tuple[float, float]:
-        rows, seconds = self._r / self._n, self._s / self._n
-        spread = self._rr / self._n - rows * rows
-        first = seconds * SLOPE / (1 + SLOPE * rows)  # as if one more step had told so
-        together = self._rs / self._n - rows * seconds
-        slope = (together + first * rows * 0.01) / (spread + rows * 0.01)
-        slope = min(max(slope, 0.0), seconds / rows)
-        return seconds - slope * rows, slope
+    def of(self, rows: Floats | Ints | float) -> Floats:
+        """Seconds of steps of so many rows."""
+        sizes = SIZES[np.searchsorted(SIZES, rows)]
+        more = np.maximum(sizes / self._rows[-1] - 1, 0)
+        return np.interp(sizes, self._rows, self._seconds) * (1 + GROWTH * more)
 
-    def of(self, rows: int) -> float:
-        """Seconds of a step of so many rows."""
-        a, b = self.line
-        return a + b * rows
+
+def _size(rows: int) -> int:
+    """The size whose steps are taken for alike."""
+    return int(SIZES[np.searchsorted(SIZES, rows)])
 
 
 class Speculation:
@@ -124,12 +130,11 @@ class Speculation:
         self._found_by_all = self._chance_of_all = PRIOR
         self._serial = np.full(places + 1, -1, np.int64)
         self._awake = np.zeros(places + 1, np.int64)  # the step from which on one is asked again
-        self._rests = np.zeros(places + 1, np.bool_)
         self._pause = np.full(places + 1, PAUSES[0])
         self._planned = 0  # steps
         self._drafted = np.full(places + 1, -1, np.int64)  # the last of them that had drafts
-        self._plain, self._drafting = StepTime((1.0, SLOPE)), StepTime((0.0, 0.0))
-        self._verifying = StepTime((0.0, 0.0))  # steps in which drafts were asked for
+        self._plain, self._drafting = StepTime(1.0), StepTime()
+        self._verifying = StepTime()  # steps in which drafts were asked for
         self._asked, self._spent = False, 0.0  # in this step; seconds of drafting
         self.proposed, self.accepted = (np.zeros(self._most, np.int64) for _ in range(2))
         self.steps = 0
@@ -148,17 +153,12 @@ class Speculation:
         """Whether a step has no drafts, whoever runs."""
         if self._too_slow:
             return step % SELDOM >= 2
-        return not self._plain.learned or step % PLAIN == 0
+        return step % PLAIN == 0 or not self._plain.learned
 
     @property
     def _too_slow(self) -> bool:
         """Whether a draft takes longer to make than a token to compute."""
-        return self._drafting.line[1] > self._steps[0].of(1)
-
-    @property
-    def _steps(self) -> tuple[StepTime, StepTime]:
-        """Times of steps without drafts and with; those of the former where there were none."""
-        return self._plain, self._verifying if self._verifying.learned else self._plain
+        return self._drafting.least(1) > self._plain.least(1)
 
     def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
         """`Drafter.plan`."""
@@ -170,13 +170,13 @@ class Speculation:
         new = self._serial[places] != batch.serial[places]
         fresh = places[new]
         self._found[fresh], self._chance[fresh] = self._found_by_all, self._chance_of_all
-        self._awake[fresh], self._rests[fresh], self._pause[fresh] = 0, False, PAUSES[0]
+        self._awake[fresh], self._pause[fresh] = 0, PAUSES[0]
         self._serial[fresh] = batch.serial[fresh]
         wanted = most
         if self._depth is None:
             wanted = np.zeros_like(most)
             asked = self._awake[places] <= self._planned
-            if not asked.any():
+            if not most[asked].any():
                 return wanted
             wanted[asked] = self._paying(places[asked], most[asked], len(places))
         fits = np.cumsum(wanted) - wanted < room
@@ -192,7 +192,8 @@ class Speculation:
         self._drafted[places] = self._planned
         found = np.maximum(MEMORY * self._found[places] + (1 - MEMORY) * (counts > 0), RAREST)
         self._found[places] = found
-        self._found_by_all = _mixed(self._found_by_all, float(np.mean(counts > 0)))
+        past = OF_ALL ** len(counts)
+        self._found_by_all = past * self._found_by_all + (1 - past) * float(np.mean(counts > 0))
         return counts
 
     def note_accepted(self, batch: RunningBatch, work: Work, which: Ints, accepted: Ints) -> None:
@@ -205,10 +206,10 @@ class Speculation:
         looked_at = np.minimum(accepted + 1, drafts)  # behind a wrong one nothing is known
         past = MEMORY**looked_at
         self._chance[places] = past * self._chance[places] + (1 - past) * accepted / looked_at
-        right = places[accepted > 0]
-        self._pause[right], self._awake[right] = PAUSES[0], 0
-        share = float(accepted.sum() / max(int(looked_at.sum()), 1))
-        self._chance_of_all = _mixed(self._chance_of_all, share)
+        self._awake[places[accepted > 0]] = 0
+        count = int(looked_at.sum())
+        past, share = OF_ALL**count, float(accepted.sum() / max(count, 1))
+        self._chance_of_all = past * self._chance_of_all + (1 - past) * share
 
     def note_time(self, work: Work, seconds: float) -> None:
         """`Drafter.note_time`."""
@@ -235,7 +236,9 @@ class Speculation:
         """As many drafts of each sequence as make the most tokens a second of a step of `rows`."""
         position = np.arange(1, int(most.max()) + 1)
         found = np.broadcast_to(self._found[places, None], (len(places), len(position)))
-        gains = found * self._chance[places, None] ** position.astype(np.float64)
+        # A sequence's own p is a guess from few drafts: the largest of many would be taken for real.
+        chance = (self._chance[places, None] + self._chance_of_all) / 2
+        gains = found * chance ** position.astype(np.float64)
         gains = np.where(position <= most[:, None], gains, 0.0).ravel()
         order = np.argsort(-gains, kind="stable")  # of a sequence the first draft comes first
         chain = np.maximum.accumulate(order % len(position) + 1)
@@ -252,25 +255,21 @@ class Speculation:
             rows: Rows that it adds on average.
             chain: The longest chain with it.
         """
-        plain, verifying = self._steps
-        (a, b), (c, d) = verifying.line, self._drafting.line
-        seconds = a + b * (sequences + np.cumsum(rows)) + c + d * chain
-        without = sequences / plain.of(sequences)
+        verifying = self._verifying if self._verifying.learned else self._plain
+        seconds = verifying.of(sequences + np.cumsum(rows)) + self._drafting.of(chain)
+        without = sequences / self._plain.least(sequences)
         speeds = (sequences + np.cumsum(gains)) / seconds
         best = int(speeds.argmax())
-        return best + 1 if speeds[best] > without else 0
+        return best + 1 if speeds[best] > MARGIN * without else 0
 
     def _rested(self, places: Ints, wanted: Ints, most: Ints) -> Ints:
-        """Let sequences rest for which no drafts pay; those that come from a rest get a few."""
-        idle = places[wanted == 0]
-        again = self._rests[idle]
-        self._rests[places], self._rests[idle] = False, True
-        pause = self._pause[idle]
-        self._awake[idle] = (self._planned // pause + 1) * pause  # with others' rests
-        self._pause[idle[again]] = np.minimum(2 * self._pause[idle[again]], PAUSES[1])
-        wanted[wanted == 0] = np.where(again, np.minimum(PROBED, most[wanted == 0]), 0)
+        """Let sequences rest if drafts pay for none of them; some that have rested get a few."""
+        if wanted.any():  # who has none now may have some next time
+            self._awake[places], self._pause[places] = 0, PAUSES[0]
+            return wanted
+        again, pause = self._awake[places] > 0, self._pause[places]
+        self._awake[places] = (self._planned // pause + 1) * pause  # a multiple: all together
+        self._pause[places[again]] = np.minimum(2 * pause[again], PAUSES[1])
+        tried = np.flatnonzero(again)[: max(1, len(places) // TRIED)]
+        wanted[tried] = np.minimum(PROBED, most[tried])
         return wanted
-
-
-def _mixed(past: float, now: float) -> float:
-    return OF_ALL * past + (1 - OF_ALL) * now
