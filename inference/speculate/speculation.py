@@ -10,9 +10,9 @@ in the order of these gains as long as they make
 
 larger: none, where they do not pay, as in a large batch. Sequences then rest, ever longer, and when
 they wake a few of them get a few, so that it is noticed when text becomes one that can be guessed.
-Rests end together, so that few steps have such drafts. One step of `PLAIN` has no drafts in any case, so that it stays known
-what such a step takes. While a draft takes longer to make than a step, not even drafts that always
-come would pay: two steps of `SELDOM` have any then.
+Rests end together, so that few steps have such drafts. One step of `PLAIN` has no drafts in any
+case, so that it stays known what such a step takes. While a draft takes longer to make than a step,
+not even drafts that always come would pay: two steps of `SELDOM` have any then.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Speculation:
         """As many drafts of each sequence as make the most tokens a second of a step of `rows`."""
         position = np.arange(1, int(most.max()) + 1)
         found = np.broadcast_to(self._found[places, None], (len(places), len(position)))
-        # A sequence's own p is a guess from few drafts: the largest of many would be taken for real.
+        # A sequence's own p is a guess from few drafts: the largest of many is mostly too large.
         chance = (self._chance[places, None] + self._chance_of_all) / 2
         gains = found * chance ** position.astype(np.float64)
         gains = np.where(position <= most[:, None], gains, 0.0).ravel()
