@@ -60,6 +60,8 @@ def test_int8_equals_its_twin_bit_for_bit(dtype, with_bias, per_row, workspace):
         for tile in (None, *(t for t in TILES if outputs % t.outputs == 0)):
             got = weight.run(x, own, workspace, dtype, tile=tile)
             assert torch.equal(got, wanted), (rows, outputs, inputs, tile)
+            sums = weight.run(x, own, workspace, torch.int32, tile=tile)
+            assert torch.equal(sums, (x.double() @ q.double().T).int()), (rows, outputs, tile)
         if rows == 65:
             args = (t if t is None else t.cpu() for t in (x, own, q, scale, bias))
             assert torch.equal(got.cpu(), reference.int8_linear(*args, out_dtype=dtype))

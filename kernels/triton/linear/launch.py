@@ -152,6 +152,6 @@ def launch_few_rows(
         *operands, bias, out, parts, workspace.arrivals, experts, pairs,
         M=rows, N=outputs, K=inputs, SHARE=share, READY=ready, WIDE=wide or x.numel() > COUNTED,
         OUTPUTS=tile.outputs, ROWS=tile.rows, SPLITS=tile.splits, STAGES=tile.stages,
-        BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
-        enable_fp_fusion=fused, **overlap(), **own,
+        BIAS=bias is not None and out.is_floating_point(), num_warps=tile.warps,
+        num_stages=tile.stages, enable_fp_fusion=fused, **overlap(), **own,
     )  # fmt: skip

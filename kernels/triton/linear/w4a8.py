@@ -148,9 +148,12 @@ def w4a8_kernel(
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
     if last:
-        y = scaled_sum(
-            acc, x_scale, unit, bias, row, there, n, ZERO, EXACT, MULTIPLIERS, PER_ROW, BIAS
-        )
+        if out.dtype.element_ty == tl.int32:
+            y = acc if MULTIPLIERS else acc >> 4
+        else:
+            y = scaled_sum(
+                acc, x_scale, unit, bias, row, there, n, ZERO, EXACT, MULTIPLIERS, PER_ROW, BIAS
+            )
         store_tile(y, out, m, n, N, real)
 
 
@@ -200,6 +203,11 @@ class W4A8Weight(GroupedWeight):
     def exact(self) -> bool:
         """Whether scales are of two levels."""
         return self.unit is not None
+
+    @property
+    def output_scale(self) -> Tensor:
+        """fp32 [N], of two levels alone."""
+        return super().output_scale if self.unit is None else self.unit
 
     def tile(self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None) -> Tile:
         """How a product is cut."""

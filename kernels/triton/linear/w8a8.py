@@ -3,7 +3,8 @@
     y[m, n] = (sum_k xq[m, k] wq[n, k]) (sx[m] sw[n]) + b[n]
 
 int8 sums are exact in int32 and the epilogue is unfused fp32, so that a result equals
-`kernels.reference.int8_linear` bit for bit, however it is cut. fp8 (e4m3) sums leave the tensor
+`kernels.reference.int8_linear` bit for bit, however it is cut. Asked for int32 the kernels give the
+sums as they are: parts of a sum over several GPUs. fp8 (e4m3) sums leave the tensor
 cores, which keep about 14 bits, for fp32 every 128 inputs; many rows' every `SEGMENT` runs of 128,
 where there are more than `FAST_INPUTS`.
 
@@ -102,10 +103,12 @@ def w8a8_kernel(
     if SPLITS > 1:
         acc, last = sum_tile(acc, parts, arrivals, tile, split, row_tile, real, SPLITS)
     if last:
-        sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
-        y = acc.to(tl.float32) * (sx[None, :] * tl.load(w_scale + n)[:, None])
-        if BIAS:
-            y += tl.load(bias + n)[:, None]
+        y = acc
+        if out.dtype.element_ty != tl.int32:
+            sx = tl.load(x_scale + row * PER_ROW, mask=there, other=0.0)
+            y = acc.to(tl.float32) * (sx[None, :] * tl.load(w_scale + n)[:, None])
+            if BIAS:
+                y += tl.load(bias + n)[:, None]
         store_tile(y, out, m, n, N, real)
 
 
@@ -164,6 +167,11 @@ class W8A8Weight(GpuWeight):
     def exact(self) -> bool:
         """Whether it is of int8."""
         return self.family == "w8a8"
+
+    @property
+    def output_scale(self) -> Tensor:
+        """fp32 [N]."""
+        return self.scale
 
     def plain_tile(
         self, x: Tensor, dtype: torch.dtype, sorted_rows: SortedRows | None

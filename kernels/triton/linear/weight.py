@@ -96,7 +96,8 @@ class GpuWeight(ABC):
             x: [M, K], contiguous, as the layer's `InputFormat` says.
             x_scale: fp32, one element, [M, 1] or [M, K / group]; None for float rows.
             workspace: Of the stream that this runs in.
-            dtype: Of the result.
+            dtype: Of the result; int32 for an `exact` weight's sums as they are, without scales and
+                bias.
             sorted_rows: Of a mixture of experts, which rows are whose: the rows of x are tokens or
                 pairs, those of the result pairs.
             tile: How to cut the product; by default the device's table says, or a rule.
@@ -108,6 +109,12 @@ class GpuWeight(ABC):
             ValueError: a shape or type does not fit, or the workspace is too small.
         """
         self.check(x, x_scale)
+        require(
+            dtype.is_floating_point or (dtype == torch.int32 and self.exact),
+            f"a result in {dtype} is asked for; needed is a float type, or int32 of a weight whose "
+            f"sums are of integers alone, which those of {self.family} "
+            f"{'are' if self.exact else 'are not'}",
+        )
         rows = result_rows(x, sorted_rows)
         out = torch.empty((rows, self.size[0]), dtype=dtype, device=x.device)
         product = Product(x, x_scale, out, workspace, sorted_rows)
@@ -148,6 +155,15 @@ class GpuWeight(ABC):
     def exact(self) -> bool:
         """Whether sums are of integers alone, so that no order of theirs changes a bit."""
         return False
+
+    @property
+    def output_scale(self) -> Tensor:
+        """What an `exact` sum is multiplied by beside the scale of its row: fp32 [N].
+
+        Raises:
+            ValueError: sums are not of integers alone.
+        """
+        raise ValueError(f"sums of {self.family} are not of integers alone")
 
     def invariant_tile(self, x: Tensor) -> Tile:
         """A tile with which a row's sums have one order, whatever other rows there are.

@@ -20,6 +20,7 @@ FP8 = torch.float8_e4m3fn
             *(torch.int8, torch.bfloat16, (128, 256, 1, 4), 1024), marks=pytest.mark.every_triton
         ),
         (torch.int8, torch.float32, (256, 128, 1, 4), 1024),
+        (torch.int8, torch.int32, (256, 128, 1, 4), 1024),
         pytest.param(
             *(FP8, torch.bfloat16, (128, 256, 1, 4), 1024), marks=pytest.mark.every_triton
         ),

@@ -140,9 +140,11 @@ def compute(
         by_row.index(PART).store(scales[0])
         for k in gl.static_range(TILES * HALVES):
             sx = by_row.index(PART).slice(k % HALVES * ROWS, ROWS).load(gl.SliceLayout(0, MMA))
-            y = accs[k].to(gl.float32) * (gl.expand_dims(sx, 0) * scales[1 + k // HALVES])
-            if BIAS:
-                y += scales[1 + TILES + k // HALVES]
+            y = accs[k]
+            if out.dtype != gl.int32:
+                y = y.to(gl.float32) * (gl.expand_dims(sx, 0) * scales[1 + k // HALVES])
+                if BIAS:
+                    y += scales[1 + TILES + k // HALVES]
             place = (row + k % HALVES * ROWS, column + (PART * TILES + k // HALVES) * 64)
             store(y.to(out.dtype), place, out, ys, PART, k, TILES * HALVES)
     tma.store_wait(0)
