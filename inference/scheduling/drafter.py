@@ -38,19 +38,18 @@ class Drafter(Protocol):
 
     reads: HiddenStates | None
 
-    def wants(self, batch: RunningBatch, places: Ints) -> bool:
+    def wants(self, sequences: int) -> bool:
         """Whether the next step may have drafts; it is planned with all tokens known then.
 
         Args:
-            batch: The running sequences.
-            places: Those of which all tokens but the last, which may be on its way, are computed.
+            sequences: How many run.
         """
         ...
 
     def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
         """How many drafts each sequence is to have in a step; blocks are taken for so many.
 
-        It is called for every step, and where no sequence can have drafts with none.
+        It is called for every step that may have drafts, and where no sequence can, with none.
 
         Args:
             batch: The running sequences.
@@ -82,7 +81,7 @@ class Drafter(Protocol):
         ...
 
     def note_time(self, work: Work, seconds: float) -> None:
-        """Learn how long a step took, drafting included."""
+        """Learn how long a step took, drafting included; told of every step, in their order."""
         ...
 
     def note_hidden(self, work: Work, hidden: Tensor) -> None:

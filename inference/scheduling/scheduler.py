@@ -219,8 +219,8 @@ class Scheduler:
         """Whether the next step may have drafts, once tokens that are on their way are known."""
         if self.drafter is None or len(self.order) >= self.max_batched_tokens:
             return False
-        able = self.order[self._may_have_drafts(self.order)]
-        return bool(len(able)) and self.drafter.wants(self.batch, able)
+        wanted = self.drafter.wants(len(self.order))
+        return wanted and bool(self._may_have_drafts(self.order).any())
 
     def _may_have_drafts(self, places: Ints) -> Bools:
         """Which sequences have one token to compute, and need not stop with the next."""
@@ -232,7 +232,7 @@ class Scheduler:
     def _draft(self, places: Ints, counts: Ints) -> Ints:
         """How many drafts each of a step's sequences has; they are in their rows then."""
         drafts, batch = np.zeros_like(places), self.batch
-        if self.drafter is None:
+        if self.drafter is None or not self.drafter.wants(len(self.order)):
             return drafts
         length = batch.length[places]
         able = (counts == 1) & self._may_have_drafts(places) & (batch.known[places] == length)

@@ -8,15 +8,15 @@ in the order of these gains as long as they make
 
     (tokens of the step) / (seconds of the step)
 
-larger: none, where they do not pay, as in a large batch. Sequences then rest, ever longer, and when
-they wake a few of them get a few, so that it is noticed when text becomes one that can be guessed.
-Rests end together, so that few steps have such drafts. One step of `PLAIN` has no drafts in any
-case, so that it stays known what such a step takes. While a draft takes longer to make than a step,
-not even drafts that always come would pay: two steps of `SELDOM` have any then.
+larger: none, where they do not pay, as in a large batch. Then a few sequences get a few now and
+then, so that it is noticed when text becomes one that can be guessed: as often as such trials take
+no more than `FOR_TRIALS` of the time. One step of `PLAIN` has no drafts in any case, so that it
+stays known what such a step takes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -27,83 +27,21 @@ from torch import Tensor
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.work import Work
+from inference.speculate.estimates import Share, StepTime
 from inference.speculate.proposer import HiddenStateProposer, Proposer
 
 Floats = NDArray[np.floating]
 
 MOST_DEPTH = 16  # drafts of a sequence in a step
-PAUSES = 8, 128  # steps for which a sequence rests: first, and at most
-SELDOM = 512  # steps
 PLAIN = 64  # steps
-PROBED = 2  # drafts of a sequence for which none pay
-TRIED = 8  # sequences, one of which is tried in a step
+FOR_TRIALS = 0.01  # share of the time that trials take where drafts do not pay
+TRIED = 8  # sequences, one of which has drafts in a trial
+TRIAL = 4  # drafts of it
+AT_FIRST = 4  # steps whose time the first trials may take in any case
+LEAST_PRICE = 0.25  # of a trial, as a share of a step: planning one takes time, too
 MEMORY = 0.85  # weight of the past in p, for each draft that was looked at, and in f
-PRIOR = 0.6  # f and p before anything is known
 RAREST = 0.02  # least f that is believed
-OF_ALL = 0.95  # likewise in what is known of all sequences
-FADING = 0.9  # weight of the past in what a step of a size takes
 MARGIN = 1.05  # tokens a second with drafts, of those without, from which on drafts are made
-OUTLIER = 5  # times what a step was expected to take: it compiled, or the machine was away
-SIZES = np.array([*range(1, 9), *(n << i for i in range(2, 20) for n in (3, 4))])  # of steps
-GROWTH = 0.25  # share of its rows by which a step larger than all that ran is taken to be slower
-
-
-class StepTime:
-    """Seconds of a step by its rows: means of steps of a size, and lines between the sizes.
-
-    A size is up to 8 rows as they are, and then the next of 12, 16, 24, 32, 48, ...
-
-    Args:
-        first: Seconds of any step before anything is known.
-    """
-
-    def __init__(self, first: float = 0.0) -> None:
-        self._first = first
-        self._known: dict[int, float] = {}  # seconds by rows
-        self._noted: dict[int, int] = {}  # when last
-        self._doubted: dict[int, float] = {}  # seen once
-        self._count = 0
-        self._rows, self._seconds = np.ones(1), np.full(1, first)
-
-    @property
-    def learned(self) -> bool:
-        """Whether any size is known."""
-        return bool(self._known)
-
-    def note(self, rows: int, seconds: float) -> None:
-        """Learn from a step; of a size that is new the first is believed with the second."""
-        size, self._count = _size(rows), self._count + 1
-        if size in self._known:
-            known = self._known[size]
-            if seconds > OUTLIER * known:
-                return
-            self._known[size] += (1 - FADING) * (min(seconds, 2 * known) - known)
-        elif size in self._doubted:
-            self._known[size] = min(seconds, self._doubted.pop(size))
-        else:
-            self._doubted[size] = seconds
-            return
-        self._noted[size] = self._count
-        kept = {n: s for n, s in self._known.items() if self._count - self._noted[n] < SELDOM}
-        self._known = kept
-        sizes = sorted(kept)
-        self._rows = np.array(sizes, np.float64)
-        self._seconds = np.maximum.accumulate([kept[n] for n in sizes])
-
-    def least(self, rows: int) -> float:
-        """Seconds of a step of so many rows, if one larger than all that ran takes no longer."""
-        return float(np.interp(_size(rows), self._rows, self._seconds))
-
-    def of(self, rows: Floats | Ints | float) -> Floats:
-        """Seconds of steps of so many rows."""
-        sizes = SIZES[np.searchsorted(SIZES, rows)]
-        more = np.maximum(sizes / self._rows[-1] - 1, 0)
-        return np.interp(sizes, self._rows, self._seconds) * (1 + GROWTH * more)
-
-
-def _size(rows: int) -> int:
-    """The size whose steps are taken for alike."""
-    return int(SIZES[np.searchsorted(SIZES, rows)])
 
 
 class Speculation:
@@ -126,59 +64,44 @@ class Speculation:
         self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
         self.reads = None if self._reader is None else self._reader.reads
         self._most = MOST_DEPTH if depth is None else depth
-        self._found, self._chance = np.full(places + 1, PRIOR), np.full(places + 1, PRIOR)
-        self._found_by_all = self._chance_of_all = PRIOR
+        self._found, self._chance = np.zeros(places + 1), np.zeros(places + 1)
+        self._found_by_all, self._chance_of_all = Share(), Share()
         self._serial = np.full(places + 1, -1, np.int64)
-        self._awake = np.zeros(places + 1, np.int64)  # the step from which on one is asked again
-        self._pause = np.full(places + 1, PAUSES[0])
-        self._planned = 0  # steps
+        self._tried = np.zeros(places + 1, np.int64)  # the step in which one was tried last
+        self._resting = 0  # as many sequences ran when drafts paid for none; 0: they pay
+        self._credit, self._price = (
+            math.inf,
+            0.0,
+        )  # seconds that trials may take, and that one takes
+        self._step = 0  # which one the next is
         self._drafted = np.full(places + 1, -1, np.int64)  # the last of them that had drafts
         self._plain, self._drafting = StepTime(1.0), StepTime()
         self._verifying = StepTime()  # steps in which drafts were asked for
-        self._asked, self._spent = False, 0.0  # in this step; seconds of drafting
+        self._looked = self._tries = self._asked = False  # in this step
+        self._spent = 0.0  # seconds of its drafting
         self.proposed, self.accepted = (np.zeros(self._most, np.int64) for _ in range(2))
         self.steps = 0
 
-    def wants(self, batch: RunningBatch, places: Ints) -> bool:
+    def wants(self, sequences: int) -> bool:
         """`Drafter.wants`."""
-        step = self._planned + 1
         if self._depth is not None:
             return True
-        if self._goes_without(step):
+        if self._step % PLAIN == 0 or not self._plain.learned:
             return False
-        new = self._serial[places] != batch.serial[places]
-        return bool((new | (self._awake[places] <= step)).any())
-
-    def _goes_without(self, step: int) -> bool:
-        """Whether a step has no drafts, whoever runs."""
-        if self._too_slow:
-            return step % SELDOM >= 2
-        return step % PLAIN == 0 or not self._plain.learned
-
-    @property
-    def _too_slow(self) -> bool:
-        """Whether a draft takes longer to make than a token to compute."""
-        return self._drafting.least(1) > self._plain.least(1)
+        others = abs(sequences - self._resting) * TRIED > self._resting
+        return others or self._credit >= self._price
 
     def plan(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
         """`Drafter.plan`."""
-        most, self._planned = np.minimum(most, self._most), self._planned + 1
-        if self._depth is None and self._goes_without(self._planned):
-            return np.zeros_like(most)
-        if self._depth is None and self._too_slow:
-            return np.minimum(most, PROBED if PROBED * len(most) <= room else 0)
+        most, self._looked = np.minimum(most, self._most), True
+        if not most.any():
+            return most
         new = self._serial[places] != batch.serial[places]
         fresh = places[new]
-        self._found[fresh], self._chance[fresh] = self._found_by_all, self._chance_of_all
-        self._awake[fresh], self._pause[fresh] = 0, PAUSES[0]
-        self._serial[fresh] = batch.serial[fresh]
-        wanted = most
-        if self._depth is None:
-            wanted = np.zeros_like(most)
-            asked = self._awake[places] <= self._planned
-            if not most[asked].any():
-                return wanted
-            wanted[asked] = self._paying(places[asked], most[asked], len(places))
+        self._found[fresh] = self._found_by_all.mean
+        self._chance[fresh] = self._chance_of_all.mean
+        self._serial[fresh], self._tried[fresh] = batch.serial[fresh], 0
+        wanted = most if self._depth is not None else self._paying_or_tried(places, most)
         fits = np.cumsum(wanted) - wanted < room
         return np.where(fits, np.minimum(wanted, room - (np.cumsum(wanted) - wanted)), 0)
 
@@ -187,13 +110,12 @@ class Speculation:
         start, self._asked = time.perf_counter(), True
         counts = self._proposer.propose(batch, places, most)
         self._spent = time.perf_counter() - start
-        if (self._drafted[places] == self._planned - 1).all():  # else it had to catch up
+        if (self._drafted[places] == self._step - 1).all():  # else it had to catch up
             self._drafting.note(int(most.max()), self._spent)
-        self._drafted[places] = self._planned
+        self._drafted[places] = self._step
         found = np.maximum(MEMORY * self._found[places] + (1 - MEMORY) * (counts > 0), RAREST)
         self._found[places] = found
-        past = OF_ALL ** len(counts)
-        self._found_by_all = past * self._found_by_all + (1 - past) * float(np.mean(counts > 0))
+        self._found_by_all.note(int(np.count_nonzero(counts)), len(counts))
         return counts
 
     def note_accepted(self, batch: RunningBatch, work: Work, which: Ints, accepted: Ints) -> None:
@@ -206,17 +128,26 @@ class Speculation:
         looked_at = np.minimum(accepted + 1, drafts)  # behind a wrong one nothing is known
         past = MEMORY**looked_at
         self._chance[places] = past * self._chance[places] + (1 - past) * accepted / looked_at
-        self._awake[places[accepted > 0]] = 0
-        count = int(looked_at.sum())
-        past, share = OF_ALL**count, float(accepted.sum() / max(count, 1))
-        self._chance_of_all = past * self._chance_of_all + (1 - past) * share
+        if accepted.any():  # more may pay now
+            self._resting = 0
+        self._chance_of_all.note(int(accepted.sum()), int(looked_at.sum()))
 
     def note_time(self, work: Work, seconds: float) -> None:
         """`Drafter.note_time`."""
-        spent, asked, self._spent, self._asked = self._spent, self._asked, 0.0, False
-        if work.prompt_tokens == 0:
-            times = self._verifying if asked else self._plain
-            times.note(work.tokens, max(seconds - spent, 1e-9))
+        spent, looked, asked, tries = self._spent, self._looked, self._asked, self._tries
+        self._spent, self._looked, self._asked, self._tries = 0.0, False, False, False
+        self._step += 1
+        if work.prompt_tokens:
+            return
+        if asked:
+            self._verifying.note(work.tokens, max(seconds - spent, 1e-9))
+        elif not looked:  # else a GPU may have been waited for
+            self._plain.note(work.tokens, seconds)
+            more = self._credit + FOR_TRIALS * seconds
+            self._credit = min(more, max(self._credit, self._price))
+        if tries:
+            spent = max(spent, self._drafting.least(TRIAL))  # more where it had to catch up
+            self._credit -= self._price_of(self._verifying.least(work.tokens) + spent, len(work))
 
     def note_hidden(self, work: Work, hidden: Tensor) -> None:
         """`Drafter.note_hidden`."""
@@ -232,19 +163,42 @@ class Speculation:
         """`Drafter.note_end`."""
         self._proposer.note_end(tokens, prompt)
 
-    def _paying(self, places: Ints, most: Ints, rows: int) -> Ints:
-        """As many drafts of each sequence as make the most tokens a second of a step of `rows`."""
+    def _paying_or_tried(self, places: Ints, most: Ints) -> Ints:
+        """Drafts of each sequence: as many as pay, or where none do, those of a trial if its time
+        has come."""
+        wanted, count = self._paying(places, most), len(places)
+        if wanted.any():
+            self._resting = 0
+            return wanted
+        self._credit = min(self._credit, AT_FIRST * self._plain.least(count))
+        due, self._resting = self._resting > 0 and self._credit >= self._price, count
+        tried = np.argsort(self._tried[places], kind="stable")[: max(1, count // TRIED)]
+        rows = count + TRIAL * float(self._found[places[tried]].sum())
+        seconds = self._times_with_drafts.of(rows) + self._drafting.of(TRIAL)
+        self._price = self._price_of(float(seconds), count)
+        if due:
+            wanted[tried] = np.minimum(TRIAL, most[tried])
+            self._tried[places[tried]], self._tries = self._step, True
+        return wanted
+
+    def _price_of(self, seconds: float, sequences: int) -> float:
+        """What a trial costs that makes a step take so many seconds."""
+        without = self._plain.least(sequences)
+        return max(seconds - without, LEAST_PRICE * without)
+
+    def _paying(self, places: Ints, most: Ints) -> Ints:
+        """As many drafts of each sequence as make the most tokens a second."""
         position = np.arange(1, int(most.max()) + 1)
         found = np.broadcast_to(self._found[places, None], (len(places), len(position)))
         # A sequence's own p is a guess from few drafts: the largest of many is mostly too large.
-        chance = (self._chance[places, None] + self._chance_of_all) / 2
+        chance = (self._chance[places, None] + self._chance_of_all.mean) / 2
         gains = found * chance ** position.astype(np.float64)
         gains = np.where(position <= most[:, None], gains, 0.0).ravel()
         order = np.argsort(-gains, kind="stable")  # of a sequence the first draft comes first
         chain = np.maximum.accumulate(order % len(position) + 1)
-        count = self._best(rows, gains[order], found.ravel()[order], chain)
+        count = self._best(len(places), gains[order], found.ravel()[order], chain)
         wanted = np.bincount(order[:count] // len(position), minlength=len(places))
-        return self._rested(places, np.minimum(wanted, most), most)
+        return np.minimum(wanted, most)
 
     def _best(self, sequences: int, gains: Floats, rows: Floats, chain: Ints) -> int:
         """How many drafts to take.
@@ -255,21 +209,13 @@ class Speculation:
             rows: Rows that it adds on average.
             chain: The longest chain with it.
         """
-        verifying = self._verifying if self._verifying.learned else self._plain
-        seconds = verifying.of(sequences + np.cumsum(rows)) + self._drafting.of(chain)
+        seconds = self._times_with_drafts.of(sequences + np.cumsum(rows)) + self._drafting.of(chain)
         without = sequences / self._plain.least(sequences)
         speeds = (sequences + np.cumsum(gains)) / seconds
         best = int(speeds.argmax())
         return best + 1 if speeds[best] > MARGIN * without else 0
 
-    def _rested(self, places: Ints, wanted: Ints, most: Ints) -> Ints:
-        """Let sequences rest if drafts pay for none of them; some that have rested get a few."""
-        if wanted.any():  # who has none now may have some next time
-            self._awake[places], self._pause[places] = 0, PAUSES[0]
-            return wanted
-        again, pause = self._awake[places] > 0, self._pause[places]
-        self._awake[places] = (self._planned // pause + 1) * pause  # a multiple: all together
-        self._pause[places[again]] = np.minimum(2 * pause[again], PAUSES[1])
-        tried = np.flatnonzero(again)[: max(1, len(places) // TRIED)]
-        wanted[tried] = np.minimum(PROBED, most[tried])
-        return wanted
+    @property
+    def _times_with_drafts(self) -> StepTime:
+        """What steps with drafts take; before any ran, what those without do."""
+        return self._verifying if self._verifying.learned else self._plain

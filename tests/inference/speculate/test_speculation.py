@@ -13,7 +13,8 @@ from inference.config import EngineConfig, SpeculateConfig
 from inference.cpu.backend import CpuBackend
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
-from inference.speculate.speculation import MOST_DEPTH, Speculation, StepTime
+from inference.speculate.estimates import StepTime
+from inference.speculate.speculation import MOST_DEPTH, Speculation
 from tests.inference.speculate.requests import Replay, all_tokens, run_all, some_requests
 
 COUNT = int(os.environ.get("PTQ_SPECULATED_REQUESTS", "40"))
@@ -165,7 +166,7 @@ def test_a_depth_is_chosen_that_pays(tiny_llama):
         runner.speculate_by(Replay([text], chance, 100))
         computed.append(pretend(runner))
         runner.generate(["def f"], params)
-    assert computed[0].proposed.sum() < 100
+    assert computed[0].proposed.sum() < 130
     assert computed[0].steps < 40
     assert computed[1].accepted.sum() > 80
     assert computed[1].steps < 30

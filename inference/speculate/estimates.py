@@ -1,0 +1,96 @@
+"""What steps take and how many drafts come, estimated from those of late."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference.scheduling.batch import Ints
+
+Floats = NDArray[np.floating]
+
+FORGOTTEN = 512  # steps of other sizes, after which what one of a size takes is forgotten
+FADING = 0.9  # weight of the past in what a step of a size takes
+OUTLIER = 5  # times what a step was expected to take: it compiled, or the machine was away
+SIZES = np.array([*range(1, 9), *(n << i for i in range(2, 20) for n in (3, 4))])  # of steps
+GROWTH = 0.25  # share of its rows by which a step larger than all that ran is taken to be slower
+PRIOR = 0.6  # a share before anything is known
+PRIOR_WEIGHT = 4  # as many as that counts for
+OF_ALL = 0.95  # weight of the past in a share, at the most, for each of which it is told
+
+
+class StepTime:
+    """Seconds of a step by its rows: means of steps of a size, and lines between the sizes.
+
+    A size is up to 8 rows as they are, and then the next of 12, 16, 24, 32, 48, ...
+
+    Args:
+        first: Seconds of any step before anything is known.
+    """
+
+    def __init__(self, first: float = 0.0) -> None:
+        self._known: dict[int, float] = {}  # seconds by rows
+        self._noted: dict[int, int] = {}  # when last
+        self._doubted: dict[int, float] = {}  # seen once
+        self._count = 0
+        self._line: tuple[Floats, Floats] | None = np.ones(1), np.full(1, first)
+
+    @property
+    def learned(self) -> bool:
+        """Whether any size is known."""
+        return bool(self._known)
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Learn from a step; of a size that is new the first is believed with the second."""
+        size, self._count = _size(rows), self._count + 1
+        if size in self._known:
+            known = self._known[size]
+            if seconds > OUTLIER * known:
+                return
+            self._known[size] += (1 - FADING) * (min(seconds, 2 * known) - known)
+        elif size in self._doubted:
+            self._known[size] = min(seconds, self._doubted.pop(size))
+        else:
+            self._doubted[size] = seconds
+            return
+        self._noted[size], self._line = self._count, None
+
+    def least(self, rows: int) -> float:
+        """Seconds of a step of so many rows, if one larger than all that ran takes no longer."""
+        return float(np.interp(_size(rows), *self._lines()))
+
+    def of(self, rows: Floats | Ints | float) -> Floats:
+        """Seconds of steps of so many rows."""
+        sizes = SIZES[np.searchsorted(SIZES, rows)]
+        known, seconds = self._lines()
+        more = np.maximum(sizes / known[-1] - 1, 0)
+        return np.interp(sizes, known, seconds) * (1 + GROWTH * more)
+
+    def _lines(self) -> tuple[Floats, Floats]:
+        """Sizes of which is known what they take, and that; never less than a smaller one."""
+        if self._line is None:
+            kept = {
+                n: s for n, s in self._known.items() if self._count < self._noted[n] + FORGOTTEN
+            }
+            self._known = kept
+            sizes = sorted(kept)
+            seconds = np.maximum.accumulate([kept[n] for n in sizes])
+            self._line = np.array(sizes, np.float64), seconds
+        return self._line
+
+
+def _size(rows: int) -> int:
+    """The size whose steps are taken for alike."""
+    return int(SIZES[np.searchsorted(SIZES, rows)])
+
+
+class Share:
+    """How many of all come, of late: at first all of them count alike, and `PRIOR` with them."""
+
+    def __init__(self) -> None:
+        self.mean, self._weight = PRIOR, float(PRIOR_WEIGHT)
+
+    def note(self, came: int, count: int) -> None:
+        """Learn that so many of so many came."""
+        self._weight = min(self._weight, 1 / (1 - OF_ALL)) + count
+        self.mean += (came - count * self.mean) / self._weight
