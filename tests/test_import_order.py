@@ -76,6 +76,7 @@ FLOORS = {
         schema token_stream
         tools open_requests text_stream
         engine_client arguments
+        served_engine data_parallel
         engine metrics
         http
         generation serving

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from formats.errors import PTQError
-from inference.server.engine_client import EngineClient
 from inference.server.generation.served_model import ServedModel
 from inference.server.http import openapi
 from inference.server.http.errors import ApiError, api_error
@@ -28,6 +27,7 @@ from inference.server.schema.completions import CompletionBody
 from inference.server.schema.generate import GenerateBody
 from inference.server.schema.responses import ResponsesBody
 from inference.server.schema.tokens import DetokenizeBody, TokenizeBody
+from inference.server.served_engine import ServedEngine
 from inference.server.settings import ServerSettings
 
 Handler = Callable[[Request, ServedModel], Awaitable[Response]]
@@ -49,7 +49,7 @@ ROUTES: list[tuple[str, str, Handler, type[BaseModel] | None, tuple[str, ...]]] 
 ]
 
 
-def create_app(client: EngineClient, settings: ServerSettings) -> FastAPI:
+def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
     """The application.
 
     Args:

@@ -17,19 +17,28 @@ SHARES = {"cpu": 0.25, "cuda": 0.9}  # of free memory; a GPU has nobody else to 
 
 
 def sizes(arguments: argparse.Namespace) -> EngineConfig:
-    """The sizes of the engine that the arguments ask for."""
+    """The sizes of each engine that the arguments ask for; on a CPU they share its memory."""
     kind = arguments.device.partition(":")[0]
+    share = arguments.kv_memory or SHARES[kind]
     return EngineConfig(
         max_batch_size=arguments.max_batch_size or BATCH_SIZES[kind],
         max_batched_tokens=arguments.max_batched_tokens,
         max_model_len=arguments.max_model_len,
         kv_blocks=arguments.kv_blocks,
-        kv_memory=arguments.kv_memory or SHARES[kind],
+        kv_memory=share / arguments.data_parallel if kind == "cpu" else share,
         prefix_cache=not arguments.no_prefix_cache,
         target_itl_ms=arguments.target_itl,
         transformers_code=arguments.transformers_code,
         invariant=arguments.invariant,
         speculate=speculate_config(arguments),
+    )
+
+
+def queue_limits(arguments: argparse.Namespace) -> QueueLimits:
+    """How much may wait at each engine, so that it is what the arguments say at all together."""
+    engines = arguments.data_parallel
+    return QueueLimits(
+        -(-arguments.max_queue // engines), -(-arguments.max_queued_tokens // engines)
     )
 
 
@@ -85,7 +94,20 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_size_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--max-batch-size", type=count, metavar="N", help="requests at once; default 64, GPUs 256")
+    add(
+        "--data-parallel",
+        type=count,
+        default=1,
+        metavar="N",
+        help="engines behind this server, each in a process of its own: on the GPUs cuda:0 to "
+        "cuda:N-1 (with --device cuda:K from number K on), or each on its part of the CPU's cores",
+    )
+    add(
+        "--max-batch-size",
+        type=count,
+        metavar="N",
+        help="requests at once of an engine; default 64, GPUs 256",
+    )
     add(
         "--max-batched-tokens",
         type=count,

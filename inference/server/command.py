@@ -2,7 +2,7 @@
 
     ptq serve CHECKPOINT [--port 8000] [--device cuda]
 
-HTTP runs in this process, the engine in its child. Nothing is loaded, and no library of either
+HTTP runs in this process, each engine in a child. Nothing is loaded, and no library of either
 imported, before the arguments are right and the port is ours.
 """
 
@@ -24,11 +24,13 @@ from formats.errors import RequestError
 from formats.later import later
 from formats.stored.folder import read_config
 from formats.stored.other_kinds import locate_model
-from inference.server.arguments import KEY, parser, sizes
+from inference.server.arguments import KEY, parser, queue_limits, sizes
+from inference.server.data_parallel.fleet import EngineFleet
+from inference.server.data_parallel.placement import places, usable_cores
 from inference.server.engine.process import EngineProcess, EngineSource
 from inference.server.engine_client import EngineClient
 from inference.server.messages import EngineInfo
-from inference.server.open_requests import QueueLimits
+from inference.server.served_engine import ServedEngine
 from inference.server.settings import Limits, ServerSettings
 
 if TYPE_CHECKING:
@@ -55,12 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     key, template = _key(arguments), _template(arguments)
     folder = locate_model(arguments.checkpoint, arguments.revision)
     read_config(folder)  # a folder of something else is told at once
+    found, config = (
+        places(arguments.device, arguments.data_parallel, usable_cores()),
+        sizes(arguments),
+    )
     with listen(arguments.host, arguments.port) as listener:
-        process = EngineProcess(EngineSource(folder, sizes(arguments), arguments.device))
+        sources = [EngineSource(folder, config, place.device, place.cores) for place in found]
+        processes = [EngineProcess(source) for source in sources]
         try:
-            _serve(arguments, key, template, folder, listener, process)
+            _serve(arguments, key, template, folder, listener, processes)
         finally:
-            process.end(ENDING)
+            for process in processes:
+                process.close()
+            for process in processes:
+                process.end(ENDING)
     return 0
 
 
@@ -70,13 +80,12 @@ def _serve(
     template: str | None,
     folder: Path,
     listener: socket.socket,
-    process: EngineProcess,
+    processes: Sequence[EngineProcess],
 ) -> None:
-    """Serve on a socket, while a process loads the engine and then runs it."""
+    """Serve on a socket, while processes load the engines and then run them."""
     checkpoint = checkpoints.Checkpoint.open(folder)
     settings = _settings(arguments, key, template, checkpoint.path)
-    limits = QueueLimits(arguments.max_queue, arguments.max_queued_tokens)
-    client = EngineClient(process.send, limits)
+    client = _client(arguments, processes)
     app = apps.create_app(client, settings)
     address = _address(arguments.host, listener)
 
@@ -88,7 +97,16 @@ def _serve(
     _begin_log(settings)
     if key is None and arguments.host not in LOCAL:
         LOG.warning("whoever reaches %s may use the model; --api-key-file asks for a key", address)
-    serving.Serving(app, listener, client, process, arguments.drain_seconds, greet).run()
+    serving.Serving(app, listener, client, processes, arguments.drain_seconds, greet).run()
+
+
+def _client(arguments: argparse.Namespace, processes: Sequence[EngineProcess]) -> ServedEngine:
+    """What the application knows of the engines in these processes."""
+    limits = queue_limits(arguments)
+    clients = [EngineClient(process.send, limits) for process in processes]
+    if len(clients) == 1:
+        return clients[0]
+    return EngineFleet(clients, prefix_cache=not arguments.no_prefix_cache)
 
 
 def _begin_log(settings: ServerSettings) -> None:

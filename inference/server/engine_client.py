@@ -90,9 +90,29 @@ class EngineClient:
         return self._info
 
     @property
+    def loaded(self) -> bool:
+        """Whether it was warm once; also of one that died since."""
+        return self._info is not None
+
+    @property
+    def engines(self) -> tuple[EngineClient, ...]:
+        """Itself: what serves several has them all here."""
+        return (self,)
+
+    @property
+    def routed(self) -> list[dict[str, int]]:
+        """Nothing: there is no other engine to choose."""
+        return [{}]
+
+    @property
     def in_flight(self) -> int:
         """Requests that wait or run."""
         return len(self._open)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts that it has yet to compute, of requests that have no token yet."""
+        return self._open.new_tokens
 
     @property
     def measures(self) -> Measures:
@@ -115,7 +135,13 @@ class EngineClient:
             await self._changed.wait()
         return self.reason or ""
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> TokenStream:
+    def full(self, prompt: int) -> str | None:
+        """Why a prompt of so many tokens may not wait now, if so."""
+        return self._open.full(prompt, self.info.max_batch_size)
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, new_tokens: int | None = None
+    ) -> TokenStream:
         """Queue a request; its stream tells its tokens, and cancels it.
 
         What only the engine can refuse, such as a grammar, its stream raises when it is first read.
@@ -123,6 +149,7 @@ class EngineClient:
         Args:
             prompt: Token ids.
             params: How it is decoded; `inference.server.text_stream` looks for its stop texts.
+            new_tokens: Those of the prompt that the engine should have to compute; default: all.
 
         Raises:
             RequestError: the prompt is empty or too long, or the model does not know a token.
@@ -134,11 +161,13 @@ class EngineClient:
         self._admit(prompt, params.stop_token_ids)
         name = next(self._names)
         stream = TokenStream(name, self._cancelled)
-        self._open.add(name, len(prompt), stream)
+        self._open.add(name, len(prompt), stream, new_tokens)
         self._send(Submit(name, list(prompt), params))
         return stream
 
-    async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
+    async def beam(
+        self, prompt: Sequence[int], params: BeamParams, new_tokens: int | None = None
+    ) -> list[Hypothesis]:
         """Search for the likeliest continuations, the best first; cancelling the task ends it.
 
         Raises:
@@ -149,7 +178,7 @@ class EngineClient:
         name = next(self._names)
         done: asyncio.Future[list[Hypothesis]] = asyncio.get_running_loop().create_future()
         self._beams[name] = done
-        self._open.add(name, len(prompt), None)
+        self._open.add(name, len(prompt), None, new_tokens)
         self._send(SubmitBeam(name, list(prompt), params))
         try:
             return await done
@@ -198,19 +227,31 @@ class EngineClient:
         """The engine is no more: every request ends, and no other is taken."""
         if self.state != "dead":
             self.reason = last.message
+            gone = dict.fromkeys(("waiting", "running"), 0)
+            gone |= {f"blocks_{kind}": 0 for kind in ("total", "free", "used", "cached")}
+            self.stats = replace(self.stats, **gone)
             self._become("dead")
             self._fail(self._open.names, "abort", last.message)
 
-    def _admit(self, prompt: Sequence[int], ends: Sequence[int]) -> None:
-        """Raise unless one more request may wait."""
+    def check(self, prompt: Sequence[int]) -> None:
+        """Check that requests are taken, and that the model can take the prompt.
+
+        Raises:
+            RequestError: the prompt is empty or too long, or the model does not know a token.
+            Unavailable: the engine takes no requests.
+        """
         if self.state == "draining":
             raise Unavailable(f"{STOPPING}; it takes no more requests")
         if self.state == "dead":
             raise Unavailable(f"the engine is dead: {self.reason}")
         info = self.info
         check_prompt(prompt, info.max_model_len, info.max_positions, info.vocab_size)
-        check_tokens(ends, info.vocab_size, "stop_token_ids")
-        found = self._open.full(len(prompt), info.max_batch_size)
+
+    def _admit(self, prompt: Sequence[int], ends: Sequence[int]) -> None:
+        """Raise unless one more request may wait."""
+        self.check(prompt)
+        check_tokens(ends, self.info.vocab_size, "stop_token_ids")
+        found = self.full(len(prompt))
         if found is not None:
             self.measures.overloaded += 1
             seconds = self._open.seconds_to_wait()

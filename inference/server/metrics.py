@@ -1,8 +1,12 @@
-"""Metrics for Prometheus, named as vLLM's where they mean the same: `ptq:` stands for `vllm:`."""
+"""Metrics for Prometheus, named as vLLM's where they mean the same: `ptq:` stands for `vllm:`.
+
+What is of an engine has its number as the label `engine`, 0 where there is one; sums over it are of
+the server.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
@@ -18,19 +22,78 @@ from prometheus_client.registry import Collector
 
 from inference.server.engine_client import EngineClient
 from inference.server.measures import WHOLE, Histogram
+from inference.server.served_engine import ServedEngine
 
 METHODS = ("GET", "POST", "HEAD", "OPTIONS")
+LABELS = ("model_name", "engine")
+# (name, what it tells, its value for an engine)
+GAUGES: list[tuple[str, str, Callable[[EngineClient], float]]] = [
+    ("engine_ready", "1 while requests are taken.", lambda e: e.state == "ready"),
+    ("num_requests_running", "Requests that run.", lambda e: e.stats.running),
+    ("num_requests_waiting", "Requests that wait.", lambda e: e.stats.waiting),
+    ("num_requests_in_flight", "Requests that wait or run.", lambda e: e.in_flight),
+    (
+        "kv_cache_usage_perc",
+        "Used blocks, 1 is all.",
+        lambda e: e.stats.blocks_used / (e.stats.blocks_total or 1),
+    ),
+    ("kv_cache_blocks_total", "Blocks of the cache.", lambda e: e.stats.blocks_total),
+    ("kv_cache_blocks_free", "Blocks that hold nothing.", lambda e: e.stats.blocks_free),
+    ("kv_cache_blocks_used", "Blocks of requests.", lambda e: e.stats.blocks_used),
+    ("kv_cache_blocks_cached", "Blocks of nobody, kept.", lambda e: e.stats.blocks_cached),
+]
+COUNTERS: list[tuple[str, str, Callable[[EngineClient], float]]] = [
+    ("prompt_tokens", "Tokens of prompts.", lambda e: e.measures.prompt_tokens),
+    (
+        "generation_tokens",
+        "Tokens that were generated.",
+        lambda e: e.measures.generation_tokens,
+    ),
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up.",
+        lambda e: e.stats.prefix_queried_tokens,
+    ),
+    ("prefix_cache_hits", "Those found.", lambda e: e.stats.prefix_hit_tokens),
+    ("num_preemptions", "Requests that gave blocks up.", lambda e: e.stats.preemptions),
+    ("corrupted_requests", "Requests of NaN or infinity.", lambda e: e.stats.corrupted),
+    ("failed_steps", "Steps that failed.", lambda e: e.stats.failed_steps),
+    (
+        "spec_decode_num_drafts",
+        "Steps of a request with drafts.",
+        lambda e: e.stats.draft_steps,
+    ),
+    ("spec_decode_num_draft_tokens", "Drafts.", lambda e: sum(e.stats.drafts_proposed)),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Those that came.",
+        lambda e: sum(e.stats.drafts_accepted),
+    ),
+    (
+        "overloaded_requests",
+        "Requests that found the queue full.",
+        lambda e: e.measures.overloaded,
+    ),
+]
+# (name, what it tells, the attribute of `Measures`)
+HISTOGRAMS = [
+    ("time_to_first_token_seconds", "From arrival to the first token.", "first_token"),
+    ("inter_token_latency_seconds", "Between two tokens of a request.", "inter_token"),
+    ("e2e_request_latency_seconds", "From arrival to the end.", "whole"),
+    ("request_prompt_tokens", "Tokens of prompts.", "prompt_lengths"),
+    ("request_generation_tokens", "Tokens of answers.", "generation_lengths"),
+]
 
 
 class Metrics:
     """What `/metrics` answers; a registry of its own, so that two servers of a process do not mix.
 
     Args:
-        client: The engine.
+        client: The engines.
         model: The name that it is served by.
     """
 
-    def __init__(self, client: EngineClient, model: str) -> None:
+    def __init__(self, client: ServedEngine, model: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(client, model))
         ProcessCollector(registry=self._registry)
@@ -68,7 +131,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads what the client knows of its engine when it is asked."""
 
-    def __init__(self, client: EngineClient, model: str) -> None:
+    def __init__(self, client: ServedEngine, model: str) -> None:
         self._client, self._model = client, model
 
     def describe(self) -> list[Metric]:
@@ -76,77 +139,52 @@ class _EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Give every metric."""
-        yield from self._gauges()
-        yield from self._counters()
-        measures = self._client.measures
-        for name, told, values in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", "first_token"),
-            ("inter_token_latency_seconds", "Between two tokens of a request.", "inter_token"),
-            ("e2e_request_latency_seconds", "From arrival to the end.", "whole"),
-            ("request_prompt_tokens", "Tokens of prompts.", "prompt_lengths"),
-            ("request_generation_tokens", "Tokens of answers.", "generation_lengths"),
-        ):
-            family = HistogramMetricFamily(f"ptq:{name}", told, labels=["model_name"])
-            found = getattr(measures, values)
-            family.add_metric([self._model], _buckets(found), found.total)
+        """Every metric."""
+        for name, told, value in GAUGES:
+            yield self._each(GaugeMetricFamily, name, told, value)
+        for name, told, value in COUNTERS:
+            yield self._each(CounterMetricFamily, name, told, value)
+        yield from self._by_label()
+        for name, told, values in HISTOGRAMS:
+            family = HistogramMetricFamily(f"ptq:{name}", told, labels=LABELS)
+            for labels, engine in self._engines():
+                found = getattr(engine.measures, values)
+                family.add_metric(labels, _buckets(found), found.total)
             yield family
 
-    def _gauges(self) -> Iterator[Metric]:
-        client, stats = self._client, self._client.stats
-        total = stats.blocks_total
-        for name, told, value in (
-            ("engine_ready", "1 while requests are taken.", client.state == "ready"),
-            ("num_requests_running", "Requests that run.", stats.running),
-            ("num_requests_waiting", "Requests that wait.", stats.waiting),
-            ("num_requests_in_flight", "Requests that wait or run.", client.in_flight),
-            ("kv_cache_usage_perc", "Used blocks, 1 is all.", stats.blocks_used / (total or 1)),
-            ("kv_cache_blocks_total", "Blocks of the cache.", total),
-            ("kv_cache_blocks_free", "Blocks that hold nothing.", stats.blocks_free),
-            ("kv_cache_blocks_used", "Blocks of requests.", stats.blocks_used),
-            ("kv_cache_blocks_cached", "Blocks of nobody, kept.", stats.blocks_cached),
-        ):
-            yield _single(GaugeMetricFamily, name, told, self._model, value)
+    def _engines(self) -> Iterator[tuple[list[str], EngineClient]]:
+        """Each engine and the values of its labels."""
+        for number, engine in enumerate(self._client.engines):
+            yield [self._model, str(number)], engine
 
-    def _counters(self) -> Iterator[Metric]:
-        stats, measures = self._client.stats, self._client.measures
-        for name, told, value in (
-            ("prompt_tokens", "Tokens of prompts.", measures.prompt_tokens),
-            ("generation_tokens", "Tokens that were generated.", measures.generation_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queried_tokens),
-            ("prefix_cache_hits", "Those found.", stats.prefix_hit_tokens),
-            ("num_preemptions", "Requests that gave blocks up.", stats.preemptions),
-            ("corrupted_requests", "Requests of NaN or infinity.", stats.corrupted),
-            ("failed_steps", "Steps that failed.", stats.failed_steps),
-            ("spec_decode_num_drafts", "Steps of a request with drafts.", stats.draft_steps),
-            ("spec_decode_num_draft_tokens", "Drafts.", sum(stats.drafts_proposed)),
-            ("spec_decode_num_accepted_tokens", "Those that came.", sum(stats.drafts_accepted)),
-            ("overloaded_requests", "Requests that found the queue full.", measures.overloaded),
-        ):
-            yield _single(CounterMetricFamily, name, told, self._model, value)
-        told, labels = "Drafts that came, by position from 0 on.", ["model_name", "position"]
-        name = "ptq:spec_decode_num_accepted_tokens_per_pos"
-        family = CounterMetricFamily(name, told, labels=labels)
-        for position, accepted in enumerate(stats.drafts_accepted):
-            family.add_metric([self._model, str(position)], accepted)
-        yield family
-        told, labels = "Requests that ended, by reason.", ["model_name", "finished_reason"]
-        family = CounterMetricFamily("ptq:request_success", told, labels=labels)
-        for reason in ("stop", "length", "abort", "error", "refused"):
-            family.add_metric([self._model, reason], measures.finished[reason])
-        yield family
+    def _each(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        told: str,
+        value: Callable[[EngineClient], float],
+    ) -> Metric:
+        family = kind(f"ptq:{name}", told, labels=LABELS)
+        for labels, engine in self._engines():
+            family.add_metric(labels, value(engine))
+        return family
 
-
-def _single(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    told: str,
-    model: str,
-    value: float,
-) -> Metric:
-    family = kind(f"ptq:{name}", told, labels=["model_name"])
-    family.add_metric([model], value)
-    return family
+    def _by_label(self) -> Iterator[Metric]:
+        """Counters that have a label beside the engine's."""
+        told, name = "Drafts that came, by position from 0 on.", "spec_decode_num_accepted_tokens"
+        drafts = CounterMetricFamily(f"ptq:{name}_per_pos", told, labels=[*LABELS, "position"])
+        told, labels = "Requests that ended, by reason.", [*LABELS, "finished_reason"]
+        ended = CounterMetricFamily("ptq:request_success", told, labels=labels)
+        told, labels = "Requests sent to an engine, by what decided.", [*LABELS, "by"]
+        routed = CounterMetricFamily("ptq:routed_requests", told, labels=labels)
+        for (values, engine), ways in zip(self._engines(), self._client.routed, strict=True):
+            for position, accepted in enumerate(engine.stats.drafts_accepted):
+                drafts.add_metric([*values, str(position)], accepted)
+            for reason in ("stop", "length", "abort", "error", "refused"):
+                ended.add_metric([*values, reason], engine.measures.finished[reason])
+            for way, requests in ways.items():
+                routed.add_metric([*values, way], requests)
+        yield from (drafts, ended, routed)
 
 
 def _buckets(histogram: Histogram) -> Sequence[tuple[str, float]]:

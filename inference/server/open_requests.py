@@ -52,14 +52,16 @@ class OpenRequests:
 
     Attributes:
         measures: What was counted and timed of all requests.
+        new_tokens: Tokens of prompts that are still to be computed, of requests without a token.
     """
 
     def __init__(self, limits: QueueLimits) -> None:
         self.measures = Measures()
         self._limits = limits
         self._requests: dict[str, OpenRequest] = {}
-        self._queued: dict[str, int] = {}  # tokens of prompts of requests that have no token yet
-        self._queued_tokens = 0
+        # (tokens of the prompt, those to be computed) of requests that have no token yet
+        self._queued: dict[str, tuple[int, int]] = {}
+        self._queued_tokens = self.new_tokens = 0
         self._last_tokens = -1.0  # when tokens came last
         self._ends: deque[float] = deque(maxlen=64)  # when the last requests ended
 
@@ -76,11 +78,15 @@ class OpenRequests:
         request = self._requests.get(name)
         return None if request is None else request.stream
 
-    def add(self, name: str, prompt: int, stream: TokenStream | None) -> None:
-        """Take a request of so many tokens in."""
+    def add(
+        self, name: str, prompt: int, stream: TokenStream | None, new_tokens: int | None = None
+    ) -> None:
+        """Take a request of so many tokens in, of which so many are to be computed, or all."""
         self._requests[name] = OpenRequest(stream, prompt, time.perf_counter())
-        self._queued[name] = prompt
+        new_tokens = prompt if new_tokens is None else new_tokens
+        self._queued[name] = prompt, new_tokens
         self._queued_tokens += prompt
+        self.new_tokens += new_tokens
 
     def full(self, prompt: int, places: int) -> str | None:
         """Why a prompt of so many tokens may not wait, if so, where so many requests can run."""
@@ -120,7 +126,7 @@ class OpenRequests:
         if request is None:
             return
         now, measures = time.perf_counter(), self.measures
-        self._queued_tokens -= self._queued.pop(name, 0)
+        self._leave_queue(name)
         self._ends.append(now)
         measures.finished[reason] += 1
         measures.whole.add(now - request.arrival)
@@ -154,8 +160,13 @@ class OpenRequests:
         self._last_tokens = now
 
     def _take_first(self, name: str, request: OpenRequest, now: float) -> None:
-        self._queued_tokens -= self._queued.pop(name)
+        self._leave_queue(name)
         measures = self.measures
         measures.first_token.add(now - request.arrival)
         measures.prompt_tokens += request.prompt
         measures.prompt_lengths.add(request.prompt)
+
+    def _leave_queue(self, name: str) -> None:
+        prompt, new_tokens = self._queued.pop(name, (0, 0))
+        self._queued_tokens -= prompt
+        self.new_tokens -= new_tokens

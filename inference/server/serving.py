@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,9 +15,10 @@ import uvicorn
 
 from formats.errors import EngineError
 from inference.server.engine.process import EngineProcess
-from inference.server.engine_client import EngineClient, Unavailable
+from inference.server.engine_client import Unavailable
 from inference.server.http.protocol import bounded_protocol
 from inference.server.messages import EngineInfo
+from inference.server.served_engine import ServedEngine
 
 GRACE = 1.0  # seconds for which health still tells that the engine is dead
 LAST_BYTES = 5  # seconds in which clients have to take the end of what they were answered
@@ -33,13 +34,13 @@ class _Server(uvicorn.Server):
 
 
 class Serving:
-    """An application on a socket before an engine process, until it is told to stop.
+    """An application on a socket before engine processes, until it is told to stop.
 
     Args:
         app: The ASGI application.
         listener: A bound socket, taken over.
-        client: The engine, as the application sees it.
-        process: The engine's process.
+        client: The engines, as the application sees them.
+        processes: Those of its engines, in their order.
         drain_seconds: In which what runs may finish.
         on_ready: Called once the engine is warm.
     """
@@ -48,8 +49,8 @@ class Serving:
         self,
         app: Any,
         listener: socket.socket,
-        client: EngineClient,
-        process: EngineProcess,
+        client: ServedEngine,
+        processes: Sequence[EngineProcess],
         drain_seconds: float,
         on_ready: Callable[[EngineInfo], None],
     ) -> None:
@@ -64,7 +65,7 @@ class Serving:
             timeout_keep_alive=IDLE,
             timeout_graceful_shutdown=LAST_BYTES,
         )
-        self._listener, self._client, self._process = listener, client, process
+        self._listener, self._client, self._processes = listener, client, processes
         self._drain_seconds, self._on_ready = drain_seconds, on_ready
         self._stopping = False
 
@@ -72,7 +73,7 @@ class Serving:
         """Serve until a signal comes and what runs has ended.
 
         Raises:
-            EngineError: the engine could not be loaded, or died; clients have been told.
+            EngineError: an engine could not be loaded, or all died; clients have been told.
         """
         before = [signal.getsignal(number) for number in SIGNALS]
         try:
@@ -87,7 +88,8 @@ class Serving:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             signal.signal(number, lambda number, _: self._on_signal(number, loop, told))
-        await self._process.connect(client)
+        for process, engine in zip(self._processes, client.engines, strict=True):
+            await process.connect(engine)
         tasks = [
             serving := asyncio.create_task(server.serve(sockets=[self._listener])),
             dead := asyncio.create_task(client.dead()),
@@ -103,7 +105,8 @@ class Serving:
         await serving
         for task in (dead, stopped, greeting):
             task.cancel()
-        self._process.disconnect()
+        for process in self._processes:
+            process.disconnect()
         if client.reason is not None:
             raise EngineError(client.reason)
 
@@ -120,7 +123,8 @@ class Serving:
         """Drain; where that is under way, end at once."""
         if self._stopping:
             os.write(2, b"ended; what ran is lost\n")
-            os.kill(self._process.pid, signal.SIGKILL)
+            for process in self._processes:
+                process.kill()
             os._exit(128 + number)
         self._stopping = True
         line = f"stopping: what runs may finish, for {self._drain_seconds:g} s; once more ends it\n"

@@ -27,9 +27,12 @@ from inference.server.engine_client import EngineClient
 from inference.server.messages import Dead, ToEngine
 
 if TYPE_CHECKING:
+    import torch
+
     from inference import engine as engines
     from inference.server.engine import loop as loops
 else:
+    torch = later("torch")
     engines = later("inference.engine")
     loops = later("inference.server.engine.loop")
 
@@ -46,11 +49,13 @@ class EngineSource:
         folder: Of its checkpoint.
         config: Its sizes.
         device: Where it runs: cpu, cuda or cuda:N.
+        cores: Numbers of the CPU's cores that it may use; None for all.
     """
 
     folder: Path
     config: EngineConfig
     device: str = "cpu"
+    cores: tuple[int, ...] | None = None
 
 
 class EngineProcess:
@@ -92,6 +97,10 @@ class EngineProcess:
         if not self._transport.is_closing():
             self._transport.write(frame(message))
 
+    def kill(self) -> None:
+        """End the child at once, if it has not ended."""
+        self._process.kill()
+
     def disconnect(self) -> None:
         """Send what is on its way and close the socket, which ends the child."""
         assert self._transport is not None, "connect comes first"
@@ -99,9 +108,13 @@ class EngineProcess:
         self._reader.expects_the_end = True
         self._transport.close()
 
+    def close(self) -> None:
+        """Close the socket, which ends the child; `disconnect` first sends what is on its way."""
+        self._end.close()
+
     def end(self, seconds: float) -> None:
         """Wait for the child to end, and kill it after so many seconds."""
-        self._end.close()
+        self.close()
         self._process.join(seconds)
         self._process.kill()
         self._process.join()
@@ -153,6 +166,8 @@ def _main(end: socket.socket, source: EngineSource, parent: int) -> None:
 
 
 def _serve(channel: Channel, source: EngineSource) -> None:
+    if source.cores is not None:
+        _stay_on(source.cores)
     engine = engines.Engine.from_pretrained(
         source.folder, config=source.config, device=source.device
     )
@@ -160,6 +175,13 @@ def _serve(channel: Channel, source: EngineSource) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays: no collection looks at it again
     loops.EngineLoop(engine, channel).run()
+
+
+def _stay_on(cores: tuple[int, ...]) -> None:
+    """Use so many threads, on these cores where the system lets a process choose."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
 
 
 def _end_with(parent: int) -> None:

@@ -11,10 +11,10 @@ from formats.chat_template import check_chat_template, has_chat_template, render
 from formats.errors import RequestError
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
-from inference.server.engine_client import EngineClient
 from inference.server.generation.token_text import TokenTexts
 from inference.server.http.errors import ApiError
 from inference.server.metrics import Metrics
+from inference.server.served_engine import ServedEngine
 from inference.server.settings import ServerSettings
 from inference.server.tools.template import tool_support
 
@@ -51,7 +51,7 @@ class ServedModel:
         RequestError: the chat template cannot be read.
     """
 
-    def __init__(self, client: EngineClient, settings: ServerSettings) -> None:
+    def __init__(self, client: ServedEngine, settings: ServerSettings) -> None:
         self.client, self.settings = client, settings
         self.metrics = Metrics(client, settings.model)
         self.tokenizer = settings.load_tokenizer()

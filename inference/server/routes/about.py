@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inference.server.engine_client import EngineClient
 from inference.server.generation.served_model import ServedModel
 from inference.server.http.errors import ApiError
 from inference.server.http.responses import Json
@@ -48,12 +49,23 @@ async def model(request: Request, served: ServedModel) -> Response:
 
 
 async def health(request: Request, served: ServedModel) -> Response:
-    """Answer `GET /health`: 200 when requests are answered, otherwise 503 and why not."""
+    """Answer `GET /health`: 200 when requests are answered, otherwise 503 and why not.
+
+    Of several engines it tells each; `degraded` is a server that goes on without a dead one.
+    """
     client = served.client
     if client.state == "ready":
-        return Json({"status": "ready"})
+        engines = [_engine(number, engine) for number, engine in enumerate(client.engines)]
+        degraded = any(engine["state"] == "dead" for engine in engines)
+        told = {"engines": engines} if len(engines) > 1 else {}
+        return Json({"status": "degraded" if degraded else "ready"} | told)
     reason = REASONS.get(client.state) or f"the engine is dead: {client.reason}"
     raise ApiError(503, reason, code=client.state, headers={"Retry-After": "5"})
+
+
+def _engine(number: int, engine: EngineClient) -> dict[str, Any]:
+    told = {"engine": number, "device": engine.info.device, "state": engine.state}
+    return told | ({"reason": engine.reason} if engine.reason else {})
 
 
 async def version(request: Request, served: ServedModel) -> Response:

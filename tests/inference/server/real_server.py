@@ -68,12 +68,17 @@ class RealServer:
     @property
     def engine(self) -> psutil.Process:
         """The engine's process."""
-        (found,) = [
+        (found,) = self.engines
+        return found
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        """The processes of its engines, in the order in which they were started."""
+        return [
             child
             for child in psutil.Process(self.process.pid).children()
             if "spawn_main" in " ".join(child.cmdline())
         ]
-        return found
 
     def interrupt(self) -> None:
         """Ctrl-C in its terminal."""

@@ -18,7 +18,7 @@ from tests.inference.server.http_client import talk
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Samples by name and labels, the model's aside."""
+    """Samples by name and labels, the model's and the first engine's aside."""
     return samples(metrics.render()[0].decode())
 
 
@@ -26,7 +26,8 @@ def samples(text: str) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
-            rest = [f"{k}={v}" for k, v in labels.items() if k != "model_name"]
+            aside = {("model_name", "tiny"), ("engine", "0")}
+            rest = [f"{k}={v}" for k, v in labels.items() if (k, v) not in aside]
             found[" ".join([name, *rest])] = value
             assert labels.get("model_name", "tiny") == "tiny"
     return found

@@ -1,0 +1,1 @@
+"""Several engines behind one server: where they run, and which one takes a request."""

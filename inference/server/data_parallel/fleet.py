@@ -1,0 +1,179 @@
+"""Several engines of one model as one: requests are spread, and a dead one leaves the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from inference.beam_search import BeamParams, Hypothesis
+from inference.requests.request import SamplingParams
+from inference.server.data_parallel.router import Load, Route, Router
+from inference.server.engine_client import EngineClient, State, Unavailable
+from inference.server.messages import EngineInfo
+from inference.server.token_stream import TokenStream
+
+LOG = logging.getLogger("ptq.serve")
+
+
+class EngineFleet:
+    """Engines with the same checkpoint and sizes, as the application sees them.
+
+    All must load. One that dies later takes its requests along, whose clients are told; the others
+    go on, until the last is dead.
+
+    Args:
+        engines: One at least.
+        prefix_cache: Whether they keep what prompts have computed.
+
+    Attributes:
+        engines: As given; an engine's number is its place among them.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], *, prefix_cache: bool = True) -> None:
+        self.engines, self._prefix_cache = tuple(engines), prefix_cache
+        self._info: EngineInfo | None = None
+        self._routes: Router | None = None
+
+    @property
+    def state(self) -> State:
+        """`starting` until all are ready; `dead` when none can answer; else as those that live."""
+        living = {engine.state for engine in self.engines} - {"dead"}
+        if not living or any(each.state == "dead" and not each.loaded for each in self.engines):
+            return "dead"
+        for state in ("draining", "starting"):
+            if state in living:
+                return state
+        return "ready"
+
+    @property
+    def reason(self) -> str | None:
+        """Which engines are dead, and why; None while it goes on without them."""
+        return "; ".join(self.losses) if self.state == "dead" else None
+
+    @property
+    def losses(self) -> list[str]:
+        """Which engines are dead, and why."""
+        return [
+            f"engine {number} of {len(self.engines)}: {engine.reason}"
+            for number, engine in enumerate(self.engines)
+            if engine.state == "dead"
+        ]
+
+    @property
+    def info(self) -> EngineInfo:
+        """What they are together: places and blocks are summed.
+
+        Raises:
+            Unavailable: they are loading.
+        """
+        if self._info is None:
+            each = [engine.info for engine in self.engines]
+            self._info = replace(
+                each[0],
+                max_batch_size=sum(one.max_batch_size for one in each),
+                kv_blocks=sum(one.kv_blocks for one in each),
+                device=_together([one.device for one in each]),
+            )
+        return self._info
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or run."""
+        return sum(engine.in_flight for engine in self.engines)
+
+    @property
+    def routed(self) -> Sequence[Mapping[str, int]]:
+        """For each engine, requests that were sent there for the `prefix` and for its `load`."""
+        if self._routes is None:
+            return [{} for _ in self.engines]
+        return [each.requests for each in self._routes.routed]
+
+    async def ready(self) -> EngineInfo:
+        """Wait until all are warm.
+
+        Raises:
+            Unavailable: one died before.
+        """
+        waits = [asyncio.ensure_future(engine.ready()) for engine in self.engines]
+        try:
+            await asyncio.gather(*waits)
+        except Unavailable as error:
+            raise Unavailable(self.reason or str(error)) from error
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self.info
+
+    async def dead(self) -> str:
+        """Wait until none can answer, and log each that dies before; gives the reasons."""
+        waits = {asyncio.ensure_future(engine.dead()) for engine in self.engines}
+        try:
+            while self.state != "dead":
+                told = len(self.losses)
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                waits = {wait for wait in waits if not wait.done()}
+                if self.state != "dead":
+                    self._log(self.losses[told:] or self.losses)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self.reason or ""
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> TokenStream:
+        """Queue a request at the engine that has the least to compute for it.
+
+        Raises:
+            RequestError, Overloaded, Unavailable: as `EngineClient.submit`; the queue is full where
+                that of each engine is.
+        """
+        engine, route = self._route(prompt, reuse=params.prompt_logprobs is None)
+        return engine.submit(prompt, params, route.new_tokens)
+
+    async def beam(self, prompt: Sequence[int], params: BeamParams) -> list[Hypothesis]:
+        """Search for the likeliest continuations; as `EngineClient.beam`."""
+        engine, route = self._route(prompt)
+        return await engine.beam(prompt, params, route.new_tokens)
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests; wait until all have ended, and end them after so many seconds."""
+        await asyncio.gather(*(engine.drain(seconds) for engine in self.engines))
+
+    def _route(self, prompt: Sequence[int], *, reuse: bool = True) -> tuple[EngineClient, Route]:
+        """The engine for a prompt; raise where none may take it."""
+        info = self.info
+        if self.state == "dead":
+            raise Unavailable(f"the engines are dead: {self.reason}")
+        if self._routes is None:
+            blocks = [each.info.kv_blocks if self._prefix_cache else 0 for each in self.engines]
+            self._routes = Router(blocks, info.block_size)
+        for engine in self.engines:
+            if engine.state != "dead":
+                engine.check(prompt)  # before it is remembered as sent
+                break
+        route = self._routes.choose(
+            prompt, [_load(engine, len(prompt)) for engine in self.engines], reuse=reuse
+        )
+        return self.engines[route.engine], route
+
+    def _log(self, losses: Sequence[str]) -> None:
+        left = sum(engine.state != "dead" for engine in self.engines)
+        for loss in losses:
+            LOG.error("%s; the other %d go on without it", loss, left)
+
+
+def _load(engine: EngineClient, prompt: int) -> Load | None:
+    """What an engine has to do; None where it is dead."""
+    if engine.state == "dead":
+        return None
+    places = engine.info.max_batch_size
+    full = engine.full(prompt) is not None
+    return Load(engine.queued_tokens, engine.in_flight, places, full)
+
+
+def _together(devices: Sequence[str]) -> str:
+    """Such as `cuda:0, cuda:1` or `2 x cpu`."""
+    if len(set(devices)) == len(devices):
+        return ", ".join(devices)
+    return f"{len(devices)} x {devices[0]}"
