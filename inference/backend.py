@@ -1,7 +1,9 @@
 """What a device is: the few doors through which the engine reaches the code that runs there.
 
-    check, linear, experts   while a decoder is loaded (`inference.models`)
+    load                     a model, by
+    check, linear, experts   a decoder's layers (`inference.models`)
     head_sizes, cache        its paged cache, in the layout of the backend's kernels
+    change_blocks            what is done to that between steps
     loop                     its steps, with the backend's interpreter of the decoder inside
     loading, peak_bytes      memory
 
@@ -24,10 +26,13 @@ from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.models.kv_cache import CacheShape
 from inference.models.layers import L_co, LayerFactory, X_co
+from inference.models.model import Model
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
+from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
+from inference.transformers_code.choose import Shape
 from kernels.attention_inputs import KVPool
 from kernels.devices import check_device
 
@@ -78,6 +83,14 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
         """
         ...
 
+    def load(self, checkpoint: Checkpoint, shape: Shape, longest: int) -> Model:
+        """Load a model for requests of up to so many tokens.
+
+        Raises:
+            CheckpointError: tensors are missing or do not fit.
+        """
+        ...
+
     def head_sizes(self, k: int, v: int) -> tuple[int, int]:
         """Sizes of heads of K and V in the cache, at least as large as the model's.
 
@@ -111,6 +124,10 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
             sizes: The engine's sizes, all resolved.
             requests: Those that live.
         """
+        ...
+
+    def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
+        """Do what the next step needs done to the cache."""
         ...
 
     def ran_out(self, error: Exception) -> bool:

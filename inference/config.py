@@ -73,6 +73,10 @@ class EngineConfig(Strict):
             run that no family declares. Slower.
         speculate: Compute drafts of the next tokens in each step, and keep those that come; on a
             GPU by `ngram` and `suffix`.
+        tensor_parallel: Processes that each hold a part of the model and of the cache, on a GPU
+            of its own each, or on one CPU.
+        rank_patience_s: Seconds after which a process that has stopped, while the others wait for
+            it, ends the engine.
     """
 
     max_batch_size: int = Field(default=16, ge=1)
@@ -87,6 +91,8 @@ class EngineConfig(Strict):
     invariant: bool = False
     transformers_code: bool = False
     speculate: SpeculateConfig | None = None
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    rank_patience_s: float = Field(default=20.0, gt=0)
 
     def sizes(self, positions: int) -> tuple[int, int]:
         """Most tokens of a request, and blocks of the cache, for a model of so many positions.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from formats.errors import EngineError, PTQError, RequestError
 from formats.tokenizer import end_tokens, load_tokenizer
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
-from inference.models.kv_cache import CacheShape, change_blocks
+from inference.models.kv_cache import CacheShape
 from inference.models.model import Model
+from inference.parallel.backend import choose_ranks
 from inference.requests.request import RequestOutput, SamplingParams, check_prompt, check_tokens
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
@@ -42,7 +44,7 @@ from inference.speculate.choose import choose_proposer, require_method
 from inference.speculate.proposer import Proposer
 from inference.speculate.speculation import Speculation
 from inference.structured.compiler import GrammarCompiler
-from inference.transformers_code.choose import check_config, load_model, read_shape
+from inference.transformers_code.choose import check_config, read_shape
 from kernels.attention_inputs import KVPool
 
 
@@ -87,7 +89,7 @@ class Engine:
         shape = read_shape(checkpoint, backend, transformers_code=config.transformers_code)
         length, blocks = config.sizes(shape.max_positions)
         with backend.loading(checkpoint.nbytes):
-            self.model: Model = load_model(checkpoint, shape, backend, length)
+            self.model: Model = backend.load(checkpoint, shape, length)
         sizes = config.model_copy(update={"max_model_len": length, "kv_blocks": blocks})
         cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=quantized_kv)
         cache, self.quantized_kv = cache.fitted(backend.head_sizes), cache.quantized
@@ -171,8 +173,12 @@ class Engine:
         checkpoint = Checkpoint.open(path, quantized_kv=quantized_kv, revision=revision)
         check_config(checkpoint)  # before the tokenizer, which reads config.json too
         tokenizer = load_tokenizer(checkpoint.path)
-        backend = choose_backend(device, checkpoint, dtype)
         sizes = config or EngineConfig()
+        backend = choose_ranks(
+            choose_backend(device, checkpoint, dtype),
+            partial(Checkpoint.open, checkpoint.path, quantized_kv=quantized_kv),
+            sizes,
+        )
         return cls(checkpoint, tokenizer, sizes, backend, quantized_kv=quantized_kv)
 
     def speculate_by(self, proposer: Proposer | None, depth: int | None = None) -> None:
@@ -467,7 +473,7 @@ class Engine:
             self._scheduler.leave_apart(sequence, seen=len(tokens) if finite else 0)
 
     def _change_blocks(self, changes: BlockChanges) -> None:
-        change_blocks(self.pools, changes)
+        self.backend.change_blocks(self.pools, changes)
         if self.speculation is not None:
             self.speculation.note_changes(changes)
 

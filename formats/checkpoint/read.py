@@ -182,6 +182,11 @@ class Checkpoint:
                 lambda leaf: self.tensors([f"{module}.{leaf}" for module in modules]).to(device),
             )
 
+    def reorders_inputs(self, module: str) -> bool:
+        """Whether a layer's columns are in another order than its inputs (GPTQ's act-order)."""
+        own = self._foreign.get(module)
+        return own is not None and own.weight().order is not None
+
     @cached_property
     def shares_head(self) -> bool:
         """Whether the quantized head is the embedding, too, which has no tensor of its own then."""

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from formats.checkpoint.read import Checkpoint
 from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
@@ -18,10 +19,13 @@ from inference.cpu.fused import fuse
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
 from inference.cpu.loop import HostLoop
 from inference.models.config import ModelConfig
-from inference.models.kv_cache import CacheShape
+from inference.models.kv_cache import CacheShape, change_blocks
+from inference.models.model import Model
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
+from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.scheduler import Scheduler
+from inference.transformers_code.choose import Shape, load_model
 from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KVPool
 
@@ -54,6 +58,10 @@ class CpuBackend:
         """Pack the same layer of each expert."""
         return CpuExperts([self.linear(one) for stack in stacks for one in stack.unstacked()])
 
+    def load(self, checkpoint: Checkpoint, shape: Shape, longest: int) -> Model:
+        """Load a model for requests of up to so many tokens."""
+        return load_model(checkpoint, shape, self, longest)
+
     def head_sizes(self, k: int, v: int) -> tuple[int, int]:
         """Any, the same for K and V."""
         return max(k, v), max(k, v)
@@ -82,6 +90,10 @@ class CpuBackend:
     ) -> HostLoop:
         """The steps of an engine."""
         return HostLoop(self.forward(model, pools), scheduler, requests)
+
+    def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
+        """Do what the next step needs done to the cache."""
+        change_blocks(pools, changes)
 
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small."""

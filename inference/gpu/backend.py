@@ -18,11 +18,13 @@ from inference.gpu.loop import DeviceLoop
 from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
 from inference.gpu.runner import GpuRunner
 from inference.models.config import ModelConfig
-from inference.models.kv_cache import CacheShape
+from inference.models.kv_cache import CacheShape, change_blocks
+from inference.models.model import Model
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
-from inference.scheduling.blocks import blocks_for
+from inference.scheduling.blocks import BlockChanges, blocks_for
 from inference.scheduling.scheduler import Scheduler
+from inference.transformers_code.choose import Shape, load_model
 from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
@@ -66,6 +68,10 @@ class TritonBackend:
         """Pack the same layer of each expert, side by side in memory."""
         packed = ((self.linear(stack), stack.names[0][0]) for stack in stacks)
         return side_by_side(packed, count)
+
+    def load(self, checkpoint: Checkpoint, shape: Shape, longest: int) -> Model:
+        """Load a model for requests of up to so many tokens."""
+        return load_model(checkpoint, shape, self, longest)
 
     def head_sizes(self, k: int, v: int) -> tuple[int, int]:
         """The next size that the kernels take, the same for K and V.
@@ -125,6 +131,10 @@ class TritonBackend:
             invariant=sizes.invariant,
         )
         return DeviceLoop(runner, scheduler, requests, ahead=not sizes.eager)
+
+    def change_blocks(self, pools: Sequence[KVPool], changes: BlockChanges) -> None:
+        """Do what the next step needs done to the cache."""
+        change_blocks(pools, changes)
 
     def ran_out(self, error: Exception) -> bool:
         """Whether that is said of memory that is too small: the GPU's."""

@@ -40,6 +40,8 @@ class Decoder(Generic[L, X]):
         checkpoint: Float or quantized.
         factory: The backend that it will run on: makes its layers.
         longest: Most tokens that a request may have; default: as many as the model has positions.
+        config: Its shape, where the checkpoint is a part of one that was checked as a whole;
+            default: that of the checkpoint, which is checked.
 
     Attributes:
         config: Its shape.
@@ -57,10 +59,16 @@ class Decoder(Generic[L, X]):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, factory: LayerFactory[L, X], longest: int | None = None
+        self,
+        checkpoint: Checkpoint,
+        factory: LayerFactory[L, X],
+        longest: int | None = None,
+        config: ModelConfig | None = None,
     ) -> None:
-        self.config = config = ModelConfig.from_checkpoint(checkpoint)
-        check_shapes(checkpoint, config)
+        if config is None:
+            config = ModelConfig.from_checkpoint(checkpoint)
+            check_shapes(checkpoint, config)
+        self.config = config
         factory.check(config)
         self._checkpoint, self._factory, self.dtype = checkpoint, factory, factory.dtype
         parts = PartLoader(checkpoint, config, factory)

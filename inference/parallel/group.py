@@ -1,0 +1,144 @@
+"""What ranks tell each other in a step: sums, largest values and parts that are put side by side.
+
+`Group` is all that a model's layers know of other ranks. What it gives has the same bits on every
+rank, and those of a sum do not depend on how many rows there are: floats are added in the order of
+ranks, integers in any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Progress:
+    """How far a rank has come: a number that grows with each layer that it loads and each thing
+    that it tells others, alike on all ranks.
+
+    Attributes:
+        count: The number.
+        doing: What it is at, for messages.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.doing = 0, "starting"
+
+
+class Group(Protocol):
+    """The ranks of an engine, as one of them sees them.
+
+    Attributes:
+        rank: Which one it is.
+        ranks: How many there are.
+        progress: How far it has come.
+    """
+
+    rank: int
+    ranks: int
+    progress: Progress
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' tensors of one shape, fp32 or int32; `part` may be overwritten."""
+        ...
+
+    def largest(self, part: Tensor) -> Tensor:
+        """The largest of all ranks' values, place by place; `part` may be overwritten."""
+        ...
+
+    def smallest(self, number: int) -> int:
+        """The smallest of all ranks' numbers."""
+        ...
+
+    def side_by_side(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """All ranks' columns, in their order.
+
+        Args:
+            part: [T, n], n the size of this rank.
+            sizes: Columns of each rank.
+        """
+        ...
+
+    def on_first(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """`side_by_side` on the first rank; on others `part` itself."""
+        ...
+
+
+class GlooGroup:
+    """Ranks on CPUs of one machine; see `Group`.
+
+    Args:
+        backend: Gloo's connections between them.
+    """
+
+    def __init__(self, backend: dist.ProcessGroupGloo) -> None:
+        self._gloo = backend
+        self.rank, self.ranks, self.progress = backend.rank(), backend.size(), Progress()
+
+    def sum(self, part: Tensor) -> Tensor:
+        """See `Group.sum`."""
+        if self.ranks == 2 or not part.is_floating_point():  # any order is the same
+            return self._reduced(part, dist.ReduceOp.SUM)
+        parts = self._all(part)
+        total = parts[0]
+        for other in parts[1:]:
+            total += other
+        return total
+
+    def largest(self, part: Tensor) -> Tensor:
+        """See `Group.largest`."""
+        return self._reduced(part, dist.ReduceOp.MAX)
+
+    def smallest(self, number: int) -> int:
+        """See `Group.smallest`."""
+        return int(self._reduced(torch.tensor([number]), dist.ReduceOp.MIN).item())
+
+    def side_by_side(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See `Group.side_by_side`."""
+        return _cut(self._all(_wide(part, sizes)), sizes)
+
+    def on_first(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See `Group.on_first`."""
+        self.progress.count += 1
+        mine = _wide(part, sizes)
+        if self.rank:
+            self._gloo.gather([], [mine], _root()).wait()
+            return part
+        parts = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._gloo.gather([parts], [mine], _root()).wait()
+        return _cut(parts, sizes)
+
+    def _reduced(self, part: Tensor, kind: dist.ReduceOp.RedOpType) -> Tensor:
+        self.progress.count += 1
+        own, options = part.contiguous(), dist.AllreduceOptions()
+        options.reduceOp = kind  # pyright: ignore[reportAttributeAccessIssue]
+        self._gloo.allreduce([own], options).wait()
+        return own
+
+    def _all(self, part: Tensor) -> list[Tensor]:
+        """All ranks' tensors of one shape."""
+        self.progress.count += 1
+        own = part.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.ranks)]
+        self._gloo.allgather([parts], [own]).wait()
+        return parts
+
+
+def _root() -> dist.GatherOptions:
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    return options
+
+
+def _wide(part: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Columns with as many of zeros behind them as the widest rank has more."""
+    more = max(sizes) - part.shape[1]
+    return (torch.nn.functional.pad(part, (0, more)) if more else part).contiguous()
+
+
+def _cut(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Parts side by side without what fills them."""
+    return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)

@@ -1,0 +1,111 @@
+"""What the first rank tells the others, and they tell it of themselves.
+
+    first -> rank   `RankSpec`; then one of `Task` after another, until the connection ends
+    rank -> first   `Beat`s, and `Failed` where it cannot go on
+
+A step is the one block of bytes that its arrays are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from inference.config import EngineConfig
+from inference.cpu.batch import Batch
+
+FIELDS = ("ids", "positions", "slots", "block_tables", "query_start", "context_len", "rows")
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank runs.
+
+    Attributes:
+        rank: Which one it is.
+        ranks: How many there are.
+        open: Opens the checkpoint.
+        config: The engine's sizes, resolved but for the cache's blocks.
+        device: Where it runs.
+        dtype: Of activations and of float weights.
+        meeting: A file through which the ranks find each other.
+        threads: Of its own, on a CPU.
+    """
+
+    rank: int
+    ranks: int
+    open: Callable[[], Checkpoint]
+    config: EngineConfig
+    device: str
+    dtype: torch.dtype
+    meeting: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class MakeCache:
+    """Allocate the rank's part of a cache of so many blocks, quantized or not."""
+
+    blocks: int
+    quantized: bool
+
+
+@dataclass(frozen=True)
+class TellFree:
+    """Tell the others how much memory a cache could have."""
+
+
+@dataclass(frozen=True)
+class ChangeBlocks:
+    """Copy and clear blocks of the cache; see `inference.scheduling.blocks.BlockChanges`."""
+
+    copies: list[tuple[int, int]]
+    clears: list[int]
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """Run the tokens of a step, as `packed` has put them."""
+
+    block: bytes
+
+
+Task = MakeCache | TellFree | ChangeBlocks | RunStep
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank lives: how far it has come, and what it is at."""
+
+    count: int
+    doing: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank cannot go on: what it was at, and why."""
+
+    doing: str
+    why: str
+
+
+def packed(batch: Batch) -> bytes:
+    """The arrays of a step as one block: their sizes, then one after another, all int64."""
+    sequences, width = batch.block_tables.shape
+    sizes = np.array([len(batch.ids), sequences, width, len(batch.rows)])
+    arrays = (getattr(batch, name).numpy().reshape(-1) for name in FIELDS)
+    return np.concatenate([sizes, *arrays]).tobytes()
+
+
+def unpacked(block: bytes) -> Batch:
+    """Inverse of `packed`."""
+    numbers = torch.frombuffer(bytearray(block), dtype=torch.int64)
+    tokens, sequences, width, rows = numbers[:4].tolist()
+    sizes = (tokens, tokens, tokens, sequences * width, sequences + 1, sequences, rows)
+    parts = dict(zip(FIELDS, numbers[4:].split(sizes), strict=True))
+    parts["block_tables"] = parts["block_tables"].view(sequences, width)
+    return Batch(**parts)

@@ -1,0 +1,281 @@
+"""The other ranks, as the first one knows them: their processes, and whether they live and go on.
+
+Each has two connections: one for what it is to do, one for what it tells of itself. A thread reads
+the latter. A rank whose connection ends has died. A rank that has stopped is found by its progress:
+all ranks count the same things (`inference.parallel.group.Progress`), so that one whose number
+stays behind that of another for longer than the engine's patience holds the others up.
+
+When one fails, all are killed: with its connections gone, whatever the first rank waits for ends,
+too. The ranks notice the first one's end by their own ends of the connections.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from threading import Event, Lock, Thread
+from typing import Protocol
+
+from formats.errors import EngineError
+from inference.parallel.group import Progress
+from inference.parallel.messages import Beat, Failed, RankSpec, Task
+
+log = logging.getLogger("ptq.inference")
+
+LAST_WORDS = 2.0  # seconds in which a process that has gone is looked after
+NOTICED = 5.0  # seconds in which it is found out why an exchange failed
+GAPS = 4  # of the longest time between two signs of progress, and nobody is called stopped
+
+
+class Member(Protocol):
+    """Where a rank runs."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    def kill(self) -> None:
+        """End it now."""
+        ...
+
+    def ended(self, seconds: float) -> str | None:
+        """How it ended, if it does within so many seconds."""
+        ...
+
+
+Start = Callable[[int, Connection, Connection], Member]
+"""Starts a rank: its number, and its ends of the connections for tasks and for news."""
+
+
+class RankProcess:
+    """A rank in a process of its own; see `Member`.
+
+    Args:
+        rank: Which one.
+        tasks: Its end of the connection by which it is told what to do.
+        news: Its end of the one by which it tells of itself.
+    """
+
+    def __init__(self, rank: int, tasks: Connection, news: Connection) -> None:
+        ends = [tasks.fileno(), news.fileno()]
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "inference.parallel.worker", *map(str, ends)],
+            pass_fds=ends,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the first rank, with which it ends
+        )
+        self.name = f"rank {rank} (process {self._process.pid})"
+        tasks.close()
+        news.close()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+
+    def ended(self, seconds: float) -> str | None:
+        """How it ended, if it does within so many seconds."""
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        memory = "; if nobody killed it, memory ran out" if code == -9 else ""
+        return f"died with exit code {code}{memory}"
+
+
+@dataclass
+class Other:
+    """A rank and what is known of it."""
+
+    member: Member
+    tasks: Connection
+    news: Connection
+    beat: Beat = field(default_factory=lambda: Beat(0, "starting"))
+    moved: float = field(default_factory=time.monotonic)  # when its number last grew
+    behind: float | None = None  # since when its number is smaller than another's
+    gap: float = 0.0  # longest time in which its number did not grow while it was behind
+
+
+class Ranks:
+    """All ranks but the first; a thread of this process watches them.
+
+    Args:
+        specs: What each runs, from rank 1 on.
+        progress: The first rank's own.
+        start: Starts one.
+        patience: Seconds for which one may stay behind the others.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RankSpec],
+        progress: Progress,
+        start: Start = RankProcess,
+        patience: float = 20.0,
+    ) -> None:
+        self._progress, self._patience, self._lock = progress, patience, Lock()
+        self._failure: str | None = None
+        self._failed, self._closed = Event(), Event()
+        self._others: list[Other] = []
+        self._count = len(specs) + 1
+        try:
+            for spec in specs:
+                self._others.append(_started(spec, start))
+        except BaseException:
+            self.close()
+            raise
+        self._thread = Thread(target=self._watch, name="ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def members(self) -> list[Member]:
+        """Where they run, from rank 1 on."""
+        return [other.member for other in self._others]
+
+    def send(self, task: Task) -> None:
+        """Tell all what to do next.
+
+        Raises:
+            EngineError: one is gone.
+        """
+        self.check()
+        try:
+            for other in self._others:
+                other.tasks.send(task)
+        except OSError as error:
+            raise self.failure(error) from error
+
+    def check(self) -> None:
+        """Raise EngineError where one has failed, or all have been ended."""
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if self._closed.is_set():
+            raise EngineError("the engine's ranks have been ended; make a new engine")
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Do something that all ranks do at once; where it fails, the ranks end.
+
+        Raises:
+            EngineError: it failed; the rank that it failed on is named.
+        """
+        self.check()
+        self._progress.doing = doing
+        try:
+            yield
+        except Exception as error:
+            raise self.failure(error) from error
+        except BaseException:  # Ctrl-C: who waits for this rank would wait for ever
+            self._fail("the engine was interrupted amid a step, and has ended; make a new one")
+            raise
+        finally:
+            self._progress.doing = "waiting for work"
+
+    def failure(self, error: Exception) -> EngineError:
+        """Why something failed that all ranks do: because of one of them, or of this one."""
+        if isinstance(error, (RuntimeError, OSError)):  # perhaps a connection to who is gone
+            self._failed.wait(NOTICED)
+        doing = self._progress.doing
+        self._fail(f"rank 0 of {self._count} failed while {doing}: {_told(error)}")
+        assert self._failure is not None
+        return EngineError(self._failure)
+
+    def close(self) -> None:
+        """End all ranks, in order if they can, and wait until they have."""
+        self._closed.set()
+        for other in self._others:
+            with suppress(OSError):
+                other.tasks.close()
+        end = time.monotonic() + LAST_WORDS
+        for other in self._others:
+            if other.member.ended(max(0.0, end - time.monotonic())) is None:
+                other.member.kill()
+                other.member.ended(LAST_WORDS)
+            with suppress(OSError):
+                other.news.close()
+
+    def _watch(self) -> None:
+        """Read what ranks tell of themselves until all have been ended."""
+        while not self._closed.is_set() and self._failure is None:
+            try:
+                for ready in wait([other.news for other in self._others], 0.25):
+                    self._read(next(o for o in self._others if o.news is ready))
+            except OSError:  # closed meanwhile
+                return
+            self._look_for_stopped()
+
+    def _read(self, other: Other) -> None:
+        try:
+            news = other.news.recv()
+        except (EOFError, ConnectionError):
+            ended = other.member.ended(LAST_WORDS) or "closed its connection"
+            self._fail(
+                f"{self._named(other)} {ended} while {other.beat.doing}. The engine has ended"
+            )
+            return
+        if isinstance(news, Failed):
+            self._fail(f"{self._named(other)} failed while {news.doing}: {news.why}")
+        elif news.count > other.beat.count:
+            now = time.monotonic()
+            if other.behind is not None:
+                other.gap = max(other.gap, now - max(other.moved, other.behind))
+            other.beat, other.moved, other.behind = news, now, None
+        else:
+            other.beat = news
+
+    def _look_for_stopped(self) -> None:
+        """Find a rank that others wait for, and that does not go on."""
+        most = max(self._progress.count, *(other.beat.count for other in self._others))
+        now = time.monotonic()
+        for other in self._others:
+            if other.beat.count >= most:
+                other.behind = None
+                continue
+            other.behind = other.behind or now
+            waited = now - max(other.behind, other.moved)
+            if waited > max(self._patience, GAPS * other.gap):
+                self._fail(
+                    f"{self._named(other)} has stopped while {other.beat.doing}: the others have "
+                    f"waited for it for {waited:.0f} s. The engine has ended"
+                )
+
+    def _named(self, other: Other) -> str:
+        return f"{other.member.name} of {self._count}"
+
+    def _fail(self, why: str) -> None:
+        """Keep the first reason, and end all ranks."""
+        with self._lock:
+            if self._failure is not None or self._closed.is_set():
+                return
+            self._failure = why
+        for other in self._others:
+            other.member.kill()
+        for other in self._others:
+            other.member.ended(LAST_WORDS)
+        log.error("%s", why)
+        self._failed.set()
+
+
+def _started(spec: RankSpec, start: Start) -> Other:
+    (tasks, its_tasks), (news, its_news) = Pipe(), Pipe()
+    member = start(spec.rank, its_tasks, its_news)
+    tasks.send(spec)
+    return Other(member, tasks, news)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,144 @@
+"""A rank but the first: it loads its part of the model, and runs what the first one plans.
+
+    python -m inference.parallel.worker TASKS NEWS      (file descriptors of its connections)
+
+It ends when the first rank does: its connections do then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+
+from formats.errors import PTQError
+from inference.parallel.backend import RankLoader, join
+from inference.parallel.group import Group, Progress
+from inference.parallel.messages import (
+    Beat,
+    ChangeBlocks,
+    Failed,
+    MakeCache,
+    RankSpec,
+    RunStep,
+    Task,
+    TellFree,
+    unpacked,
+)
+from inference.scheduling.blocks import BlockChanges
+
+EVERY = 0.25  # seconds between two beats
+
+
+class News:
+    """What a rank tells of itself: a thread says how far it has come.
+
+    Args:
+        connection: To the first rank.
+        lost: Called where the first rank is gone.
+    """
+
+    def __init__(self, connection: Connection, lost: Callable[[], None]) -> None:
+        self._connection, self._lost, self._lock = connection, lost, Lock()
+        self.progress, self._over = Progress(), False
+        Thread(target=self._beat, name="news", daemon=True).start()
+
+    def fail(self, error: Exception) -> None:
+        """Tell why the rank cannot go on."""
+        known = isinstance(error, PTQError)
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        self._tell(Failed(self.progress.doing, why))
+
+    def end(self) -> None:
+        """Tell no more."""
+        self._over = True
+
+    def _beat(self) -> None:
+        try:
+            while not self._over:
+                self._tell(Beat(self.progress.count, self.progress.doing))
+                if self._connection.poll(EVERY):
+                    self._connection.recv()  # nothing ever comes but the end
+        except (EOFError, OSError):
+            if not self._over:
+                self._lost()
+
+    def _tell(self, news: Beat | Failed) -> None:
+        with self._lock:
+            self._connection.send(news)
+
+
+class Rank:
+    """A rank, from its start to its end.
+
+    Args:
+        tasks: By which it is told what to do.
+        news: By which it tells of itself.
+        lost: Called where the first rank is gone.
+    """
+
+    def __init__(self, tasks: Connection, news: Connection, lost: Callable[[], None]) -> None:
+        self._tasks, self._news, self._steps = tasks, News(news, lost), 0
+
+    def run(self) -> int:
+        """Do what the first rank says until it has had enough: the exit code."""
+        try:
+            self._news.progress.doing = "loading its part of the model"
+            self._load(self._tasks.recv())
+            while True:
+                self._news.progress.doing = "waiting for work"
+                self._do(self._tasks.recv())
+        except (EOFError, ConnectionError):
+            return 0
+        except Exception as error:  # the rank's boundary: the first rank tells it
+            self._news.fail(error)
+            return 1
+        finally:
+            self._news.end()
+
+    def _load(self, spec: RankSpec) -> None:
+        self._group: Group = join(spec, self._news.progress)
+        self._loader = RankLoader.of(spec, self._group)
+        self._pools: list[Any] = []
+        self._loader.load()
+        self._group.smallest(0)  # all have
+
+    def _do(self, task: Task) -> None:
+        progress, loader = self._news.progress, self._loader
+        if isinstance(task, RunStep):
+            self._steps += 1
+            batch = unpacked(task.block)
+            progress.doing = f"running step {self._steps}, of {len(batch.ids)} tokens"
+            self._forward(batch)
+        elif isinstance(task, ChangeBlocks):
+            changes = BlockChanges(task.copies, task.clears)
+            loader.inner.change_blocks(self._pools, changes)
+        elif isinstance(task, TellFree):
+            self._group.smallest(loader.free_bytes())
+        else:
+            assert isinstance(task, MakeCache)
+            progress.doing = f"allocating a cache of {task.blocks} blocks"
+            shape = loader.cache_shape(quantized=task.quantized)
+            self._pools = loader.inner.cache(replace(shape, blocks=task.blocks))
+            self._forward = loader.forward(self._pools)
+
+
+def main() -> None:
+    """Run the rank of the connections whose file descriptors the command line gives."""
+    logging.getLogger("ptq").setLevel(logging.ERROR)  # the first rank says the same
+    tasks, news = (Connection(int(text)) for text in sys.argv[1:3])
+    code = Rank(tasks, news, lambda: os._exit(1)).run()
+    sys.stderr.flush()
+    os._exit(code)  # a library's thread may keep an orderly end from coming
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
