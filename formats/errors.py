@@ -43,6 +43,10 @@ class EngineError(PTQError):
     """The engine cannot go on: an invariant of its own was broken or a step failed."""
 
 
+class EngineEndedError(EngineError):
+    """A process that the engine needs is gone: it runs nothing any more; make another."""
+
+
 def suggestion(found: str, allowed: Iterable[str]) -> str:
     """`did you mean ...?` where something close is allowed, then what is."""
     names = list(allowed)

@@ -47,7 +47,20 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "here; slower",
     )
     add_invariant_argument(parser)
+    add_parallel_argument(parser)
     add_speculate_arguments(parser)
+
+
+def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
+    """Over how many processes a model is cut."""
+    parser.add_argument(
+        "--tensor-parallel",
+        type=count,
+        default=1,
+        metavar="N",
+        help="cut the model and its cache among N processes of this machine, which this command "
+        "starts and ends; default 1",
+    )
 
 
 def add_invariant_argument(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +154,7 @@ def open_engine(folder: Path, arguments: argparse.Namespace, batch_size: int) ->
         transformers_code=arguments.transformers_code,
         invariant=arguments.invariant,
         speculate=speculate_config(arguments),
+        tensor_parallel=arguments.tensor_parallel,
     )
     return engines.Engine.from_pretrained(folder, config=config, device=arguments.device)
 

@@ -138,6 +138,10 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
         """Memory that a cache could have now."""
         ...
 
+    def close(self) -> None:
+        """End the processes that run parts of a model."""
+        ...
+
     def peak_bytes(self) -> int:
         """Most memory so far: resident of the process, or allocated on the GPU."""
         ...

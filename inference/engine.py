@@ -181,6 +181,10 @@ class Engine:
         )
         return cls(checkpoint, tokenizer, sizes, backend, quantized_kv=quantized_kv)
 
+    def close(self) -> None:
+        """End the processes that run parts of the model, if there are any; nothing runs then."""
+        self.backend.close()
+
     def speculate_by(self, proposer: Proposer | None, depth: int | None = None) -> None:
         """Have drafts of the next tokens from a proposer from now on; no token changes by that.
 

@@ -3,7 +3,7 @@
     ptq          text, output, draft_head < methods < result, recipe < plan < pipeline, peers, evaluate < search
                  < report < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
-                 < speculate < engine < bench, server
+                 < parallel, speculate < engine < bench, server
     calibrate    from a model and text to statistics
     formats      scheme < families < published < modeling < stored < foreign < checkpoint
     kernels      numerics, packed_cache < reference < cpu < ops < triton < bench
@@ -65,7 +65,7 @@ FLOORS = {
         transformers_code
         cpu gpu
         backend
-        speculate
+        parallel speculate
         accuracy engine prompts
         beam_search
         arguments rows

@@ -152,9 +152,7 @@ def entries(name: str, span: Span | None, unit: int, size: int) -> Span | None:
     return Span(span.first // unit, end)
 
 
-def tensor_part(
-    name: str, file: TensorFile, rows: Span | None, columns: Span | None
-) -> TensorFile:
+def tensor_part(name: str, file: TensorFile, rows: Span | None, columns: Span | None) -> TensorFile:
     """Some rows and columns of a tensor of one or two dimensions, under its own name."""
     shape = file.tensors[name][1]
     if (rows is None and columns is None) or not shape:

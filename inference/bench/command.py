@@ -19,7 +19,11 @@ from pathlib import Path
 
 from formats.command import CommandParser, count, device
 from formats.stored.other_kinds import locate_model
-from inference.arguments import add_invariant_argument, add_speculate_arguments
+from inference.arguments import (
+    add_invariant_argument,
+    add_parallel_argument,
+    add_speculate_arguments,
+)
 from inference.bench.peers.runtimes import RUNTIMES
 from inference.bench.shapes import SHAPES, read_scheme, read_shape
 
@@ -99,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
         "step), `ratios`, `notes`, `environment`",
     )
     add_invariant_argument(made)
+    add_parallel_argument(made)
     add_speculate_arguments(made)
     made.add_argument(
         "--acceptance",

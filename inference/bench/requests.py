@@ -168,6 +168,8 @@ def _variants(
     if config.invariant:
         kept = config.model_copy(update={"invariant": False})
         yield "not invariant", replace(source, config=kept)
+    if config.tensor_parallel > 1:
+        yield "one rank", replace(source, config=config.model_copy(update={"tensor_parallel": 1}))
     for kind in arguments.against_kv:
         kept = config.model_copy(update={"kv_dtype": kind})
         yield f"{kind} cache", replace(source, config=kept, quantized_kv=False)
@@ -218,5 +220,6 @@ def _engine_config(arguments: argparse.Namespace, load: Load) -> EngineConfig:
         kv_blocks=max(arguments.batch) * blocks_for(longest),
         prefix_cache=False,  # each run of a load is to compute its prompts
         invariant=arguments.invariant,
+        tensor_parallel=arguments.tensor_parallel,
         speculate=None if arguments.acceptance is not None else speculate_config(arguments),
     )

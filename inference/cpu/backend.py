@@ -103,6 +103,9 @@ class CpuBackend:
         """Memory that the system has left."""
         return available_bytes()
 
+    def close(self) -> None:
+        """No other process runs a part of a model."""
+
     def peak_bytes(self) -> int:
         """Most memory that the process has held so far."""
         return peak_rss_bytes()

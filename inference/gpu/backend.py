@@ -146,6 +146,9 @@ class TritonBackend:
         """Memory of the GPU that nobody holds."""
         return free_bytes(self.device)
 
+    def close(self) -> None:
+        """No other process runs a part of a model."""
+
     def peak_bytes(self) -> int:
         """Most memory of the GPU that tensors have held so far."""
         return torch.cuda.max_memory_allocated(self.device)

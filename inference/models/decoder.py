@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Generic
+from typing import Generic, Self
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class Decoder(Generic[L, X]):
         # Last: nothing is held any more of what was held beside the packed layers.
         self.embedding = self._embedding(parts, tied=tied)
 
-    def with_layers(self, layers: Sequence[Layer[L, X]]) -> Decoder[L, X]:
+    def with_layers(self, layers: Sequence[Layer[L, X]]) -> Self:
         """This decoder with other blocks, as many and of the same shape."""
         assert len(layers) == len(self.layers)
         other = copy.copy(self)

@@ -7,7 +7,6 @@ plans. What the ranks tell each other within a step goes through a `Group`.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from formats.checkpoint.part import Span
 from formats.checkpoint.read import Checkpoint
@@ -28,7 +28,7 @@ from inference.backend import Backend, choose_backend
 from inference.config import EngineConfig
 from inference.cpu.backend import CpuBackend
 from inference.cpu.batch import Batch
-from inference.cpu.decoder import forward_by_ops
+from inference.cpu.decoder import CpuDecoder, forward_by_ops
 from inference.cpu.loop import HostLoop
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, LayerCache
@@ -56,10 +56,11 @@ from kernels.attention_inputs import KVPool
 def join(spec: RankSpec, progress: Progress) -> GlooGroup:
     """Meet the other ranks; all of them come here."""
     progress.doing = "meeting the other ranks"
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    store = dist.FileStore(spec.meeting, spec.ranks)
-    group = GlooGroup(dist.ProcessGroupGloo(store, spec.rank, spec.ranks, options))
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    store = FileStore(spec.meeting, spec.ranks)
+    group = GlooGroup(gloo(store, spec.rank, spec.ranks, options))
     group.progress = progress
     group.smallest(0)
     progress.doing = "loading its part of the model"
@@ -116,7 +117,7 @@ class RankLoader:
 
     def forward(self, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor]:
         """What runs the steps of the rank's part on its cache."""
-        return partial(forward_by_ops, self.model, pools)
+        return partial(forward_by_ops, cast(CpuDecoder, self.model), pools)
 
     def free_bytes(self) -> int:
         """Memory that the whole cache could have if all ranks had what this one has."""
@@ -202,10 +203,6 @@ class FirstBackend:
                 raise
         return model
 
-    def close(self) -> None:
-        """End the other ranks."""
-        self._end()
-
     def head_sizes(self, k: int, v: int) -> tuple[int, int]:
         """Sizes of heads in the cache."""
         return self._inner.head_sizes(k, v)
@@ -257,6 +254,10 @@ class FirstBackend:
     def ran_out(self, error: Exception) -> bool:
         """Where memory runs out amid a step, the ranks have ended."""
         return False
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._end()
 
     def peak_bytes(self) -> int:
         """Most memory that this rank has held so far."""

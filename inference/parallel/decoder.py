@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,11 +17,17 @@ from inference.models.decoder import Decoder
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
-from inference.parallel.cpu_layers import GatheredLinear, HeadPart, summed
+from inference.parallel.cpu_layers import (
+    GatheredLinear,
+    HeadPart,
+    SummedIntegers,
+    SummedLinear,
+    summed,
+)
 from inference.parallel.group import Group
 from inference.parallel.shard import Shard
 
-SUMMED = ("o", "down")  # layers whose inputs the ranks have parts of
+CpuPart = Linear | SummedLinear | SummedIntegers | GatheredLinear | HeadPart
 
 
 class ShardDecoder(Decoder[L, X]):
@@ -74,7 +81,7 @@ class CpuFactory:
     def check(self, config: ModelConfig) -> None:
         """Every part that is cut runs here."""
 
-    def linear(self, stored: StoredLinear) -> Linear:
+    def linear(self, stored: StoredLinear) -> CpuPart:
         """Pack a layer, as the rank has it."""
         self._check()
         self._group.progress.count += 1
@@ -92,7 +99,8 @@ class CpuFactory:
 
     def experts(self, stacks: Iterator[StoredLinear], count: int) -> CpuExperts:
         """Pack the same layer of each expert."""
-        return CpuExperts([self.linear(one) for stack in stacks for one in stack.unstacked()])
+        each = [self.linear(one) for stack in stacks for one in stack.unstacked()]
+        return CpuExperts(cast(list[Linear], each))  # they are called, and no more
 
 
 def check_whole(checkpoint: Checkpoint, config: ModelConfig) -> None:

@@ -8,7 +8,7 @@ ranks, integers in any.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,10 +71,10 @@ class GlooGroup:
     """Ranks on CPUs of one machine; see `Group`.
 
     Args:
-        backend: Gloo's connections between them.
+        backend: Gloo's connections between them, a `ProcessGroupGloo`.
     """
 
-    def __init__(self, backend: dist.ProcessGroupGloo) -> None:
+    def __init__(self, backend: Any) -> None:
         self._gloo = backend
         self.rank, self.ranks, self.progress = backend.rank(), backend.size(), Progress()
 

@@ -11,23 +11,21 @@ too. The ranks notice the first one's end by their own ends of the connections.
 
 from __future__ import annotations
 
-import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 from threading import Event, Lock, Thread
 from typing import Protocol
 
-from formats.errors import EngineError
+from formats.errors import EngineEndedError, PTQError
 from inference.parallel.group import Progress
 from inference.parallel.messages import Beat, Failed, RankSpec, Task
-
-log = logging.getLogger("ptq.inference")
 
 LAST_WORDS = 2.0  # seconds in which a process that has gone is looked after
 NOTICED = 5.0  # seconds in which it is found out why an exchange failed
@@ -150,7 +148,7 @@ class Ranks:
         """Tell all what to do next.
 
         Raises:
-            EngineError: one is gone.
+            EngineEndedError: one is gone.
         """
         self.check()
         try:
@@ -160,23 +158,25 @@ class Ranks:
             raise self.failure(error) from error
 
     def check(self) -> None:
-        """Raise EngineError where one has failed, or all have been ended."""
+        """Raise EngineEndedError where one has failed, or all have been ended."""
         if self._failure is not None:
-            raise EngineError(self._failure)
+            raise EngineEndedError(self._failure)
         if self._closed.is_set():
-            raise EngineError("the engine's ranks have been ended; make a new engine")
+            raise EngineEndedError("the engine's ranks have been ended; make a new engine")
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """Do something that all ranks do at once; where it fails, the ranks end.
 
         Raises:
-            EngineError: it failed; the rank that it failed on is named.
+            EngineEndedError: it failed; the rank that it failed on is named.
         """
         self.check()
         self._progress.doing = doing
         try:
             yield
+        except EngineEndedError:
+            raise
         except Exception as error:
             raise self.failure(error) from error
         except BaseException:  # Ctrl-C: who waits for this rank would wait for ever
@@ -185,14 +185,14 @@ class Ranks:
         finally:
             self._progress.doing = "waiting for work"
 
-    def failure(self, error: Exception) -> EngineError:
+    def failure(self, error: Exception) -> EngineEndedError:
         """Why something failed that all ranks do: because of one of them, or of this one."""
         if isinstance(error, (RuntimeError, OSError)):  # perhaps a connection to who is gone
             self._failed.wait(NOTICED)
         doing = self._progress.doing
         self._fail(f"rank 0 of {self._count} failed while {doing}: {_told(error)}")
         assert self._failure is not None
-        return EngineError(self._failure)
+        return EngineEndedError(self._failure)
 
     def close(self) -> None:
         """End all ranks, in order if they can, and wait until they have."""
@@ -266,16 +266,21 @@ class Ranks:
             other.member.kill()
         for other in self._others:
             other.member.ended(LAST_WORDS)
-        log.error("%s", why)
         self._failed.set()
 
 
 def _started(spec: RankSpec, start: Start) -> Other:
-    (tasks, its_tasks), (news, its_news) = Pipe(), Pipe()
+    (tasks, its_tasks), (news, its_news) = _connections(), _connections()
     member = start(spec.rank, its_tasks, its_news)
     tasks.send(spec)
     return Other(member, tasks, news)
 
 
+def _connections() -> tuple[Connection, Connection]:
+    """Two ends of a connection."""
+    one, other = socket.socketpair()
+    return Connection(one.detach()), Connection(other.detach())
+
+
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, PTQError) else f"{type(error).__name__}: {error}"

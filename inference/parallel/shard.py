@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import lcm
 
 from formats.checkpoint.part import ALL, Cut, Span, entry_units
@@ -125,7 +126,7 @@ def shares(total: int, ranks: int, unit: int = 1) -> tuple[Span, ...]:
     """
     units = -(-total // unit)
     edges = [min(total, (units * r + ranks - 1) // ranks * unit) for r in range(ranks + 1)]
-    return tuple(Span(a, b) for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(Span(a, b) for a, b in pairwise(edges))
 
 
 def even_shares(total: int, ranks: int, unit: int) -> tuple[Span, ...] | None:

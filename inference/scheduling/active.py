@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from formats.errors import EngineError, RequestError
+from formats.errors import EngineEndedError, EngineError, RequestError
 from inference.requests.constraint import Matcher
 from inference.requests.request import (
     FinishReason,
@@ -96,6 +96,8 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             return
         try:
             self._change_blocks(changes)
+        except EngineEndedError:
+            raise
         except Exception as error:  # no second try: what was copied may be overwritten
             raise EngineError(f"blocks of the cache could not be copied: {error}") from error
 

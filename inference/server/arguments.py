@@ -31,6 +31,7 @@ def sizes(arguments: argparse.Namespace) -> EngineConfig:
         transformers_code=arguments.transformers_code,
         invariant=arguments.invariant,
         speculate=speculate_config(arguments),
+        tensor_parallel=arguments.tensor_parallel,
     )
 
 

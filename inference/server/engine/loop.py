@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-from formats.errors import EngineError, RequestError
+from formats.errors import EngineEndedError, EngineError, RequestError
 from inference.beam_search import BeamSearch
 from inference.engine import Engine
 from inference.requests.step_result import StepResult
@@ -146,6 +146,8 @@ class EngineLoop:
         self._beams.clear()  # the engine holds none of their requests any more
         self._channel.send(Failed(names, str(error)))
         self._channel.send(Step(stats=self._stats()))
+        if isinstance(error, EngineEndedError):
+            raise error
         if _of_the_device(error):
             raise EngineError(f"the device is in error and serves no process any more: {error}")
         if self._failures == MOST_FAILURES:

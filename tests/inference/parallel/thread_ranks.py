@@ -1,0 +1,45 @@
+"""Ranks in threads of the test's process: they do all that processes do but start and end."""
+
+from __future__ import annotations
+
+from functools import partial
+from threading import Thread
+
+from formats.checkpoint.read import Checkpoint
+from formats.tokenizer import load_tokenizer
+from inference.config import EngineConfig
+from inference.cpu.backend import CpuBackend
+from inference.engine import Engine
+from inference.parallel.backend import FirstBackend
+from inference.parallel.worker import Rank
+
+
+class RankThread:
+    """A rank in a thread; see `inference.parallel.ranks.Member`."""
+
+    def __init__(self, rank, tasks, news):
+        self.name, self._ends = f"rank {rank} (a thread)", (tasks, news)
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        Rank(*self._ends, lost=lambda: None).run()
+        for end in self._ends:
+            end.close()
+
+    def kill(self):
+        """Threads cannot be killed; what they wait for ends when the connections do."""
+
+    def ended(self, seconds):
+        self._thread.join(seconds)
+        return None if self._thread.is_alive() else "ended"
+
+
+def thread_engine(path, ranks: int, **sizes) -> Engine:
+    """An engine on so many ranks, all in this process."""
+    checkpoint = Checkpoint.open(path)
+    config = EngineConfig.model_validate({"tensor_parallel": ranks, "max_model_len": 128} | sizes)
+    backend = CpuBackend()
+    if ranks > 1:
+        backend = FirstBackend(backend, partial(Checkpoint.open, path), config, RankThread)
+    return Engine(checkpoint, load_tokenizer(checkpoint.path), config, backend)
