@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,21 @@ class Given:
         if self.named is not None:
             return self.args, {**self.kwargs, self.named: hidden}
         return (hidden, *self.args), dict(self.kwargs)
+
+    def to(self, device: torch.device) -> Given:
+        """The same with its tensors on another device."""
+        return Given(_moved(self.args, device), _moved(dict(self.kwargs), device), self.named)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A value, or what it holds, on another device, where these are tensors."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) in (list, tuple):
+        return type(value)(_moved(part, device) for part in value)
+    if type(value) is dict:
+        return {key: _moved(part, device) for key, part in value.items()}
+    return value
 
 
 class DecoderBlock:
@@ -97,6 +113,20 @@ class DecoderBlock:
         }
         self._given = given
 
+    def to(self, device: torch.device) -> Self:
+        """The block as it is now, to be run beside this one; on one device they share weights."""
+        other = copy.copy(self)
+        own = (*self.module.parameters(), *self.module.buffers())
+        moved = {id(tensor): _on(tensor, device) for tensor in own}
+        other.module, other.device = copy.deepcopy(self.module, moved), device
+        other.linears = {
+            self._names[path]: part
+            for path, part in other.module.named_modules()
+            if isinstance(part, nn.Linear)
+        }
+        other._given = {length: given.to(device) for length, given in self._given.items()}
+        return other
+
     @property
     def declared(self) -> Family:
         """The declaration of its model's family, for methods that are refused without one."""
@@ -142,21 +172,32 @@ class DecoderBlock:
         on_input: OnInput | None = None,
         on_kv: OnKV | None = None,
         on_route: OnRoute | None = None,
+        samples: Sequence[int] | None = None,
+        begin: Callable[[int], None] = lambda _: None,
     ) -> list[Tensor]:
-        """`run` on every sample, checked, in the host's memory: hidden states for the next block.
+        """`run` on some samples, checked, in the host's memory: hidden states for the next block.
+
+        Args:
+            on_input: As of `run`, like the next two.
+            on_kv: As of `run`.
+            on_route: As of `run`.
+            samples: Indices into `inputs`, in the order in which they run; None for all.
+            begin: Called with each of them before it runs.
 
         Raises:
             RecipeError: they hold NaN or infinity.
         """
         sums: list[Tensor] = []  # of a sample's outputs: quicker to look at
+        order = range(len(self.inputs)) if samples is None else samples
 
         def step(hidden: Tensor) -> Tensor:
+            begin(order[len(sums)])
             out = self.forward(hidden)
             sums.append(out.sum())
             return out
 
         with self._hooks(on_input, on_kv, on_route, None):
-            found = passed_through(self.inputs, step, self.device)
+            found = passed_through([self.inputs[i] for i in order], step, self.device)
         fine = torch.stack(sums).isfinite().tolist() if sums else []
         if not all(good or bool(x.isfinite().all()) for good, x in zip(fine, found, strict=True)):
             raise RecipeError(
@@ -296,3 +337,12 @@ class DecoderBlock:
             else:
                 stack.enter_context(watched(attention, on_kv, cache))
             yield
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A parameter or a buffer on a device, as what it is; itself where it is there."""
+    own = tensor.data
+    moved = own.to(device)
+    if moved is own:
+        return tensor
+    return nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved

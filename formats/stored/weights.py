@@ -64,6 +64,15 @@ class StoredWeight:
     order: Tensor | None = None
     unit: Tensor | None = None
 
+    def to(self, device: torch.device) -> StoredWeight:
+        """The same on another device; itself where it is there."""
+        q = self.q.to(device)
+        if q is self.q:
+            return self
+        rest = (self.zero_point, self.order, self.unit)
+        moved = (None if x is None else x.to(device) for x in rest)
+        return StoredWeight(q, self.scale.to(device), *moved)
+
 
 def join_weights(weights: Sequence[StoredWeight]) -> StoredWeight:
     """Weights of one scheme and as many inputs as one, one below the other."""

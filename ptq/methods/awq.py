@@ -12,6 +12,7 @@ divided by sqrt(max s min s), for every group of `ptq.methods.common.migration`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -95,27 +96,28 @@ class AWQ(Migration):
         super().__init__()
         self.spec, self.name = spec, spec.name
         self.targets, self.search_samples = spec.targets, spec.search_samples
-        self._sums: dict[str, Tensor] = {}
-        self._tokens: dict[str, int] = {}
+        self._sums: dict[str, dict[int, Tensor]] = {}  # by layer and sample
+        self._tokens: dict[str, dict[int, int]] = {}
         self._consumers: set[str] = set()
 
     def prepare(self, work: BlockWork) -> None:
         """Keep the groups that can be folded; nothing is seen of their inputs yet."""
         super().prepare(work)
-        self._sums, self._tokens = {}, {}
         self._consumers = {group.consumers[0] for group in self.groups}
+        self._sums = {name: {} for name in self._consumers}
+        self._tokens = {name: {} for name in self._consumers}
 
-    def observe(self, name: str, x: Tensor) -> None:
-        """Add the magnitudes of a sample's channels."""
+    def observe(self, name: str, x: Tensor, sample: int) -> None:
+        """Sum the magnitudes of a sample's channels."""
         if name in self._consumers:
-            total = x.double().abs().sum(dim=0).cpu()
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-            self._tokens[name] = self._tokens.get(name, 0) + len(x)
+            self._sums[name][sample] = x.double().abs().sum(dim=0).cpu()
+            self._tokens[name][sample] = len(x)
 
     def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
         """Equation 4 for each exponent but 0, which changes nothing."""
         name = group.group.consumers[0]
-        seen = self._sums[name] / self._tokens[name]
+        sums = (total for _, total in sorted(self._sums[name].items()))  # in one order
+        seen = reduce(torch.add, sums) / sum(self._tokens[name].values())
         mean = group.mean_by_channel(seen / group.work.divisors.get((name, "input"), 1.0))
         mean = torch.where(mean > 0, mean, mean.max())  # a dead channel needs no help
         steps = self.spec.steps

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -21,6 +21,7 @@ from formats.later import later
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.block import BlockWork, replaced
 from ptq.methods.common.method import Method
+from ptq.methods.common.parts import Part, layer_parts
 from ptq.methods.common.spec import MethodSpec, Stage
 
 if TYPE_CHECKING:
@@ -107,6 +108,14 @@ class Clip(Method):
     def recall(self, work: BlockWork, found: Mapping[str, Tensor]) -> None:
         """Take the factors."""
         self.solved = {name: factor.item() for name, factor in found.items()}
+
+    def parts(self, work: BlockWork, most: int) -> list[Part]:
+        """The layers of each input: all of them, as one range is chosen for all."""
+        return layer_parts(work, 1)
+
+    def gather(self, work: BlockWork, parts: Sequence[Self]) -> None:
+        """Put the factors together."""
+        self.solved = {name: factor for part in parts for name, factor in part.solved.items()}
 
     def commit(self, work: BlockWork) -> None:
         """Set the ranges."""

@@ -30,7 +30,8 @@ from formats.later import later
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
-from ptq.methods.common.method import Method
+from ptq.methods.common.method import LayerMethod
+from ptq.methods.common.parts import layers_by_input
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
@@ -233,32 +234,25 @@ def gptq_columns(
     return errors
 
 
-class GPTQ(Method):
+class GPTQ(LayerMethod):
     """Solves every target layer of a block; see the module's docstring."""
 
     needs = "statistics"
     moments = "full"
 
     def __init__(self, spec: GPTQSpec) -> None:
+        super().__init__()
         self.spec = spec
-        self.solved: dict[str, QuantizedLinear] = {}
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers, those of one input together."""
-        stand_in, together = work.observed_for, dict[str, dict[str, list[str]]]()
-        for name in work.targets:
-            modules = together.setdefault(stand_in[name], {})
-            modules.setdefault(name.rpartition(".")[0], []).append(name)
         self.solved = {}
-        for modules in together.values():  # experts share one input; their factor is found once
+        for modules in layers_by_input(
+            work
+        ).values():  # experts share one input; their factor is found once
             factor = self._factor(work, next(iter(modules.values()))[0])
             for names in modules.values():
                 self.solved |= dict(self._solve(work, names, factor))
-
-    def commit(self, work: BlockWork) -> None:
-        """Hand the solved layers over, in the model's order."""
-        work.quantized.update({name: self.solved[name] for name in work.targets})
-        self.solved = {}
 
     def _solve(
         self, work: BlockWork, names: list[str], factor: tuple[Tensor, Tensor] | None
@@ -300,6 +294,7 @@ class GPTQ(Method):
         None where it cannot be factored.
         """
         hessian = work.second_moments(name)
+        stand_in = work.observed_for[name]  # it may be found for several parts of the block
         dead = hessian.diagonal() == 0
         hessian = hessian + torch.diag(dead.float())  # an input that is always zero decides nothing
         order = torch.arange(len(hessian), device=hessian.device)
@@ -308,12 +303,12 @@ class GPTQ(Method):
         found = inverse_factor(hessian[order][:, order], self.spec.damp)
         if found is None:
             message = f"its Hessian cannot be factored with damping up to {MOST_DAMP}; rounded"
-            work.events.append(Event(module=name, kind="fallback", message=message))
+            work.events.append(Event(module=stand_in, kind="fallback", message=message))
             return None
         factor, damp = found
         if damp != self.spec.damp:
             message = f"damping raised from {self.spec.damp:g} to {damp:g} to factor the Hessian"
-            work.events.append(Event(module=name, kind="damping_raised", message=message))
+            work.events.append(Event(module=stand_in, kind="damping_raised", message=message))
         return factor, order
 
     def _gptq(

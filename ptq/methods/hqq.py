@@ -33,7 +33,7 @@ from formats.families.groups import SmoothingGroup
 from formats.later import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
-from ptq.methods.common.method import Method
+from ptq.methods.common.method import LayerMethod
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
 
 if TYPE_CHECKING:
@@ -157,23 +157,18 @@ def half_quadratic(
     return scale, None if zero_point is None else zeros.to(kind.storage)
 
 
-class HQQ(Method):
+class HQQ(LayerMethod):
     """Hands over every target layer of a block, rounded; see the module's docstring."""
 
     needs = "weights"
 
     def __init__(self, spec: HQQSpec) -> None:
+        super().__init__()
         self.spec = spec
-        self.solved: dict[str, QuantizedLinear] = {}
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers one by one."""
         self.solved = {name: self._layer(work, name) for name in work.targets}
-
-    def commit(self, work: BlockWork) -> None:
-        """Hand the rounded layers over."""
-        work.quantized.update(self.solved)
-        self.solved = {}
 
     def _layer(self, work: BlockWork, name: str) -> QuantizedLinear:
         weight, spec = work.block.linears[name].weight, work.weight_spec(name)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from formats.families.groups import SmoothingGroup
 from formats.later import later
 from formats.scheme import LayerScheme
-from ptq.methods.common.method import Method
+from ptq.methods.common.method import LayerMethod
 from ptq.methods.common.spec import MOMENTS, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
     from ptq.methods.common import rounding
-    from ptq.methods.common.block import BlockWork, QuantizedLinear
+    from ptq.methods.common.block import BlockWork
 else:
     rounding = later("ptq.methods.common.rounding")
 
@@ -49,20 +49,15 @@ class RTNSpec(MethodSpec):
         yield f"rtn: rounded to the nearest, scales by {self.scale}"
 
 
-class RoundToNearest(Method):
+class RoundToNearest(LayerMethod):
     """Hands over every target layer of a block, rounded."""
 
     def __init__(self, spec: RTNSpec) -> None:
+        super().__init__()
         self.spec = spec
         self.moments = MOMENTS[spec.scale]
         self.needs = "weights" if self.moments == "none" else "statistics"
-        self.solved: dict[str, QuantizedLinear] = {}
 
     def solve(self, work: BlockWork) -> None:
         """Round the weights and choose the input scales."""
         self.solved = rounding.round_to_nearest(work, self.spec.scale)
-
-    def commit(self, work: BlockWork) -> None:
-        """Hand the rounded layers over."""
-        work.quantized.update(self.solved)
-        self.solved = {}

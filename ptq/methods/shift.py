@@ -95,23 +95,23 @@ class Shift(Method):
         self.value, self.output = "", ""
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._low: Tensor | None = None
-        self._high: Tensor | None = None
+        self._range: dict[int, tuple[Tensor, Tensor]] = {}  # of each sample
         self.z: Tensor | None = None
 
     def prepare(self, work: BlockWork) -> None:
         """Find the two layers; where one has no bias, say so."""
+        self._range = {}
         names = work.block.declared.attention
         if isinstance(names, LatentAttention):
             message = "not shifted: heads of latent attention share one latent in the place of V"
             own = Event(module=work.block.attention, kind="smoothing_skipped", message=message)
             work.events.append(own)
             self.value = self.output = ""
-            self._weight = self._bias = self._low = self._high = self.z = None
+            self._weight = self._bias = self.z = None
             return
         self.value = f"{work.block.attention}.{names.v}"
         self.output = f"{work.block.attention}.{names.o}"
-        self._weight = self._bias = self._low = self._high = self.z = None
+        self._weight = self._bias = self.z = None
         if work.block.declared.attention.sinks is not None:
             message = "not shifted: attention's sinks take a part of its weights, which sum to less"
             event = Event(module=self.value, kind="smoothing_skipped", message=f"{message} than 1")
@@ -126,19 +126,21 @@ class Shift(Method):
         self._weight = work.block.linears[self.value].weight
         self._bias = work.block.linears[self.value].bias
 
-    def observe(self, name: str, x: Tensor) -> None:
+    def observe(self, name: str, x: Tensor, sample: int) -> None:
         """Keep the least and the largest value of each channel of V."""
-        if name != self.value or self._weight is None:
+        if name != self.value or self._weight is None or self._bias is None:
             return
-        low, high = functional.linear(x, self._weight, self._bias).aminmax(dim=0)
-        self._low = low if self._low is None else torch.minimum(self._low, low)
-        self._high = high if self._high is None else torch.maximum(self._high, high)
+        weight, bias = self._weight.to(x.device), self._bias.to(x.device)
+        low, high = functional.linear(x, weight, bias).aminmax(dim=0)
+        self._range[sample] = low.to(self._bias.device), high.to(self._bias.device)
 
     def solve(self, work: BlockWork) -> None:
         """Equation 3, as v_proj's bias can hold it: z [kv heads * D] fp64."""
-        if self._low is None or self._high is None or self._bias is None:
+        if not self._range or self._bias is None:
             return
-        bias, z = self._bias.double(), (self._high.double() + self._low.double()) / 2
+        lows, highs = (torch.stack(ends) for ends in zip(*self._range.values(), strict=True))
+        low, high = lows.amin(dim=0), highs.amax(dim=0)
+        bias, z = self._bias.double(), (high.double() + low.double()) / 2
         stored = (bias - z).to(work.dtype_of(f"{self.value}.bias"))
         self.z = bias - stored.double()
 

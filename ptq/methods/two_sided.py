@@ -45,7 +45,7 @@ from formats.later import later
 from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork, QuantizedLinear
 from ptq.methods.common.events import Event
-from ptq.methods.common.method import Method
+from ptq.methods.common.method import LayerMethod
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, ScaleSearch, Stage
 
 if TYPE_CHECKING:
@@ -285,24 +285,19 @@ class Taken:
         return restored[: self.height]
 
 
-class TwoSided(Method):
+class TwoSided(LayerMethod):
     """Solves every target layer of a block; see the module's docstring."""
 
     needs = "statistics"
     gradients = True
 
     def __init__(self, spec: TwoSidedSpec) -> None:
+        super().__init__()
         self.spec = spec
-        self.solved: dict[str, QuantizedLinear] = {}
 
     def solve(self, work: BlockWork) -> None:
         """Solve the layers one by one: each has factors of its own."""
         self.solved = {name: self._solve(work, name) for name in work.targets}
-
-    def commit(self, work: BlockWork) -> None:
-        """Hand the solved layers over, in the model's order."""
-        work.quantized.update(self.solved)
-        self.solved = {}
 
     def _solve(self, work: BlockWork, name: str) -> QuantizedLinear:
         weight, spec = work.block.linears[name].weight, work.weight_spec(name)

@@ -104,7 +104,7 @@ def measure_peers(
         tools.set_postfix_str(choice.name)
         with tempfile.TemporaryDirectory(prefix="ptq-peer-") as folder:
             job = _job(Path(folder).resolve(), recipe, choice, calibration, evaluation)
-            process = peer_process(choice, job, logs / f"{choice.name}.log", recipe.device == "cpu")
+            process = peer_process(choice, job, logs / f"{choice.name}.log", recipe.without_gpu)
             rows.append(_measure(choice, process, original, evaluation.sequences()))
     return tuple(rows)
 

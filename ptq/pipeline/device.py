@@ -11,9 +11,19 @@ from ptq.plan.preflight import on_gpu
 from ptq.recipe.schema import Recipe
 
 
+def devices_of(recipe: Recipe) -> list[torch.device]:
+    """Where blocks are run and solved; that the devices are here, the plan has checked."""
+    kind, chosen = "cuda" if on_gpu(recipe) else "cpu", recipe.device
+    if isinstance(chosen, str):
+        return [torch.device(kind)]
+    if chosen.gpus is None:
+        return [torch.device(kind)] * (chosen.cpus or 1)
+    return [torch.device(kind, index) for index in range(chosen.gpus)]
+
+
 def device_of(recipe: Recipe) -> torch.device:
-    """Where blocks are run and solved; that the device is here, the plan has checked."""
-    return torch.device("cuda" if on_gpu(recipe) else "cpu")
+    """The first of them, or the only one."""
+    return devices_of(recipe)[0]
 
 
 @contextmanager

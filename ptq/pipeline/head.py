@@ -8,7 +8,7 @@ one layer to the methods that round.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,9 +57,20 @@ class HeadBlock(DecoderBlock):
             on_input(self.name, x.to(self.device))
         return x
 
-    def outputs(self, *, on_input: OnInput | None = None, **_: object) -> list[Tensor]:
-        """`run` on every sample."""
-        return [self.run(sample, on_input=on_input) for sample in range(len(self.inputs))]
+    def outputs(
+        self,
+        *,
+        on_input: OnInput | None = None,
+        samples: Sequence[int] | None = None,
+        begin: Callable[[int], None] = lambda _: None,
+        **_: object,
+    ) -> list[Tensor]:
+        """`run` on some samples; None for all."""
+        found = []
+        for sample in range(len(self.inputs)) if samples is None else samples:
+            begin(sample)
+            found.append(self.run(sample, on_input=on_input))
+        return found
 
 
 @dataclass

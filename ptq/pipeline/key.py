@@ -65,7 +65,7 @@ def run_facts(
     """All that decides, by what a person calls it; see the module's docstring.
 
     Args:
-        plan: Of the run; its output and its report decide nothing.
+        plan: Of the run; its output, its report and how many devices there are decide nothing.
         model: The checkpoint that is quantized, or its view.
         fingerprint: Of the calibration tokens.
         device: Where blocks are solved; the CPU by default.
@@ -75,7 +75,7 @@ def run_facts(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {threads} threads"
     modules = plan.model_dump_json(include={"modules", "smoothing"})
     return {
-        RECIPE: plan.recipe.model_dump_json(exclude={"output", "report"}),
+        RECIPE: plan.recipe.model_dump_json(exclude={"output", "report", "device"}),
         "the device": name,
         "torch": torch.__version__,
         "the model's files": model_key(model),

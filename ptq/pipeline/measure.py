@@ -96,17 +96,21 @@ def _by_moments(work: BlockWork, name: str, weight: Tensor) -> Powers:
     return signal, output_errors(exact - weight, moments).sum().clamp(min=0).item()
 
 
-def module_rows(work: BlockWork, baseline: Mapping[str, Ratios]) -> list[ModuleRow]:
-    """Measure what the methods handed over; layers that came out worse than the baseline are told.
+def module_rows(
+    work: BlockWork, baseline: Mapping[str, Ratios], found: Mapping[str, Ratios]
+) -> list[ModuleRow]:
+    """What is told of the layers that the methods handed over, and of those worse than rounded.
 
     Args:
         work: The block with its solved layers.
         baseline: What `measure` gave for round-to-nearest on the block as it came; empty where it
             was not measured.
+        found: What it gives for the solved layers.
     """
     rows = []
-    for name, ratios in measure(work, work.quantized).items():
-        linear, before = work.block.linears[name], baseline.get(name, Ratios(None, None, None))
+    for name in work.quantized:
+        ratios, linear = found[name], work.block.linears[name]
+        before = baseline.get(name, Ratios(None, None, None))
         rows.append(module_row(name, (linear.out_features, linear.in_features), ratios, before))
         if _is_worse(ratios.output, before.output):
             was = "lossless" if before.output is None else f"{before.output:.1f} dB"

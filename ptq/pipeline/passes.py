@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 from calibrate.block import DecoderBlock
-from calibrate.statistics import Statistics
 from calibrate.transfers import passed_through
-from formats.errors import RecipeError
 from formats.families.pairs import turning_pairs
 from formats.families.sizes import heads_of
 from formats.modeling.layers import common_inputs, structure_of
 from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
-from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.method import Method
-from ptq.methods.common.moments import Moments
+from ptq.pipeline.observing import Pass, samples_of
+from ptq.pipeline.team import Team
 from ptq.plan.plan import Plan
 
 STARVED = 0.01  # of an even share of the tokens; an expert that gets less is told of
@@ -47,13 +45,20 @@ def block_work(plan: Plan, checkpoint: FloatModel, block: DecoderBlock) -> Block
     )
 
 
-def quantized_outputs(work: BlockWork) -> list[Tensor] | None:
+def quantized_outputs(work: BlockWork, team: Team | None = None) -> list[Tensor] | None:
     """Outputs of the quantized block for what the quantized blocks before it hand over, if kept."""
-    inputs = work.block.quantized_inputs
+    inputs, team = work.block.quantized_inputs, team or _alone(work)
     if inputs is None:
         return None
-    with quantized_block(work), torch.no_grad():
-        return passed_through(inputs, work.block.forward, work.block.device)
+
+    def run(worker: int) -> list[Tensor]:
+        part, chosen = work.part(team.block(worker)), samples_of(worker, len(inputs), len(team))
+        with quantized_block(part), torch.no_grad():
+            own = [inputs[i] for i in chosen]
+            return passed_through(own, part.block.forward, part.block.device)
+
+    found = team.each(f"running samples through the quantized {work.block.name}", run)
+    return _in_order_of_samples(found, len(inputs))
 
 
 def observe(
@@ -62,6 +67,7 @@ def observe(
     *,
     histograms: bool = True,
     hessians: bool = False,
+    team: Team | None = None,
 ) -> list[Tensor]:
     """Run every sample through the block as it is now, for its statistics and for `methods`.
 
@@ -73,58 +79,37 @@ def observe(
         methods: Those that see every input; the second moments that they want are accumulated.
         histograms: Whether magnitudes are counted; without, only maxima are kept.
         hessians: Whether full second moments are kept for every target, whoever wants them.
+        team: Devices that have the block; none beside its own by default.
 
     Returns:
         The block's output for each sample.
     """
     for method in methods:
         method.prepare(work)
-    stand_in, statistics = work.observed_for, Statistics()
-    wanted = {method.moments for method in methods} | ({"full"} if hessians else set())
-    moments = None
-    if wanted - {"none"}:
-        moments = Moments(stand_in, work.targets, full="full" in wanted)
-    weighted = None
-    if work.gradients is not None:
-        weighted = WeightedMoments(work.gradients, work.targets)
-    routed: dict[str, Tensor] = {}
-    observed = set(stand_in.values())
-
-    def on_input(name: str, x: Tensor) -> None:
-        if moments is not None:
-            moments.observe(name, x)
-        if weighted is not None:
-            weighted.observe(name, x)
-        for method in methods:
-            method.observe(name, x)
-        if name in observed:
-            statistics.observe(name, "input", x, histogram=histograms)
-
-    cache, sums = work.scheme.kv_cache, list[Tensor]()
-
-    def on_kv(k: Tensor, v: Tensor) -> None:
-        if cache is not None and cache.center_keys:
-            sums.append(k.sum(0, dtype=torch.float64).cpu())
-        statistics.observe(work.block.attention, "k_cache", k, histogram=histograms)
-        statistics.observe(work.block.attention, "v_cache", v, histogram=histograms)
-
-    def on_route(experts: str, counts: Tensor) -> None:
-        routed[experts] = routed[experts] + counts if experts in routed else counts
-
-    try:
-        outputs = work.block.outputs(on_input=on_input, on_kv=on_kv, on_route=on_route)
-    except RecipeError:
-        statistics.gathered()  # which names the layer, where it can
-        raise
-    if sums:
-        statistics[work.block.attention, "k_cache"].channel_sum = torch.stack(sums).sum(0)
-    for name in work.block.linears:
-        statistics[name, "input"] = statistics[stand_in[name], "input"]
+    team = team or _alone(work)
+    seen = Pass(work, methods, team, histograms=histograms, hessians=hessians)
+    found = team.each(f"running samples through {work.block.name}", seen.run)
     if work.statistics is None:
-        work.events += starved_experts(routed)
-    work.statistics, work.moments, work.weighted = statistics, moments, weighted
-    work.divisors = {}
-    return outputs
+        work.events += starved_experts(seen.routes())
+    seen.close()
+    return _in_order_of_samples(found, len(work.block.inputs))
+
+
+def _alone(work: BlockWork) -> Team:
+    """A block's own device."""
+    team = Team([work.block.device])
+    team.take(work.block)
+    return team
+
+
+def _in_order_of_samples(found: Sequence[Sequence[Tensor]], count: int) -> list[Tensor]:
+    """What each worker made of its samples, as one list of all samples."""
+    each = {
+        sample: state
+        for worker, states in enumerate(found)
+        for sample, state in zip(samples_of(worker, count, len(found)), states, strict=True)
+    }
+    return [each[sample] for sample in range(count)]
 
 
 def starved_experts(routed: Mapping[str, Tensor]) -> Iterator[Event]:

@@ -26,12 +26,13 @@ from ptq.methods.common.rounding import round_to_nearest
 from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.device import device_of
+from ptq.pipeline.device import devices_of
 from ptq.pipeline.emit import block_tensors, cache_tensors, linear_entries
 from ptq.pipeline.gradients import GradientStore, run_backward
 from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
 from ptq.pipeline.resume import BlockRecord, SolvedBlock
+from ptq.pipeline.team import Team
 from ptq.plan.plan import Plan
 from ptq.plan.schedule import Schedule
 from ptq.result import BlockRow, ModuleRow, Stopwatch
@@ -64,7 +65,8 @@ class BlockSolver:
         self.specs, self.methods = [spec for spec, _ in named], [method for _, method in named]
         self.recalled = artifact.found.recalled(plan.recipe) if artifact else []
         self.schedule = Schedule(plan.recipe, self.methods)
-        self.device = device_of(plan.recipe)
+        self.team = Team(devices_of(plan.recipe))
+        self.device = self.team.devices[0]
         self.gradients: Callable[[str], BlockGradients] | None = None  # by a block's name
         self.stream = self.new_stream(any(method.quantized_path for method in self.methods))
 
@@ -109,6 +111,7 @@ class BlockSolver:
         begin = time.perf_counter()
         with self.watch.phase("load"):
             work = block_work(self.plan, self.model, self.stream.load(index, index + 1))
+            self.team.take(work.block)
             if self.gradients is not None:
                 work.gradients = self.gradients(work.block.name)
         outputs, baseline = self._see(work)
@@ -120,14 +123,17 @@ class BlockSolver:
                 self._decide(work, spec, method)
                 found[spec.name] = method.found()
                 method.commit(work)
+                if method.folds:
+                    self.team.take(work.block)
             if i + 1 in self.schedule.passes:
                 seen.update(self._see_again(work, i + 1).marked(spec.name))
         with self.watch.phase("measure"):
-            rows = module_rows(work, baseline)
+            rows = module_rows(work, baseline, self._measured(work))
         solved = self._solved(work, rows, begin)
         solved.statistics, solved.found = seen, found
         with self.watch.phase("forward"):
-            self.stream.advance(work.block, outputs, quantized_outputs(work))
+            self.stream.advance(work.block, outputs, quantized_outputs(work, self.team))
+            self.team.leave()
         return solved
 
     def _see(self, work: BlockWork) -> tuple[list[Tensor], dict[str, Ratios]]:
@@ -141,7 +147,23 @@ class BlockSolver:
         else:
             outputs = self._observe(work, 0)
         with self.watch.phase("measure"):
-            return outputs, measure(work, round_to_nearest(work))
+            return outputs, self._baseline(work)
+
+    def _baseline(self, work: BlockWork) -> dict[str, Ratios]:
+        """What rounding alone would lose of each layer."""
+
+        def rounded(part: BlockWork) -> dict[str, Ratios]:
+            return measure(part, round_to_nearest(part))
+
+        return _joined(self.team.over_layers(work, "rounding", rounded))
+
+    def _measured(self, work: BlockWork) -> dict[str, Ratios]:
+        """What each solved layer has lost."""
+
+        def solved(part: BlockWork) -> dict[str, Ratios]:
+            return measure(part, part.quantized)
+
+        return _joined(self.team.over_layers(work, "measuring", solved))
 
     def _see_again(self, work: BlockWork, first: int) -> Statistics:
         """Learn of a block after a method has changed it, for the methods from `first` on."""
@@ -158,14 +180,20 @@ class BlockSolver:
         if self.artifact is not None and spec.name in self.recalled:
             self.artifact.recall(work, spec, method)
         else:
-            method.solve(work)
+            self.team.solve(work, method, spec.name)
 
     def _observe(self, work: BlockWork, first: int) -> list[Tensor]:
         """Run the samples for the methods from `first` on; returns the block's outputs."""
         hessians = self.recipe.statistics.hessians is True
         counted = self.schedule.counts(first)
         with self.watch.phase("observe"):
-            outputs = observe(work, self.methods[first:], histograms=counted, hessians=hessians)
+            outputs = observe(
+                work,
+                self.methods[first:],
+                histograms=counted,
+                hessians=hessians,
+                team=self.team,
+            )
         if self.keep is not None:
             with self.watch.phase("write"):
                 self.keep(work, self.specs[first - 1].name if first else "")
@@ -190,10 +218,14 @@ class BlockSolver:
         return SolvedBlock(block_tensors(self.model, work), cache, record)
 
     def peak_bytes(self) -> int:
-        """Peak memory so far: of the GPU that blocks are solved on, else of the process."""
+        """Peak memory so far: of the fullest GPU that blocks are solved on, else of the process."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return max(map(torch.cuda.max_memory_allocated, self.team.devices))
         return peak_rss_bytes()
+
+
+def _joined(parts: Sequence[dict[str, Ratios]]) -> dict[str, Ratios]:
+    return {name: ratios for part in parts for name, ratios in part.items()}
 
 
 def _clips_much(entry: ScaleEntry) -> bool:

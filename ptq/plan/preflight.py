@@ -43,7 +43,7 @@ from ptq.methods.common.stored_layers import seen_as_floats
 from ptq.output import is_taken, kept_bytes
 from ptq.plan.head import shared_embedding
 from ptq.recipe.problems import Problem, Where, recipe_error
-from ptq.recipe.schema import Recipe
+from ptq.recipe.schema import DevicesSpec, Recipe
 from ptq.recipe.strict_yaml import Key
 
 MODEL: Key = ("model", "path")
@@ -237,22 +237,45 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
 
 def on_gpu(recipe: Recipe) -> bool:
     """Whether blocks will be run and solved on a GPU."""
-    available = torch.cuda.is_available()
-    return recipe.device == "cuda" or (recipe.device == "auto" and available)
+    if recipe.device == "auto":
+        return torch.cuda.is_available()
+    return not recipe.without_gpu
 
 
 def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
     """Devices that nothing can run on here: the report's and, if blocks are solved, theirs."""
-    if solves and recipe.device == "cuda" and not torch.cuda.is_available():
+    if solves and on_gpu(recipe) and not torch.cuda.is_available():
+        found = repr(recipe.device) if isinstance(recipe.device, str) else "gpus"
         yield (
             ("device",),
-            f"found 'cuda', but {_no_gpu()}; set device: auto, which takes a GPU where there is "
+            f"found {found}, but {_no_gpu()}; set device: auto, which takes a GPU where there is "
             "one, or cpu",
         )
+    elif solves and isinstance(recipe.device, DevicesSpec) and recipe.device.gpus:
+        yield from _check_gpus(recipe.device.gpus)
     try:
         check_device(recipe.report.device)
     except ValueError as error:
         yield ("report", "device"), str(error)
+
+
+def _check_gpus(wanted: int) -> Iterator[tuple[Key, str]]:
+    """That there are so many GPUs, and that they compute alike."""
+    there = torch.cuda.device_count()
+    if wanted > there:
+        yield (
+            ("device", "gpus"),
+            f"found {wanted}, but torch sees {there} here; give at most {there}",
+        )
+        return
+    kinds = dict.fromkeys(map(torch.cuda.get_device_name, range(wanted)))
+    if len(kinds) > 1:
+        yield (
+            ("device", "gpus"),
+            f"found {wanted}, which are {' and '.join(kinds)}; what comes out would depend on "
+            "which does what: give as many as are of one kind, and show torch these alone "
+            "(CUDA_VISIBLE_DEVICES)",
+        )
 
 
 def _no_gpu() -> str:

@@ -16,7 +16,8 @@
       - smoothquant: {alpha: search}
       - rtn
     statistics: {histograms: false, hessians: auto}    # kept for `ptq solve`
-    device: auto                            # where blocks are solved: a GPU if there is one
+    device: auto                            # where blocks are solved: a GPU if there is one; or
+                                            # {gpus: 4}
     ignore: [lm_head, 're:.*layers\\.0\\.mlp\\.down_proj']
     output: {path: output/a8w8c8}           # relative to the current directory
     report:
@@ -42,7 +43,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from calibrate.spec import DatasetSpec, ObserverSpec
 from formats.cache_scheme import KVCacheSpec
@@ -197,6 +198,29 @@ class CachesSpec(Strict):
     """How their keys and values are cached; null leaves them in the model's own type."""
 
 
+class DevicesSpec(Strict):
+    """Several devices that calibrate and solve together: samples are spread over them, a block's
+    layers are solved side by side. The checkpoint has the same bytes as on one of them, and a run
+    that was stopped may go on with another number.
+
+    YAML: ``device: {gpus: 4}``
+    """
+
+    gpus: Count | None = None
+    """The first so many GPUs, all of one kind."""
+    cpus: Count | None = None
+    """So many threads on the processor, each with as many of torch's own as there are (set
+    `OMP_NUM_THREADS`): the same work as on GPUs, to try it without any.
+    """
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> DevicesSpec:
+        if (self.gpus is None) == (self.cpus is None):
+            found = "both gpus and cpus" if self.gpus is not None else "neither gpus nor cpus"
+            raise ValueError(f"found {found}; give one of them, such as device: {{gpus: 2}}")
+        return self
+
+
 class OutputSpec(Strict):
     """The folder that receives the checkpoint, the report and the resolved recipe.
 
@@ -327,8 +351,10 @@ class Recipe(Strict):
     `layers` says of it, else by `scheme`. A head that is the embedding is stored once for both; the
     method `untie` gives it a tensor of its own, for other runtimes.
     """
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where blocks are calibrated and solved: `auto` takes a GPU if there is one."""
+    device: Literal["auto", "cpu", "cuda"] | DevicesSpec = "auto"
+    """Where blocks are calibrated and solved: `auto` takes a GPU if there is one, `{gpus: 4}` takes
+    four of them.
+    """
     output: OutputSpec
     """Where everything is written."""
     report: ReportSpec = ReportSpec()
@@ -382,6 +408,12 @@ class Recipe(Strict):
         """Index of the entry of `layers` that decides on a linear layer, if one does."""
         matching = (i for i, entry in enumerate(self.layers) if is_ignored(name, entry.match))
         return max(matching, default=None)
+
+    @property
+    def without_gpu(self) -> bool:
+        """Whether it wants blocks to be solved on the CPU, whatever else there is."""
+        chosen = self.device
+        return chosen == "cpu" or (isinstance(chosen, DevicesSpec) and chosen.gpus is None)
 
     @property
     def static(self) -> bool:

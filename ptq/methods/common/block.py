@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from formats.families.groups import SmoothingGroup
@@ -53,6 +53,14 @@ class QuantizedLinear:
     spec: WeightSpec
     input_scale: Tensor | None
     statistic: str = "absmax"
+
+    def to(self, device: torch.device) -> QuantizedLinear:
+        """The same on another device; itself where it is there."""
+        own = self.input_scale
+        moved = None if own is None else own.to(device)
+        weight = self.weight.to(device)
+        same = weight is self.weight and moved is own
+        return self if same else replace(self, weight=weight, input_scale=moved)
 
     def dequantized(self) -> Tensor:
         """The weight that is multiplied: fp32 [out, in]."""
@@ -118,6 +126,34 @@ class BlockWork:
             self.events.append(row.fallback)
         self.smoothing.append(row)
 
+    def part(
+        self,
+        block: DecoderBlock,
+        targets: Sequence[str] | None = None,
+        groups: Sequence[SmoothingGroup] | None = None,
+    ) -> BlockWork:
+        """Some of the work, to be solved beside the rest of it; what it tells is its own.
+
+        Args:
+            block: The block as it is now, on any device.
+            targets: Of these targets; None for all.
+            groups: Of these smoothing groups; None for all.
+        """
+        own = self.targets if targets is None else tuple(targets)
+        return replace(
+            self,
+            block=block,
+            targets=own,
+            groups=self.groups if groups is None else tuple(groups),
+            clips=dict(self.clips),
+            divisors=dict(self.divisors),
+            rescaled=dict(self.rescaled),
+            folded={},
+            quantized={n: q.to(block.device) for n, q in self.quantized.items() if n in own},
+            events=[],
+            smoothing=[],
+        )
+
     def module(self, name: str) -> nn.Module:
         """A module of the block by its full name, such as `model.layers.0.input_layernorm`."""
         return self.block.submodule(name)
@@ -138,7 +174,8 @@ class BlockWork:
     def second_moments(self, name: str) -> Tensor:
         """E[x x^T] of a linear layer's input as it is now [in, in], or its diagonal [in]."""
         assert self.moments is not None, "no method asked for them"
-        moments, divisor = self.moments.of(name), self.divisors.get((name, "input"))
+        moments = self.moments.of(name).to(self.block.device)
+        divisor = self.divisors.get((name, "input"))
         if divisor is None:
             return moments
         inverse = (1.0 / divisor).to(moments)
@@ -153,7 +190,7 @@ class BlockWork:
         assert self.gradients is not None, "no method asked for gradients"
         assert self.weighted is not None, "the samples have not run"
         return fisher.factors(
-            self.weighted.of(name),
+            self.weighted.of(name).to(self.block.device),
             self.gradients.output(name),
             fisher.Divisors(
                 since_samples=self.divisors.get((name, "input")),

@@ -23,8 +23,8 @@ from ptq.methods.common.moments import Moments
 class WeightedMoments:
     """Accumulates A = sum_t |g_t|^2 x_t x_t^T / tokens of linear layers.
 
-    Layers that share an input have each their own. Samples run in the order in which they ran
-    backward; those that did not weigh as the others do on average.
+    Layers that share an input have each their own. Samples that did not run backward weigh as the
+    others do on average.
 
     Args:
         gradients: Of the block.
@@ -34,7 +34,6 @@ class WeightedMoments:
     def __init__(self, gradients: BlockGradients, layers: Iterable[str]) -> None:
         self._gradients, self._wanted = gradients, set(layers)
         self._moments = Moments({n: n for n in self._wanted}, self._wanted, full=True)
-        self._seen: dict[str, int] = {}
         self._known: dict[str, Tensor] = {}
 
     @classmethod
@@ -48,12 +47,26 @@ class WeightedMoments:
         found._known = {name: known[name] for name in layers}
         return found
 
-    def observe(self, name: str, x: Tensor) -> None:
-        """Add the input [tokens, in] of a layer: the next sample's."""
+    def part(self) -> WeightedMoments:
+        """Nothing of the same, for `merge`."""
+        return WeightedMoments(self._gradients, self._wanted)
+
+    def place(self, devices: Mapping[str, torch.device]) -> None:
+        """Say where the sums of some layers are to be kept."""
+        self._moments.place(devices)
+
+    def merge(self, part: WeightedMoments) -> None:
+        """Add what some more samples have shown; the part is empty afterwards."""
+        self._moments.merge(part._moments)
+
+    def complete(self) -> None:
+        """Nothing more will come: from now on several threads may read."""
+        self._moments.complete()
+
+    def observe(self, name: str, x: Tensor, sample: int) -> None:
+        """Add the input [tokens, in] of a layer for a sample, by its index among those that run."""
         if name not in self._wanted:
             return
-        sample = self._seen.get(name, 0)
-        self._seen[name] = sample + 1
         tokens, roots = len(x), self._gradients.output(name).weights_of(sample, len(x)).sqrt()
         if not bool(roots.all()):  # tokens that did not come to an expert
             some = roots.nonzero()[:, 0]

@@ -2,24 +2,28 @@
 
 It is pure maths on tensors behind four calls, made block by block:
 
-    prepare(work) -> observe(name, x) for every sample -> solve(work) -> commit(work)
+    prepare(work) -> observe(name, x, i) for every sample -> solve(work) -> commit(work)
 
 `prepare` may look at the weights; `observe` sees the input of every linear layer for one sample at
-a time and only accumulates; `solve` decides, with the statistics of the whole calibration set in
+a time, samples in any order and several at once where there are several devices, and only keeps
+what each of them shows; `solve` decides, with the statistics of the whole calibration set in
 `work.statistics`; `commit` alone changes the block: it folds float weights into each other or hands
 over quantized ones. Methods run one after the other, each on what the one before left.
 """
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Self
+
+from ptq.methods.common.parts import Part, layer_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ptq.methods.common.block import BlockWork
+    from ptq.methods.common.block import BlockWork, QuantizedLinear
 
 MomentKind = Literal["none", "diagonal", "full"]
 
@@ -56,8 +60,16 @@ class Method(ABC):
     def prepare(self, work: BlockWork) -> None:  # noqa: B027 (most methods need nothing here)
         """Look at a new block before its samples run."""
 
-    def observe(self, name: str, x: Tensor) -> None:  # noqa: B027
-        """Accumulate what one sample brings to linear layer `name`; `x` is [tokens, in] fp32."""
+    def observe(self, name: str, x: Tensor, sample: int) -> None:  # noqa: B027
+        """Keep what one sample brings to a linear layer.
+
+        Called by several threads at once, for different samples.
+
+        Args:
+            name: Full name of the layer.
+            x: Its input, fp32 [tokens, in], on any of the run's devices.
+            sample: Index of the sample.
+        """
 
     @abstractmethod
     def solve(self, work: BlockWork) -> None:
@@ -71,6 +83,55 @@ class Method(ABC):
         """Take what `found` gave in an earlier run, in place of `solve`."""
         raise NotImplementedError(f"{type(self).__name__} keeps {self.keeps}")
 
+    def parts(self, work: BlockWork, most: int) -> list[Part]:
+        """What can be solved side by side, on several devices; nothing is solved on the first one.
+
+        Each part is solved by a copy of the method (`part`), which has seen all samples; the method
+        itself then takes what they found (`gather`).
+
+        Args:
+            work: The block at work.
+            most: Parts in which what can be divided anywhere is divided; more, where there are.
+        """
+        return []
+
+    def part(self, work: BlockWork) -> Self:
+        """A copy that solves a part of the block, after what all samples showed.
+
+        Args:
+            work: With some of the block's targets, or some of its groups; on any device.
+        """
+        return copy.copy(self)
+
+    def gather(self, work: BlockWork, parts: Sequence[Self]) -> None:
+        """Take what its parts have solved, in their order, in place of `solve`."""
+        raise NotImplementedError(f"{type(self).__name__} has no parts")
+
     @abstractmethod
     def commit(self, work: BlockWork) -> None:
         """Change the block as decided."""
+
+
+class LayerMethod(Method):
+    """Base of the methods that give each target layer by itself its quantized weight.
+
+    Attributes:
+        solved: The layers, by full name, from `solve` to `commit`.
+    """
+
+    def __init__(self) -> None:
+        self.solved: dict[str, QuantizedLinear] = {}
+
+    def parts(self, work: BlockWork, most: int) -> list[Part]:
+        """The layers of each input; see `layer_parts`."""
+        return layer_parts(work, most)
+
+    def gather(self, work: BlockWork, parts: Sequence[Self]) -> None:
+        """Put the layers together, on the block's device."""
+        solved = {name: layer for part in parts for name, layer in part.solved.items()}
+        self.solved = {name: solved[name].to(work.block.device) for name in work.targets}
+
+    def commit(self, work: BlockWork) -> None:
+        """Hand the solved layers over, in the model's order."""
+        work.quantized.update({name: self.solved[name] for name in work.targets})
+        self.solved = {}

@@ -25,7 +25,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from formats.families.groups import SmoothingGroup
 from formats.later import later
@@ -33,6 +33,7 @@ from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, Event, SmoothingRow
 from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
 from ptq.methods.common.method import Method
+from ptq.methods.common.parts import Part, group_parts
 
 if TYPE_CHECKING:
     import torch
@@ -146,11 +147,16 @@ class Migration(Method):
         self.solved = []
         reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
         power = math.fsum(y.double().square().sum().item() for y in reference)
-        tied: dict[str, list[SmoothedGroup]] = {}
+        for name, groups in self._tied().items():
+            each = [SmoothedGroup(work, group) for group in groups]
+            self.solved += self._solve_groups(name, each, reference, power)
+
+    def _tied(self) -> dict[str, list[SmoothingGroup]]:
+        """Groups that get one strength, by what stands for them."""
+        tied: dict[str, list[SmoothingGroup]] = {}
         for group in self.groups:
-            tied.setdefault(group.tied or group.source, []).append(SmoothedGroup(work, group))
-        for name, groups in tied.items():
-            self.solved += self._solve_groups(name, groups, reference, power)
+            tied.setdefault(group.tied or group.source, []).append(group)
+        return tied
 
     def _solve_groups(
         self, name: str, groups: list[SmoothedGroup], reference: list[Tensor], power: float
@@ -207,6 +213,20 @@ class Migration(Method):
             scale = found[group.group.source]
             left_alone = bool((scale == 1).all())
             self.solved.append((group, group.fold(None if left_alone else scale)))
+
+    def parts(self, work: BlockWork, most: int) -> list[Part]:
+        """Groups that get one strength."""
+        return group_parts(self._tied())
+
+    def part(self, work: BlockWork) -> Self:
+        """A copy for some of the groups."""
+        own = super().part(work)
+        own.groups = [group for group in self.groups if group in work.groups]
+        return own
+
+    def gather(self, work: BlockWork, parts: Sequence[Self]) -> None:
+        """Take the factors of all groups."""
+        self.recall(work, {name: s for part in parts for name, s in part.found().items()})
 
     def commit(self, work: BlockWork) -> None:
         """Fold the chosen factors into the block's float weights."""

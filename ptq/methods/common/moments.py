@@ -2,8 +2,10 @@
 
 H = E[x x^T] over the tokens of all samples, fp32 [in, in]. The driver runs one sample at a time, in
 an order set by their content, so the sum does not depend on how the data set is shuffled or padded.
-Layers that share an input share one H. As it is symmetric, only the bands of rows below its
-diagonal, each with its block of the diagonal, are multiplied: little more than half of it.
+Neighbours are summed by themselves and these sums in their order (`merge`), so that it does not
+depend on the number of devices, either. Layers that share an input share one H. As it is symmetric,
+only the bands of rows below its diagonal, each with its block of the diagonal, are multiplied:
+little more than half of it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Moments:
 
     def __init__(self, stand_in: Mapping[str, str], layers: Iterable[str], *, full: bool) -> None:
         self.full = full
+        self._devices: Mapping[str, torch.device] = {}
         self._stand_in = stand_in
         self._wanted = {stand_in[name] for name in layers}
         self._sums: dict[str, Tensor] = {}
@@ -60,6 +63,34 @@ class Moments:
         else:
             self._sums[name].add_(x.square().sum(dim=0))
         self._tokens[name] = self._tokens.get(name, 0) + (len(x) if tokens is None else tokens)
+
+    def part(self) -> Moments:
+        """Nothing of the same, for `merge`."""
+        return Moments(self._stand_in, self._wanted, full=self.full)
+
+    def place(self, devices: Mapping[str, torch.device]) -> None:
+        """Say where the sums of some layers, which stand for others, are to be kept."""
+        self._devices = devices
+
+    def merge(self, part: Moments) -> None:
+        """Add what some more samples have shown; the part is empty afterwards."""
+        for name, tokens in part._tokens.items():
+            if name not in self._sums:
+                total = part._sums.pop(name)
+                self._sums[name] = total.to(self._devices.get(name, total.device))
+            else:
+                total = self._sums[name]
+                total.add_(part._sums[name].to(total.device))
+                part._sums[name].zero_()
+            self._tokens[name] = self._tokens.get(name, 0) + tokens
+        self._halves |= part._halves
+        part._tokens.clear()
+        part._halves.clear()
+
+    def complete(self) -> None:
+        """Nothing more will come: from now on several threads may read."""
+        for name in self._sums:
+            self._complete(name)
 
     def of(self, name: str) -> Tensor:
         """E[x x^T] of a layer's input [in, in], or its diagonal [in]."""

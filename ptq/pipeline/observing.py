@@ -1,0 +1,176 @@
+"""One pass of the samples through a block, by one or more devices, and what is kept of it.
+
+What is kept is the same, bit for bit, however many devices there are. Maxima and counts are: they
+are integers, or of the samples by themselves. Sums of floats depend on the order of their terms. So
+neighbouring samples form runs, at most `RUNS` of them whatever the number of devices; the second
+moments of a run are summed by the device that takes it, sample by sample, and then added to those
+of the runs before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from calibrate.statistics import Statistics
+from formats.errors import RecipeError
+from ptq.methods.common.block import BlockWork
+from ptq.methods.common.fisher import WeightedMoments
+from ptq.methods.common.method import Method
+from ptq.methods.common.moments import Moments
+from ptq.pipeline.team import Team
+from ptq.pipeline.workers import InTurn, shares
+
+RUNS = 16
+
+
+def run_size(count: int) -> int:
+    """Samples that form a run, of so many samples."""
+    return -(-count // RUNS)
+
+
+def samples_of(worker: int, count: int, workers: int) -> list[int]:
+    """Which of `count` samples a worker takes: every so manyth run, so that all go on abreast."""
+    size = max(run_size(count), 1)
+    return [i for i in range(count) if i // size % workers == worker]
+
+
+class Pass:
+    """Gathers what a pass shows; `run` on every worker, then `close`.
+
+    Args:
+        work: Gets what is seen.
+        methods: See every input; they are prepared.
+        team: Has the block.
+        histograms: Whether magnitudes are counted.
+        hessians: Whether full second moments are kept for every target.
+    """
+
+    def __init__(
+        self,
+        work: BlockWork,
+        methods: Sequence[Method],
+        team: Team,
+        *,
+        histograms: bool,
+        hessians: bool,
+    ) -> None:
+        self.work, self.methods, self.team = work, methods, team
+        self.histograms, self.stand_in = histograms, work.observed_for
+        self.statistics = [Statistics() for _ in team.devices]
+        self.routed: list[dict[str, Tensor]] = [{} for _ in team.devices]
+        self.key_sums: dict[int, Tensor] = {}  # of a sample's channels
+        self.turns = InTurn(team)
+        wanted = {method.moments for method in methods} | ({"full"} if hessians else set())
+        self.moments = self.weighted = None
+        if wanted - {"none"}:
+            self.moments = Moments(self.stand_in, work.targets, full="full" in wanted)
+            self.moments.place(self._places({self.stand_in[name] for name in work.targets}))
+        if work.gradients is not None:
+            self.weighted = WeightedMoments(work.gradients, work.targets)
+            self.weighted.place(self._places(set(work.targets)))
+
+    def _places(self, names: set[str]) -> dict[str, torch.device]:
+        """Where the second moments of layers are kept: about as much on each device."""
+        ordered = sorted(names)
+        widths = [float(self.work.block.linears[name].in_features) ** 2 for name in ordered]
+        places = shares(widths, len(self.team))
+        return {name: self.team.devices[w] for name, w in zip(ordered, places, strict=True)}
+
+    def run(self, worker: int) -> list[Tensor]:
+        """Run a worker's samples; the block's output for each of them."""
+        count = len(self.work.block.inputs)
+        samples = samples_of(worker, count, len(self.team))
+        eye = _Eye(self, worker, run_size(count))
+        try:
+            outputs = self.team.block(worker).outputs(
+                on_input=eye.on_input,
+                on_kv=eye.on_kv,
+                on_route=eye.on_route,
+                samples=samples,
+                begin=eye.begin,
+            )
+        except RecipeError:
+            self.statistics[worker].gathered()  # which names the layer, where it can
+            raise
+        eye.end_run()
+        self.statistics[worker].gathered()
+        return outputs
+
+    def close(self) -> None:
+        """Hand over what was seen."""
+        work, statistics = self.work, self.statistics[0]
+        for other in self.statistics[1:]:
+            statistics.merge(other)
+        if self.key_sums:
+            sums = torch.stack([self.key_sums[i] for i in sorted(self.key_sums)]).sum(0)
+            statistics[work.block.attention, "k_cache"].channel_sum = sums
+        for name in work.block.linears:
+            statistics[name, "input"] = statistics[self.stand_in[name], "input"]
+        for part in (self.moments, self.weighted):
+            if part is not None:
+                part.complete()
+        work.statistics, work.moments, work.weighted = statistics, self.moments, self.weighted
+        work.divisors = {}
+
+    def routes(self) -> Mapping[str, Tensor]:
+        """Tokens that routers sent to each expert [experts], by the experts' full name."""
+        total: dict[str, Tensor] = {}
+        for each in self.routed:
+            for name, counts in each.items():
+                total[name] = total[name] + counts.cpu() if name in total else counts.cpu()
+        return total
+
+
+class _Eye:
+    """What one worker sees of its samples."""
+
+    def __init__(self, of: Pass, worker: int, size: int) -> None:
+        self.of, self.size = of, size
+        self.statistics, self.routed = of.statistics[worker], of.routed[worker]
+        self.moments = None if of.moments is None else of.moments.part()
+        self.weighted = None if of.weighted is None else of.weighted.part()
+        self.observed = set(of.stand_in.values())
+        self.sample: int | None = None
+
+    def begin(self, sample: int) -> None:
+        self.of.team.check()
+        if self.sample is not None and sample // self.size != self.sample // self.size:
+            self.end_run()
+        self.sample = sample
+
+    def end_run(self) -> None:
+        """Add the sums of a run, when it is its turn."""
+        if self.sample is None or (self.moments is None and self.weighted is None):
+            return
+        with self.of.turns.turn(self.sample // self.size):
+            if self.moments is not None and self.of.moments is not None:
+                self.of.moments.merge(self.moments)
+            if self.weighted is not None and self.of.weighted is not None:
+                self.of.weighted.merge(self.weighted)
+
+    def on_input(self, name: str, x: Tensor) -> None:
+        assert self.sample is not None
+        if self.moments is not None:
+            self.moments.observe(name, x)
+        if self.weighted is not None:
+            self.weighted.observe(name, x, self.sample)
+        for method in self.of.methods:
+            method.observe(name, x, self.sample)
+        if name in self.observed:
+            self.statistics.observe(name, "input", x, histogram=self.of.histograms)
+
+    def on_kv(self, k: Tensor, v: Tensor) -> None:
+        work, counted = self.of.work, self.of.histograms
+        cache = work.scheme.kv_cache
+        if cache is not None and cache.center_keys:
+            assert self.sample is not None
+            self.of.key_sums[self.sample] = k.sum(0, dtype=torch.float64).cpu()
+        self.statistics.observe(work.block.attention, "k_cache", k, histogram=counted)
+        self.statistics.observe(work.block.attention, "v_cache", v, histogram=counted)
+
+    def on_route(self, experts: str, counts: Tensor) -> None:
+        known = self.routed.get(experts)
+        self.routed[experts] = counts if known is None else known + counts

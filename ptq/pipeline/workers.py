@@ -1,0 +1,172 @@
+"""Work on several devices at once: a thread for each of them, in one process.
+
+Threads, as torch lets go of the interpreter while kernels run, and as all of them then read samples
+and blocks from one memory: processes would each hold these once more, and send every result. Which
+of them does what decides nothing: samples and layers have numbers, and results are taken in order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+WAKE = 0.1  # seconds after which a worker that waits looks whether the others go on
+
+
+@dataclass(frozen=True)
+class Task(Generic[T]):
+    """One piece of work.
+
+    Attributes:
+        told: What it is, for the message of an error: `solving model.layers.0.mlp.down_proj`.
+        cost: How long it takes, in any unit.
+        run: Does it, on the worker of a number.
+    """
+
+    told: str
+    cost: float
+    run: Callable[[int], T]
+
+
+class _StoppedError(Exception):
+    """Another worker has failed, or the run was interrupted."""
+
+
+class Workers:
+    """A thread for each of some devices, for as long as there is work.
+
+    Args:
+        devices: Where they work; a device may stand there more than once, as the CPU does in tests.
+
+    Attributes:
+        devices: The same.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        assert devices
+        self.devices = tuple(devices)
+        self._stop = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def each(self, told: str, run: Callable[[int], T]) -> list[T]:
+        """What `run` gives for the number of every worker, all at once.
+
+        Args:
+            told: What they do, for the message of an error.
+            run: Does it; looks now and then whether to go on (`check`).
+
+        Raises:
+            Exception: what the first of them met that failed, with a note of which it was.
+        """
+        return self.spread([Task(told, 0.0, run) for _ in self.devices], range(len(self.devices)))
+
+    def spread(self, tasks: Sequence[Task[T]], places: Sequence[int] | None = None) -> list[T]:
+        """Results of tasks, in their order; each is done by one worker, the longest ones first.
+
+        Args:
+            tasks: Of which none waits for another one of the same worker.
+            places: The worker of each; None leaves that to their costs.
+
+        Raises:
+            Exception: what the first of them met that failed, with a note of which it was.
+        """
+        if len(self) == 1:
+            return [task.run(0) for task in tasks]
+        places = places or shares([task.cost for task in tasks], len(self))
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def work(worker: int) -> None:
+            mine = [i for i, place in enumerate(places) if place == worker]
+            for i in sorted(mine, key=lambda i: -tasks[i].cost):
+                if self._stop.is_set():
+                    return
+                try:
+                    with _current(self.devices[worker]):
+                        results[i] = tasks[i].run(worker)
+                except _StoppedError:
+                    return
+                except BaseException as error:  # told by the thread that waits for all of them
+                    error.add_note(f"It happened on {self.name(worker)}, {tasks[i].told}.")
+                    failures.append(error)
+                    self._stop.set()
+                    return
+
+        self._stop.clear()
+        used = sorted(set(places))
+        threads = [threading.Thread(target=work, args=(w,), name=self.name(w)) for w in used]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:  # an interrupt ends them, too
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+        if failures:
+            raise failures[0]
+        return [results[i] for i in range(len(tasks))]
+
+    def check(self) -> None:
+        """End the work of a worker whose results nobody waits for any longer."""
+        if len(self) > 1 and self._stop.is_set():
+            raise _StoppedError
+
+    def name(self, worker: int) -> str:
+        """What a person calls a worker."""
+        device = self.devices[worker]
+        if self.devices.count(device) == 1:
+            return str(device)
+        return f"worker {worker + 1} of {len(self)} on {device}"
+
+
+class InTurn:
+    """Has workers do something in a fixed order, whichever of them comes first.
+
+    Args:
+        workers: All that take turns; where one fails, none is waited for.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers, self._next = workers, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Wait until all turns before this one, from 0 on, are over; then have it."""
+        with self._changed:
+            while self._next != number:
+                self._workers.check()
+                self._changed.wait(WAKE)
+        yield
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+
+def shares(costs: Sequence[float], workers: int) -> list[int]:
+    """Which worker takes each of some tasks: the longest first, to whoever is free the earliest."""
+    until, places = [0.0] * workers, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        places[i] = min(range(workers), key=lambda w: (until[w], w))
+        until[places[i]] += costs[i]
+    return places
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """Let a thread's kernels go to a device."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
