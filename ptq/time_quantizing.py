@@ -2,6 +2,10 @@
 
     python -m ptq.time_quantizing w4_gptq --shape llama-3-8b --work /tmp/models
     python -m ptq.time_quantizing a8w8c8 --blocks 4 --set 'methods.0={smoothquant: {alpha: 0.9}}'
+    python -m ptq.time_quantizing w4_gptq --blocks 6 --gpus 1 4
+
+With `--gpus` it is run once on each of these numbers of GPUs, and told beside the first: the share
+of its time, and whether the checkpoint has the same bytes. `--cpus` does the same without GPUs.
 
 With fewer blocks than the shape has, the whole is told from what one of them takes. The model is
 written below the folder once; the checkpoint that is made is removed.
@@ -10,17 +14,20 @@ written below the folder once; the checkpoint that is made is removed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
 from calibrate.data import TokenSet
 from formats.command import CommandParser, count, run_command
+from formats.files import sha256_file
 from inference.bench.random_checkpoint import random_checkpoint
 from inference.bench.shapes import read_shape
 from ptq.pipeline.driver import quantize_tokens
@@ -34,6 +41,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     shape, blocks = _shape(arguments.work, arguments.shape, arguments.blocks)
     model = random_checkpoint(arguments.work, shape, "float")
+    first: Timed | None = None
+    for device in _devices(arguments):
+        timed = _run(arguments, model, blocks, device)
+        print("\n".join(timed.lines))
+        if first is not None:
+            print(_compared(timed, first))
+        first = first or timed
+    return 0
+
+
+class Timed(NamedTuple):
+    """One run.
+
+    Attributes:
+        lines: What is told of it.
+        seconds: Of the whole shape.
+        block: Of one block in the middle.
+        digest: SHA-256 of the checkpoint's files.
+    """
+
+    lines: list[str]
+    seconds: float
+    block: float
+    digest: str
+
+
+def _devices(arguments: argparse.Namespace) -> list[str | None]:
+    """What the recipe's `device` is set to, run by run; None leaves it as it is."""
+    counts = {"gpus": arguments.gpus, "cpus": arguments.cpus}
+    found = [f"{{{kind}: {n}}}" for kind, numbers in counts.items() for n in numbers or ()]
+    return [*found] or [None]
+
+
+def _run(arguments: argparse.Namespace, model: Path, blocks: int, device: str | None) -> Timed:
     output = arguments.work / f"{arguments.recipe}-output"
     amount = f"{{samples: {arguments.samples}, sequence_length: {arguments.length}}}"
     settings = [
@@ -41,15 +82,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"output.path={output}",
         f"dataset.calibration={amount}",
         *arguments.set,
+        *([] if device is None else [f"device={device}"]),
     ]
-    vocabulary = int(read_shape(shape)[1]["vocab_size"])
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
     plan = plan_recipe(read_recipe(arguments.recipe, settings), force=True)
     tokens = random_tokens(arguments.samples, arguments.length, vocabulary)
     watch = BlockWatch()
     result = quantize_tokens(plan, tokens, force=True, progress=False, watch=watch)
+    digest = _digest(result.checkpoint)
     shutil.rmtree(output)
-    print("\n".join(lines(result, watch, blocks)))
-    return 0
+    each = median([block.seconds for block in result.blocks])
+    whole = result.seconds["total"] + (blocks - len(result.blocks)) * each
+    title = [] if device is None else [f"device: {device}"]
+    return Timed([*title, *lines(result, watch, blocks, whole)], whole, each, digest)
+
+
+def _digest(checkpoint: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file():
+            digest.update(f"{path.relative_to(checkpoint)} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _compared(timed: Timed, first: Timed) -> str:
+    """A run beside the first one."""
+    same = "the same bytes" if timed.digest == first.digest else "OTHER BYTES"
+    whole, block = timed.seconds / first.seconds, timed.block / first.block
+    return f"{whole:.0%} of the first run's time, a block {block:.0%}; {same}"
 
 
 class BlockWatch(Stopwatch):
@@ -75,12 +135,12 @@ class BlockWatch(Stopwatch):
         of_block[name] = of_block.get(name, 0.0) + self.phases()[name] - before
 
 
-def lines(result: QuantizationResult, watch: BlockWatch, blocks: int) -> list[str]:
+def lines(result: QuantizationResult, watch: BlockWatch, blocks: int, whole: float) -> list[str]:
     """Seconds by phase, of a block in the middle, and of a model of so many blocks."""
     phases = sorted(result.seconds.items(), key=lambda item: -item[1])
-    each = [block.seconds for block in result.blocks]
     middle = watch.blocks[2:-1] or watch.blocks
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    gpus = range(torch.cuda.device_count())
+    peak = max(map(torch.cuda.max_memory_allocated, gpus), default=0)
     told = [f"{'':>12} {'run':>8} {'a block':>8}"]
     for name, seconds in phases:
         of_block = median([phases.get(name, 0.0) for phases in middle])
@@ -88,10 +148,8 @@ def lines(result: QuantizationResult, watch: BlockWatch, blocks: int) -> list[st
             median(sum(phases.values()) for phases in middle) if name == "total" else of_block
         )
         told.append(f"{name:>12} {seconds:8.2f} {of_block:8.3f} s")
-    more = (blocks - len(each)) * median(each)
-    whole = f"{blocks} blocks: {result.seconds['total'] + more:.1f} s"
     memory = f"{result.peak_rss_bytes / 2**30:.1f} GiB of the host, {peak / 2**30:.1f} of the GPU"
-    return [*told, f"{whole}; {memory}"]
+    return [*told, f"{blocks} blocks: {whole:.1f} s; {memory}"]
 
 
 def random_tokens(samples: int, length: int, vocabulary: int) -> TokenSet:
@@ -111,6 +169,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--length", type=count, default=2048, help="tokens of one (default: 2048)")
     made.add_argument("--work", type=Path, default=Path("output/bench"), help="folder of models")
     made.add_argument("--set", action="append", default=[], help="as of `ptq run`")
+    many = made.add_mutually_exclusive_group()
+    many.add_argument(
+        "--gpus", type=count, nargs="+", help="how many of them, a run for each number"
+    )
+    many.add_argument(
+        "--cpus", type=count, nargs="+", help="the same with threads on the processor"
+    )
     return made
 
 

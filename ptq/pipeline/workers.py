@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 
 T = TypeVar("T")
-WAKE = 0.1  # seconds after which a worker that waits looks whether the others go on
+WAKE = 0.1  # seconds after which whoever waits looks whether to go on
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Workers:
         places = places or shares([task.cost for task in tasks], len(self))
         results: dict[int, T] = {}
         failures: list[BaseException] = []
+        self._stop.clear()
 
         def work(worker: int) -> None:
             mine = [i for i, place in enumerate(places) if place == worker]
@@ -100,21 +101,42 @@ class Workers:
                     self._stop.set()
                     return
 
-        self._stop.clear()
-        used = sorted(set(places))
-        threads = [threading.Thread(target=work, args=(w,), name=self.name(w)) for w in used]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:  # an interrupt ends them, too
-            self._stop.set()
-            for thread in threads:
-                thread.join()
+        self._run(work, sorted(set(places)))
         if failures:
             raise failures[0]
         return [results[i] for i in range(len(tasks))]
+
+    def _run(self, work: Callable[[int], None], used: Sequence[int]) -> None:
+        """Let some workers work, and wait for them; an interrupt ends them, too.
+
+        Events are waited for, as an interrupted `join` takes a thread that runs for one that ended.
+        """
+        ended = list[tuple[threading.Event, threading.Thread]]()
+
+        def begin(worker: int) -> None:
+            end = threading.Event()
+
+            def run() -> None:
+                try:
+                    work(worker)
+                finally:
+                    end.set()
+
+            thread = threading.Thread(target=run, name=self.name(worker))
+            thread.start()
+            ended.append((end, thread))
+
+        try:
+            for worker in used:
+                begin(worker)
+            for end, _ in ended:
+                while not end.wait(WAKE):  # signals are looked at in between
+                    pass
+        finally:
+            self._stop.set()
+            for end, thread in ended:
+                end.wait()
+                thread.join()
 
     def check(self) -> None:
         """End the work of a worker whose results nobody waits for any longer."""

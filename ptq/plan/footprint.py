@@ -9,11 +9,12 @@ process itself stays out.
     backward    hidden states before every block, in memory or as bf16 on the disk; activations of
                 one sample with what their gradients need, or its logits
     observing   fp32 [in, in] for each distinct input, where second moments are wanted, and for each
-                layer, where gradients are
+                layer, where gradients are; once more while the samples run, on each device
     solving     what each method says that it takes (`MethodSpec.memory`)
     head        the same of some rows of it, where it is quantized (`ptq.plan.head`)
 
 Blocks run on a GPU where there is one: then the host holds the hidden states and what is written.
+Of several GPUs the first holds the most: what is told is of that one.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Footprint:
             sample_bytes=self._activations(block),
             consumers={kind: block.consumers(kind) for kind in SMOOTHING_KINDS},
         )
-        yield kept + sizes.sample_bytes
+        yield kept + self._workers * (self._run_sums(block) + sizes.sample_bytes)
         measured = (1 + FLOAT) * sizes.elements
         yield kept + measured + max(24 * sizes.largest, sizes.sample_bytes)
         for spec in self.recipe.methods:
@@ -188,6 +189,19 @@ class Footprint:
             return weighted
         widest = max((columns for _, columns in block.quantized), default=0)
         return weighted + self._hessians(block) + (0 if "full" in moments else FLOAT * widest**2)
+
+    def _run_sums(self, block: BlockShape) -> int:
+        """Second moments of the samples that a device runs next to each other."""
+        full = any(method.moments == "full" for method in self._schedule.methods)
+        kept = full or self.recipe.statistics.hessians is True
+        weighted = self._weighted(block) if self._schedule.gradients else 0
+        return weighted + (self._hessians(block) if kept else 0)
+
+    @property
+    def _workers(self) -> int:
+        """Devices that work in one memory."""
+        chosen = self.recipe.device
+        return 1 if isinstance(chosen, str) else chosen.cpus or 1
 
     def _hessians(self, block: BlockShape) -> int:
         inputs = block.inputs(block.targets).values()

@@ -16,3 +16,13 @@ def test_it_tells_the_seconds_of_each_phase_and_of_the_whole_shape(tiny_llama, t
     assert f"{blocks} blocks: " in told
     assert all(f" {phase} " in told for phase in ("observe", "rtn", "write", "total"))
     assert not (work / "w4_rtn-output").exists()
+
+
+def test_runs_on_several_devices_are_told_beside_the_first(tiny_llama, tmp_path, capsys):
+    given = ["--shape", str(tiny_llama), "--blocks", "1", "--samples", "2", "--length", "16"]
+    given += ["--work", str(tmp_path / "work"), "--cpus", "1", "2"]
+    assert time_quantizing.main(["w4_rtn", *given]) == 0
+    told = capsys.readouterr().out
+    assert "device: {cpus: 1}" in told
+    assert "device: {cpus: 2}" in told
+    assert told.endswith("; the same bytes\n")

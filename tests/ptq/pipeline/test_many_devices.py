@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from formats.errors import RecipeError
 from ptq.methods.awq import AWQSpec
 from ptq.methods.clip import ClipSpec
-from ptq.methods.gptq import GPTQSpec
+from ptq.methods.gptq import GPTQ, GPTQSpec
+from ptq.methods.refine import RefineSpec
 from ptq.methods.rtn import RTNSpec
+from ptq.methods.smooth_k import SmoothKSpec
 from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.methods.two_sided import TwoSidedSpec
-from ptq.output import CHECKPOINT_FOLDER
+from ptq.output import CHECKPOINT_FOLDER, RESUME_FOLDER
+from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
+from ptq.pipeline.observing import RUNS, samples_of
+from ptq.pipeline.resume import ResumableRun
+from ptq.pipeline.workers import InTurn, Task, Workers, shares
+from ptq.plan.plan import plan_recipe
+from ptq.recipe.reading import read_recipe
 from ptq.recipe.schema import DevicesSpec
 from ptq.result import QuantizationResult
 from tests.ptq.quantizing import make_plan, random_tokens
@@ -26,6 +40,7 @@ RUNS_OF = {
     "w4_awq": ("w4", (AWQSpec(steps=2, search_samples=2), RTNSpec(scale="output_mse"))),
     "fp8_block": ("fp8_block", (RTNSpec(),)),
     "two_sided": ("w4", (TwoSidedSpec(),)),
+    "refined": ("a8w4c8", (SmoothKSpec(), GPTQSpec(), RefineSpec(iterations=2, batch=2))),
 }
 CPU = torch.device("cpu")
 
@@ -60,3 +75,144 @@ def test_the_number_of_devices_decides_nothing(tiny_llama, tmp_path, name):
         assert found.keys() == files.keys()
         assert [name for name in files if found[name] != files[name]] == []
         assert also == told
+
+
+def test_experts_are_shared_out(make_model, tmp_path):
+    """Those that read one input are solved by both, events and all."""
+    model = make_model("mixtral")
+    expected = left_by(run(model, tmp_path / "1", "w4_gptq", 1))
+    assert left_by(run(model, tmp_path / "2", "w4_gptq", 2)) == expected
+
+
+def test_a_stopped_run_goes_on_with_another_number_of_devices(tiny_llama, tmp_path, monkeypatch):
+    expected, told = left_by(run(tiny_llama, tmp_path / "whole", "w4_gptq", 1))
+    save, output = ResumableRun.save, tmp_path / "out"
+
+    def save_and_stop(self, *arguments):
+        save(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(resume, "SHARE", 1e9)  # states are stored after every block
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableRun, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny_llama, output, "w4_gptq", 3)
+    found = run(tiny_llama, output, "w4_gptq", 2)
+    assert found.resumed_blocks == 1
+    assert left_by(found) == (expected, told)
+
+
+def test_a_layer_that_fails_is_named_and_nothing_is_lost(tiny_llama, tmp_path, monkeypatch):
+    solve, output = GPTQ.solve, tmp_path / "out"
+
+    def fail(self, work):
+        if "model.layers.1.mlp.down_proj" in work.targets:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        solve(self, work)
+
+    monkeypatch.setattr(resume, "SHARE", 1e9)
+    with monkeypatch.context() as patch:
+        patch.setattr(GPTQ, "solve", fail)
+        with pytest.raises(torch.OutOfMemoryError, match=r"2\.00 GiB") as caught:
+            run(tiny_llama, output, "w4_gptq", 2)
+    (note,) = caught.value.__notes__
+    assert note.startswith("It happened on worker ")
+    assert note.endswith(" of 2 on cpu, gptq of model.layers.1.mlp.down_proj.")
+    assert (output / RESUME_FOLDER / "block-00000.safetensors").is_file()
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("worker")]
+    assert run(tiny_llama, output, "w4_gptq", 2).resumed_blocks == 1
+
+
+def test_a_sample_that_fails_ends_those_that_wait_for_it(tiny_llama, tmp_path, monkeypatch):
+    """Its run of samples never ends, so that the next one's turn never comes."""
+
+    def fail(self, name, x, tokens=None):
+        if threading.current_thread().name.startswith("worker 1"):
+            raise RecipeError("no")
+
+    monkeypatch.setattr("ptq.methods.common.moments.Moments.observe", fail)
+    with pytest.raises(RecipeError, match="no") as caught:
+        run(tiny_llama, tmp_path / "out", "w4_gptq", 3)
+    told = "It happened on worker 1 of 3 on cpu, running samples through model.layers.0."
+    assert caught.value.__notes__ == [told]
+
+
+def test_an_interrupt_ends_all_workers():
+    workers, began, ended = Workers([CPU, CPU]), threading.Barrier(3), list[int]()
+
+    def wait(worker: int) -> None:
+        began.wait()
+        try:
+            while True:
+                workers.check()
+        finally:
+            time.sleep(0.1)
+            ended.append(worker)
+
+    def interrupt() -> None:
+        began.wait()
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        workers.each("waiting", wait)
+    assert sorted(ended) == [0, 1]
+    thread.join()
+
+
+def test_turns_are_taken_in_order():
+    workers, taken = Workers([CPU] * 3), list[int]()
+    turns = InTurn(workers)
+
+    def take(numbers: tuple[int, ...], _: int) -> None:
+        for number in numbers:
+            with turns.turn(number):
+                taken.append(number)
+
+    runs = ((2, 5), (1, 4), (0, 3))
+    workers.spread([Task("taking", 1.0, partial(take, numbers)) for numbers in runs])
+    assert taken == [0, 1, 2, 3, 4, 5]
+
+
+def test_long_tasks_are_shared_out_first():
+    assert shares([1, 5, 2, 2], 2) == [1, 0, 1, 1]
+    assert shares([1, 1, 1, 1], 2) == [0, 1, 0, 1]
+    workers, done = Workers([CPU] * 2), list[int]()
+    tasks = [
+        Task("one", float(i % 3), partial(lambda i, w: (done.append(i), w), i)) for i in range(7)
+    ]
+    places = shares([task.cost for task in tasks], 2)
+    assert [worker for _, worker in workers.spread(tasks)] == places
+    assert sorted(done) == list(range(7))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, RUNS, 40, 128])
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_every_sample_is_taken_once(count, workers):
+    taken = [samples_of(worker, count, workers) for worker in range(workers)]
+    assert sorted(i for each in taken for i in each) == list(range(count))
+    assert all(each == sorted(each) for each in taken)
+    if count >= RUNS:
+        assert max(map(len, taken)) <= -(-RUNS // workers) * -(-count // RUNS)
+
+
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        ({"gpus": 1, "cpus": 1}, "both gpus and cpus"),
+        ({}, "neither gpus nor cpus"),
+        ({"gpus": 0}, "found 0"),
+        ("gpu", "found the text 'gpu'"),
+        pytest.param(
+            {"gpus": 2},
+            "found gpus, but torch",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs"),
+        ),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(tiny_llama, tmp_path, device, told):
+    text = json.dumps(device)
+    settings = [f"model.path={tiny_llama}", f"output.path={tmp_path / 'out'}", f"device={text}"]
+    with pytest.raises(RecipeError, match=told):
+        plan_recipe(read_recipe("w4_gptq", settings))

@@ -311,7 +311,7 @@ def test_methods_see_every_token_of_every_layer(tiny_llama, tmp_path):
         def prepare(self, work: BlockWork) -> None:
             self.calls.append("prepare")
 
-        def observe(self, name: str, x: torch.Tensor) -> None:
+        def observe(self, name: str, x: torch.Tensor, sample: int) -> None:
             assert x.shape[1] == (256 if name.endswith("down_proj") else 128)
             self.tokens[name] = self.tokens.get(name, 0) + len(x)
 
