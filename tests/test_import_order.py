@@ -44,7 +44,7 @@ FLOORS = {
         common reference
         rows sampling attention experts calibration
         fused
-        linear""",
+        linear collective""",
     "formats": """
         errors strict
         cache_scheme

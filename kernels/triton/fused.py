@@ -37,6 +37,26 @@ def root_mean_square(h, eps, SIZE):
     return tl.sqrt_rn(tl.sum(h * h, 0) / SIZE + eps)
 
 
+@triton.jit
+def added(h, own, before, eps, SIZE, TYPE: tl.constexpr):
+    """A row h, normed first if there is a weight of its `own`, added to what was `before`."""
+    if own is not None:
+        h = h * (1.0 / root_mean_square(h, eps, SIZE)) * own
+    if before is not None:
+        h += before.to(tl.float32)
+    return h.to(TYPE)
+
+
+@triton.jit
+def normed(h, w, eps, SIZE):
+    """(h normed, or as it is where there is no weight w; 0, or NaN where h is not finite)."""
+    norm = root_mean_square(h, eps, SIZE)
+    y = h
+    if w is not None:
+        y = h * (1.0 / norm) * w
+    return y, 0.0 * norm
+
+
 @triton.jit(do_not_specialize=["pitch"])
 def add_rms_norm_kernel(
     x, residual, after, weight, total, out, scales, scale, eps, pitch, SIZE, WIDTH: tl.constexpr,
@@ -47,6 +67,7 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     real = i < SIZE
+    w, own, before = None, None, None
     if weight is not None:
         w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
     if after is not None:
@@ -56,24 +77,17 @@ def add_rms_norm_kernel(
     wait(OVERLAP)
     announce(OVERLAP)
     h = tl.load(x + row * SIZE + i, mask=real, other=0.0).to(tl.float32)
-    if after is not None:
-        h = h * (1.0 / root_mean_square(h, eps, SIZE)) * own
     if ADD:
         if not READY:
             before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
-        h += before.to(tl.float32)
-        rounded = h.to(total.dtype.element_ty)
+        rounded = added(h, own, before, eps, SIZE, total.dtype.element_ty)
         tl.store(total + row * SIZE + i, rounded, mask=real)
         h = rounded.to(tl.float32)
     if out is not None:
-        norm = root_mean_square(h, eps, SIZE)
-        y = h
-        if weight is not None:
-            y = h * (1.0 / norm) * w
+        y, fault = normed(h, w, eps, SIZE)
         store_row(
-            y, row, 0, i, real, out, scales, scale, None, 0.0 * norm, pitch, SIZE, STATIC, GROUP,
-            BITS,
-        )  # fmt: skip
+            y, row, 0, i, real, out, scales, scale, None, fault, pitch, SIZE, STATIC, GROUP, BITS
+        )
 
 
 @triton.jit

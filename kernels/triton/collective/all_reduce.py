@@ -1,0 +1,281 @@
+"""The sum over the GPUs of a host that share a layer, with what follows it in one kernel.
+
+    sum             y = x_0 + x_1 + ...              of the parts x_p that the ranks have
+    add_rms_norm    what `kernels.triton.fused.add_rms_norm` does with y
+
+Every rank calls the same with rows of the same number, in the same order, and gets the same bits.
+Calls can be captured in CUDA graphs, if all ranks capture the same; replays need nothing between
+them. Which kernel runs, or NCCL, is told by `kernels.triton.collective.choice`.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.triton import fused
+from kernels.triton.collective.choice import Way, choose, most_rows_of
+from kernels.triton.collective.memory import SharedMemory, Sizes, of_one_process, over_group
+from kernels.triton.collective.one_shot import one_shot_kernel
+from kernels.triton.collective.scaling import Scaling
+from kernels.triton.collective.two_shot import two_shot_kernel
+from kernels.triton.common import require, storage
+from kernels.triton.rows import LARGEST_ROW, QUANTIZED, launch_shape, outputs_of
+
+PATIENCE = 60.0  # seconds that a kernel waits for a rank
+FLOATS = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class AllReduce:
+    """Sums over ranks, for one stream.
+
+    Attributes:
+        memory: What peers write.
+        dtype: The model's float type, of sums and residuals.
+        group: By which torch sums; None where ranks are of one process, and it cannot.
+        patience: Seconds that a kernel waits for a rank.
+        way: The only way to take; None for that of `kernels.triton.collective.choice`.
+    """
+
+    memory: SharedMemory
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None = None
+    patience: float = PATIENCE
+    way: Way | None = None
+    _counts: Tensor = field(init=False)  # exchanges of each row: one-shot, two-shot, as waited for
+    _fault: Tensor = field(init=False)
+    _half: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        sizes, device = self.memory.sizes, self.memory.regions[self.memory.rank].device
+        require(
+            self.dtype in FLOATS,
+            f"sums are asked for in {self.dtype}; supported are {', '.join(map(str, FLOATS))}",
+        )
+        require(
+            sizes.hidden % 8 == 0 and 0 < sizes.hidden <= LARGEST_ROW,
+            f"rows are of {sizes.hidden}; needed is a multiple of 8, {LARGEST_ROW} at most",
+        )
+        rows = max(sizes.few, sizes.most)
+        self._counts = torch.zeros((3, rows), dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._fault = torch.zeros(1, dtype=torch.int32, pin_memory=pinned)
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        most_rows: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        patience: float = PATIENCE,
+    ) -> AllReduce:
+        """Over a group of ranks with a GPU of this host each, which all call this at once.
+
+        Args:
+            group: 2, 4 or 8 ranks.
+            device: This rank's.
+            most_rows: The most rows that one call has; of more than kernels take none is kept.
+            hidden: Elements of a row.
+            dtype: The model's float type.
+            patience: Seconds that a kernel waits for a rank.
+
+        Raises:
+            ValueError: a number or type is not supported.
+        """
+        ranks = dist.get_world_size(group)
+        sizes = Sizes(ranks, hidden, *most_rows_of(ranks, hidden, most_rows))
+        return cls(over_group(group, device, sizes), dtype, group, patience)
+
+    @classmethod
+    def of_one_process(
+        cls, ranks: int, device: torch.device, most_rows: int, hidden: int, dtype: torch.dtype
+    ) -> list[AllReduce]:
+        """Of each rank, where ranks are streams of one device: for tests and measurements."""
+        sizes = Sizes(ranks, hidden, *most_rows_of(ranks, hidden, most_rows))
+        return [cls(memory, dtype) for memory in of_one_process(device, sizes)]
+
+    def check(self) -> None:
+        """Raise RuntimeError where a kernel gave up waiting, with the rank that did not come.
+
+        No device is waited for: what has been told up to now counts.
+        """
+        late = int(self._fault[0])
+        if late:
+            raise RuntimeError(
+                f"rank {late - 1} did not take part in a sum for {self.patience:g} seconds; rank "
+                f"{self.memory.rank} gave up, and what it computed since is wrong: end all ranks"
+            )
+
+    def sum(self, x: Tensor, scaling: Scaling | None = None) -> Tensor:
+        """The sum over ranks alone: [rows, hidden] in the float type; see `add_rms_norm`."""
+        return self.add_rms_norm(x, None, None, 0.0, None, self.dtype, scaling=scaling)[2]
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        scale: Tensor | None = None,
+        dtype: torch.dtype = torch.int8,
+        group: int | None = None,
+        residual_ready: bool = False,
+        after: Tensor | None = None,
+        scaling: Scaling | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Norm of the sum over ranks + residual; as `kernels.triton.fused.add_rms_norm` gives it.
+
+        Args:
+            x: This rank's part [rows, hidden], contiguous, in the float type, or int32 with a
+                `scaling`. Floats are added in fp32. It may be overwritten.
+            residual: [rows, hidden] in the float type, or None. It is the same on all ranks.
+            weight: Float [hidden], or None where the sum is not normed.
+            eps: Added to the mean square.
+            scale: fp32, one element, or None for a scale a row (or none, in a float type).
+            dtype: Of the rows: int8, float8_e4m3fn or a float type.
+            group: 128 for a scale each run of so many, None for a scale a row.
+            residual_ready: Whether it was there before the kernel ahead of this started.
+            after: Float [hidden], the weight of the norm of the sum before it is added; or None.
+            scaling: What makes floats of integers; None for parts of floats.
+
+        Returns:
+            (rows [rows, hidden] in `dtype`, their scales or None, the sum); the call after the next
+            may overwrite them.
+
+        Raises:
+            ValueError: a shape or type does not fit.
+        """
+        step = _Step(x, residual, weight, eps, scale, dtype, group, residual_ready, after, scaling)
+        step.check(self.memory.sizes.hidden, self.dtype)
+        way = self.way or self.way_of(x, dtype)
+        if not len(x) or way == "library":
+            return self._by_library(step)
+        return self._one_shot(step) if way == "one_shot" else self._two_shot(step)
+
+    def way_of(self, x: Tensor, dtype: torch.dtype) -> Way:
+        """The way that a part goes, where rows are wanted in a type."""
+        sizes = self.memory.sizes
+        most = sizes.most if dtype.itemsize <= 2 else 0
+        return choose(sizes.ranks, x.nbytes, len(x), sizes.few, most)
+
+    def _one_shot(self, step: _Step) -> tuple[Tensor, Tensor | None, Tensor]:
+        x, (rows, hidden), sizes = step.x, step.x.shape, self.memory.sizes
+        require(rows <= sizes.few, f"{rows} rows; there is room for {sizes.few}")
+        out, scales = outputs_of(x, hidden, step.scale, step.dtype, step.group)
+        total = torch.empty_like(x, dtype=self.dtype)
+        kept = None if step.ends_in_sum(self.dtype) else out
+        one_shot_kernel[(rows,)](
+            x.view(torch.int32), self.memory.views("words", torch.int64), self._counts[0],
+            *self._watch(), *step.factors, step.residual, step.after, step.weight, total,
+            None if kept is None else storage(kept), scales, step.scale, step.eps, rows,
+            hidden, hidden, RANK=self.memory.rank, MOST=sizes.few, READY=step.residual_ready,
+            **step.shape(kept),
+        )  # fmt: skip
+        return total if kept is None else kept, scales, total
+
+    def _two_shot(self, step: _Step) -> tuple[Tensor, Tensor | None, Tensor]:
+        memory, (rows, hidden), self._half = self.memory, step.x.shape, 1 - self._half
+        most, rank = memory.sizes.most, memory.rank
+        require(rows <= most, f"{rows} rows; there is room for {most}")
+        totals = memory.views("totals", self.dtype, (rows, hidden), self._half)
+        outs, scales = None, None
+        if not step.ends_in_sum(self.dtype):
+            outs, scales = self._results(step)
+        kept = None if outs is None else outs[rank]
+        two_shot_kernel[(rows + 1,)](
+            step.x, memory.views("parts", step.x.dtype), memory.views("arrived", torch.int32),
+            memory.views("done", torch.int32), self._counts[1], self._counts[2], *self._watch(),
+            *step.factors, step.residual, step.after, step.weight, totals,
+            None if outs is None else tuple(map(storage, outs)), scales, step.scale, step.eps,
+            rows, rows, hidden, hidden, RANK=rank, **step.shape(kept),
+        )  # fmt: skip
+        told = step.scale if scales is None else scales[rank]
+        return totals[rank] if kept is None else kept, told, totals[rank]
+
+    def _results(self, step: _Step) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        """Rows of every rank and their scales, as `kernels.triton.rows.outputs_of` makes them."""
+        rows, hidden = step.x.shape
+        require(
+            step.dtype.itemsize <= 2, f"rows in {step.dtype}; there is room for 16 bits an element"
+        )
+        outputs_of(step.x[:0], hidden, step.scale, step.dtype, step.group)  # checks
+        outs = self.memory.views("rows", step.dtype, (rows, hidden), self._half)
+        if step.scale is not None or step.dtype not in QUANTIZED:
+            return outs, None
+        runs = -(-hidden // (step.group or hidden))
+        scales = self.memory.views("scales", torch.float32, (runs, rows), self._half)
+        return outs, tuple(each.t() for each in scales)
+
+    def _by_library(self, step: _Step) -> tuple[Tensor, Tensor | None, Tensor]:
+        x = step.x
+        if len(x):
+            require(self.group is not None, "ranks of one process have no library to sum them")
+            dist.all_reduce(x, group=self.group)
+        y = x if step.scaling is None else step.scaling.of(x, self.dtype)
+        return fused.add_rms_norm(
+            y, step.residual, step.weight, step.eps, step.scale, step.dtype, step.group,
+            step.residual_ready, step.after,
+        )  # fmt: skip
+
+    def _watch(self) -> tuple[Tensor, int]:
+        """Where a kernel tells that it gave up, and after how many nanoseconds."""
+        return self._fault, int(self.patience * 1e9)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The arguments of `AllReduce.add_rms_norm`."""
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor | None
+    eps: float
+    scale: Tensor | None
+    dtype: torch.dtype
+    group: int | None
+    residual_ready: bool
+    after: Tensor | None
+    scaling: Scaling | None
+
+    def check(self, hidden: int, dtype: torch.dtype) -> None:
+        """Raise ValueError where something does not fit rows of so many of a float type."""
+        x, kind = self.x, dtype if self.scaling is None else torch.int32
+        require(
+            x.dtype == kind and x.dim() == 2 and x.shape[1] == hidden and x.is_contiguous(),
+            f"the part is {x.dtype} {tuple(x.shape)}; needed is contiguous {kind} [rows, {hidden}]"
+            + ("" if self.scaling is None else ", since a scaling is given"),
+        )
+        if self.scaling is not None:
+            self.scaling.check(len(x), hidden)
+        before = self.residual
+        require(self.after is None or before is not None, "what is normed first is added")
+        fits = before is None or (before.shape == x.shape and before.is_contiguous())
+        require(fits, "the residual must be contiguous and of the shape of the part")
+        for weight in (self.weight, self.after):
+            found = None if weight is None else tuple(weight.shape)
+            require(found in (None, (hidden,)), f"norm weight is {found}; needed is ({hidden},)")
+
+    def ends_in_sum(self, dtype: torch.dtype) -> bool:
+        """Whether the rows are the sum, in the float type."""
+        return self.weight is None and self.dtype == dtype
+
+    @property
+    def factors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What makes floats of integers."""
+        own = self.scaling
+        return (None, None, None) if own is None else (own.x_scale, own.w_scale, own.bias)
+
+    def shape(self, out: Tensor | None) -> dict[str, Any]:
+        """Arguments by name that both kernels take."""
+        rows, hidden = self.x.shape
+        per_row = int(self.scaling is not None and self.scaling.x_scale.numel() > 1)
+        own = launch_shape(hidden, self.scale is not None, self.group, out, rows)
+        return {"PER_ROW": per_row, **own}

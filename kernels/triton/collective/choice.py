@@ -1,0 +1,81 @@
+"""Which way a sum over ranks goes, by their number and the bytes of a rank's part.
+
+    one_shot   every rank sends its part to all: one trip over the links, the most bytes
+    two_shot   a rank sums some rows and sends results: two trips, the fewest bytes
+    library    torch's (NCCL, gloo) and the kernel of one GPU after it
+
+Bounds are in bytes of a part, [rows, hidden] in its type, and come from times on 2 and 4 H200s
+(NVLink between all, no multicast) in CUDA graphs, microseconds, bf16, hidden 4096:
+
+| rows (bytes)     | 2 GPUs: one shot / two-shot / NCCL | 4 GPUs                |
+|------------------|------------------------------------|-----------------------|
+| 16 (128 KiB)     | 4.6 / 7.4 / 11.9                   | 7.9 / 10.6 / 15.6     |
+| 64 (512 KiB)     | 6.7 / 10.3 / 14.1                  | 14.6 / 10.9 / 20.3    |
+| 128 (1 MiB)      | 10.2 / - / 18.2                    | 25.3 / - / 23.6       |
+| 256 (2 MiB)      | - / 15 / 33                        | - / 20 / 31           |
+| 1024 (8 MiB)     | - / 33 / 52                        | - / 52 / 64           |
+| 4096 (32 MiB)    | - / 108 / 138                      | - / 174 / 177         |
+
+"One shot" was a prototype of the kernel here, with residual and norm; "two-shot" torch's own
+(`symm_mem.two_shot_all_reduce_`) and NCCL are sums alone. So no bound is measured with the kernels
+of this folder yet: those of 2 and 4 ranks lie where these curves cross (4 ranks: estimated between
+128 and 512 KiB), those of 8 ranks are estimated from the bytes that a rank sends, which grow with
+their number. Two-shot ends at 16 MiB since its memory grows with it; there it is ahead of NCCL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kernels.triton.common import require
+
+Way = Literal["one_shot", "two_shot", "library"]
+
+KIB, MIB = 1 << 10, 1 << 20
+MOST_FEW_ROWS = 128  # whose programs all run at once, on a GPU with as many SMs
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes of a part up to which a way is taken."""
+
+    one_shot: int
+    two_shot: int
+
+
+BOUNDS = {
+    2: Bounds(MIB, 16 * MIB),
+    4: Bounds(256 * KIB, 16 * MIB),
+    8: Bounds(128 * KIB, 16 * MIB),
+}
+
+
+def bounds_of(ranks: int) -> Bounds:
+    """Of a number of ranks.
+
+    Raises:
+        ValueError: there are none for so many.
+    """
+    allowed = ", ".join(map(str, BOUNDS))
+    require(
+        ranks in BOUNDS,
+        f"a sum over {ranks} ranks; the kernels are for {allowed}: start as many, or sum by "
+        "torch.distributed",
+    )
+    return BOUNDS[ranks]
+
+
+def most_rows_of(ranks: int, hidden: int, most_rows: int) -> tuple[int, int]:
+    """The most rows of the one-shot and of the two-shot kernel, in types of 16 bits."""
+    bounds, row = bounds_of(ranks), 2 * hidden
+    few = min(MOST_FEW_ROWS, max(1, bounds.one_shot // row))
+    return min(few, most_rows), min(max(1, bounds.two_shot // row), most_rows)
+
+
+def choose(ranks: int, nbytes: int, rows: int, few: int, most: int) -> Way:
+    """The way of a part of so many bytes, where there is room for `few` and `most` rows."""
+    bounds = bounds_of(ranks)
+    if nbytes <= bounds.one_shot and rows <= few:
+        return "one_shot"
+    return "two_shot" if nbytes <= bounds.two_shot and rows <= most else "library"

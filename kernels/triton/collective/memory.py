@@ -1,0 +1,117 @@
+"""Memory of each rank that its peers write: of GPUs of a host, or of ranks of one process.
+
+A rank's region is cut into
+
+    words     int64 [2, ranks, few, hidden]     of the one-shot kernel
+    arrived   int32 [most, ranks]               of the two-shot kernel: whose part has come
+    done      int32 [most]                      whose result has come
+    parts     [own rows, ranks, hidden] of at most 4 bytes
+    totals    [2, most, hidden] of 2 bytes      results; calls take the two in turn
+    rows      [2, most, hidden] of at most 2 bytes
+    scales    fp32 [2, most, hidden / 128]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LINE = 256  # bytes; parts of a region start at multiples of it
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a region has room for.
+
+    Attributes:
+        ranks: That sum.
+        hidden: Elements of a row.
+        few: Rows of the one-shot kernel.
+        most: Rows of the two-shot kernel.
+    """
+
+    ranks: int
+    hidden: int
+    few: int
+    most: int
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[int, int]]:
+        """First byte and number of bytes of each part of a region."""
+        runs, own = ceil(self.hidden / 128), ceil(self.most / self.ranks)
+        nbytes = {
+            "words": 8 * 2 * self.ranks * self.few * self.hidden,
+            "arrived": 4 * self.most * self.ranks,
+            "done": 4 * self.most,
+            "parts": 4 * own * self.ranks * self.hidden,
+            "totals": 2 * 2 * self.most * self.hidden,
+            "rows": 2 * 2 * self.most * self.hidden,
+            "scales": 2 * 4 * self.most * runs,
+        }
+        parts, place = {}, 0
+        for name, size in nbytes.items():
+            parts[name] = place, size
+            place += ceil(size / LINE) * LINE
+        return parts
+
+    @property
+    def nbytes(self) -> int:
+        """Of a region."""
+        first, size = self.parts["scales"]
+        return first + size
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """The regions of all ranks as one of them sees them.
+
+    Attributes:
+        rank: Whose view this is.
+        regions: uint8, of every rank; zero at first.
+        sizes: How they are cut.
+    """
+
+    rank: int
+    regions: tuple[Tensor, ...]
+    sizes: Sizes
+
+    def views(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None, half: int = 0
+    ) -> tuple[Tensor, ...]:
+        """A part of every rank's region, or the start of one of its halves, as a tensor."""
+        first, size = self.sizes.parts[name]
+        first += half * (size // 2)
+        stop = first + (size if shape is None else prod(shape) * dtype.itemsize)
+        flat = (region[first:stop].view(dtype) for region in self.regions)
+        return tuple(each if shape is None else each.view(shape) for each in flat)
+
+
+def over_group(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> SharedMemory:
+    """Regions of the GPUs of a group's ranks, which all call this at once."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    own = symmetric_memory.empty(sizes.nbytes, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(own, group)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # no peer writes before all is zero
+    views = (
+        own if rank == handle.rank else handle.get_buffer(rank, (sizes.nbytes,), torch.uint8)
+        for rank in range(handle.world_size)
+    )
+    return SharedMemory(handle.rank, tuple(views), sizes)
+
+
+def of_one_process(device: torch.device, sizes: Sizes) -> list[SharedMemory]:
+    """Regions of ranks that are streams of one device, or processes forked from this one."""
+    regions = tuple(
+        torch.zeros(sizes.nbytes, dtype=torch.uint8, device=device) for _ in range(sizes.ranks)
+    )
+    if device.type == "cpu":
+        regions = tuple(region.share_memory_() for region in regions)
+    return [SharedMemory(rank, regions, sizes) for rank in range(sizes.ranks)]

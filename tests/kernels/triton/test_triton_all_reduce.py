@@ -1,0 +1,255 @@
+"""Sums over ranks: ranks are processes that share memory, kernels are interpreted or compiled."""
+
+from __future__ import annotations
+
+import re
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from tests.kernels import triton_lab
+from tests.kernels.triton_lab import building_for, compiled, interpreted
+
+HIDDEN, ROWS = 264, 3  # not a power of two; no multiple of 2 or 4 ranks
+FP16 = torch.float16  # the interpreter cuts bf16 off
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half()
+
+
+def parts_of(ranks: int, calls: int, integers: bool) -> list[list[torch.Tensor]]:
+    """Of each call and rank [rows, HIDDEN]; calls differ in their number of rows."""
+    generator, parts = torch.Generator().manual_seed(ranks), []
+    for call in range(calls):
+        shape = (ranks, ROWS - call % 2, HIDDEN)
+        some = torch.randint(-3000, 3000, shape, generator=generator, dtype=torch.int32)
+        parts.append(list((some if integers else (some / 1000).half()).unbind()))
+    return parts
+
+
+def make_scaling(per_row: bool = False):
+    from kernels.triton.collective.scaling import Scaling
+
+    x_scale = torch.tensor([[0.02], [0.005], [0.01]]) if per_row else torch.tensor([0.01])
+    return Scaling(x_scale, random(HIDDEN).float().abs(), random(1, HIDDEN)[0].float())
+
+
+def on_ranks(reduces, work) -> list:
+    """work(rank, its AllReduce) in a process each; what they return, tensors copied."""
+    context = get_context("fork")
+    found = [context.SimpleQueue() for _ in reduces]
+
+    def run(rank: int) -> None:
+        try:
+            found[rank].put(work(rank, reduces[rank]))
+        except Exception as error:
+            found[rank].put(error)
+
+    processes = [context.Process(target=run, args=(rank,)) for rank in range(len(reduces))]
+    for process in processes:
+        process.start()
+    results = [queue.get() for queue in found]
+    for process in processes:
+        process.join()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def as_lists(*tensors: torch.Tensor | None) -> list:
+    return [None if t is None else t.float().tolist() for t in tensors]
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, "one_shot"), (4, "one_shot"), (4, "two_shot")])
+@pytest.mark.parametrize("integers", [False, True])
+@interpreted
+def test_ranks_get_the_bits_of_the_twin(ranks, way, integers):
+    """Three calls, one on the residual of another, rows of other numbers between them."""
+    from kernels.triton.collective import reference
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    parts, residual, weight = parts_of(ranks, 3, integers), random(ROWS, HIDDEN), random(HIDDEN)
+    scaling, static = make_scaling() if integers else None, torch.tensor([0.02])
+    reduces = AllReduce.of_one_process(ranks, torch.device("cpu"), 8, HIDDEN, FP16)
+
+    def call(function, mine, **more) -> list:
+        first, total = [], residual
+        for rows, scale in zip(mine, (static, None, None), strict=True):
+            more["after"] = weight if scale is None else None
+            own = total[: len(rows[0] if isinstance(rows, list) else rows)].contiguous()
+            q, scales, total = function(rows, own, weight, 1e-5, scale, scaling=scaling, **more)
+            first += as_lists(q, scales, total)
+            total = torch.cat((total, residual))[:ROWS]
+        return first
+
+    def work(rank, reduce):
+        reduce.way = way
+        found = call(reduce.add_rms_norm, [own[rank] for own in parts])
+        reduce.check()
+        return found
+
+    results = on_ranks(reduces, work)
+    assert all(result == results[0] for result in results), "all ranks have the same bits"
+    wanted = call(reference.add_rms_norm, parts, result=FP16)
+    for got, right in zip(results[0], wanted, strict=True):
+        got, right = torch.tensor(got), torch.tensor(right)
+        torch.testing.assert_close(got, right, rtol=2e-3, atol=1.01 if got.dim() > 1 else 0)
+    for number in (2, 5):
+        got, right = torch.tensor(results[0][number]), torch.tensor(wanted[number])
+        torch.testing.assert_close(got, right, rtol=2e-3, atol=2e-3)
+    assert results[0][2] == wanted[2], "a sum without a norm of its own is exact"
+
+
+@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+@interpreted
+def test_sums_alone_and_other_rows(way):
+    """Rows in floats, runs of 128, sums of integers with scales of rows, rows that are the sum."""
+    from kernels.triton.collective import reference
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    integers, floats = parts_of(2, 1, True)[0], parts_of(2, 1, False)[0]
+    scaling, weight = make_scaling(per_row=True), random(HIDDEN)
+    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
+
+    def calls(function, own, of_floats, **more):
+        yield function(own, None, None, 0.0, None, FP16, scaling=scaling, **more)
+        yield function(of_floats, None, weight, 1e-5, None, FP16, **more)
+        yield function(of_floats, random(ROWS, HIDDEN), weight, 1e-5, None, torch.int8, 128, **more)
+
+    def work(rank, reduce):
+        reduce.way = way
+        alone = reduce.sum(floats[rank])
+        found = [as_lists(alone)]
+        found += [as_lists(*r) for r in calls(reduce.add_rms_norm, integers[rank], floats[rank])]
+        return found
+
+    results = on_ranks(reduces, work)
+    assert results[0] == results[1]
+    wanted = [as_lists(sum(part.float() for part in floats).half())]
+    wanted += [as_lists(*r) for r in calls(reference.add_rms_norm, integers, floats, result=FP16)]
+    for got, right in zip(results[0], wanted, strict=True):
+        assert got[-1] == right[-1]
+        for a, b in zip(got[:-1], right[:-1], strict=True):
+            if b is not None:
+                torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+@interpreted
+def test_a_rank_that_does_not_come_is_named(way):
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
+    reduces[0].way, reduces[0].patience = way, 1e-4
+    reduces[0].check()
+    reduces[0].sum(random(1, HIDDEN))
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 did not take part.* for 0.0001 seconds; rank 0"
+    ):
+        reduces[0].check()
+
+
+@interpreted
+def test_what_does_not_fit_is_refused():
+    from kernels.triton.collective.all_reduce import AllReduce
+    from kernels.triton.collective.choice import choose, most_rows_of
+
+    device = torch.device("cpu")
+    reduce = AllReduce.of_one_process(2, device, 8, HIDDEN, FP16)[0]
+    x, scaling = random(2, HIDDEN), make_scaling(per_row=True)
+    with pytest.raises(ValueError, match=r"part is torch.float32 .*needed is contiguous torch.fl"):
+        reduce.sum(x.float())
+    with pytest.raises(ValueError, match=r"needed is contiguous torch.int32 \[rows, 264\], since"):
+        reduce.sum(x, scaling)
+    with pytest.raises(ValueError, match="3 scales for 2 rows"):
+        reduce.sum(x.int(), scaling)
+    with pytest.raises(ValueError, match=r"norm weight is \(8,\); needed is \(264,\)"):
+        reduce.add_rms_norm(x, x, x[0, :8], 1e-5)
+    with pytest.raises(ValueError, match="residual must be contiguous"):
+        reduce.add_rms_norm(x, x[:1], None, 1e-5)
+    with pytest.raises(ValueError, match="no library"):
+        reduce.sum(random(9, HIDDEN))
+    with pytest.raises(ValueError, match="over 3 ranks; the kernels are for 2, 4, 8"):
+        AllReduce.of_one_process(3, device, 8, HIDDEN, FP16)
+    with pytest.raises(ValueError, match="rows are of 20; needed is a multiple of 8"):
+        AllReduce.of_one_process(2, device, 8, 20, FP16)
+    with pytest.raises(ValueError, match=r"in torch.float32; supported are torch.bfloat16"):
+        AllReduce.of_one_process(2, device, 8, HIDDEN, torch.float32)
+    few, most = most_rows_of(4, 8192, 4096)
+    assert (few, most) == (16, 1024)
+    sizes = [(rows, rows * 8192 * 2) for rows in (16, 17, 1024, 1025)]
+    ways = [choose(4, nbytes, rows, few, most) for rows, nbytes in sizes]
+    assert ways == ["one_shot", "two_shot", "two_shot", "library"]
+    assert choose(4, 16 * 8192 * 4, 16, few, most) == "two_shot", "of int32 there are more bytes"
+
+
+def reductions(ttgir: str) -> list[str]:
+    """The layouts of what is summed or compared over a row, in order."""
+    named = dict(re.findall(r"^(#\w+) = (#ttg.*)$", ttgir, re.MULTILINE))
+    found = re.findall(r'"tt\.reduce"\(%\w+\).*?\}\) : \(tensor<\w+, (#\w+)>\)', ttgir, re.DOTALL)
+    return [named[each] for each in found]
+
+
+@pytest.mark.parametrize("hidden", [4096, 8192])
+@compiled
+def test_rows_are_summed_in_the_order_of_one_gpu(hidden, monkeypatch):
+    """A sum of squares has the same bits where threads hold the same elements of a row."""
+    from kernels.triton import fused
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    orders, binary = [], triton_lab._binary
+    keep = lambda kernel: (orders.append(reductions(kernel.asm["ttgir"])), binary(kernel))[1]  # noqa: E731
+    monkeypatch.setattr(triton_lab, "_binary", keep)
+    x, one = torch.zeros(4, hidden).bfloat16(), torch.ones(1)
+    reduce = AllReduce.of_one_process(4, torch.device("cpu"), 4, hidden, torch.bfloat16)[0]
+    for scale, dtype, after in (
+        (one, torch.int8, None),
+        (one, torch.int8, x[0]),
+        (None, torch.int8, None),
+        (None, torch.bfloat16, x[0]),
+    ):
+        arguments = (x, x[0], 1e-6, scale, dtype)
+        with building_for(90):
+            fused.add_rms_norm(x, *arguments, after=after)
+            for way in ("one_shot", "two_shot"):
+                reduce.way = way
+                reduce.add_rms_norm(x, *arguments, after=after)
+    for single, one_shot, two_shot in zip(*[iter(orders)] * 3, strict=True):
+        assert len(single) >= 1
+        assert single == one_shot == two_shot
+
+
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.every_triton), 8])
+@compiled
+def test_words_go_by_16_bytes_and_nothing_is_spilled(ranks, integers):
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    for hidden in (4096, 8192):
+        x, one = torch.zeros(4, hidden).bfloat16(), torch.ones(1)
+        reduce = AllReduce.of_one_process(ranks, torch.device("cpu"), 4, hidden, x.dtype)[0]
+        part, scaling = x, None
+        if integers:
+            from kernels.triton.collective.scaling import Scaling
+
+            part, scaling = x.int(), Scaling(one, torch.ones(hidden), torch.ones(hidden))
+        for way in ("one_shot", "two_shot")[: 2 if ranks < 8 else 1]:
+            reduce.way = way
+            with building_for(90) as built:
+                reduce.add_rms_norm(part, x, x[0], 1e-6, one, scaling=scaling)
+            (binary,) = built
+            wide = integers and way == "one_shot" and hidden == 8192 and ranks > 2
+            assert not binary.spills(160 if wide else 16), (hidden, way, binary.stack)
+            assert binary.count(r"griddepcontrol\.wait")
+            if way == "one_shot":  # a thread has two grains, of two or four pieces
+                pieces = (ranks - 1) * (8 if integers else 4)
+                assert binary.count(r"st\.volatile\.global\.v4") == pieces
+                assert binary.count(r"ld\.volatile\.global\.v4") == 2 * pieces
+                assert not binary.count(r"fence")
+            else:
+                assert binary.count(r"fence\.acq_rel\.sys") == ranks, "each peer's row, the result"
+                assert binary.count(r"ld\.acquire\.sys") >= ranks
+                assert binary.count(r"st\.global\S*v4\.b32"), "results leave by 16 bytes"
