@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kernels.bench.shapes import (
+    ALL_REDUCE,
     CPU_FAMILIES,
     FAMILIES,
+    RANKS,
     SHAPES,
     TABLE,
     TUNED,
@@ -29,10 +31,12 @@ else the compiled ops of the CPU.
 
     ptq bench --kernels --table --peers --markdown kernels.md
     ptq bench --kernels w4a16 w8a8 --shapes 4096x4096 --rows 1 64
+    ptq bench --kernels all_reduce --ranks 2
 
 "plain" and "gain" are of the plain Triton kernel where the one that runs has its layouts stated;
 "+ quant" is what quantizing the inputs adds to the op before; "published" are times of other
-kernels on the same device, measured once (kernels/bench/peers/published_peers.json).
+kernels on the same device, measured once (kernels/bench/peers/published_peers.json). The sum over
+GPUs of a host with what follows it, all_reduce, is measured alone, by processes that it starts.
 """
 TUNE = """\
 Measure tiles on this GPU and write the device's table. What it has for other families or shapes is
@@ -55,7 +59,8 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
         "families",
         nargs="*",
         metavar="FAMILY",
-        help=f"default: all; of a GPU {', '.join(FAMILIES)}; of a CPU {', '.join(CPU_FAMILIES)}",
+        help=f"default: all; of a GPU {', '.join(FAMILIES)}; of a CPU {', '.join(CPU_FAMILIES)}; "
+        f"of several GPUs {ALL_REDUCE}",
     )
     parser.add_argument("--device", help="cuda or cpu; default: cuda where torch sees a GPU")
     parser.add_argument("--table", action="store_true", help="of a GPU the rows that matter most")
@@ -65,16 +70,25 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=layer, nargs="+", metavar="NxK", help="of linear layers")
     parser.add_argument("--rows", type=count, nargs="+", metavar="M", help="of linear layers")
     parser.add_argument("--most", type=count, metavar="N", help="cases of a family")
+    parser.add_argument(
+        "--ranks", type=int, choices=RANKS, help="GPUs of all_reduce; default: as many as there are"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     arguments = parser.parse_args(argv)
     if arguments.device not in (None, "cpu", "cuda"):
         parser.error(f"--device: found {arguments.device!r}; allowed are cuda and cpu")
+    if ALL_REDUCE in arguments.families:
+        _check_ranks(parser, arguments)
     for path in (arguments.json, arguments.markdown):
         if path is not None and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}; make it first")
     arguments.device = arguments.device or _found_device()
     arguments.peers |= arguments.device == "cpu"
+    if ALL_REDUCE in arguments.families:
+        return arguments
+    if arguments.ranks:
+        parser.error(f"--ranks: only {ALL_REDUCE} has ranks; name it as the family")
     allowed = families_of(arguments.device, arguments.table)
     unknown = [name for name in arguments.families if name not in allowed]
     if unknown:
@@ -82,6 +96,17 @@ def parse_kernels(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"found family {unknown[0]!r}; allowed{where} are {', '.join(allowed)}")
     arguments.families = tuple(arguments.families) or allowed
     return arguments
+
+
+def _check_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Sums over ranks are measured alone and in their own sizes."""
+    if len(arguments.families) > 1:
+        parser.error(f"found {ALL_REDUCE} beside other families; it is measured alone")
+    if arguments.device == "cpu":
+        parser.error(f"--device: found cpu; {ALL_REDUCE} runs on GPUs")
+    for name in ("table", "peers", "shapes", "rows", "most", "markdown"):
+        if getattr(arguments, name):
+            parser.error(f"--{name}: {ALL_REDUCE} takes --ranks and --json alone")
 
 
 def _found_device() -> str:
@@ -100,6 +125,10 @@ def families_of(device: str, table: bool) -> tuple[str, ...]:
 def kernels(argv: Sequence[str] | None = None) -> int:
     """Print the table; 1 where a result was wrong, 2 where there is nothing to run."""
     arguments = parse_kernels(argv)
+    if ALL_REDUCE in arguments.families:
+        from kernels.devices import run_on_gpu
+
+        return run_on_gpu(lambda device: _measure_sums(arguments))
     from kernels.bench.measure import measure
 
     if arguments.device == "cuda":
@@ -115,6 +144,12 @@ def kernels(argv: Sequence[str] | None = None) -> int:
         print(f"error: {missing}", file=sys.stderr)
         return 2
     return measure(arguments, torch.device("cpu"))
+
+
+def _measure_sums(arguments: argparse.Namespace) -> int:
+    from kernels.bench.all_reduce import measure  # Triton, which is there on a GPU alone
+
+    return measure(arguments)
 
 
 def parse_tune(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,0 +1,259 @@
+"""Sums over ranks (`ptq bench --kernels all_reduce`): each way beside its floor and NCCL.
+
+Ranks are processes with a GPU each. A time is that of a call in a replayed CUDA graph of many, with
+parts that no cache holds; each starts when the one ahead has ended; the median of the slowest rank
+counts. "library" is NCCL and the one-GPU kernel after it, "NCCL alone" its sum alone. The floor is
+that of the bytes: a rank receives the parts of its share of the rows, and the results of the rest,
+as fast as a large copy to a peer goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.bench.ranks import on_ranks
+from kernels.bench.timing import copies_of
+from kernels.triton.collective import reference
+from kernels.triton.collective.all_reduce import AllReduce
+from kernels.triton.collective.choice import BOUNDS, Way
+from kernels.triton.collective.scaling import Scaling
+from kernels.triton.common import alone
+
+SIZES = ((1, 4096), (16, 4096), (1, 8192), (64, 8192), (1024, 8192))  # rows, hidden
+KINDS = (  # types of a part and of what comes out
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.int8),
+    (torch.int32, torch.int8),
+)
+WAYS: tuple[Way, ...] = ("one_shot", "two_shot", "library")
+ALONE = "NCCL alone"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: least where ranks share a GPU, and a call takes many milliseconds."""
+
+    calls: int = 40
+    turns: int = 40
+
+
+@dataclass
+class SumRow:
+    """A sum as measured.
+
+    Attributes:
+        us: Microseconds of each way.
+        chosen: The way that the engine takes.
+        floor: Microseconds that the bytes take over the links.
+    """
+
+    rows: int
+    hidden: int
+    part: str
+    result: str
+    chosen: str
+    floor: float
+    us: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SumCase:
+    """Sums of one size on a rank.
+
+    Attributes:
+        parts: Of this rank, [copies, rows, hidden].
+        all_parts: Of all ranks for the first call.
+    """
+
+    reduce: AllReduce
+    parts: Tensor
+    all_parts: Tensor
+    residual: Tensor
+    weight: Tensor
+    scale: Tensor | None
+    dtype: torch.dtype
+    scaling: Scaling | None
+
+    @classmethod
+    def of(cls, reduce: AllReduce, rows: int, kinds: tuple[torch.dtype, torch.dtype]) -> SumCase:
+        """Drawn from one seed on all ranks."""
+        sizes, device = reduce.memory.sizes, torch.device("cuda", torch.cuda.current_device())
+        draw, (kind, dtype) = torch.Generator(device).manual_seed(rows), kinds
+        shape = (rows, sizes.hidden)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=draw, device=device)
+
+        parts = normal(sizes.ranks, *shape)
+        parts = (parts * 3000).to(kind) if kind == torch.int32 else parts.to(kind)
+        factors = normal(sizes.hidden).abs() * 1e-2
+        copies = copies_of(parts[0].nbytes, most=8)
+        one = torch.full((1,), 0.03, device=device)
+        return cls(
+            reduce, parts[reduce.memory.rank].expand(copies, -1, -1).contiguous(), parts,
+            normal(*shape).bfloat16(), normal(sizes.hidden).bfloat16(),
+            one if dtype == torch.int8 else None, dtype,
+            Scaling(one, factors) if kind == torch.int32 else None,
+        )  # fmt: skip
+
+    def call(self, i: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The i-th call, by the way that is set."""
+        return self.reduce.add_rms_norm(
+            self.parts[i % len(self.parts)], self.residual, self.weight, 1e-5, self.scale,
+            self.dtype, scaling=self.scaling,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise ValueError where a result is off."""
+        kept = self.parts[0].clone()
+        rows, _, total = self.call(0)
+        torch.cuda.synchronize()
+        self.reduce.check()
+        self.parts[0].copy_(kept)  # the library sums in place
+        wanted, _, sums = reference.add_rms_norm(
+            list(self.all_parts), self.residual, self.weight, 1e-5, self.scale, self.dtype,
+            scaling=self.scaling,
+        )  # fmt: skip
+        off = (total.float() - sums.float()).abs().max() / sums.float().abs().max()
+        rows_off = (rows.float() - wanted.float()).abs().max()
+        bound = 2.0 if self.dtype == torch.int8 else 0.05 * wanted.float().abs().max()
+        if not (off < 0.02 and rows_off <= bound):
+            way = self.reduce.way
+            raise ValueError(f"{way} of {tuple(total.shape)}: off by {off:.3g} and {rows_off:.3g}")
+
+    def floor(self, rate: float) -> float:
+        """Microseconds by the bytes at so many bytes a microsecond."""
+        ranks, elements = self.reduce.memory.sizes.ranks, self.residual.numel()
+        nbytes = self.parts.itemsize + self.dtype.itemsize + self.residual.itemsize
+        return (ranks - 1) / ranks * elements * nbytes / rate
+
+
+def on_a_rank(
+    rank: int, device: torch.device, sizes: tuple[tuple[int, int], ...]
+) -> tuple[float, list[SumRow]]:
+    """What one rank measures: bytes a microsecond to its neighbour, and a row a case."""
+    group = dist.group.WORLD
+    assert group is not None
+    own_gpus = dist.get_backend() == "nccl"
+    effort, rate, rows = Effort() if own_gpus else Effort(2, 2), 0.0, []
+    for hidden in dict.fromkeys(hidden for _, hidden in sizes):
+        counts = [count for count, size in sizes if size == hidden]
+        reduce = AllReduce.over(group, device, max(counts), hidden)
+        rate = rate or copy_rate(reduce, effort)
+        for count in counts:
+            for kinds in KINDS:
+                rows.append(row_of(SumCase.of(reduce, count, kinds), rate, effort, own_gpus))
+    return rate, rows
+
+
+def row_of(case: SumCase, rate: float, effort: Effort, own_gpus: bool) -> SumRow:
+    """Every way of a case, and NCCL."""
+    reduce, (_, count, hidden) = case.reduce, case.parts.shape
+    kind, dtype = (str(each)[6:] for each in (case.parts.dtype, case.dtype))
+    chosen = reduce.way_of(case.parts[0], case.dtype)
+    row = SumRow(count, hidden, kind, dtype, chosen, case.floor(rate))
+    for way in WAYS:
+        if (way == "one_shot" and count > reduce.memory.sizes.few) or (
+            way == "library" and not own_gpus  # gloo is not captured
+        ):
+            continue
+        reduce.way = way
+        case.check()
+        row.us[way] = timed(case.call, effort)
+    reduce.way = None
+    if own_gpus:
+        floats = case.parts if case.scaling is None else case.parts.clone()
+        row.us[ALONE] = timed(lambda i: dist.all_reduce(floats[i % len(floats)]), effort)
+    return row
+
+
+def timed(call: Callable[[int], Any], effort: Effort) -> float:
+    """Microseconds of a call on this rank: the median of replays that all ranks start at once."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with alone():
+        for i in range(2):
+            call(i)
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(effort.calls):
+                call(i)
+    taken = []
+    for _ in range(effort.turns):
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(start.elapsed_time(end) * 1e3 / effort.calls)
+    return statistics.median(taken)
+
+
+def copy_rate(reduce: AllReduce, effort: Effort) -> float:
+    """Bytes a microsecond of a large copy to the next rank, while all copy."""
+    memory = reduce.memory
+    there = memory.views("totals", torch.uint8)[(memory.rank + 1) % memory.sizes.ranks]
+    here = torch.empty_like(there)
+    taken = timed(lambda i: there.copy_(here), effort)
+    return there.nbytes / taken
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Measure on so many ranks, print a table, and write it where asked to; 0."""
+    ranks = arguments.ranks or default_ranks(torch.cuda.device_count())
+    start = time.monotonic()
+    found = on_ranks(ranks, on_a_rank, SIZES)
+    rate = min(rate for rate, _ in found)
+    rows = [slowest(list(same)) for same in zip(*(rows for _, rows in found), strict=True)]
+    shared = torch.cuda.device_count() < ranks
+    print(*lines(ranks, rate, rows, shared), sep="\n")
+    print(f"- {time.monotonic() - start:.0f} s")
+    if arguments.json is not None:
+        told = {"ranks": ranks, "shared_gpu": shared, "rate": rate, "rows": list(map(asdict, rows))}
+        arguments.json.write_text(json.dumps(told, indent=2), encoding="utf-8")
+    return 0
+
+
+def default_ranks(gpus: int) -> int:
+    """The most that kernels are for and GPUs are there for; two where there is one GPU."""
+    return max((ranks for ranks in BOUNDS if ranks <= gpus), default=2)
+
+
+def slowest(rows: list[SumRow]) -> SumRow:
+    """One case as its slowest rank saw it."""
+    first = rows[0]
+    first.us = {way: max(row.us[way] for row in rows) for way in first.us}
+    return first
+
+
+def lines(ranks: int, rate: float, rows: list[SumRow], shared: bool) -> Iterator[str]:
+    """The table."""
+    yield f"{torch.cuda.get_device_name()}, {ranks} ranks, copy to a peer {rate / 1e3:.0f} GB/s"
+    if shared:
+        yield "- ranks take turns on one GPU: results are checked, times mean nothing"
+    titles = (*WAYS, ALONE)
+    yield f"{'rows x hidden':>14} {'part -> result':>20} {'floor':>8}" + "".join(
+        f"{title:>12}" for title in titles
+    )
+    for row in rows:
+        cells = "".join(
+            f"{row.us[way]:>11.1f}{'*' if way == row.chosen else ' '}" if way in row.us
+            else f"{'-':>11} " for way in titles
+        )  # fmt: skip
+        yield (
+            f"{f'{row.rows} x {row.hidden}':>14} {f'{row.part} -> {row.result}':>20} "
+            f"{row.floor:>8.1f}{cells}"
+        )
+    yield "- microseconds; * is the way that the engine takes"

@@ -1,0 +1,95 @@
+"""Ranks of this machine's GPUs in processes, to measure and to test sums over them."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SECONDS = 300.0  # after which ranks that have not answered are ended
+
+
+def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """work(rank, device, *arguments) in a process for each rank, in a group of all of them.
+
+    Ranks have a GPU each and NCCL between them, or, where there are fewer GPUs, the first GPU, in
+    turns, and gloo: results are right then, times mean nothing.
+
+    Args:
+        count: Of ranks.
+        work: A function of a module; its results must be picklable.
+        arguments: Picklable.
+
+    Returns:
+        What each rank's call returned.
+
+    Raises:
+        RuntimeError: a rank failed, ended, or took longer than `SECONDS`; all are ended then.
+    """
+    context = mp.get_context("spawn")
+    with TemporaryDirectory() as folder:
+        answers = context.Queue()
+        common = (count, str(Path(folder) / "ranks"), answers, work, arguments)
+        processes = [context.Process(target=_run, args=(rank, *common)) for rank in range(count)]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, answers)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(processes: list[Any], answers: Any) -> list[Any]:
+    found: dict[int, Any] = {}
+    end = time.monotonic() + SECONDS
+    while len(found) < len(processes):
+        with suppress(queue.Empty):
+            rank, failed, result = answers.get(timeout=0.5)
+            if failed:
+                raise RuntimeError(f"rank {rank} failed:\n{result}")
+            found[rank] = result
+        for rank, process in enumerate(processes):
+            if rank not in found and process.exitcode not in (None, 0):
+                raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
+        if time.monotonic() > end:
+            late = [rank for rank in range(len(processes)) if rank not in found]
+            raise RuntimeError(f"ranks {late} did not answer within {SECONDS:g} seconds")
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _run(
+    rank: int,
+    count: int,
+    store: str,
+    answers: Any,
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    shared = torch.cuda.device_count() < count
+    if shared:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device("cuda", 0 if shared else rank)
+    try:
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "gloo" if shared else "nccl", init_method=f"file://{store}", rank=rank,
+            world_size=count, device_id=None if shared else device,
+        )  # fmt: skip
+        answers.put((rank, False, work(rank, device, *arguments)))
+    except Exception:  # whoever started the ranks is told
+        answers.put((rank, True, traceback.format_exc()))
+    answers.close()
+    answers.join_thread()
+    time.sleep(SECONDS)  # peers may still read this rank's memory; whoever started it ends it
