@@ -91,6 +91,8 @@ def test_w4a8_of_two_levels_equals_its_twin_bit_for_bit(group, workspace):
             if outputs % tile.outputs == 0 and (tile.splits == 1 or outputs * rows < 4e6):
                 got = weight.run(x, own, workspace, torch.bfloat16, tile=tile)
                 assert torch.equal(got, wanted), (rows, tile)
+                sums = weight.run(x, own, workspace, torch.int32, tile=tile)
+                assert torch.equal(sums.float(), exact), (rows, tile)
                 assert not workspace.arrivals.any()
         assert torch.equal(weight.run(x, own, workspace), wanted)
 

@@ -59,15 +59,17 @@ def test_weights_go_through_registers_and_products_do_not_wait(family):
 
 
 @pytest.mark.parametrize(
-    ("tile", "groups"),
+    ("tile", "groups", "result"),
     [
-        pytest.param((256, 128, 4, 5), 8, marks=pytest.mark.every_triton),
-        ((128, 256, 1, 4), 32),
-        ((128, 64, 1, 6), 1),
+        pytest.param((256, 128, 4, 5), 8, torch.bfloat16, marks=pytest.mark.every_triton),
+        ((128, 256, 1, 4), 32, torch.bfloat16),
+        ((128, 256, 1, 4), 32, torch.int32),
+        ((128, 64, 1, 6), 1, torch.bfloat16),
+        ((128, 64, 1, 6), 1, torch.int32),
     ],
 )
 @compiled
-def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups):
+def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups, result):
     from kernels.triton.common import Workspace
     from kernels.triton.linear.w4a8 import pack_w4a8
     from kernels.triton.tuning import Tile
@@ -76,7 +78,7 @@ def test_sums_of_two_levels_stay_in_the_tensor_cores(tile, groups):
     q, x = torch.zeros(512, 1024, dtype=torch.int8), torch.zeros(200, 1024, dtype=torch.int8)
     weight = pack_w4a8(q, torch.arange(groups).expand(512, groups) % 16 + 1.0, torch.zeros(512))
     with building_for(90) as built:
-        weight.run(x, torch.ones(1), workspace, tile=Tile(*tile, 8, True))
+        weight.run(x, torch.ones(1), workspace, result, tile=Tile(*tile, 8, True))
     (binary,) = built
     assert not binary.spills(predicates=8), "no part of a sum; those are kept from tile to tile"
     assert binary.shared <= SHARED

@@ -158,13 +158,16 @@ def compute(
 def store_exact(
     acc, place, ends, staged, M, PER_ROW: gl.constexpr, BIAS: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """Scale the sums of 64 outputs and store them, as many rows at a time as are staged."""
+    """Sums of 64 outputs to memory, scaled unless as integers, in pieces of as many rows as are
+    staged."""
     out, x_scale, unit, bias, parts, arrivals = ends
     row, column = place
     PIECE: gl.constexpr = staged.shape[0]
     sums = cut(acc >> 4 if GROUPS == 0 else acc, PIECE)
     for k in gl.static_range(len(sums)):
-        y = scaled(sums[k], (row + k * PIECE, column), ends, M, PER_ROW, BIAS)
+        y = sums[k]
+        if out.dtype != gl.int32:
+            y = scaled(y, (row + k * PIECE, column), ends, M, PER_ROW, BIAS)
         store(y, (row + k * PIECE, column), out, staged)
 
 

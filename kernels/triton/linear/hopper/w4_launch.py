@@ -45,7 +45,8 @@ class Levels:
 def takes(weight: GroupedWeight, levels: Levels, dtype: torch.dtype) -> bool:
     """Whether the kernel for many rows can have this weight and give results of this type."""
     fits = weight.group == BLOCK or levels.unit is not None
-    return fits and not weight.zero_points and dtype in FLOATS
+    gives = dtype in FLOATS or (dtype == torch.int32 and weight.exact)
+    return fits and not weight.zero_points and gives
 
 
 @cache
@@ -115,7 +116,7 @@ def launch_w4(weight: GroupedWeight, levels: Levels, product: Product, tile: Til
         takes(weight, levels, out.dtype),
         f"groups of {weight.group} inputs, zero points: {weight.zero_points}, results in "
         f"{out.dtype}; {tile} is for groups of {BLOCK} or scales of two levels, without zero "
-        "points, and for results of 16 bits",
+        "points, and for results of 16 bits, or int32 of two levels",
     )
     require(
         tile.outputs % 128 == 0 and outputs % tile.outputs == 0,
@@ -133,7 +134,7 @@ def launch_w4(weight: GroupedWeight, levels: Levels, product: Product, tile: Til
         describe(x, [tile.rows, 128 // x.itemsize]),
         describe(words, [tile.outputs // 2, words.shape[1]]),
         describe(levels.loaded.view(-1), [tile.outputs * max(1, levels.each)]),
-        describe(out, [min(tile.rows, 64) if integers else 32, 64]),
+        describe(out, [min(tile.rows, 128 // out.itemsize) if integers else 32, 64]),
         product.x_scale, levels.unit, weight.bias, parts, workspace.arrivals,
         rows, outputs, tiles, groups, row_tiles, cut, share, STAGES=tile.stages,
         EXACT=exact, FP4=fp4, GROUPS=levels.each, PLACES=1 if integers or tile.rows > 128 else 2,
