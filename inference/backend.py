@@ -138,6 +138,10 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
         """Memory that a cache could have now."""
         ...
 
+    def check_alive(self) -> None:
+        """Raise EngineEndedError where a process that runs a part of a model is gone."""
+        ...
+
     def close(self) -> None:
         """End the processes that run parts of a model."""
         ...

@@ -181,6 +181,10 @@ class Engine:
         )
         return cls(checkpoint, tokenizer, sizes, backend, quantized_kv=quantized_kv)
 
+    def check_alive(self) -> None:
+        """Raise EngineEndedError where a process that the engine needs is gone."""
+        self.backend.check_alive()
+
     def close(self) -> None:
         """End the processes that run parts of the model, if there are any; nothing runs then."""
         self.backend.close()

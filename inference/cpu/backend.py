@@ -103,6 +103,9 @@ class CpuBackend:
         """Memory that the system has left."""
         return available_bytes()
 
+    def check_alive(self) -> None:
+        """No other process is needed."""
+
     def close(self) -> None:
         """No other process runs a part of a model."""
 

@@ -146,6 +146,9 @@ class TritonBackend:
         """Memory of the GPU that nobody holds."""
         return free_bytes(self.device)
 
+    def check_alive(self) -> None:
+        """No other process is needed."""
+
     def close(self) -> None:
         """No other process runs a part of a model."""
 

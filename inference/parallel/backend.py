@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -52,14 +53,19 @@ from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, read_shape
 from kernels.attention_inputs import KVPool
 
+MEETING = "meeting the other ranks"
+SOON = timedelta(seconds=30)  # in which ranks that have all come find each other
+LONG = timedelta(hours=1)  # for the first one to come, with whose end all others end
+
 
 def join(spec: RankSpec, progress: Progress) -> GlooGroup:
-    """Meet the other ranks; all of them come here."""
-    progress.doing = "meeting the other ranks"
+    """Meet the other ranks; the first comes when all others have."""
+    progress.doing = MEETING
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
     store = FileStore(spec.meeting, spec.ranks)
+    store.set_timeout(LONG if spec.rank else SOON)
     group = GlooGroup(gloo(store, spec.rank, spec.ranks, options))
     group.progress = progress
     group.smallest(0)
@@ -192,6 +198,7 @@ class FirstBackend:
             torch.set_num_threads(first.threads)
             try:
                 with self.ranks.together("loading its part of the model"):
+                    self.ranks.wait_for(MEETING)
                     group = join(first, progress)
                     self._loader = RankLoader(
                         self._inner, checkpoint, whole, shard, group, config, self.ranks.check
@@ -254,6 +261,10 @@ class FirstBackend:
     def ran_out(self, error: Exception) -> bool:
         """Where memory runs out amid a step, the ranks have ended."""
         return False
+
+    def check_alive(self) -> None:
+        """Raise EngineEndedError where a rank has failed."""
+        self.ranks.check()
 
     def close(self) -> None:
         """End the other ranks."""

@@ -164,6 +164,16 @@ class Ranks:
         if self._closed.is_set():
             raise EngineEndedError("the engine's ranks have been ended; make a new engine")
 
+    def wait_for(self, doing: str) -> None:
+        """Wait until all have come to something.
+
+        Raises:
+            EngineEndedError: one has failed.
+        """
+        while any(other.beat.doing != doing for other in self._others):
+            self.check()
+            self._closed.wait(0.02)
+
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
         """Do something that all ranks do at once; where it fails, the ranks end.

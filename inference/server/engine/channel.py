@@ -68,8 +68,8 @@ class Channel:
         self._selector = selectors.DefaultSelector()
         self._selector.register(end, selectors.EVENT_READ)
 
-    def receive(self, *, wait: bool) -> list[ToEngine]:
-        """All messages that are there; with `wait`, at least one.
+    def receive(self, *, wait: bool, seconds: float | None = None) -> list[ToEngine]:
+        """All messages that are there; with `wait`, at least one, unless none comes for `seconds`.
 
         Raises:
             HttpGone: none will come.
@@ -78,10 +78,10 @@ class Channel:
             behind = self._flush()
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wait and behind else 0)
             self._selector.modify(self._socket, events)
-            ready = self._selector.select(None if wait else 0)
+            ready = self._selector.select(seconds if wait else 0)
             readable = any(found & selectors.EVENT_READ for _, found in ready)
             messages = list(self._read()) if readable else []
-            if messages or not wait:
+            if messages or not wait or not ready:
                 return messages
 
     def send(self, message: FromEngine) -> None:

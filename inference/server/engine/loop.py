@@ -30,6 +30,7 @@ from inference.server.messages import (
 from inference.speculate.counts import DraftCounts
 from kernels.attention_inputs import KV_BLOCK
 
+LOOK = 1.0  # seconds; so often an idle engine is looked at
 MOST_FAILURES = 3  # steps in a row that fail before the engine is given up
 DEVICE_FAULTS = ("CUDA error", "Triton Error [CUDA]")  # after which a process can use no GPU
 
@@ -58,7 +59,9 @@ class EngineLoop:
         """
         self._channel.send(Ready(describe(self._engine)))
         while True:
-            messages = self._channel.receive(wait=not self._engine.has_unfinished)
+            idle = not self._engine.has_unfinished
+            messages = self._channel.receive(wait=idle, seconds=LOOK)
+            self._engine.check_alive()
             for message in messages:
                 self._take(message)
             if self._engine.has_unfinished:

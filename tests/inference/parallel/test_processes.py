@@ -98,6 +98,19 @@ def test_a_rank_that_dies_or_stops_ends_the_engine(sent, told, within, tiny_llam
         engine.generate([[5, 6, 7]])
 
 
+def test_a_rank_that_dies_before_it_has_met_the_others(tiny_llama):
+    checkpoint, config = Checkpoint.open(tiny_llama), EngineConfig(tensor_parallel=2)
+
+    def killed(*args):
+        process = RankProcess(*args)
+        process.kill()
+        return process
+
+    backend = FirstBackend(CpuBackend(), partial(Checkpoint.open, tiny_llama), config, killed)
+    with pytest.raises(EngineEndedError, match="of 2 died with exit code -9; .* while starting"):
+        Engine(checkpoint, load_tokenizer(tiny_llama), config, backend)
+
+
 def test_a_rank_that_cannot_load_ends_the_engine(tiny_llama):
     checkpoint, config = Checkpoint.open(tiny_llama), EngineConfig(tensor_parallel=2)
     broken = partial(Checkpoint.open, tiny_llama / "nowhere")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from formats.errors import EngineError, RequestError
+from formats.errors import EngineEndedError, EngineError, RequestError
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import NOT_FINITE
@@ -53,6 +53,9 @@ class ScriptedEngine:
 
     def check_integrity(self) -> None:
         self.checked += 1
+
+    def check_alive(self) -> None:
+        """Nothing else is needed."""
 
     def advance(self) -> StepResult:
         try:
@@ -244,3 +247,30 @@ def test_an_idle_engine_tells_that_blocks_came_back(http):
     channel.close(None, 1)
     sent = list(Unframer().feed(http._end.recv(2**16)))[1:]
     assert [(m.names, m.stats.blocks_used) for m in sent] == [(["a"], 1), ([], 0)]
+
+
+def test_an_idle_engine_that_has_ended_ends_the_loop(http, monkeypatch):
+    """No request comes, whose step would fail."""
+
+    class Ended(ScriptedEngine):
+        has_unfinished = False
+
+        def check_alive(self) -> None:
+            raise EngineEndedError("rank 1 died")
+
+    monkeypatch.setattr("inference.server.engine.loop.LOOK", 0.01)
+    channel = Channel(http._engine_end)
+    with pytest.raises(EngineEndedError, match="rank 1 died"):
+        EngineLoop(Ended(), channel).run()
+    channel.close(None, 1)
+
+
+def test_a_step_that_ends_the_engine_ends_the_loop(http):
+    def ends(_: list[str]) -> StepResult:
+        raise EngineEndedError("rank 1 died")
+
+    http.send(submit("a"))
+    channel = Channel(http._engine_end)
+    with pytest.raises(EngineEndedError, match="rank 1 died"):
+        EngineLoop(ScriptedEngine(ends, tokens), channel).run()
+    channel.close(None, 1)
