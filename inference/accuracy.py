@@ -140,19 +140,40 @@ def compare(
         RequestError: there is no sequence, or one has no token to predict.
         EngineError: logits hold NaN or infinity, or the vocabularies differ.
     """
+    check_sequences(sequences)
+    shown = bar(sequences, title="Comparing", unit="sequence", shown=progress)
+    return summarize([score(original, quantized, ids, i) for i, ids in enumerate(shown)])
+
+
+def check_sequences(sequences: Sequence[Tensor]) -> None:
+    """Refuse what tells nothing of two models.
+
+    Raises:
+        RequestError: there is no sequence, or one has no token to predict.
+    """
     short = [i for i, ids in enumerate(sequences) if len(ids) < 2]
     if short or not sequences:
         found = f"sequence {short[0]} has fewer than 2 tokens" if short else "there are none"
         raise RequestError(
             f"sequences: {found}; a comparison needs at least one, of 2 tokens or more", "sequences"
         )
-    scores = []
-    shown = bar(sequences, title="Comparing", unit="sequence", shown=progress)
-    for i, ids in enumerate(shown):
-        both = original.score(ids), quantized.score(ids)
-        _check_logits(*both, where=f"sequence {i} ({len(ids)} tokens)")
-        scores.append(compare_logits(*both, ids))
-    return summarize(scores)
+
+
+def score(original: Scorer, quantized: Scorer, ids: Tensor, number: int) -> SequenceScores:
+    """What both engines predict for one sequence.
+
+    Args:
+        original: The reference.
+        quantized: What is judged.
+        ids: Token ids, int64 [T].
+        number: Of the sequence, for the error's text.
+
+    Raises:
+        EngineError: logits hold NaN or infinity, or the vocabularies differ.
+    """
+    both = original.score(ids), quantized.score(ids)
+    _check_logits(*both, where=f"sequence {number} ({len(ids)} tokens)")
+    return compare_logits(*both, ids)
 
 
 def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> SequenceScores:

@@ -254,7 +254,8 @@ def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
     elif solves and isinstance(recipe.device, DevicesSpec) and recipe.device.gpus:
         yield from _check_gpus(recipe.device.gpus)
     try:
-        check_device(recipe.report.device)
+        for device in recipe.report.devices:
+            check_device(device)
     except ValueError as error:
         yield ("report", "device"), str(error)
 

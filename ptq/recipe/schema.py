@@ -298,8 +298,26 @@ class ReportSpec(Strict):
     """Prompts from the evaluation text that both models complete, to be read side by side."""
     peers: tuple[PeerChoice, ...] = ()
     """Other tools that quantize the same model, shown beside our run: a name each, or a mapping."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where both models run to be compared."""
+    device: Literal["cpu", "cuda"] | DevicesSpec = "cpu"
+    """Where both models run to be compared. `{gpus: 4}` spreads the sequences over four GPUs, each
+    with both models; all else is measured on the first of them.
+    """
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where they run, by torch's names."""
+        if isinstance(self.device, str):
+            return (self.device,)
+        return tuple(f"cuda:{index}" for index in range(self.device.gpus or 1))
+
+    @field_validator("device")
+    @classmethod
+    def _only_gpus(cls, device: str | DevicesSpec) -> str | DevicesSpec:
+        if isinstance(device, DevicesSpec) and device.gpus is None:
+            raise ValueError(
+                "found cpus; both models run on the processor as a whole: give cpu, or gpus"
+            )
+        return device
 
     @field_validator("peers")
     @classmethod

@@ -16,7 +16,7 @@ from formats.errors import CheckpointError, EngineError
 from formats.later import later
 from formats.modeling.layers import attention_names
 from formats.tokenizer import load_tokenizer
-from inference.accuracy import Accuracy, compare
+from inference.accuracy import Accuracy
 from inference.bench.figures import environment
 from inference.bench.load import Load, run_once
 from inference.bench.turns import measure_in_turns
@@ -27,6 +27,7 @@ from ptq.evaluate import figures
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
+from ptq.pipeline.comparison import compare_on
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import ReportSpec, SpeedSpec
@@ -97,7 +98,7 @@ def measure(
         ),
         scale_table=result.scale_table,
         outliers=tuple(activation_outliers(Statistics.load(statistics))),
-        environment=environment(recipe.report.device),
+        environment=environment(recipe.report.devices[0]),
         seconds=seconds,
         recipe=resolved_yaml(recipe),
         budget=None if ordered is None else ordered.record,
@@ -118,11 +119,11 @@ def _run_both(
     report, sequences = plan.recipe.report, evaluation.sequences()
     config = engine_config(evaluation, report.speed)
     with watch.phase("loading both models"):
-        path = plan.recipe.model.folder
-        original = Engine.from_pretrained(path, config=config, device=report.device)
-        quantized = Engine.from_pretrained(result.checkpoint, config=config, device=report.device)
+        original, quantized = _both(result, plan, config, report.devices[0])
     with watch.phase("comparison"):
-        accuracy = known or compare(original, quantized, sequences, progress=progress)
+        load = partial(_known_or_loaded, (original, quantized), result, plan, config)
+        accuracy = known or compare_on(report.devices, load, sequences, progress=progress)
+        del load  # which holds both
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
     with watch.phase("completions"):
@@ -158,6 +159,26 @@ def _run_both(
                 plan, unrounded, quantized, chosen, expected, progress=progress
             )
     return measured
+
+
+def _both(
+    result: QuantizationResult, plan: Plan, config: EngineConfig, device: str
+) -> tuple[Engine, Engine]:
+    """The original and the quantized model on a device."""
+    original = Engine.from_pretrained(plan.recipe.model.folder, config=config, device=device)
+    return original, Engine.from_pretrained(result.checkpoint, config=config, device=device)
+
+
+def _known_or_loaded(
+    first: tuple[Engine, Engine],
+    result: QuantizationResult,
+    plan: Plan,
+    config: EngineConfig,
+    device: str,
+) -> tuple[Engine, Engine]:
+    """Both models on a device, those of the first device as they are."""
+    is_first = device == plan.recipe.report.devices[0]
+    return first if is_first else _both(result, plan, config, device)
 
 
 def _attribution(

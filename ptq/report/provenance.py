@@ -38,7 +38,7 @@ class Provenance(Strict):
 
 def provenance_of(recipe: Recipe, checkpoint: Path) -> Provenance:
     """What a report of this recipe's run is made of, now and here."""
-    machine = environment(recipe.report.device)
+    machine = environment(recipe.report.devices[0])
     return Provenance(
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         model=recipe.model.told,

@@ -26,7 +26,7 @@ from formats.checkpoint.targets import is_ignored
 from formats.errors import RecipeError
 from formats.families.names import HEAD
 from formats.progress import say
-from inference.accuracy import Accuracy, compare
+from inference.accuracy import Accuracy
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
@@ -36,6 +36,7 @@ from ptq.methods.registry import METHODS, view_of
 from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, RECIPE_FILE
 from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
+from ptq.pipeline.comparison import compare_on
 from ptq.pipeline.device import device_of
 from ptq.pipeline.key import run_key
 from ptq.plan.plan import Plan, build_plan
@@ -268,11 +269,12 @@ class _Search:
             kv_blocks=blocks_for(longest),
             prefix_cache=False,
         )
-        both = [
-            Engine.from_pretrained(folder, config=config, device=recipe.report.device)
-            for folder in (recipe.model.folder, checkpoint)
-        ]
-        return compare(both[0], both[1], sequences, progress=self.progress)
+
+        def both(device: str) -> tuple[Engine, Engine]:
+            original = Engine.from_pretrained(recipe.model.folder, config=config, device=device)
+            return original, Engine.from_pretrained(checkpoint, config=config, device=device)
+
+        return compare_on(recipe.report.devices, both, sequences, progress=self.progress)
 
 
 def choices(
