@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+# Streams that wait for each other must not share a queue of the device, of which there are 8 else;
+# it is read when the first of the tests uses the GPU.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @pytest.fixture(scope="module")

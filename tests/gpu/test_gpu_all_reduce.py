@@ -27,12 +27,15 @@ class Streams:
         self.streams = [torch.cuda.Stream() for _ in range(ranks)]
 
     def compile(self, call) -> None:
-        """Each rank alone: kernels are loaded while none waits. It gives up, and all is reset."""
-        for rank, reduce in enumerate(self.reduces):
-            reduce.patience, patience = 1e-4, reduce.patience
-            call(rank, reduce)
+        """Each rank alone: kernels are loaded, and memory is had, while none waits. It gives up,
+        and all is reset."""
+        torch.cuda.synchronize()
+        for rank, (reduce, stream) in enumerate(zip(self.reduces, self.streams, strict=True)):
+            reduce.patience = 1e-3
+            with torch.cuda.stream(stream):
+                call(rank, reduce)
             torch.cuda.synchronize()
-            reduce.patience = patience
+            reduce.patience = 5.0
         for reduce in self.reduces:
             reduce._counts.zero_(), reduce._fault.zero_()
             for region in reduce.memory.regions:
@@ -52,8 +55,7 @@ class Streams:
 
 
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 16), (4, 5), (8, 1)])
 def test_floats_are_added_in_the_order_of_ranks(ranks, way, rows):
     parts = parts_of(ranks, rows, HIDDEN, False, seed=rows).cuda()
     residual, weight = (torch.randn(n, HIDDEN, device="cuda").bfloat16() for n in (rows, 1))
@@ -65,7 +67,7 @@ def test_floats_are_added_in_the_order_of_ranks(ranks, way, rows):
         (None, torch.int8, None),
         (None, torch.float8_e4m3fn, 128),
         (None, torch.bfloat16, None),
-    ):
+    )[: 4 if ranks < 8 else 1]:
         arguments = (residual, weight[0], 1e-5, scale, dtype, group)
         call = lambda rank, reduce, a=arguments: reduce.add_rms_norm(parts[rank], *a)  # noqa: E731
         streams.compile(call)

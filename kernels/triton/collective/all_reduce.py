@@ -28,6 +28,7 @@ from kernels.triton.common import require, storage
 from kernels.triton.rows import LARGEST_ROW, QUANTIZED, launch_shape, outputs_of
 
 PATIENCE = 60.0  # seconds that a kernel waits for a rank
+LONGEST = 2000.0  # seconds whose microseconds an int32 holds
 FLOATS = (torch.bfloat16, torch.float16)
 
 
@@ -61,6 +62,10 @@ class AllReduce:
         require(
             sizes.hidden % 8 == 0 and 0 < sizes.hidden <= LARGEST_ROW,
             f"rows are of {sizes.hidden}; needed is a multiple of 8, {LARGEST_ROW} at most",
+        )
+        require(
+            0 < self.patience < LONGEST,
+            f"patience is {self.patience} s; needed is more than 0 and less than {LONGEST:g}",
         )
         rows = max(sizes.few, sizes.most)
         self._counts = torch.zeros((3, rows), dtype=torch.int32, device=device)
@@ -226,8 +231,8 @@ class AllReduce:
         )  # fmt: skip
 
     def _watch(self) -> tuple[Tensor, int]:
-        """Where a kernel tells that it gave up, and after how many nanoseconds."""
-        return self._fault, int(self.patience * 1e9)
+        """Where a kernel tells that it gave up, and after how many microseconds."""
+        return self._fault, int(self.patience * 1e6)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ def one_shot_kernel(
         x: This rank's parts, as int32.
         words: Of every rank the words that its peers write: int64 [2, ranks, MOST, slot].
         epochs: int32 [MOST], exchanges of each row up to now.
+        fault: int32, where a rank that did not come is told.
+        patience: Microseconds that are waited for one.
         w_scale: fp32 [SIZE] where parts are of integers, else None.
     """
     WORLD: tl.constexpr = len(words)
@@ -140,7 +142,7 @@ def one_shot_kernel(
     if residual is not None and not READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     h = sum_of_ranks(
-        mine, words[RANK], place, step, j, grains, epoch, fault, patience.to(tl.int64),
+        mine, words[RANK], place, step, j, grains, epoch, fault, patience.to(tl.int64) * 1000,
         RANK, WORLD, WORDS, TYPE,
     )  # fmt: skip
     if w_scale is not None:

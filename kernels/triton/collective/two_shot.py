@@ -99,7 +99,7 @@ def two_shot_kernel(
     WORLD: tl.constexpr = len(parts)
     FLOAT: tl.constexpr = totals[0].dtype.element_ty
     number = tl.program_id(0)
-    patience = patience.to(tl.int64)
+    patience = patience.to(tl.int64) * 1000
     wait(OVERLAP)
     announce(OVERLAP)
     if number == rows:
