@@ -26,6 +26,7 @@ from kernels.bench.timing import copies_of
 from kernels.triton.collective import reference
 from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.choice import BOUNDS, Way
+from kernels.triton.collective.memory import Sizes, over_group
 from kernels.triton.collective.scaling import Scaling
 from kernels.triton.common import alone
 
@@ -145,11 +146,11 @@ def on_a_rank(
     group = dist.group.WORLD
     assert group is not None
     own_gpus = dist.get_backend() == "nccl"
-    effort, rate, rows = Effort() if own_gpus else Effort(2, 2), 0.0, []
+    effort, rows = Effort() if own_gpus else Effort(2, 2), []
+    rate = copy_rate(group, device, effort)
     for hidden in dict.fromkeys(hidden for _, hidden in sizes):
         counts = [count for count, size in sizes if size == hidden]
         reduce = AllReduce.over(group, device, max(counts), hidden)
-        rate = rate or copy_rate(reduce, effort)
         for count in counts:
             for kinds in KINDS:
                 rows.append(row_of(SumCase.of(reduce, count, kinds), rate, effort, own_gpus))
@@ -201,12 +202,15 @@ def timed(call: Callable[[int], Any], effort: Effort) -> float:
     return statistics.median(taken)
 
 
-def copy_rate(reduce: AllReduce, effort: Effort) -> float:
+def copy_rate(group: dist.ProcessGroup, device: torch.device, effort: Effort) -> float:
     """Bytes a microsecond of a large copy to the next rank, while all copy."""
-    memory = reduce.memory
-    there = memory.views("totals", torch.uint8)[(memory.rank + 1) % memory.sizes.ranks]
+    ranks = dist.get_world_size(group)
+    memory = over_group(group, device, Sizes(ranks, hidden=8192, few=1, most=1024))
+    there = memory.views("totals", torch.uint8)[(memory.rank + 1) % ranks]
     here = torch.empty_like(there)
     taken = timed(lambda i: there.copy_(here), effort)
+    torch.cuda.synchronize()
+    dist.barrier()  # the memory stays until all have written
     return there.nbytes / taken
 
 
