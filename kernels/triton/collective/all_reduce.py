@@ -52,6 +52,7 @@ class AllReduce:
     _counts: Tensor = field(init=False)  # exchanges of each row: one-shot, two-shot, as waited for
     _fault: Tensor = field(init=False)
     _half: int = field(init=False, default=0)
+    _partial: int = field(init=False, default=0)  # where a sum lies of which ranks have own rows
 
     def __post_init__(self) -> None:
         sizes, device = self.memory.sizes, self.memory.regions[self.memory.rank].device
@@ -135,6 +136,7 @@ class AllReduce:
         residual_ready: bool = False,
         after: Tensor | None = None,
         scaling: Scaling | None = None,
+        whole_sum: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Norm of the sum over ranks + residual; as `kernels.triton.fused.add_rms_norm` gives it.
 
@@ -150,10 +152,12 @@ class AllReduce:
             residual_ready: Whether it was there before the kernel ahead of this started.
             after: Float [hidden], the weight of the norm of the sum before it is added; or None.
             scaling: What makes floats of integers; None for parts of floats.
+            whole_sum: Whether the sum is needed but as the residual of the next call. If not, fewer
+                bytes go over the links: a rank may have the rows alone that it has summed.
 
         Returns:
-            (rows [rows, hidden] in `dtype`, their scales or None, the sum); the call after the next
-            may overwrite them.
+            (rows [rows, hidden] in `dtype`, their scales or None, the sum). The call after the next
+            may overwrite them, and so may the next one where another graph is replayed between.
 
         Raises:
             ValueError: a shape or type does not fit.
@@ -161,9 +165,12 @@ class AllReduce:
         step = _Step(x, residual, weight, eps, scale, dtype, group, residual_ready, after, scaling)
         step.check(self.memory.sizes.hidden, self.dtype)
         way = self.way or self.way_of(x, dtype)
+        if residual is not None and residual.data_ptr() == self._partial:
+            way = "two_shot"  # other ranks have the other rows
+        self._partial, whole = 0, whole_sum or step.ends_in_sum(self.dtype)
         if not len(x) or way == "library":
             return self._by_library(step)
-        return self._one_shot(step) if way == "one_shot" else self._two_shot(step)
+        return self._one_shot(step) if way == "one_shot" else self._two_shot(step, whole)
 
     def way_of(self, x: Tensor, dtype: torch.dtype) -> Way:
         """The way that a part goes, where rows are wanted in a type."""
@@ -186,7 +193,7 @@ class AllReduce:
         )  # fmt: skip
         return total if kept is None else kept, scales, total
 
-    def _two_shot(self, step: _Step) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _two_shot(self, step: _Step, whole: bool) -> tuple[Tensor, Tensor | None, Tensor]:
         memory, (rows, hidden), self._half = self.memory, step.x.shape, 1 - self._half
         most, rank = memory.sizes.most, memory.rank
         require(rows <= most, f"{rows} rows; there is room for {most}")
@@ -200,8 +207,9 @@ class AllReduce:
             memory.views("done", torch.int32), self._counts[1], self._counts[2], *self._watch(),
             *step.factors, step.residual, step.after, step.weight, totals,
             None if outs is None else tuple(map(storage, outs)), scales, step.scale, step.eps,
-            rows, rows, hidden, hidden, RANK=rank, **step.shape(kept),
+            rows, rows, hidden, hidden, RANK=rank, WHOLE=whole, **step.shape(kept),
         )  # fmt: skip
+        self._partial = 0 if whole else totals[rank].data_ptr()
         told = step.scale if scales is None else scales[rank]
         return totals[rank] if kept is None else kept, told, totals[rank]
 

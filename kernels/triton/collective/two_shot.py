@@ -79,7 +79,7 @@ def await_rows(done, seen, rows, fault, patience, RANK: tl.constexpr, WORLD: tl.
 def two_shot_kernel(
     x, parts, arrived, done, turns, seen, fault, patience, x_scale, w_scale, bias,
     residual, after, weight, totals, outs, scales, scale, eps, rows, pitch, slot, SIZE,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, PER_ROW: tl.constexpr,
+    RANK: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, PER_ROW: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row a program, and one for all rows of others.
@@ -92,7 +92,7 @@ def two_shot_kernel(
         done: Of every rank int32 [most rows], the exchange whose result has come.
         turns: int32 [most rows], exchanges of each row up to now, as its program counts them.
         seen: The same, as the last program counts them.
-        totals: Of every rank the sums [rows, SIZE].
+        totals: Of every rank the sums [rows, SIZE]; if not WHOLE, own rows are written alone.
         outs: Of every rank the rows [rows, SIZE]; None where they are the sums.
         scales: Of every rank the scales of rows; None where they have none of their own.
     """
@@ -127,7 +127,8 @@ def two_shot_kernel(
         h = scaled(h, row, i, real, x_scale, w_scale, bias, PER_ROW, FLOAT)
     rounded = added(tl.where(real, h, 0.0), own, before, eps, SIZE, FLOAT)
     for p in tl.static_range(WORLD):
-        tl.store(totals[p] + row * SIZE + i, rounded, mask=real)
+        if WHOLE or p == RANK:
+            tl.store(totals[p] + row * SIZE + i, rounded, mask=real)
     if outs is not None:
         y, bad = normed(rounded.to(tl.float32), w, eps, SIZE)
         for p in tl.static_range(WORLD):

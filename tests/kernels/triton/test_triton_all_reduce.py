@@ -137,6 +137,35 @@ def test_sums_alone_and_other_rows(way):
                 torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-3, atol=1e-3)
 
 
+@interpreted
+def test_a_sum_that_is_a_residual_alone_stays_where_it_is_summed():
+    """The call that takes it goes the same way, whatever the table says."""
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    parts, weight = parts_of(2, 3, False), random(HIDDEN)
+    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)
+
+    def work(rank, reduce):
+        mine, found = [own[rank][:2].contiguous() for own in parts], []
+        for whole in (True, False):
+            reduce.way = "two_shot"
+            _, _, total = reduce.add_rms_norm(mine[0], mine[0], weight, 1e-5, whole_sum=whole)
+            found.append(total.tolist())
+            reduce.way = "one_shot"
+            rows, _, total = reduce.add_rms_norm(mine[1], total, weight, 1e-5)
+            found += as_lists(rows, total)
+            found += as_lists(reduce.add_rms_norm(mine[2], total, weight, 1e-5)[0])
+        return found
+
+    both = on_ranks(reduces, work)
+    for rank, found in enumerate(both):
+        whole, partial = found[:4], found[4:]
+        assert partial[1:] == whole[1:]
+        assert partial[0][rank] == whole[0][rank]
+        assert partial[0][1 - rank] != whole[0][1 - rank]
+    assert both[0][1:4] == both[1][1:4]
+
+
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
 @interpreted
 def test_a_rank_that_does_not_come_is_named(way):
