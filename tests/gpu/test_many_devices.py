@@ -9,19 +9,14 @@ from ptq.pipeline import solver
 from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.workers import InTurn, Task, Workers
 from ptq.recipe.schema import DevicesSpec
-from tests.ptq.pipeline.test_many_devices import RUNS_OF, left_by
-from tests.ptq.quantizing import make_plan, random_tokens
+from tests.ptq.pipeline.test_many_devices import RUNS_OF, left_by, plan_on, samples
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPUS = torch.cuda.device_count()
 
 
 def solved(model, output, name, device):
-    scheme, methods = RUNS_OF[name]
-    plan = make_plan(model, output, scheme, methods=methods)
-    recipe = plan.recipe.model_copy(update={"device": device})
-    plan = plan.model_copy(update={"recipe": recipe})
-    found = quantize_tokens(plan, random_tokens(sequences=18, length=24), progress=False)
+    found = quantize_tokens(plan_on(device, model, output, name), samples(), progress=False)
     return left_by(found)
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from calibrate.data import TokenSet
+from calibrate.spec import SplitSpec
 from formats.errors import RecipeError
 from ptq.methods.awq import AWQSpec
 from ptq.methods.clip import ClipSpec
@@ -27,7 +29,7 @@ from ptq.pipeline.driver import quantize_tokens
 from ptq.pipeline.observing import RUNS, samples_of
 from ptq.pipeline.resume import ResumableRun
 from ptq.pipeline.workers import InTurn, Task, Workers, shares
-from ptq.plan.plan import plan_recipe
+from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.reading import read_recipe
 from ptq.recipe.schema import DevicesSpec
 from ptq.result import QuantizationResult
@@ -45,12 +47,23 @@ RUNS_OF = {
 CPU = torch.device("cpu")
 
 
-def run(model: Path, output: Path, name: str, workers: int) -> QuantizationResult:
+def plan_on(device: str | DevicesSpec, model: Path, output: Path, name: str) -> Plan:
+    """A recipe by its name, for more samples than there are runs of them."""
     scheme, methods = RUNS_OF[name]
     plan = make_plan(model, output, scheme, methods=methods)
-    recipe = plan.recipe.model_copy(update={"device": DevicesSpec(cpus=workers)})
-    plan = plan.model_copy(update={"recipe": recipe})
-    return quantize_tokens(plan, random_tokens(sequences=18, length=24), progress=False)
+    split = SplitSpec(samples=RUNS + 4, sequence_length=16)
+    data = plan.recipe.dataset.model_copy(update={"calibration": split})
+    recipe = plan.recipe.model_copy(update={"device": device, "dataset": data})
+    return plan.model_copy(update={"recipe": recipe})
+
+
+def samples() -> TokenSet:
+    return random_tokens(sequences=RUNS + 4, length=16)
+
+
+def run(model: Path, output: Path, name: str, workers: int) -> QuantizationResult:
+    plan = plan_on(DevicesSpec(cpus=workers), model, output, name)
+    return quantize_tokens(plan, samples(), progress=False)
 
 
 def left_by(result: QuantizationResult) -> tuple[dict[str, bytes], dict]:
