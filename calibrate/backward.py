@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -30,9 +31,11 @@ from torch import Tensor
 
 from calibrate.block import DecoderBlock
 from calibrate.gradients import OUTPUT, STATES, BlockGradients, Gradients, GradientSums
+from calibrate.spread import BlockWorkers, run_size, samples_of
 from calibrate.statistics import Key
 from calibrate.stream import BlockStream
 from calibrate.transfers import to_host
+from calibrate.workers import InTurn
 from formats.files import writing
 
 HEAD_BLOCK = 128  # outputs in a block of G of the layer that gives logits
@@ -115,6 +118,7 @@ def backward(
     inputs: KeptInputs,
     found: Callable[[str, BlockGradients], None],
     step: Callable[[], object] = lambda: None,
+    workers: BlockWorkers | None = None,
 ) -> list[Tensor]:
     """Run samples through a model and back.
 
@@ -126,6 +130,8 @@ def backward(
         found: Called with a full name and what gradients showed there: of the layer that gives
             logits, then of each block, from the last one.
         step: Called after each block, on the way there and on the way back.
+        workers: Devices that take the samples between them, the stream's the first; it alone by
+            default. The head is run there, whatever the others are.
 
     Returns:
         Gradients of each sample's loss at the inputs of the first block: [tokens, hidden].
@@ -134,17 +140,22 @@ def backward(
         RecipeError: activations or gradients hold NaN or infinity.
         CheckpointError: the model is damaged, or takes no gradients.
     """
+    workers = workers or BlockWorkers([stream.device])
     stream.start(list(sequences))
     for index in range(len(stream.blocks)):
         inputs.put(index, stream.inputs)
-        stream.advance(stream.load(index, index + 1))
+        block = stream.load(index, index + 1)
+        workers.take(block)
+        stream.advance(block, workers.outputs())
         step()
     gradients, of_head = head_gradients(stream, sequences)
     found(stream.head_layer, of_head)
     for index in reversed(range(len(stream.blocks))):
         stream.inputs[:] = inputs.take(index)
         block = stream.load(index, index - 1 if index else None)
-        found(block.name, block_gradients(block, gradients, size))
+        workers.take(block)
+        found(block.name, block_gradients(block, gradients, size, workers))
+        workers.leave()
         block.module.to("meta")
         step()
     return gradients
@@ -213,36 +224,82 @@ def fisher_root(probabilities: Tensor, bits: Tensor) -> Tensor:
     return root.sub_(probabilities.mul_(root.sum(dim=-1, keepdim=True)))
 
 
-def block_gradients(block: DecoderBlock, gradients: list[Tensor], size: int) -> BlockGradients:
+def block_gradients(
+    block: DecoderBlock, gradients: list[Tensor], size: int, workers: BlockWorkers | None = None
+) -> BlockGradients:
     """Take gradients through a block.
 
     Args:
         block: With the samples' hidden states before it.
         gradients: Of each sample at its outputs [tokens, hidden]; replaced by those at its inputs.
         size: Most outputs in a block of G.
+        workers: Devices that have the block and take the samples between them; its own by default.
     """
-    sums: dict[Key, GradientSums] = {(name, OUTPUT): GradientSums(size) for name in block.linears}
-    whole = sums[block.name, STATES] = GradientSums(size)
+    if workers is None:
+        workers = BlockWorkers([block.device])
+        workers.take(block)
+    total, turns, length = BlockSums(block, size), InTurn(workers), run_size(len(gradients))
 
-    for sample in range(len(gradients)):
-        whole.observe(sample, gradients[sample].to(block.device))
+    def run(worker: int) -> None:
+        own = workers.block(worker)
+        samples = samples_of(worker, len(gradients), len(workers))
+        for number, group in groupby(samples, key=lambda sample: sample // length):
+            part = BlockSums(own, size)
+            for sample in group:
+                workers.check()
+                gradients[sample] = part.take(sample, gradients[sample])
+            with turns.turn(number):
+                total.merge(part)
+
+    workers.each(f"running gradients back through {block.name}", run)
+    return total.gradients([len(g) for g in gradients])
+
+
+class BlockSums:
+    """What gradients show of one block, gathered sample by sample.
+
+    Args:
+        block: With the samples' hidden states before it.
+        size: Most outputs in a block of G.
+    """
+
+    def __init__(self, block: DecoderBlock, size: int) -> None:
+        self._block, self._size = block, size
+        self._sums: dict[Key, GradientSums] = {}
+
+    def _of(self, name: str, role: str) -> GradientSums:
+        size = self._size if role in (OUTPUT, STATES) else 0
+        return self._sums.setdefault((name, role), GradientSums(size))
+
+    def take(self, sample: int, gradient: Tensor) -> Tensor:
+        """Take a sample's gradient at the block's outputs [tokens, hidden] to its inputs."""
 
         def on_output(
-            name: str,
-            g: Tensor,
-            tokens: Tensor | None,
-            count: int,
-            x: Tensor | None,
-            sample: int = sample,
+            name: str, g: Tensor, tokens: Tensor | None, count: int, x: Tensor | None
         ) -> None:
-            sums[name, OUTPUT].observe(sample, g, tokens, count, x)
+            self._of(name, OUTPUT).observe(sample, g, tokens, count, x)
 
-        def on_kv(role: str, g: Tensor, sample: int = sample) -> None:
-            sums.setdefault((block.attention, role), GradientSums(0)).observe(sample, g)
+        def on_kv(role: str, g: Tensor) -> None:
+            self._of(self._block.attention, role).observe(sample, g)
 
-        gradients[sample] = block.backward(sample, gradients[sample], on_output, on_kv)
-    lengths, found = [len(g) for g in gradients], dict[Key, Gradients]()
-    for (name, role), seen in sums.items():
-        width = block.linears[name].out_features if role == OUTPUT else 0
-        found[name, role] = seen.gradients(name, width, lengths)
-    return BlockGradients(found)
+        self._of(self._block.name, STATES).observe(sample, gradient.to(self._block.device))
+        return self._block.backward(sample, gradient, on_output, on_kv)
+
+    def merge(self, other: BlockSums) -> None:
+        """Add what other samples have shown."""
+        for (name, role), sums in other._sums.items():
+            self._of(name, role).merge(sums)
+
+    def gradients(self, lengths: Sequence[int]) -> BlockGradients:
+        """What was seen of samples with so many tokens each; zeros where nothing was.
+
+        Raises:
+            RecipeError: a gradient was not finite.
+        """
+        linears, found = self._block.linears, dict[Key, Gradients]()
+        for name in linears:
+            self._of(name, OUTPUT)
+        for name, role in sorted(self._sums):
+            width = linears[name].out_features if role == OUTPUT else 0
+            found[name, role] = self._of(name, role).gradients(name, width, lengths)
+        return BlockGradients(found)

@@ -171,6 +171,20 @@ class GradientSums:
             self._sequences[0].addmm_(d.T, d)
             self._sequences[1].addmm_(d, d.T)
 
+    def merge(self, other: GradientSums) -> None:
+        """Add what other samples have shown, on this one's device."""
+        self._weights |= other._weights
+        if self._sums is None or other._sums is None:
+            self._sums = other._sums if self._sums is None else self._sums
+        else:
+            self._sums.add_(other._sums.to(self._sums.device))
+        if self._sequences is None or other._sequences is None:
+            own, others = self._sequences, other._sequences
+            self._sequences = others if own is None else own
+        else:
+            for total, part in zip(self._sequences, other._sequences, strict=True):
+                total.add_(part.to(total.device))
+
     def gradients(self, name: str, width: int, lengths: Sequence[int]) -> Gradients:
         """What was seen, in the host's memory.
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from calibrate.workers import Workers
 from formats.progress import bar
 from inference.accuracy import Accuracy, Scorer, SequenceScores, check_sequences, score, summarize
-from ptq.pipeline.workers import Workers
 
 Pair = tuple[Scorer, Scorer]  # the original and what is judged
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from calibrate.backward import IN_MEMORY, KeptInputs, backward
 from calibrate.gradients import BlockGradients, block_size
+from calibrate.spread import BlockWorkers
 from calibrate.stream import BlockStream
 from formats.errors import CheckpointError
 from formats.files import fsync_path, replace_file, writing
@@ -73,13 +74,19 @@ class GradientStore:
             ) from error
 
     def make(
-        self, stream: BlockStream, sequences: Sequence[Tensor], *, progress: bool = False
+        self,
+        stream: BlockStream,
+        sequences: Sequence[Tensor],
+        workers: BlockWorkers,
+        *,
+        progress: bool = False,
     ) -> None:
         """Run the pass.
 
         Args:
             stream: Of the model; it is spent.
             sequences: Token ids of the samples; see `run_backward`.
+            workers: Devices that take them between them.
             progress: Whether to show a bar.
 
         Raises:
@@ -105,6 +112,7 @@ class GradientStore:
                 inputs=inputs,
                 found=found,
                 step=steps.update,
+                workers=workers,
             )
         with writing(self._folder):
             fsync_path(self._folder)

@@ -1,10 +1,7 @@
 """One pass of the samples through a block, by one or more devices, and what is kept of it.
 
-What is kept is the same, bit for bit, however many devices there are. Maxima and counts are: they
-are integers, or of the samples by themselves. Sums of floats depend on the order of their terms. So
-neighbouring samples form runs, at most `RUNS` of them whatever the number of devices; the second
-moments of a run are summed by the device that takes it, sample by sample, and then added to those
-of the runs before it.
+Maxima and counts of the devices are merged, and second moments added up in the order of the samples
+(`calibrate.spread`): nothing depends on the number of devices.
 """
 
 from __future__ import annotations
@@ -14,27 +11,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from calibrate.spread import run_size, samples_of
 from calibrate.statistics import Statistics
+from calibrate.workers import InTurn, shares
 from formats.errors import RecipeError
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.fisher import WeightedMoments
 from ptq.methods.common.method import Method
 from ptq.methods.common.moments import Moments
 from ptq.pipeline.team import Team
-from ptq.pipeline.workers import InTurn, shares
-
-RUNS = 16
-
-
-def run_size(count: int) -> int:
-    """Samples that form a run, of so many samples."""
-    return -(-count // RUNS)
-
-
-def samples_of(worker: int, count: int, workers: int) -> list[int]:
-    """Which of `count` samples a worker takes: every so manyth run, so that all go on abreast."""
-    size = max(run_size(count), 1)
-    return [i for i in range(count) if i // size % workers == worker]
 
 
 class Pass:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from calibrate.block import DecoderBlock
+from calibrate.spread import in_order_of_samples, samples_of
 from calibrate.transfers import passed_through
 from formats.families.pairs import turning_pairs
 from formats.families.sizes import heads_of
@@ -16,7 +17,7 @@ from ptq.methods.common.block import BlockWork, quantized_block
 from ptq.methods.common.events import Event
 from ptq.methods.common.float_model import FloatModel
 from ptq.methods.common.method import Method
-from ptq.pipeline.observing import Pass, samples_of
+from ptq.pipeline.observing import Pass
 from ptq.pipeline.team import Team
 from ptq.plan.plan import Plan
 
@@ -58,7 +59,7 @@ def quantized_outputs(work: BlockWork, team: Team | None = None) -> list[Tensor]
             return passed_through(own, part.block.forward, part.block.device)
 
     found = team.each(f"running samples through the quantized {work.block.name}", run)
-    return _in_order_of_samples(found, len(inputs))
+    return in_order_of_samples(found, len(inputs))
 
 
 def observe(
@@ -92,7 +93,7 @@ def observe(
     if work.statistics is None:
         work.events += starved_experts(seen.routes())
     seen.close()
-    return _in_order_of_samples(found, len(work.block.inputs))
+    return in_order_of_samples(found, len(work.block.inputs))
 
 
 def _alone(work: BlockWork) -> Team:
@@ -100,16 +101,6 @@ def _alone(work: BlockWork) -> Team:
     team = Team([work.block.device])
     team.take(work.block)
     return team
-
-
-def _in_order_of_samples(found: Sequence[Sequence[Tensor]], count: int) -> list[Tensor]:
-    """What each worker made of its samples, as one list of all samples."""
-    each = {
-        sample: state
-        for worker, states in enumerate(found)
-        for sample, state in zip(samples_of(worker, count, len(found)), states, strict=True)
-    }
-    return [each[sample] for sample in range(count)]
 
 
 def starved_experts(routed: Mapping[str, Tensor]) -> Iterator[Event]:

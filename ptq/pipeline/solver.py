@@ -89,7 +89,7 @@ class BlockSolver:
         if not store.complete:
             with self.watch.phase("backward"):
                 samples = run_backward(sequences, self.recipe.statistics.gradient_tokens)
-                store.make(self.new_stream(), samples, progress=progress)
+                store.make(self.new_stream(), samples, self.team, progress=progress)
 
     def of_stages(self, stages: Sequence[Stage]) -> list[tuple[MethodSpec, Method]]:
         """The methods of some stages, in the recipe's order."""

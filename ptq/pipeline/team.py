@@ -1,4 +1,4 @@
-"""Devices that take a block's samples, layers and groups between them; each has the block."""
+"""Devices that take a block's layers and smoothing groups between them; each has the block."""
 
 from __future__ import annotations
 
@@ -6,43 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-import torch
-
-from calibrate.block import DecoderBlock
+from calibrate.spread import BlockWorkers
+from calibrate.workers import Task
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Event
 from ptq.methods.common.method import Method
 from ptq.methods.common.parts import Part, layer_parts
-from ptq.pipeline.workers import Task, Workers
 
 T = TypeVar("T")
 
 
-class Team(Workers):
-    """Workers with copies of one block, the block itself on the first device.
-
-    Copies are made before the work begins, while nobody looks at the block's layers, and again once
-    it has changed. On one device all share the weights.
-
-    Args:
-        devices: Where they work.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        super().__init__(devices)
-        self._blocks: list[DecoderBlock] = []
-
-    def take(self, block: DecoderBlock) -> None:
-        """Begin to work on a block, or on what a method has made of it."""
-        self._blocks = [block, *(block.to(device) for device in self.devices[1:])]
-
-    def leave(self) -> None:
-        """Free the copies: the block is done."""
-        self._blocks = []
-
-    def block(self, worker: int) -> DecoderBlock:
-        """The block, for a worker."""
-        return self._blocks[worker]
+class Team(BlockWorkers):
+    """Workers that solve parts of a block side by side, too."""
 
     def solve(self, work: BlockWork, method: Method, name: str) -> None:
         """`Method.solve`, by parts where it falls into some.

@@ -72,4 +72,6 @@ def _first_gradients(
         gradients, _ = head_gradients(stream, samples)
     with each.phase("backward"):
         stream.inputs[:] = before
-        return block_gradients(stream.load(0), gradients, size_of_blocks(stream))
+        block = stream.load(0)
+        solver.team.take(block)
+        return block_gradients(block, gradients, size_of_blocks(stream), solver.team)

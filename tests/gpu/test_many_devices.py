@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from calibrate.workers import InTurn, Task, Workers
 from ptq.pipeline import solver
 from ptq.pipeline.driver import quantize_tokens
-from ptq.pipeline.workers import InTurn, Task, Workers
 from ptq.recipe.schema import DevicesSpec
 from tests.ptq.pipeline.test_many_devices import RUNS_OF, left_by, plan_on, samples
 

@@ -14,6 +14,8 @@ import torch
 
 from calibrate.data import TokenSet
 from calibrate.spec import SplitSpec
+from calibrate.spread import RUNS, samples_of
+from calibrate.workers import InTurn, Task, Workers, shares
 from formats.errors import RecipeError
 from ptq.methods.awq import AWQSpec
 from ptq.methods.clip import ClipSpec
@@ -26,9 +28,7 @@ from ptq.methods.two_sided import TwoSidedSpec
 from ptq.output import CHECKPOINT_FOLDER, RESUME_FOLDER
 from ptq.pipeline import resume
 from ptq.pipeline.driver import quantize_tokens
-from ptq.pipeline.observing import RUNS, samples_of
 from ptq.pipeline.resume import ResumableRun
-from ptq.pipeline.workers import InTurn, Task, Workers, shares
 from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.reading import read_recipe
 from ptq.recipe.schema import DevicesSpec
