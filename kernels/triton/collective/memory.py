@@ -13,7 +13,7 @@ A rank's region is cut into
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, prod
 
@@ -79,16 +79,20 @@ class SharedMemory:
     rank: int
     regions: tuple[Tensor, ...]
     sizes: Sizes
+    _flat: dict[tuple[str, torch.dtype, int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def views(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...] | None = None, half: int = 0
     ) -> tuple[Tensor, ...]:
         """A part of every rank's region, or the start of one of its halves, as a tensor."""
-        first, size = self.sizes.parts[name]
-        first += half * (size // 2)
-        stop = first + (size if shape is None else prod(shape) * dtype.itemsize)
-        flat = (region[first:stop].view(dtype) for region in self.regions)
-        return tuple(each if shape is None else each.view(shape) for each in flat)
+        key = name, dtype, half
+        if key not in self._flat:
+            first, size = self.sizes.parts[name]
+            first += half * (size // 2)
+            views = (region[first : first + size - half * (size // 2)] for region in self.regions)
+            self._flat[key] = tuple(view.view(dtype) for view in views)
+        flat = self._flat[key]
+        return flat if shape is None else tuple(each[: prod(shape)].view(shape) for each in flat)
 
 
 def over_group(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> SharedMemory:
