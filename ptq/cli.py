@@ -30,6 +30,10 @@ COMMANDS = {
         "ptq.commands.compare",
         "put the reports of several runs into one table and one plot",
     ),
+    "sweep": (
+        "ptq.commands.sweep",
+        "run many recipes on many models, here or on a Ray cluster, into one table",
+    ),
     "predict": (
         "inference.predict",
         "complete a prompt, or a file of prompts with scores",

@@ -1,7 +1,7 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
     ptq          text, output, draft_head < methods < result, recipe < plan < pipeline, peers, evaluate < search
-                 < report < commands
+                 < report < sweep < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate < engine < bench, server
     calibrate    from a model and text to statistics
@@ -48,7 +48,7 @@ FLOORS = {
     "formats": """
         errors strict
         cache_scheme
-        namespace command later links memory files pack fp4 scheme chat_template
+        namespace command later links memory parent files pack fp4 scheme chat_template
         documents lock progress
         scale_table families
         published
@@ -91,6 +91,7 @@ FLOORS = {
         pipeline peers evaluate
         search
         report convert api
+        sweep
         commands
         cli run check inspect time_quantizing
         completion

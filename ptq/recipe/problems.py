@@ -51,13 +51,13 @@ class Problem(NamedTuple):
         return f"{self.origin}: {key}: {self.message}" if key else f"{self.origin}: {self.message}"
 
 
-def recipe_error(problems: Iterable[Problem]) -> RecipeError:
+def recipe_error(problems: Iterable[Problem], what: str = "recipe") -> RecipeError:
     """One error that tells all problems, those of a file in the order of its lines."""
     ordered = sorted(dict.fromkeys(problems), key=lambda p: (p.origin.line == 0, p.origin.line))
     if len(ordered) == 1:
         return RecipeError(str(ordered[0]))
     lines = "\n  ".join(map(str, ordered))
-    return RecipeError(f"{len(ordered)} problems with the recipe\n  {lines}")
+    return RecipeError(f"{len(ordered)} problems with the {what}\n  {lines}")
 
 
 def describe(error: ValidationError, model: type[BaseModel], data: Any) -> list[tuple[Key, str]]:

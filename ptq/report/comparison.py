@@ -114,18 +114,20 @@ def _row(name: str, report: ReportData) -> dict[str, Any]:
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """The table as Markdown; sizes and speeds as factors of the original's."""
+    """The table as Markdown, with a column of models if it has one; sizes and speeds as factors."""
     head = (
         "| recipe | scheme | methods | weights | cache | perplexity | KL, nats | top-1 agreement "
         "| prefill | decode | quantized in |"
     )
-    lines = [head, "|---|---|---|---|---|---|---|---|---|---|---|"]
+    several = "model" in frame
+    lines = [f"| model {head}" if several else head, "|---" * (11 + several) + "|"]
     for row in frame.to_dict("records"):
         weights, cache, *speeds = (
             "" if pd.isna(row[key]) else f"x {row[key]:.2f}"
             for key in ("weights", "cache", "prefill", "decode")
         )
         cells = (
+            *([row["model"]] if several else []),
             f"`{row['run']}`",
             row["scheme"],
             row["methods"],

@@ -6,7 +6,6 @@ It imports nothing of HTTP, leaves the terminal's signals to its parent, and end
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from formats.errors import PTQError
 from formats.later import later
+from formats.parent import end_with
 from inference.config import EngineConfig
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine_client import EngineClient
@@ -38,7 +38,6 @@ else:
 
 BUFFER = 2**20  # bytes that the socket holds for a reader, where the system allows so many
 LAST_WORDS = 2.0  # seconds in which the parent has to take why the engine died
-PR_SET_PDEATHSIG = 1  # Linux, prctl(2): a signal for when the parent dies
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def _main(end: socket.socket, source: EngineSource, parent: int) -> None:
     """Load the engine and answer messages until the parent has had enough, or is gone."""
     for told_to_the_group in (signal.SIGINT, signal.SIGTERM):
         signal.signal(told_to_the_group, signal.SIG_IGN)  # the parent ends us when it has drained
-    _end_with(parent)
+    end_with(parent)
     channel = Channel(end)
     code, last = 0, None
     try:
@@ -182,11 +181,3 @@ def _stay_on(cores: tuple[int, ...]) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
-
-
-def _end_with(parent: int) -> None:
-    """Have the system end this process when its parent dies, also amid a step; on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before
-        os._exit(1)

@@ -1,0 +1,110 @@
+"""`ptq sweep`: many recipes on many models, each a task of its own, and one table of them all.
+
+    ptq sweep SPEC.yaml [--ray auto] [--cpus N]
+
+Tasks run on this machine, or with --ray on a Ray cluster. A sweep that is stopped goes on when the
+same command is given again: runs that ended are kept, others go on where they were, and those that
+failed are tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from formats.command import CommandParser, count
+from formats.files import replace_file
+from formats.later import later
+from formats.lock import output_locked
+from formats.progress import bar
+from ptq.commands.arguments import add_quiet
+from ptq.sweep.local_pool import LocalPool
+from ptq.sweep.ray_pool import RayPool
+from ptq.sweep.spec import read_spec
+from ptq.sweep.tasks import Outcome, Task, left_to_run, plan_tasks
+from ptq.text import duration_text, typed_path
+
+if TYPE_CHECKING:
+    import torch
+
+    from ptq.sweep import summary
+else:
+    torch = later("torch")
+    summary = later("ptq.sweep.summary")
+
+TABLE = "sweep.md"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `ptq sweep`."""
+    made = CommandParser(
+        prog="ptq sweep",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog="Exit codes: 0 all ran and thresholds hold, 1 thresholds missed, 2 a task failed.",
+    )
+    made.add_argument("spec", type=Path, help="YAML file: models, recipes, output")
+    made.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="run on a Ray cluster: auto for this machine's, or HOST:PORT",
+    )
+    made.add_argument(
+        "--cpus", type=count, metavar="N", help="without --ray: cores to use; default: all"
+    )
+    add_quiet(made)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what has not run; 0 where all is well, 1 where thresholds are missed, 2 for failures."""
+    arguments = parser().parse_args(argv)
+    spec = read_spec(arguments.spec)
+    tasks = plan_tasks(spec, arguments.spec.absolute().parent)
+    output = Path(spec.output).expanduser().absolute()
+    with output_locked(output):
+        left = left_to_run(tasks)
+        outcomes = {task.name: ended for task in tasks if (ended := task.ended()) is not None}
+        if outcomes and not arguments.quiet:
+            print(f"{len(outcomes)} of {len(tasks)} tasks have run before")
+        if left:
+            outcomes |= _run(arguments, left)
+        text = summary.describe(tasks, outcomes)
+        replace_file(output / TABLE, text.encode())
+    print(f"\n{text}")
+    print(f"table: {typed_path(output / TABLE)}")
+    states = {outcome.state for outcome in outcomes.values()}
+    return 2 if "failed" in states else 1 if "missed" in states else 0
+
+
+def _run(arguments: argparse.Namespace, tasks: Sequence[Task]) -> dict[str, Outcome]:
+    """Run tasks; how each ended, by its name."""
+    pool = RayPool(arguments.ray) if arguments.ray else _local(arguments, tasks)
+    pool.check(tasks)
+    outcomes: dict[str, Outcome] = {}
+    shown = not arguments.quiet
+    with (
+        bar(title="Sweeping", unit="task", total=len(tasks), shown=shown) as progress,
+        closing(pool.run(tasks)) as ended,
+    ):
+        for task, outcome in ended:
+            outcomes[task.name] = outcome
+            if shown:
+                took = duration_text(outcome.seconds)
+                progress.write(f"{task.name}: {outcome.state} in {took} on {outcome.where}")
+            progress.update()
+    return outcomes
+
+
+def _local(arguments: argparse.Namespace, tasks: Sequence[Task]) -> LocalPool:
+    """This machine; it is only asked for GPUs where a task needs one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus: list[str] = []
+    if any(task.resources.gpus for task in tasks):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = [str(i) for i in range(torch.cuda.device_count())]
+        gpus = visible.split(",")[: len(gpus)] if visible else gpus
+    return LocalPool(arguments.cpus or cores or 1, gpus)
