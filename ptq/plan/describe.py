@@ -82,6 +82,9 @@ def describe_prediction(plan: Plan) -> Iterator[str]:
     memory = f"memory about {host}, {size_text(process)} of it the process itself"
     if predicted.device_bytes:
         memory += f"; GPU memory about {size_text(predicted.device_bytes)}"
+        chosen = plan.recipe.device
+        if not isinstance(chosen, str) and (chosen.gpus or 1) > 1:
+            memory += f", of each of {chosen.gpus} at most"
     yield (
         f"predicted    checkpoint {size_text(predicted.checkpoint_bytes)} "
         f"(original {size_text(plan.model.nbytes)}), "
