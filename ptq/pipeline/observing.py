@@ -58,7 +58,9 @@ class Pass:
             self.weighted.place(self._places(set(work.targets)))
 
     def _places(self, names: set[str]) -> dict[str, torch.device]:
-        """Where the second moments of layers are kept: about as much on each device."""
+        """Where second moments of layers are kept, of several devices: about as much on each."""
+        if len(self.team) == 1:
+            return {}
         ordered = sorted(names)
         widths = [float(self.work.block.linears[name].in_features) ** 2 for name in ordered]
         places = shares(widths, len(self.team))

@@ -52,7 +52,7 @@ class WeightedMoments:
         return WeightedMoments(self._gradients, self._wanted)
 
     def place(self, devices: Mapping[str, torch.device]) -> None:
-        """Say where the sums of some layers are to be kept."""
+        """Say where sums of several devices are kept, by their layers."""
         self._moments.place(devices)
 
     def merge(self, part: WeightedMoments) -> None:

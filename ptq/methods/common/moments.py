@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from calibrate.transfers import add_beside, wait_for_sums, zeros_for
+
 BAND = 2048  # columns of a Hessian that are held in fp64 at once to weight errors
 
 
@@ -69,19 +71,20 @@ class Moments:
         return Moments(self._stand_in, self._wanted, full=self.full)
 
     def place(self, devices: Mapping[str, torch.device]) -> None:
-        """Say where the sums of some layers, which stand for others, are to be kept."""
+        """Say where sums of several devices are kept, by the layers that stand for others."""
         self._devices = devices
 
     def merge(self, part: Moments) -> None:
         """Add what some more samples have shown; the part is empty afterwards."""
         for name, tokens in part._tokens.items():
+            own = part._sums[name]
             if name not in self._sums:
-                total = part._sums.pop(name)
-                self._sums[name] = total.to(self._devices.get(name, total.device))
+                self._sums[name] = zeros_for(own, self._devices.get(name))
+            if name in self._devices:
+                add_beside(self._sums[name], own)
             else:
-                total = self._sums[name]
-                total.add_(part._sums[name].to(total.device))
-                part._sums[name].zero_()
+                self._sums[name].add_(own)
+            own.zero_()
             self._tokens[name] = self._tokens.get(name, 0) + tokens
         self._halves |= part._halves
         part._tokens.clear()
@@ -89,7 +92,9 @@ class Moments:
 
     def complete(self) -> None:
         """Nothing more will come: from now on several threads may read."""
-        for name in self._sums:
+        for name, total in self._sums.items():
+            if name in self._devices:
+                wait_for_sums(total)
             self._complete(name)
 
     def of(self, name: str) -> Tensor:
