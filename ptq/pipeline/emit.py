@@ -57,8 +57,16 @@ def emit_block(
         writer.set_kv_scales(attention, k, v)
 
 
-def block_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor]:
-    """A block's quantized layers and folded vectors as stored; all else bit for bit as it was."""
+def block_tensors(
+    checkpoint: FloatModel, work: BlockWork, layers: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """A block's quantized layers and folded vectors as stored; all else bit for bit as it was.
+
+    Args:
+        checkpoint: The float model.
+        work: The block.
+        layers: What `layer_tensors` gave for all that is quantized.
+    """
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.names():
         module, _, leaf = name.rpartition(".")
@@ -68,17 +76,24 @@ def block_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, Tensor]:
             folded = work.folded.get(name)
             tensors |= stored_tensors(checkpoint, name) if folded is None else {name: folded}
         elif leaf == "weight":
-            solved, bias = work.quantized[module], work.block.linears[module].bias
-            assert not solved.spec.two_level or two_level(solved.weight.scale) is not None
-            stored = weight_tensors(
-                work.scheme_of(module), with_unit(work, module), checkpoint.dtype(name)
-            )
-            if bias is not None:
-                stored["bias"] = bias.to(checkpoint.dtype(f"{module}.bias"))
-            if solved.input_scale is not None:
-                stored["input_scale"] = solved.input_scale
-            tensors |= {f"{module}.{kind}": tensor.cpu() for kind, tensor in stored.items()}
+            tensors |= {f"{module}.{kind}": tensor for kind, tensor in layers[module].items()}
     return tensors
+
+
+def layer_tensors(checkpoint: FloatModel, work: BlockWork) -> dict[str, dict[str, Tensor]]:
+    """What is stored of each quantized layer, by its full name, in the host's memory."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for module, solved in work.quantized.items():
+        bias = work.block.linears[module].bias
+        assert not solved.spec.two_level or two_level(solved.weight.scale) is not None
+        dtype = checkpoint.dtype(f"{module}.weight")
+        stored = weight_tensors(work.scheme_of(module), with_unit(work, module), dtype)
+        if bias is not None:
+            stored["bias"] = bias.to(checkpoint.dtype(f"{module}.bias"))
+        if solved.input_scale is not None:
+            stored["input_scale"] = solved.input_scale
+        found[module] = {kind: tensor.cpu() for kind, tensor in stored.items()}
+    return found
 
 
 def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:

@@ -27,7 +27,7 @@ from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.device import devices_of
-from ptq.pipeline.emit import block_tensors, cache_tensors, linear_entries
+from ptq.pipeline.emit import block_tensors, cache_tensors, layer_tensors, linear_entries
 from ptq.pipeline.gradients import GradientStore, run_backward
 from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
@@ -201,7 +201,17 @@ class BlockSolver:
 
     def _solved(self, work: BlockWork, rows: list[ModuleRow], begin: float) -> SolvedBlock:
         """What the checkpoint and the record get of a solved block."""
-        entries = linear_entries(work, rows)
+
+        def stored(part: BlockWork) -> tuple[dict[str, dict[str, Tensor]], list[ScaleEntry]]:
+            own = [row for row in rows if row.module in part.quantized]
+            return layer_tensors(self.model, part), linear_entries(part, own)
+
+        parts = self.team.over_layers(work, "storing", stored)
+        place = {row.module: i for i, row in enumerate(rows)}
+        entries = sorted(
+            (entry for _, own in parts for entry in own), key=lambda entry: place[entry.module]
+        )
+        layers = {name: tensors for own, _ in parts for name, tensors in own.items()}
         cache, cached = cache_tensors(work, self.recipe.observers.kv_cache)
         entries += cached
         record = BlockRecord(
@@ -215,7 +225,7 @@ class BlockSolver:
                 memory_bytes=self.peak_bytes(),
             ),
         )
-        return SolvedBlock(block_tensors(self.model, work), cache, record)
+        return SolvedBlock(block_tensors(self.model, work, layers), cache, record)
 
     def peak_bytes(self) -> int:
         """Peak memory so far: of the fullest GPU that blocks are solved on, else of the process."""

@@ -24,10 +24,10 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from ptq.evaluate import figures
+from ptq.evaluate.comparison import compare_on
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
-from ptq.pipeline.comparison import compare_on
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import ReportSpec, SpeedSpec

@@ -30,13 +30,13 @@ from inference.accuracy import Accuracy
 from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
+from ptq.evaluate.comparison import compare_on
 from ptq.methods.common.spec import Stage
 from ptq.methods.costs import CostsSpec
 from ptq.methods.registry import METHODS, view_of
 from ptq.output import BUDGET_FOLDER, CHECKPOINT_FOLDER, RECIPE_FILE
 from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
-from ptq.pipeline.comparison import compare_on
 from ptq.pipeline.device import device_of
 from ptq.pipeline.key import run_key
 from ptq.plan.plan import Plan, build_plan

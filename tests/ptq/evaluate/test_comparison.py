@@ -7,7 +7,7 @@ import torch
 
 from formats.errors import EngineError, RequestError
 from inference.accuracy import compare
-from ptq.pipeline.comparison import compare_on
+from ptq.evaluate.comparison import compare_on
 
 
 class Scores:
