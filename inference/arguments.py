@@ -58,8 +58,8 @@ def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="cut the model and its cache among N processes of this machine, which this command "
-        "starts and ends; default 1",
+        help="cut the model and its cache among N processes of this machine, with a GPU each where "
+        "--device is cuda; this command starts and ends them. Default 1",
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -56,6 +57,24 @@ class Cut:
 
     rows: Span | None = None
     columns: Span | None = None
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A checkpoint that makes parts of itself otherwise than by reading them from files."""
+
+    def part(self, cuts: Mapping[str, Cut], vectors: Mapping[str, Span]) -> Checkpoint:
+        """See `CheckpointPart`."""
+        ...
+
+
+def checkpoint_part(
+    whole: Checkpoint, cuts: Mapping[str, Cut], vectors: Mapping[str, Span]
+) -> Checkpoint:
+    """Some outputs and inputs of a checkpoint's layers; arguments, errors: of `CheckpointPart`."""
+    if isinstance(whole, Cuttable):
+        return whole.part(cuts, vectors)
+    return CheckpointPart(whole, cuts, vectors)
 
 
 class CheckpointPart(Checkpoint):

@@ -18,6 +18,7 @@ from inference.bench.oracle import TOKEN, Oracle, chance_of
 from inference.bench.random_model import RandomCheckpoint, random_tokenizer
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.parallel.backend import choose_ranks
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class EngineSource:
             )
         checkpoint = self.checkpoint()
         tokenizer = random_tokenizer(checkpoint.config["vocab_size"])
-        backend = choose_backend(device, checkpoint)
+        backend = choose_ranks(choose_backend(device, checkpoint), self.checkpoint, config)
         return Engine(checkpoint, tokenizer, config, backend, quantized_kv=self.quantized_kv)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from formats.cache_scheme import KVCacheSpec
+from formats.checkpoint.part import Cut, Span, cut_shape
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import EMBEDDING, HEAD
 from formats.scheme import LayerScheme
@@ -75,6 +77,10 @@ class RandomCheckpoint(Checkpoint):
             return self.layers[module].static_input
         return name in self._shapes and (leaf != "weight" or module not in self.layers)
 
+    def reorders_inputs(self, module: str) -> bool:
+        """No layer's inputs are in another order."""
+        return False
+
     @property
     def shares_head(self) -> bool:
         """Whether the quantized head is the embedding, too."""
@@ -106,6 +112,20 @@ class RandomCheckpoint(Checkpoint):
         zeros = [part.zero_point for part in made if part.zero_point is not None]
         q, scale = _below(part.q for part in made), _below(part.scale for part in made)
         return StoredWeight(q, scale, _below(zeros) if zeros else None)
+
+    def part(self, cuts: Mapping[str, Cut], vectors: Mapping[str, Span]) -> RandomCheckpoint:
+        """Random weights of the shapes of some outputs and inputs of its layers."""
+        own, shapes = copy.copy(self), dict(self._shapes)
+        for name, shape in shapes.items():
+            module, _, leaf = name.rpartition(".")
+            if name in vectors:
+                shapes[name] = (vectors[name].count,)
+            elif module in cuts and leaf == "weight":
+                shapes[name] = cut_shape(shape, cuts[module])
+            elif module in cuts and cuts[module].rows is not None:  # a bias
+                shapes[name] = cut_shape((*shape, 1), cuts[module])[:1]
+        own._shapes = shapes
+        return own
 
     def _drawn(self, names: Sequence[str]) -> Iterator[Tensor]:
         """Random weights, of neighbours of one shape together: [how many, N, K]."""

@@ -26,6 +26,7 @@ from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
 from inference.gpu.latent import attend_latents
 from inference.gpu.layers import GpuLinear, workspace_on
+from inference.gpu.ranks import Partial
 from inference.models.decoder import Decoder
 from inference.models.parts import Layer
 from kernels.attention_inputs import AttentionInputs, KVPool
@@ -81,7 +82,8 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     c, total = model.config, model.embed(batch.ids)
     if c.embedding_scale != 1:
         total = total * c.embedding_scale
-    delta, after = None, None  # what the sub-layer before adds, and the norm of that
+    delta: Tensor | Partial | None = None  # what the sub-layer before adds
+    after = None  # and the norm of that
     for layer, pool, window in zip(model.layers, pools, c.windows, strict=True):
         project, own = layer.qkv, layer.feed_forward
         before = layer.before_attention
@@ -103,7 +105,7 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
 
 def _norm(
     total: Tensor,
-    delta: Tensor | None,
+    delta: Tensor | Partial | None,
     after: Tensor | None,
     before: Tensor | None,
     eps: float,
@@ -113,7 +115,7 @@ def _norm(
 
     Args:
         total: The residual stream, [T, H].
-        delta: What is added; None at the start.
+        delta: What is added, or this rank's part of it; None at the start.
         after: The weight of the norm of that, if there is one.
         before: The weight of the norm of what the next layer reads, if there is one.
         eps: Added to mean squares.
@@ -122,6 +124,8 @@ def _norm(
     Returns:
         (rows, their scales, the sum).
     """
+    if isinstance(delta, Partial):
+        return delta.add_rms_norm(total, before, eps, wanted, after)
     x, residual = (total, None) if delta is None else (delta, total)
     rest = (wanted.scale, wanted.dtype, wanted.group)
     return add_rms_norm(x, residual, before, eps, *rest, residual_ready=True, after=after)
@@ -134,8 +138,8 @@ def _attend(
     batch: GpuBatch,
     pool: KVPool,
     window: int | None,
-) -> Tensor:
-    """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H]."""
+) -> Tensor | Partial:
+    """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H], or a rank's part of that."""
     c, q_norm, k_norm = model.config, layer.q_norm, layer.k_norm
     inputs = AttentionInputs(
         pool,

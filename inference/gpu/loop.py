@@ -113,11 +113,14 @@ class DeviceLoop:
         sequences, rows = scheduler.max_batch_size, 0
         if scheduler.drafter is not None:
             rows = min(sequences * (1 + WARM_DRAFTS), MOST_WARM)
-        self.runner.warm_up(sequences, scheduler.max_batched_tokens, rows)
+        self._warm(sequences, scheduler.max_batched_tokens, rows)
 
     def drop(self) -> None:
         """Forget the step on its way."""
         self._on_its_way, self._told = None, StepResult()
+
+    def _warm(self, sequences: int, tokens: int, rows: int) -> None:
+        self.runner.warm_up(sequences, tokens, rows)
 
     def _may_run_ahead(self) -> bool:
         """Whether the next step is known without the tokens of the last, but for their ids."""

@@ -30,6 +30,7 @@ from inference.gpu.feed_forward import as_one
 from inference.gpu.fields import Fields, HostBlock, HostBlocks
 from inference.gpu.layers import workspace_on
 from inference.gpu.memory import OF_STEPS, free_bytes, memory_for, ran_out, too_small
+from inference.gpu.ranks import StepRanks
 from inference.gpu.sizes import (
     Size,
     WholeSize,
@@ -154,6 +155,8 @@ class GpuRunner:
         graphs: Capture steps as CUDA graphs.
         invariant: Run each token as a sequence of its own; the model is made for it
             (`inference.gpu.invariant`).
+        ranks: Those that run the same steps, each on its part of the model; None where there are
+            no others. All but the first are given plans, and choose nothing.
     """
 
     def __init__(
@@ -166,8 +169,9 @@ class GpuRunner:
         width: int,
         graphs: bool = True,
         invariant: bool = False,
+        ranks: StepRanks | None = None,
     ) -> None:
-        self._invariant = invariant
+        self._invariant, self._ranks = invariant, ranks
         self.model, self._pools, self._batch, self._width = model, pools, batch, width
         self._device, self._on_gpu = device, device.type == "cuda"
         places = len(batch.names)
@@ -191,6 +195,8 @@ class GpuRunner:
         work = work.decodes_first()  # attention takes single tokens first
         rows = work.row_by_row(every=self._invariant)
         plan, block = self._planned(rows, self._size(rows))
+        if self._ranks is not None:
+            self._ranks.tell(plan)
         try:
             executed = self.execute(plan)
         except RuntimeError as error:
@@ -323,7 +329,7 @@ class GpuRunner:
         try:
             return self._graph_of(size)
         except RuntimeError as error:
-            if not (size.prompts and ran_out(error)):
+            if self._ranks is not None or not (size.prompts and ran_out(error)):
                 raise
             torch.cuda.empty_cache()  # of the attempt
             if not self._short:  # once: other sizes are likely to lack it too
@@ -394,7 +400,17 @@ class GpuRunner:
         return ids.clamp_(min=0)  # a sequence whose logits were not finite runs on until it is told
 
     def _choose(self, logits: Tensor, x: Mapping[str, Tensor]) -> Tensor:
-        chosen = sample(
+        if self._ranks is None:
+            chosen = self._sampled(logits, x)
+        elif self._ranks.first:
+            chosen = self._ranks.share(self._sampled(logits, x))
+        else:
+            chosen = self._ranks.share(torch.empty_like(x["sample_index"]))
+        self._tokens.index_copy_(0, x["sample_index"], chosen)
+        return chosen
+
+    def _sampled(self, logits: Tensor, x: Mapping[str, Tensor]) -> Tensor:
+        return sample(
             logits,
             x["temperature"],
             x["top_k"],
@@ -405,8 +421,6 @@ class GpuRunner:
             log_min_p=x["log_min_p"],
             edits=self._edits.of(x, logits.shape[1]),
         )
-        self._tokens.index_copy_(0, x["sample_index"], chosen)
-        return chosen
 
 
 def _to_host(tensor: Tensor) -> Tensor:

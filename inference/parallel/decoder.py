@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import cast
+from enum import Enum
 
-import torch
 from torch import Tensor
 
-from formats.checkpoint.part import CheckpointPart
+from formats.checkpoint.part import checkpoint_part
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import EMBEDDING, HEAD
-from inference.cpu.layers import CpuExperts, Linear, pack_linear
-from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.layers import L, LayerFactory, X
 from inference.models.read import StoredLinear
-from inference.models.shapes import check_shapes
-from inference.parallel.cpu_layers import (
-    GatheredLinear,
-    HeadPart,
-    SummedIntegers,
-    SummedLinear,
-    summed,
-)
 from inference.parallel.group import Group
 from inference.parallel.shard import Shard
-
-CpuPart = Linear | SummedLinear | SummedIntegers | GatheredLinear | HeadPart
 
 
 class ShardDecoder(Decoder[L, X]):
@@ -50,7 +36,7 @@ class ShardDecoder(Decoder[L, X]):
         longest: int,
     ) -> None:
         self._own, self._group = shard.vocabulary[shard.rank], group
-        part = CheckpointPart(checkpoint, shard.cuts, shard.vectors)
+        part = checkpoint_part(checkpoint, shard.cuts, shard.vectors)
         super().__init__(part, factory, longest, shard.config)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -61,52 +47,28 @@ class ShardDecoder(Decoder[L, X]):
         return self._group.sum(found.masked_fill(elsewhere[:, None], 0))
 
 
-class CpuFactory:
-    """Makes a rank's layers on a CPU; see `inference.models.layers.LayerFactory`.
+class Kind(Enum):
+    """How a rank has a layer: whole or some of its outputs, which others have nothing to do with;
+    the head's; some of its inputs; some outputs of one that reads all ranks' inputs."""
 
-    Args:
-        dtype: Of activations and of float weights.
-        shard: What the rank holds.
-        group: All ranks.
-        check: Raises where another rank has failed.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(
-        self, dtype: torch.dtype, shard: Shard, group: Group, check: Callable[[], None]
-    ) -> None:
-        self.dtype, self._shard, self._group, self._check = dtype, shard, group, check
-
-    def check(self, config: ModelConfig) -> None:
-        """Every part that is cut runs here."""
-
-    def linear(self, stored: StoredLinear) -> CpuPart:
-        """Pack a layer, as the rank has it."""
-        self._check()
-        self._group.progress.count += 1
-        module, shard = stored.names[0][0], self._shard
-        if module in (HEAD, EMBEDDING):
-            tokens = [span.count for span in shard.vocabulary]
-            return HeadPart(pack_linear(stored, self.dtype), tokens, self._group)
-        if module in shard.gathered:
-            inputs, outputs = ([span.count for span in spans] for spans in shard.gathered[module])
-            return GatheredLinear(pack_linear(stored, self.dtype), inputs, outputs, self._group)
-        cut = shard.cuts.get(module)
-        if cut is not None and cut.columns is not None:
-            return summed(stored, self.dtype, self._group)
-        return pack_linear(stored, self.dtype)
-
-    def experts(self, stacks: Iterator[StoredLinear], count: int) -> CpuExperts:
-        """Pack the same layer of each expert."""
-        each = [self.linear(one) for stack in stacks for one in stack.unstacked()]
-        return CpuExperts(cast(list[Linear], each))  # they are called, and no more
+    OWN = "own"
+    HEAD = "head"
+    SUMMED = "summed"
+    GATHERED = "gathered"
 
 
-def check_whole(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    """Compare a checkpoint's tensors with its configuration, before parts of it are read.
+def kind_of(stored: StoredLinear, shard: Shard) -> Kind:
+    """How a rank has a layer."""
+    module = stored.names[0][0]
+    if module in (HEAD, EMBEDDING):
+        return Kind.HEAD
+    if module in shard.gathered:
+        return Kind.GATHERED
+    cut = shard.cuts.get(module)
+    return Kind.SUMMED if cut is not None and cut.columns is not None else Kind.OWN
 
-    Raises:
-        CheckpointError: one has another shape; it is named.
-    """
-    check_shapes(checkpoint, config)
+
+def sizes_of(stored: StoredLinear, shard: Shard) -> tuple[list[int], list[int]]:
+    """Inputs and outputs of each rank of a layer that is gathered."""
+    inputs, outputs = shard.gathered[stored.names[0][0]]
+    return [span.count for span in inputs], [span.count for span in outputs]

@@ -98,18 +98,18 @@ class GlooGroup:
 
     def side_by_side(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         """See `Group.side_by_side`."""
-        return _cut(self._all(_wide(part, sizes)), sizes)
+        return cut_parts(self._all(widened(part, sizes)), sizes)
 
     def on_first(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         """See `Group.on_first`."""
         self.progress.count += 1
-        mine = _wide(part, sizes)
+        mine = widened(part, sizes)
         if self.rank:
             self._gloo.gather([], [mine], _root()).wait()
             return part
         parts = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._gloo.gather([parts], [mine], _root()).wait()
-        return _cut(parts, sizes)
+        return cut_parts(parts, sizes)
 
     def _reduced(self, part: Tensor, kind: dist.ReduceOp.RedOpType) -> Tensor:
         self.progress.count += 1
@@ -133,12 +133,12 @@ def _root() -> dist.GatherOptions:
     return options
 
 
-def _wide(part: Tensor, sizes: Sequence[int]) -> Tensor:
+def widened(part: Tensor, sizes: Sequence[int]) -> Tensor:
     """Columns with as many of zeros behind them as the widest rank has more."""
     more = max(sizes) - part.shape[1]
     return (torch.nn.functional.pad(part, (0, more)) if more else part).contiguous()
 
 
-def _cut(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def cut_parts(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Parts side by side without what fills them."""
     return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from formats.checkpoint.read import Checkpoint
+from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
+from inference.gpu.sizes import Size, WholeSize
 
 FIELDS = ("ids", "positions", "slots", "block_tables", "query_start", "context_len", "rows")
 
@@ -30,20 +33,21 @@ class RankSpec:
         ranks: How many there are.
         open: Opens the checkpoint.
         config: The engine's sizes, resolved but for the cache's blocks.
-        device: Where it runs.
-        dtype: Of activations and of float weights.
+        backend: Makes the backend of a rank's device.
         meeting: A file through which the ranks find each other.
         threads: Of its own, on a CPU.
+        on_host: Whether what ranks on GPUs tell each other goes through the host: for tests, where
+            they have no GPU each.
     """
 
     rank: int
     ranks: int
     open: Callable[[], Checkpoint]
     config: EngineConfig
-    device: str
-    dtype: torch.dtype
+    backend: Callable[[int], Backend[Any, Any]]
     meeting: str
     threads: int
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,24 @@ class RunStep:
     block: bytes
 
 
-Task = MakeCache | TellFree | ChangeBlocks | RunStep
+@dataclass(frozen=True)
+class RunPlan:
+    """Run a step that is planned for a GPU: its size, and its arrays as a block."""
+
+    size: Size | WholeSize
+    block: bytes
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Compile and capture the usual steps; see `inference.gpu.runner.GpuRunner.warm_up`."""
+
+    sequences: int
+    tokens: int
+    rows: int
+
+
+Task = MakeCache | TellFree | ChangeBlocks | RunStep | RunPlan | WarmUp
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from inference.parallel.messages import Beat, Failed, RankSpec, Task
 
 LAST_WORDS = 2.0  # seconds in which a process that has gone is looked after
 NOTICED = 5.0  # seconds in which it is found out why an exchange failed
+IDLE = "waiting for work"
+STUCK = 70  # exit code of a process that cannot be ended otherwise
 GAPS = 4  # of the longest time between two signs of progress, and nobody is called stopped
 
 
@@ -116,6 +118,8 @@ class Ranks:
         progress: The first rank's own.
         start: Starts one.
         patience: Seconds for which one may stay behind the others.
+        stuck: Seconds after which this process ends, too, where what it waits for does not end with
+            the others: a kernel of a GPU. None where all of it does.
     """
 
     def __init__(
@@ -124,7 +128,9 @@ class Ranks:
         progress: Progress,
         start: Start = RankProcess,
         patience: float = 20.0,
+        stuck: float | None = None,
     ) -> None:
+        self._stuck, self._busy = stuck, False
         self._progress, self._patience, self._lock = progress, patience, Lock()
         self._failure: str | None = None
         self._failed, self._closed = Event(), Event()
@@ -182,7 +188,7 @@ class Ranks:
             EngineEndedError: it failed; the rank that it failed on is named.
         """
         self.check()
-        self._progress.doing = doing
+        self._progress.doing, self._busy = doing, True
         try:
             yield
         except EngineEndedError:
@@ -193,7 +199,7 @@ class Ranks:
             self._fail("the engine was interrupted amid a step, and has ended; make a new one")
             raise
         finally:
-            self._progress.doing = "waiting for work"
+            self._progress.doing, self._busy = IDLE, False
 
     def failure(self, error: Exception) -> EngineEndedError:
         """Why something failed that all ranks do: because of one of them, or of this one."""
@@ -227,6 +233,18 @@ class Ranks:
             except OSError:  # closed meanwhile
                 return
             self._look_for_stopped()
+        self._end_if_stuck()
+
+    def _end_if_stuck(self) -> None:
+        """End this process where it waits for a kernel that waits for a rank."""
+        if self._failure is None or self._stuck is None:
+            return
+        end = time.monotonic() + self._stuck
+        while self._busy:
+            if time.monotonic() > end:
+                print(f"error: {self._failure}", file=sys.stderr, flush=True)
+                os._exit(STUCK)
+            time.sleep(0.1)
 
     def _read(self, other: Other) -> None:
         try:
@@ -234,7 +252,7 @@ class Ranks:
         except (EOFError, ConnectionError):
             ended = other.member.ended(LAST_WORDS) or "closed its connection"
             self._fail(
-                f"{self._named(other)} {ended} while {other.beat.doing}. The engine has ended"
+                f"{self._named(other)} {ended} while {self._at(other)}. The engine has ended"
             )
             return
         if isinstance(news, Failed):
@@ -259,9 +277,14 @@ class Ranks:
             waited = now - max(other.behind, other.moved)
             if waited > max(self._patience, GAPS * other.gap):
                 self._fail(
-                    f"{self._named(other)} has stopped while {other.beat.doing}: the others have "
+                    f"{self._named(other)} has stopped while {self._at(other)}: the others have "
                     f"waited for it for {waited:.0f} s. The engine has ended"
                 )
+
+    def _at(self, other: Other) -> str:
+        """What a rank was at: what it told last, or what it has been told to do since."""
+        told = other.beat.doing
+        return self._progress.doing if told == IDLE else told
 
     def _named(self, other: Other) -> str:
         return f"{other.member.name} of {self._count}"

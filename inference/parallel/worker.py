@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from typing import Any
@@ -19,19 +18,19 @@ from typing import Any
 import torch
 
 from formats.errors import PTQError
-from inference.parallel.backend import RankLoader, join
-from inference.parallel.group import Group, Progress
+from inference.parallel.group import Progress
+from inference.parallel.loader import LOADING, RankLoader, join
 from inference.parallel.messages import (
     Beat,
     ChangeBlocks,
     Failed,
     MakeCache,
     RankSpec,
-    RunStep,
     Task,
     TellFree,
-    unpacked,
 )
+from inference.parallel.ranks import IDLE
+from inference.parallel.sides import side_of
 from inference.scheduling.blocks import BlockChanges
 
 EVERY = 0.25  # seconds between two beats
@@ -90,10 +89,10 @@ class Rank:
     def run(self) -> int:
         """Do what the first rank says until it has had enough: the exit code."""
         try:
-            self._news.progress.doing = "loading its part of the model"
+            self._news.progress.doing = LOADING
             self._load(self._tasks.recv())
             while True:
-                self._news.progress.doing = "waiting for work"
+                self._news.progress.doing = IDLE
                 self._do(self._tasks.recv())
         except (EOFError, ConnectionError):
             return 0
@@ -104,30 +103,30 @@ class Rank:
             self._news.end()
 
     def _load(self, spec: RankSpec) -> None:
-        self._group: Group = join(spec, self._news.progress)
-        self._loader = RankLoader.of(spec, self._group)
+        torch.set_num_threads(spec.threads)
+        host = join(spec, self._news.progress)
+        inner = spec.backend(spec.rank)
+        checkpoint = spec.open()
+        self._loader = RankLoader.of(spec, checkpoint, inner, side_of(inner), host)
         self._pools: list[Any] = []
         self._loader.load()
-        self._group.smallest(0)  # all have
 
     def _do(self, task: Task) -> None:
         progress, loader = self._news.progress, self._loader
-        if isinstance(task, RunStep):
-            self._steps += 1
-            batch = unpacked(task.block)
-            progress.doing = f"running step {self._steps}, of {len(batch.ids)} tokens"
-            self._forward(batch)
-        elif isinstance(task, ChangeBlocks):
+        if isinstance(task, ChangeBlocks):
             changes = BlockChanges(task.copies, task.clears)
             loader.inner.change_blocks(self._pools, changes)
         elif isinstance(task, TellFree):
-            self._group.smallest(loader.free_bytes())
-        else:
-            assert isinstance(task, MakeCache)
+            loader.free_bytes()
+        elif isinstance(task, MakeCache):
             progress.doing = f"allocating a cache of {task.blocks} blocks"
-            shape = loader.cache_shape(quantized=task.quantized)
-            self._pools = loader.inner.cache(replace(shape, blocks=task.blocks))
-            self._forward = loader.forward(self._pools)
+            shape = loader.cache_shape(blocks=task.blocks, quantized=task.quantized)
+            self._pools = loader.inner.cache(shape)
+            self._run = loader.side.executor(loader, self._pools)
+        else:
+            self._steps += 1
+            progress.doing = f"running step {self._steps}"
+            self._run(task)
 
 
 def main() -> None:

@@ -25,18 +25,18 @@ from inference.parallel.backend import FirstBackend
 from inference.parallel.ranks import RankProcess
 from inference.requests.request import SamplingParams
 from tests.inference.bench.test_orphans import runs, wait_for
+from tests.inference.parallel.thread_ranks import cpu_backend
 
 ROOT = Path(__file__).resolve().parents[3]
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 FIRST = """
 import time
-import torch
 from inference.config import EngineConfig
 from inference.parallel.group import Progress
 from inference.parallel.messages import RankSpec
 from inference.parallel.ranks import Ranks
 
-spec = RankSpec(1, 2, dict, EngineConfig(), "cpu", torch.float32, {meeting!r}, 1)
+spec = RankSpec(1, 2, dict, EngineConfig(), dict, {meeting!r}, 1)
 ranks = Ranks([spec], Progress())
 while ranks._others[0].beat.doing != "meeting the other ranks":
     time.sleep(0.1)
@@ -76,8 +76,8 @@ def test_processes_answer_and_end(tiny_llama, make_quantized):
 @pytest.mark.parametrize(
     ("sent", "told", "within"),
     [
-        (signal.SIGKILL, "died with exit code -9; .* while running step", 3.0),
-        (signal.SIGSTOP, "has stopped while running step .* waited for it for 2 s", 8.0),
+        (signal.SIGKILL, "died with exit code -9; .* while running (a )?step", 3.0),
+        (signal.SIGSTOP, "has stopped while running (a )?step .* waited for it for 2 s", 8.0),
     ],
 )
 def test_a_rank_that_dies_or_stops_ends_the_engine(sent, told, within, tiny_llama):
@@ -106,7 +106,9 @@ def test_a_rank_that_dies_before_it_has_met_the_others(tiny_llama):
         process.kill()
         return process
 
-    backend = FirstBackend(CpuBackend(), partial(Checkpoint.open, tiny_llama), config, killed)
+    backend = FirstBackend(
+        CpuBackend(), partial(Checkpoint.open, tiny_llama), config, cpu_backend, start=killed
+    )
     with pytest.raises(EngineEndedError, match="of 2 died with exit code -9; .* while starting"):
         Engine(checkpoint, load_tokenizer(tiny_llama), config, backend)
 
@@ -120,7 +122,7 @@ def test_a_rank_that_cannot_load_ends_the_engine(tiny_llama):
         started.append(RankProcess(*args))
         return started[-1]
 
-    backend = FirstBackend(CpuBackend(), broken, config, noted)
+    backend = FirstBackend(CpuBackend(), broken, config, cpu_backend, start=noted)
     told = re.escape("of 2 failed while loading its part of the model: ") + ".*nowhere"
     with pytest.raises(EngineEndedError, match=told):
         Engine(checkpoint, load_tokenizer(tiny_llama), config, backend)

@@ -35,11 +35,18 @@ class RankThread:
         return None if self._thread.is_alive() else "ended"
 
 
+def cpu_backend(rank) -> CpuBackend:
+    """Of any rank."""
+    return CpuBackend()
+
+
 def thread_engine(path, ranks: int, **sizes) -> Engine:
     """An engine on so many ranks, all in this process."""
     checkpoint = Checkpoint.open(path)
     config = EngineConfig.model_validate({"tensor_parallel": ranks, "max_model_len": 128} | sizes)
     backend = CpuBackend()
     if ranks > 1:
-        backend = FirstBackend(backend, partial(Checkpoint.open, path), config, RankThread)
+        backend = FirstBackend(
+            backend, partial(Checkpoint.open, path), config, cpu_backend, start=RankThread
+        )
     return Engine(checkpoint, load_tokenizer(checkpoint.path), config, backend)

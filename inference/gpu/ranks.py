@@ -1,0 +1,96 @@
+"""What a step on a GPU knows of other GPUs that hold parts of the same model.
+
+A layer whose inputs the ranks have parts of gives a `Partial` in the place of its result: the sum
+over ranks is made with what follows it anyway, by the kernel that adds it to the residual stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inference.gpu.steps import StepPlan
+from kernels.triton.collective.scaling import Scaling
+from kernels.triton.linear.weight import InputFormat
+
+
+class Reducer(Protocol):
+    """Sums over ranks with what follows; `kernels.triton.collective.all_reduce.AllReduce`."""
+
+    def sum(self, x: Tensor, scaling: Scaling | None = None) -> Tensor:
+        """The sum over ranks alone: [rows, hidden] in the model's float type."""
+        ...
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        scale: Tensor | None = None,
+        dtype: torch.dtype = torch.int8,
+        group: int | None = None,
+        residual_ready: bool = False,
+        after: Tensor | None = None,
+        scaling: Scaling | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Norm of the sum over ranks + residual: rows, their scales, the sum."""
+        ...
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A rank's part of what a sub-layer adds.
+
+    Attributes:
+        x: [T, H] in the model's float type, or int32 with a scaling.
+        scaling: What makes floats of the sum of integers; None for floats.
+        reducer: Sums it over ranks.
+    """
+
+    x: Tensor
+    scaling: Scaling | None
+    reducer: Reducer
+
+    def __getitem__(self, rows: Tensor) -> Partial:
+        """Some rows of it."""
+        scaling = self.scaling
+        if scaling is not None and scaling.x_scale.numel() > 1:
+            scaling = replace(scaling, x_scale=scaling.x_scale[rows])
+        return Partial(self.x[rows], scaling, self.reducer)
+
+    def add_rms_norm(
+        self,
+        total: Tensor,
+        before: Tensor | None,
+        eps: float,
+        wanted: InputFormat,
+        after: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Its sum over ranks and the residual stream, and the norm of that."""
+        rest = (wanted.scale, wanted.dtype, wanted.group)
+        return self.reducer.add_rms_norm(
+            self.x, total, before, eps, *rest, residual_ready=True, after=after,
+            scaling=self.scaling,
+        )  # fmt: skip
+
+
+class StepRanks(Protocol):
+    """The ranks that run the same steps, as one of them sees them.
+
+    Attributes:
+        first: Whether this is the one that plans, and that chooses tokens.
+    """
+
+    first: bool
+
+    def tell(self, plan: StepPlan) -> None:
+        """Have the others run a step that this one is about to run."""
+        ...
+
+    def share(self, chosen: Tensor) -> Tensor:
+        """The first rank's tokens: int64 of a shape that all know; called in every step."""
+        ...

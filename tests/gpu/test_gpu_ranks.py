@@ -1,0 +1,90 @@
+"""An engine on several GPUs gives what it gives on one; ranks share one where there is no other."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from formats.tokenizer import load_tokenizer
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PROMPTS = [list(range(5, 40)), [11, 4, 90], list(range(9, 200))]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+MODEL = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 2}
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def shared_gpu(rank):
+    """The first GPU, for any rank."""
+    from inference.gpu.backend import TritonBackend
+
+    return TritonBackend(torch.device("cuda", 0), torch.bfloat16)
+
+
+@contextmanager
+def engine_on(path, ranks, *, shared=False, **sizes):
+    config = EngineConfig(tensor_parallel=ranks, max_model_len=256, **sizes)
+    if shared:
+        from inference.parallel.backend import FirstBackend
+
+        checkpoint, opened = Checkpoint.open(path), partial(Checkpoint.open, path)
+        backend = FirstBackend(shared_gpu(0), opened, config, shared_gpu, on_host=True)
+        engine = Engine(checkpoint, load_tokenizer(checkpoint.path), config, backend)
+    else:
+        engine = Engine.from_pretrained(path, config=config, device="cuda")
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def outcome(path, ranks, **options):
+    with engine_on(path, ranks, **options) as engine:
+        engine.warm_up()
+        outputs = engine.generate(PROMPTS, GREEDY) + engine.generate(PROMPTS[:1], GREEDY)
+        sampled = SamplingParams(max_tokens=8, temperature=1.0, seed=3, logprobs=1)
+        outputs += engine.generate(PROMPTS[1:2], sampled)
+        engine.check_integrity()
+        return [o.token_ids for o in outputs], engine.score(PROMPTS[2])
+
+
+def compare(path, ranks, *, exact, **options):
+    (tokens, logits), (wanted, expected) = outcome(path, ranks, **options), outcome(path, 1)
+    assert expected.abs().max() > 1
+    if exact:
+        assert torch.equal(logits, expected)
+        assert tokens == wanted
+    else:  # parts are rounded to bf16
+        assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scheme", ["a8w8c8", "w4"])
+def test_ranks_that_share_a_gpu(scheme, make_model, make_quantized):
+    """Kernel by kernel: what ranks tell each other goes through the host."""
+    path = make_quantized(make_model("llama", **MODEL), scheme)
+    compare(path, 2, exact=scheme == "a8w8c8", shared=True, eager=True)
+
+
+@several
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("scheme", ["a8w8c8", "a8w8_dynamic", "w4", "fp8_channel"])
+def test_ranks_with_a_gpu_each(scheme, eager, make_model, make_quantized):
+    path = make_quantized(make_model("llama", **MODEL), scheme)
+    compare(path, 2, exact=scheme == "a8w8c8", eager=eager)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_four_ranks(make_model, make_quantized):
+    """Two have a head of K and V together."""
+    path = make_quantized(make_model("llama", **MODEL | {"head_dim": 128}), "a8w8c8")
+    compare(path, 4, exact=True)

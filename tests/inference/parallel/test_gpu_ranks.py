@@ -1,0 +1,56 @@
+"""An engine on several GPUs without one: its kernels interpreted, its ranks as processes that meet
+through the host."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from tests.inference.gpu.test_gpu import checkpoint_of, prompt
+from tests.kernels.triton_lab import interpreted
+
+
+def triton_backend(rank):
+    """Of any rank."""
+    from inference.gpu.backend import TritonBackend
+
+    return TritonBackend(torch.device("cpu"), torch.float16)
+
+
+def engine_on(path, ranks):
+    from transformers import AutoTokenizer
+
+    from formats.checkpoint.read import Checkpoint
+    from inference.config import EngineConfig
+    from inference.engine import Engine
+    from inference.parallel.backend import FirstBackend
+
+    checkpoint = Checkpoint.open(path)
+    config = EngineConfig(tensor_parallel=ranks, max_model_len=192, max_batch_size=4)
+    backend = triton_backend(0)
+    if ranks > 1:
+        opened = partial(Checkpoint.open, path)
+        backend = FirstBackend(backend, opened, config, triton_backend)
+    return Engine(checkpoint, AutoTokenizer.from_pretrained(path), config, backend)
+
+
+def test_two_ranks_give_what_one_gives(tmp_path):
+    """Bit for bit: parts of heads of 64 are as wide as the integer kernel wants them."""
+    compare(checkpoint_of(tmp_path, "a8w8c8", head_dim=64))
+
+
+@interpreted
+def compare(path):
+    from inference.requests.request import SamplingParams
+
+    params, found = SamplingParams(max_tokens=3, ignore_eos=True), {}
+    for ranks in (1, 2):
+        engine = engine_on(path, ranks)
+        outputs = engine.generate([prompt(5)], params)
+        found[ranks] = [o.token_ids for o in outputs], engine.score(prompt(4, seed=2))
+        engine.close()
+    (tokens, logits), (wanted, expected) = found[2], found[1]
+    assert expected.abs().max() > 0.5
+    assert torch.equal(logits, expected)
+    assert tokens == wanted
