@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from ptq.methods.smoothquant import SmoothQuantSpec
 from ptq.methods.two_sided import TwoSidedSpec
 from ptq.output import CHECKPOINT_FOLDER, RESUME_FOLDER
 from ptq.pipeline import resume
-from ptq.pipeline.driver import quantize_tokens
+from ptq.pipeline.artifact import Artifact
+from ptq.pipeline.driver import quantize_tokens, solve
 from ptq.pipeline.resume import ResumableRun
 from ptq.plan.plan import Plan, plan_recipe
 from ptq.recipe.reading import read_recipe
@@ -92,6 +94,18 @@ def test_experts_are_shared_out(make_model, tmp_path):
     assert left_by(run(model, tmp_path / "2", "w4_gptq", 2)) == expected
 
 
+def test_what_a_run_has_seen_is_solved_again_by_many(tiny_llama, tmp_path, monkeypatch):
+    run(tiny_llama, tmp_path / "seen", "a8w8c8", 2)
+    artifact = Artifact.load(tmp_path / "seen")
+    monkeypatch.setitem(RUNS_OF, "again", ("a8w4c8", (SMOOTH, RTNSpec(scale="mse"))))
+    found = []
+    for workers in (1, 3):
+        device, output = DevicesSpec(cpus=workers), tmp_path / str(workers)
+        plan = plan_on(device, tiny_llama, output, "again")
+        found.append(left_by(solve(plan, artifact, progress=False)))
+    assert found[0] == found[1]
+
+
 def test_a_stopped_run_goes_on_with_another_number_of_devices(tiny_llama, tmp_path, monkeypatch):
     expected, told = left_by(run(tiny_llama, tmp_path / "whole", "w4_gptq", 1))
     save, output = ResumableRun.save, tmp_path / "out"
@@ -111,12 +125,12 @@ def test_a_stopped_run_goes_on_with_another_number_of_devices(tiny_llama, tmp_pa
 
 
 def test_a_layer_that_fails_is_named_and_nothing_is_lost(tiny_llama, tmp_path, monkeypatch):
-    solve, output = GPTQ.solve, tmp_path / "out"
+    plain, output = GPTQ.solve, tmp_path / "out"
 
     def fail(self, work):
         if "model.layers.1.mlp.down_proj" in work.targets:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        solve(self, work)
+        plain(self, work)
 
     monkeypatch.setattr(resume, "SHARE", 1e9)
     with monkeypatch.context() as patch:
@@ -164,3 +178,19 @@ def test_devices_that_cannot_be_are_refused(tiny_llama, tmp_path, device, told):
     settings = [f"model.path={tiny_llama}", f"output.path={tmp_path / 'out'}", f"device={text}"]
     with pytest.raises(RecipeError, match=told):
         plan_recipe(read_recipe("w4_gptq", settings))
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "told"),
+    [
+        (["H200", "H200"], 3, "device.gpus: found 3, but torch sees 2 here; give at most 2"),
+        (["H200", "A10"], 2, "device.gpus: found 2, which are H200 and A10; "),
+    ],
+)
+def test_gpus_must_be_there_and_of_one_kind(tiny_llama, tmp_path, monkeypatch, names, wanted, told):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: names[index])
+    settings = [f"model.path={tiny_llama}", f"output.path={tmp_path}/out", "dataset.name=stdlib"]
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        plan_recipe(read_recipe("w4_gptq", [*settings, f"device={{gpus: {wanted}}}"]))
