@@ -67,7 +67,7 @@ def test_floats_are_added_in_the_order_of_ranks(ranks, way, rows):
         (None, torch.int8, None),
         (None, torch.float8_e4m3fn, 128),
         (None, torch.bfloat16, None),
-    )[: 4 if ranks < 8 else 1]:
+    )[: 4 if ranks == 2 else 1]:
         arguments = (residual, weight[0], 1e-5, scale, dtype, group)
         call = lambda rank, reduce, a=arguments: reduce.add_rms_norm(parts[rank], *a)  # noqa: E731
         streams.compile(call)
@@ -82,11 +82,12 @@ def test_floats_are_added_in_the_order_of_ranks(ranks, way, rows):
                 assert wanted is None or torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "way"), [(2, "one_shot"), (2, "two_shot"), (4, "two_shot"), (8, "one_shot")]
+)
 def test_integer_layers_give_the_bits_of_one_gpu(ranks, way, workspace):
     """A layer whose inputs are cut among ranks: its sum, then what follows it, quantized."""
-    inputs, rows = 2048, 9
+    inputs, rows = 2048, 7
     q = torch.randint(-127, 128, (HIDDEN, inputs), device="cuda", dtype=torch.int8)
     x = torch.randint(-127, 128, (rows, inputs), device="cuda", dtype=torch.int8)
     scale, bias = torch.rand(HIDDEN, device="cuda") * 0.01, torch.randn(HIDDEN, device="cuda")

@@ -37,12 +37,19 @@ AT_ONCE = tl.constexpr(16)  # words of a grain, of several ranks, that are looke
 
 
 @triton.jit
-def scaled(acc, row, i, real, x_scale, w_scale, bias, PER_ROW: tl.constexpr, TYPE: tl.constexpr):
+def of_row(values, i, real):
+    """What all rows share, asked for before a row is there; None of nothing."""
+    if values is not None:
+        values = tl.load(values + i, mask=real, other=0.0)
+    return values
+
+
+@triton.jit
+def scaled(acc, sx, sw, b, TYPE: tl.constexpr):
     """A row of integer sums as the GEMM of one GPU gives it in a float type."""
-    sx = tl.load(x_scale + row * PER_ROW)
-    y = acc.to(tl.float32) * (sx * tl.load(w_scale + i, mask=real, other=0.0))
-    if bias is not None:
-        y += tl.load(bias + i, mask=real, other=0.0)
+    y = acc.to(tl.float32) * (sx * sw)
+    if b is not None:
+        y += b
     return y.to(TYPE).to(tl.float32)
 
 
@@ -96,6 +103,19 @@ def sum_of_ranks(
     return together(sums)
 
 
+@triton.jit
+def sum_one_by_one(
+    words, place, step, j, grains, epoch, fault, patience, WORLD: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Integer parts of a row from all ranks, this one too: registers hold but one rank's."""
+    total = tl.zeros([j.shape[0] * GRAIN], tl.int32)
+    for p in range(WORLD):
+        own = words + place + p * step
+        found = peek(own, j, grains, epoch, WORDS)
+        total += together(receive(found, own, j, grains, epoch, fault, patience, p, WORDS))
+    return total
+
+
 @triton.jit(do_not_specialize=["pitch", "patience"])
 def one_shot_kernel(
     x, words, epochs, fault, patience, x_scale, w_scale, bias,
@@ -123,30 +143,36 @@ def one_shot_kernel(
     real = i < SIZE
     grains = SIZE // GRAIN
     j = tl.minimum(tl.arange(0, WIDTH // GRAIN), grains - 1)
-    w, own, before = None, None, None
-    if weight is not None:
-        w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
-    if after is not None:
-        own = tl.load(after + i, mask=real, other=0.0).to(tl.float32)
+    w, own, before = of_row(weight, i, real), of_row(after, i, real), None
+    sw, b, sx = of_row(w_scale, i, real), of_row(bias, i, real), None
     if residual is not None and READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     wait(OVERLAP)
     announce(OVERLAP)
     epoch = tl.load(epochs + row) + 1
+    if w_scale is not None:
+        sx = tl.load(x_scale + row * PER_ROW)
     mine = load_grains(x + row * (grains * WORDS), j, WORDS)
     step = MOST * slot
     place = ((epoch & 1) * (WORLD * MOST) + row) * slot
-    for d in tl.static_range(1, WORLD):
+    ALL: tl.constexpr = WORLD > 4 and w_scale is not None
+    for d in tl.static_range(0 if ALL else 1, WORLD):
         push(words[(RANK + d) % WORLD] + place + RANK * step, mine, j, grains, epoch)
     tl.store(epochs + row, epoch)
     if residual is not None and not READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
-    h = sum_of_ranks(
-        mine, words[RANK], place, step, j, grains, epoch, fault, patience.to(tl.int64) * 1000,
-        RANK, WORLD, WORDS, TYPE,
-    )  # fmt: skip
+    patience = patience.to(tl.int64) * 1000
+    if ALL:
+        h = sum_one_by_one(
+            words[RANK], place, step, j, grains, epoch, fault, patience, WORLD, WORDS
+        )
+    else:
+        h = sum_of_ranks(
+            mine, words[RANK], place, step, j, grains, epoch, fault, patience,
+            RANK, WORLD, WORDS, TYPE,
+        )  # fmt: skip
     if w_scale is not None:
-        h = scaled(h, row, i, real, x_scale, w_scale, bias, PER_ROW, FLOAT)
+        h = scaled(h, sx, sw, b, FLOAT)
     if after is not None:
         h = held_like(h, before.to(tl.float32))
     rounded = added(tl.where(real, h, 0.0), own, before, eps, SIZE, FLOAT)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.collective.one_shot import scaled
+from kernels.triton.collective.one_shot import of_row, scaled
 from kernels.triton.collective.words import await_flag, fence, raise_flag
 from kernels.triton.common import announce, wait
 from kernels.triton.fused import added, normed
@@ -113,18 +113,15 @@ def two_shot_kernel(
     if row % WORLD != RANK:
         send_part(x, parts, arrived, row, i, real, epoch, SIZE, slot, RANK)
         return
-    w, own, before = None, None, None
-    if weight is not None:
-        w = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
-    if after is not None:
-        own = tl.load(after + i, mask=real, other=0.0).to(tl.float32)
+    w, own, before = of_row(weight, i, real), of_row(after, i, real), None
     if residual is not None:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     h = sum_parts(
         x, parts[RANK], arrived[RANK], row, i, real, epoch, fault, patience, SIZE, slot, RANK, WORLD
     )
     if w_scale is not None:
-        h = scaled(h, row, i, real, x_scale, w_scale, bias, PER_ROW, FLOAT)
+        sx = tl.load(x_scale + row * PER_ROW)
+        h = scaled(h, sx, of_row(w_scale, i, real), of_row(bias, i, real), FLOAT)
     rounded = added(tl.where(real, h, 0.0), own, before, eps, SIZE, FLOAT)
     for p in tl.static_range(WORLD):
         if WHOLE or p == RANK:
