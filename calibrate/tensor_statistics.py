@@ -88,7 +88,11 @@ class TensorStatistics:
         if other.channel_sum is not None:
             own = 0 if self.channel_sum is None else self.channel_sum
             self.channel_sum = own + other.channel_sum
-        self._add(other.tokens, other.channel_absmax, other.sample_absmax, other._dense())
+        seen = other.tokens, other.channel_absmax, other.sample_absmax
+        if other.counted:
+            self._add(*seen, other._dense())
+        else:
+            self._add_maxima(*seen)
 
     def divided(self, factor: Tensor) -> TensorStatistics:
         """Statistics of x / factor, of which only the channels' largest magnitudes and sums follow.
