@@ -76,7 +76,7 @@ FLOORS = {
         schema token_stream
         tools open_requests text_stream
         engine_client arguments
-        served_engine data_parallel
+        served_engine data_parallel vllm
         engine metrics
         http
         generation serving

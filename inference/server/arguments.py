@@ -53,7 +53,41 @@ def parser() -> argparse.ArgumentParser:
     add_engine_arguments(made)
     _add_http_arguments(made.add_argument_group("HTTP"))
     _add_size_arguments(made.add_argument_group("sizes"))
+    _add_other_arguments(made.add_argument_group("vLLM in the place of this engine"))
     return made
+
+
+def _add_other_arguments(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--engine",
+        type=_engine,
+        default=("ptq", None),
+        metavar="ENGINE",
+        help="ptq (this one, the default), or vllm, or vllm=PYTHON: the interpreter of an "
+        "environment that has vLLM, which is started on the checkpoint after a check of what it "
+        "can take; options of its own follow `--`",
+    )
+    add(
+        "--pipeline-parallel",
+        type=count,
+        default=1,
+        metavar="N",
+        help="of vLLM: groups of GPUs that each hold a part of the layers; default 1",
+    )
+    add(
+        "--executor",
+        choices=("mp", "ray"),
+        help="of vLLM: how its processes are started; ray for GPUs of several hosts",
+    )
+
+
+def _engine(text: str) -> tuple[str, str | None]:
+    """The engine, and the interpreter that has it."""
+    name, equals, python = text.partition("=")
+    if name not in ("ptq", "vllm") or bool(equals) != bool(python) or (name == "ptq" and equals):
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed are ptq, vllm and vllm=PYTHON")
+    return name, python or None
 
 
 def _add_http_arguments(group: argparse._ArgumentGroup) -> None:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ from inference.server.engine_client import EngineClient
 from inference.server.messages import EngineInfo
 from inference.server.served_engine import ServedEngine
 from inference.server.settings import Limits, ServerSettings
+from inference.server.vllm.launch import start_vllm
 
 if TYPE_CHECKING:
     from formats import tokenizer as tokenizers
@@ -52,9 +54,17 @@ ENDING = 3.0  # seconds in which the engine's process has to end by itself
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; 0 where all that ran could finish or was told why not."""
-    arguments = parser().parse_args(argv)
-    require_extra()
+    words = list(sys.argv[1:] if argv is None else argv)
+    words, further = _split(words)
+    arguments = parser().parse_args(words)
     key, template = _key(arguments), _template(arguments)
+    if arguments.engine[0] == "vllm":
+        folder = locate_model(arguments.checkpoint, arguments.revision)
+        start_vllm(
+            arguments, parser().parse_args([str(arguments.checkpoint)]), folder, key, further
+        )
+    _refuse_theirs(arguments, further)
+    require_extra()
     folder = locate_model(arguments.checkpoint, arguments.revision)
     read_config(folder)  # a folder of something else is told at once
     found, config = (
@@ -72,6 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             for process in processes:
                 process.end(ENDING)
     return 0
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before and behind `--`."""
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
+def _refuse_theirs(arguments: argparse.Namespace, further: Sequence[str]) -> None:
+    """Refuse options of another engine.
+
+    Raises:
+        RequestError: there are some.
+    """
+    theirs = ["--pipeline-parallel"] if arguments.pipeline_parallel > 1 else []
+    theirs += ["--executor"] if arguments.executor is not None else []
+    theirs += ["--", *further] if further else []
+    if theirs:
+        raise RequestError(f"{' '.join(theirs)}: of vLLM; add --engine vllm, or leave it out")
 
 
 def _serve(

@@ -51,6 +51,8 @@ class Attribution(Strict):
         unrounded: With nothing quantized: what moving factors between layers costs by itself.
         kinds: Kinds of linear layers, and the cache.
         blocks: Blocks, or groups of neighbours where there are many.
+        float_cache: With everything quantized but the cache, as runtimes serve the checkpoint that
+            do not know such a cache; None where the cache is not quantized.
     """
 
     sequences: int
@@ -59,6 +61,7 @@ class Attribution(Strict):
     unrounded: float
     kinds: tuple[Part, ...]
     blocks: tuple[Part, ...]
+    float_cache: float | None = None
 
 
 def references(original: Engine, sequences: Sequence[Tensor]) -> list[Tensor]:
@@ -88,7 +91,7 @@ def attribute(
     kinds = list(_kinds(quantized))
     has_head = head_name(checkpoint.config) in checkpoint.quantized_modules
     outer = quantized if has_head else unrounded  # whose head and embedding are run
-    runs = len(kinds) + len(groups) + 2 + has_head
+    runs = len(kinds) + len(groups) + 2 + has_head + quantized.quantized_kv
     shown = bar(total=runs, title="Attributing", unit="part", shown=progress)
 
     def loss(
@@ -133,6 +136,7 @@ def attribute(
                 )
                 for group in groups
             ),
+            float_cache=loss(ours, lambda _: False, outer) if quantized.quantized_kv else None,
         )
 
 

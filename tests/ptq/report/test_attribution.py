@@ -101,6 +101,20 @@ def test_the_cache_is_a_part_of_its_own(tiny_llama, make_quantized):
     assert [part.name for part in found.kinds] == ["cache"]
     assert found.kinds[0].kl == found.whole > 0
     assert 0 < found.blocks[0].kl < 2 * found.whole
+    assert found.float_cache == 0.0
+
+
+def test_what_a_runtime_without_the_cache_would_lose_is_told(tiny_llama, make_quantized):
+    original = Engine.from_pretrained(tiny_llama, config=SIZES)
+    folder = make_quantized(tiny_llama, "a8w8c8")
+    quantized = Engine.from_pretrained(folder, config=SIZES)
+    floats = Engine.from_pretrained(folder, config=SIZES, quantized_kv=False)
+    found = attribute(
+        original, quantized, sequences(), references(original, sequences()), progress=False
+    )
+    lost = compare(original, floats, sequences())
+    assert found.float_cache == pytest.approx(lost.kl_mean, rel=1e-3)
+    assert found.float_cache != found.whole
 
 
 @pytest.mark.parametrize(
