@@ -16,6 +16,7 @@ from formats.errors import EngineError
 from inference.gpu.decoder import GpuDecoder
 from inference.gpu.experts import GpuExperts
 from inference.gpu.layers import GpuLinear
+from inference.gpu.ranks import OfSeveralRanks
 from inference.models.feed_forward import GatedMLP
 from inference.models.parts import Layer
 from inference.transformers_code.model import CodeModel
@@ -51,6 +52,8 @@ def _layer(layer: Layer[GpuLinear, GpuExperts]) -> Layer[GpuLinear, GpuExperts]:
 
 
 def _linear(own: GpuLinear, name: str) -> GpuLinear:
+    if isinstance(own, OfSeveralRanks):
+        return own.with_own(lambda part: _linear(part, name))
     weight = own.weight
     if isinstance(weight, DenseWeight) and not (fits(weight.weight) and weight.weight.is_cuda):
         raise _refused(f"{name} {tuple(weight.weight.shape)} runs by torch's library")

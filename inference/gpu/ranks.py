@@ -6,12 +6,14 @@ over ranks is made with what follows it anyway, by the kernel that adds it to th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from inference.gpu.layers import GpuLinear
 from inference.gpu.steps import StepPlan
 from kernels.triton.collective.scaling import Scaling
 from kernels.triton.linear.weight import InputFormat
@@ -76,6 +78,19 @@ class Partial:
             self.x, total, before, eps, *rest, residual_ready=True, after=after,
             scaling=self.scaling,
         )  # fmt: skip
+
+
+@runtime_checkable
+class OfSeveralRanks(Protocol):
+    """A layer of which each rank has a part."""
+
+    def with_own(self, change: Callable[[GpuLinear], GpuLinear]) -> Any:
+        """The same layer with another part of this rank.
+
+        Raises:
+            EngineError: what other ranks have is added to it in an order that depends on the batch.
+        """
+        ...
 
 
 class StepRanks(Protocol):

@@ -207,10 +207,6 @@ def choose_ranks(
             f"{told}: transformers' own code is not cut among ranks; leave transformers_code out, "
             "or take tensor_parallel 1"
         )
-    if kind == "cuda" and config.invariant:
-        raise EngineError(
-            f"{told}: invariant has no order of sums over ranks so far; leave one of them out"
-        )
     if kind == "cuda" and backend.device.index not in (None, 0):
         raise EngineError(
             f"{told}: found device {backend.device}; the ranks have the first {ranks} GPUs. Give "

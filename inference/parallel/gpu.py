@@ -19,6 +19,8 @@ from formats.errors import CheckpointError, EngineError
 from inference.backend import Backend
 from inference.config import EngineConfig
 from inference.gpu.backend import TritonBackend
+from inference.gpu.decoder import GpuDecoder
+from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import pack_linear
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.ranks import Reducer
@@ -262,13 +264,15 @@ def runner_of(
     """What runs the steps of a rank's part on its cache."""
     sizes: EngineConfig = loader.config
     assert sizes.max_model_len is not None
+    model = cast(GpuDecoder, loader.model)
     return GpuRunner(
-        cast(Any, loader.model),
+        invariant_decoder(model) if sizes.invariant else model,
         pools,
         loader.inner.device,
         batch,
         width=blocks_for(sizes.max_model_len),
         graphs=not sizes.eager,
+        invariant=sizes.invariant,
         ranks=ranks,
     )
 

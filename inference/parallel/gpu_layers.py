@@ -8,12 +8,13 @@ token that arrives is then that of the rank's own inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from formats.errors import EngineError
 from inference.gpu.layers import GpuLinear, as_wanted, pack_linear
 from inference.gpu.ranks import Partial, Reducer
 from inference.models.read import StoredLinear
@@ -44,6 +45,16 @@ class SummedGpuLinear:
         """The same of rows that are as the layer wants them."""
         kind = dtype if self.scaling is None else torch.int32
         return Partial(self.own.run(rows, scales, kind), self.scaling, self.reducer)
+
+    def with_own(self, change: Callable[[GpuLinear], GpuLinear]) -> SummedGpuLinear:
+        """See `inference.gpu.ranks.OfSeveralRanks`."""
+        if self.scaling is None:
+            raise EngineError(
+                "invariant: parts of sums over ranks are floats here, which are added in an order "
+                "that depends on the batch. Take a scheme with static int8 inputs, such as a8w8c8, "
+                "or leave invariant out"
+            )
+        return self  # integers: any order is the same
 
     @property
     def rows(self) -> InputFormat:
@@ -89,6 +100,10 @@ class GatheredGpuLinear:
         """The same."""
         return self(rows, dtype)
 
+    def with_own(self, change: Callable[[GpuLinear], GpuLinear]) -> GatheredGpuLinear:
+        """See `inference.gpu.ranks.OfSeveralRanks`."""
+        return replace(self, own=change(self.own))
+
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
@@ -122,6 +137,10 @@ class GpuHeadPart:
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The same of rows that are as the layer wants them."""
         return self.group.on_first(self.own.run(rows, scales, dtype), self.tokens)
+
+    def with_own(self, change: Callable[[GpuLinear], GpuLinear]) -> GpuHeadPart:
+        """See `inference.gpu.ranks.OfSeveralRanks`."""
+        return replace(self, own=change(self.own))
 
     @property
     def rows(self) -> InputFormat:
