@@ -30,6 +30,7 @@ from inference.models.kv_cache import CacheShape
 from inference.models.model import Model
 from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
+from inference.parallel import torchrun
 from inference.parallel.group import Progress
 from inference.parallel.loader import LOADING, MEETING, RankLoader, declared_shape, join
 from inference.parallel.messages import ChangeBlocks, MakeCache, RankSpec, TellFree
@@ -217,7 +218,28 @@ def choose_ranks(
             f"{told}: found {torch.cuda.device_count()} GPUs, and each rank has one of its own; "
             "take fewer ranks"
         )
-    return FirstBackend(backend, open, config, partial(rank_backend, kind, backend.dtype))
+    others = partial(rank_backend, kind, backend.dtype)
+    return FirstBackend(backend, open, config, others, start=_start(ranks))
+
+
+def _start(ranks: int) -> Start:
+    """What starts the other ranks; where torchrun has, a rank but the first never comes back.
+
+    Raises:
+        EngineError: torchrun has started another number of them.
+    """
+    started = torchrun.place()
+    if started is None:
+        return RankProcess
+    rank, count = started
+    if count != ranks:
+        raise EngineError(
+            f"tensor_parallel {ranks}: torchrun has started {count} processes. Give it "
+            f"--nproc-per-node {ranks}, or leave it out: the engine starts its ranks itself"
+        )
+    if rank:
+        torchrun.run_rank(rank)
+    return torchrun.Met()
 
 
 def rank_backend(kind: str, dtype: torch.dtype, rank: int) -> Backend[Any, Any]:

@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     words, further = _split(words)
     arguments = parser().parse_args(words)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RequestError(
+            "torchrun has started this server as one of several processes, which cannot listen on "
+            "one port. Leave torchrun out: --tensor-parallel N starts N processes itself"
+        )
     key, template = _key(arguments), _template(arguments)
     if arguments.engine[0] == "vllm":
         folder = locate_model(arguments.checkpoint, arguments.revision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 
 from tests.inference.gpu.test_gpu import checkpoint_of, prompt
@@ -35,6 +36,7 @@ def engine_on(path, ranks):
     return Engine(checkpoint, AutoTokenizer.from_pretrained(path), config, backend)
 
 
+@pytest.mark.ci
 def test_two_ranks_give_what_one_gives(tmp_path):
     """Bit for bit: parts of heads of 64 are as wide as the integer kernel wants them."""
     compare(checkpoint_of(tmp_path, "a8w8c8", head_dim=64))
