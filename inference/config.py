@@ -71,8 +71,7 @@ class EngineConfig(Strict):
             CPU it is always so.
         transformers_code: Run a model of a declared family by transformers' own code, as those are
             run that no family declares. Slower.
-        speculate: Compute drafts of the next tokens in each step, and keep those that come; on a
-            GPU by `ngram` and `suffix`.
+        speculate: Compute drafts of the next tokens in each step, and keep those that come.
         tensor_parallel: Processes that each hold a part of the model and of the cache, on a GPU
             of its own each, or on one CPU.
         rank_patience_s: Seconds after which a process that has stopped, while the others wait for

@@ -13,14 +13,16 @@ from formats.checkpoint.read import Checkpoint
 from formats.memory import available_bytes, peak_rss_bytes
 from inference.config import EngineConfig
 from inference.cpu.batch import Batch
+from inference.cpu.chain import HostChain
 from inference.cpu.code_step import forward_code
-from inference.cpu.decoder import CpuDecoder, forward_by_ops
+from inference.cpu.decoder import CpuDecoder, CpuLayer, forward_by_ops, run_block
 from inference.cpu.fused import fuse
 from inference.cpu.layers import CpuExperts, Linear, pack_linear
 from inference.cpu.loop import HostLoop
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, change_blocks
 from inference.models.model import Model
+from inference.models.network import Network
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges
@@ -28,6 +30,7 @@ from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape, load_model
 from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KVPool
+from kernels.ops import rms_norm
 
 
 class CpuBackend:
@@ -79,6 +82,37 @@ class CpuBackend:
             return partial(forward_code, model, pools)
         fused = fuse(model, pools) if self._fused else None
         return fused or partial(forward_by_ops, model, pools)
+
+    def captures(self, model: CpuDecoder | CodeModel) -> bool:
+        """There is nothing to capture."""
+        return False
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of [T, H]."""
+        return rms_norm(x, weight, eps)
+
+    def run_block(
+        self,
+        config: ModelConfig,
+        layer: CpuLayer,
+        read: Tensor,
+        x: Tensor,
+        batch: Batch,
+        pool: KVPool,
+        window: int | None,
+    ) -> Tensor:
+        """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
+        return run_block(config, None, layer, x, batch, pool, window, read)
+
+    def chain(
+        self,
+        network: Network,
+        pools: Sequence[KVPool],
+        sizes: EngineConfig,
+        features: Tensor | None,
+    ) -> HostChain:
+        """What drafts by a network."""
+        return HostChain(network, pools, sizes.max_batched_tokens, features)
 
     def loop(
         self,

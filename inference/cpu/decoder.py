@@ -66,6 +66,7 @@ def run_block(
     batch: Batch,
     pool: KVPool,
     window: int | None,
+    read: Tensor | None = None,
 ) -> Tensor:
     """Run a block: [T, H] to the same.
 
@@ -77,6 +78,7 @@ def run_block(
         batch: The step.
         pool: Its cache.
         window: Positions that a query sees, or None for all.
+        read: What attention reads; default: the norm of x.
     """
     inputs = AttentionInputs(
         pool,
@@ -88,7 +90,8 @@ def run_block(
         softcap=config.softcap,
         sinks=layer.sinks,
     )
-    read = _normed(x, layer.before_attention, config.eps)
+    if read is None:
+        read = _normed(x, layer.before_attention, config.eps)
     added = attend(config, growth, layer, read, batch, inputs)
     x = x + _normed(added, layer.after_attention, config.eps)
     read = _normed(x, layer.before_feed_forward, config.eps)

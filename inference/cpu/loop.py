@@ -55,7 +55,8 @@ class HostLoop:
             return self.forward(batch)
         hidden = torch.empty(work.tokens, len(wanted.blocks), wanted.size, dtype=wanted.dtype)
         logits = self.forward(replace(batch, taps=torch.tensor(wanted.blocks), hidden=hidden))
-        drafter.note_hidden(work, hidden)
+        wanted.keep(hidden, batch.slots)
+        drafter.note_hidden(work)
         return logits
 
     def score(self, work: Work) -> Tensor:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
 from inference.config import EngineConfig
-from inference.gpu.decoder import GpuDecoder
+from inference.gpu.chain import DeviceChain
+from inference.gpu.code_step import forward_code
+from inference.gpu.decoder import GpuBatch, GpuDecoder, forward, run_block
 from inference.gpu.experts import GpuExperts, side_by_side
+from inference.gpu.feed_forward import as_one
 from inference.gpu.invariant import invariant_decoder
 from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
@@ -20,6 +25,8 @@ from inference.gpu.runner import GpuRunner
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, change_blocks
 from inference.models.model import Model
+from inference.models.network import Network
+from inference.models.parts import Layer
 from inference.models.read import StoredLinear
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.blocks import BlockChanges, blocks_for
@@ -29,6 +36,7 @@ from inference.transformers_code.model import CodeModel
 from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.triton.attention.latent import check_latents
 from kernels.triton.attention.paged_cache import LARGEST_HEAD, check_pages, is_head_size
+from kernels.triton.fused import add_rms_norm
 
 
 class TritonBackend:
@@ -39,7 +47,7 @@ class TritonBackend:
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    runs_drafters = False
+    runs_drafters = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -104,6 +112,55 @@ class TritonBackend:
             )
         _check(pools, shape)
         return pools
+
+    def forward(
+        self, model: GpuDecoder | CodeModel, pools: Sequence[KVPool]
+    ) -> Callable[[GpuBatch], Tensor]:
+        """What runs the steps of a model on a cache: logits [R, vocabulary] of a batch."""
+        return partial(forward_code if isinstance(model, CodeModel) else forward, model, pools)
+
+    def captures(self, model: GpuDecoder | CodeModel) -> bool:
+        """Whether steps of one token a sequence of a model may be captured."""
+        if isinstance(model, CodeModel):
+            return False
+        return all(as_one(layer.feed_forward, None) for layer in model.layers)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of [T, H]."""
+        return add_rms_norm(x, None, weight, eps, dtype=x.dtype)[0]
+
+    def run_block(
+        self,
+        config: ModelConfig,
+        layer: Layer[GpuLinear, GpuExperts],
+        read: Tensor,
+        x: Tensor,
+        batch: GpuBatch,
+        pool: KVPool,
+        window: int | None,
+    ) -> Tensor:
+        """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
+        return run_block(config, self.dtype, layer, read, x, batch, pool, window)
+
+    def chain(
+        self,
+        network: Network,
+        pools: Sequence[KVPool],
+        sizes: EngineConfig,
+        features: Tensor | None,
+    ) -> DeviceChain:
+        """What drafts by a network."""
+        assert sizes.max_model_len is not None
+        return DeviceChain(
+            network,
+            pools,
+            self.device,
+            self.dtype,
+            width=blocks_for(sizes.max_model_len),
+            most=sizes.max_batched_tokens,
+            features=features,
+            graphs=not sizes.eager,
+        )
 
     def loop(
         self,

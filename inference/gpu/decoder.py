@@ -27,8 +27,10 @@ from inference.gpu.feed_forward import feed_forward, inputs_of
 from inference.gpu.latent import attend_latents
 from inference.gpu.layers import GpuLinear, workspace_on
 from inference.gpu.ranks import Partial
+from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.parts import Layer
+from inference.scheduling.drafter import HiddenStates
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.triton.attention.decode import decode_attention
 from kernels.triton.attention.invariant import invariant_attention
@@ -58,6 +60,7 @@ class GpuBatch:
         decodes: Sequences that have one token, first in the batch, where others have more.
         padded: Whether the step may be captured, and nothing asked of the host.
         invariant: Whether a token's bits are the same in any step; each is a sequence then.
+        reads: Hidden states that somebody reads; None where nobody does.
     """
 
     ids: Tensor
@@ -70,6 +73,7 @@ class GpuBatch:
     decodes: int = 0
     padded: bool = False
     invariant: bool = False
+    reads: HiddenStates | None = None
 
 
 @torch.no_grad()
@@ -84,21 +88,33 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
         total = total * c.embedding_scale
     delta: Tensor | Partial | None = None  # what the sub-layer before adds
     after = None  # and the norm of that
-    for layer, pool, window in zip(model.layers, pools, c.windows, strict=True):
+    taps = batch.reads.blocks if batch.reads is not None else ()
+    hidden: dict[int, Tensor] = {}  # by block, what it reads
+    for i, (layer, pool, window) in enumerate(zip(model.layers, pools, c.windows, strict=True)):
         project, own = layer.qkv, layer.feed_forward
         before = layer.before_attention
         rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows)
+        if i in taps:
+            hidden[i] = total
         qkv = project.run(rows, scales, model.dtype)
-        delta, after = _attend(model, layer, qkv, batch, pool, window), layer.after_attention
+        delta = _attend(c, model.query_growth, model.dtype, layer, qkv, batch, pool, window)
+        after = layer.after_attention
         before, wanted = layer.before_feed_forward, inputs_of(own, model.dtype)
         rows, scales, total = _norm(total, delta, after, before, c.eps, wanted)
         delta = feed_forward(own, rows, scales, model.dtype, batch.padded)
         after = layer.after_feed_forward
-    if batch.rows is not None:
+    head, every = model.head, len(model.layers) in taps  # then of all rows the sum is read
+    if batch.rows is not None and not every:
         total = total[batch.rows]
         delta = None if delta is None else delta[batch.rows]
-    head = model.head
-    rows, scales, _ = _norm(total, delta, after, model.norm, c.eps, head.rows)
+    rows, scales, total = _norm(total, delta, after, model.norm, c.eps, head.rows)
+    if batch.reads is not None:
+        hidden[len(model.layers)] = total
+        read = torch.stack([hidden[tap].to(batch.reads.dtype) for tap in taps], dim=1)
+        batch.reads.keep(read, batch.slots)
+    if batch.rows is not None and every:
+        rows = rows[batch.rows]
+        scales = scales if scales is None or scales.numel() == 1 else scales[batch.rows]
     logits = head.run(rows, scales, torch.float32)
     return logits if c.logits_softcap is None else softcap_logits(logits, c.logits_softcap)
 
@@ -131,8 +147,42 @@ def _norm(
     return add_rms_norm(x, residual, before, eps, *rest, residual_ready=True, after=after)
 
 
+@torch.no_grad()
+def run_block(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layer: Layer[GpuLinear, GpuExperts],
+    read: Tensor,
+    x: Tensor,
+    batch: GpuBatch,
+    pool: KVPool,
+    window: int | None,
+) -> Tensor:
+    """A decoder block by itself: [T, H] to the same.
+
+    Args:
+        config: The decoder's shape.
+        dtype: Of activations.
+        layer: The block.
+        read: What its attention reads, [T, inputs of q, k and v].
+        x: What it adds to, [T, H].
+        batch: The step.
+        pool: Its cache.
+        window: Positions that a query sees, or None for all.
+    """
+    qkv, own = layer.qkv(read, dtype), layer.feed_forward
+    delta = _attend(config, None, dtype, layer, qkv, batch, pool, window)
+    before, wanted = layer.before_feed_forward, inputs_of(own, dtype)
+    rows, scales, total = _norm(x, delta, layer.after_attention, before, config.eps, wanted)
+    delta = feed_forward(own, rows, scales, dtype, batch.padded)
+    after = layer.after_feed_forward
+    return _norm(total, delta, after, None, config.eps, InputFormat(dtype))[2]
+
+
 def _attend(
-    model: GpuDecoder,
+    c: ModelConfig,
+    growth: Tensor | None,
+    dtype: torch.dtype,
     layer: Layer[GpuLinear, GpuExperts],
     qkv: Tensor,
     batch: GpuBatch,
@@ -140,7 +190,7 @@ def _attend(
     window: int | None,
 ) -> Tensor | Partial:
     """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H], or a rank's part of that."""
-    c, q_norm, k_norm = model.config, layer.q_norm, layer.k_norm
+    q_norm, k_norm = layer.q_norm, layer.k_norm
     inputs = AttentionInputs(
         pool,
         batch.tables,
@@ -160,9 +210,9 @@ def _attend(
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
     q = rope_write(
         q, k, v, layer.cos, layer.sin, pool, batch.slots, batch.positions, q_norm=q_norm,
-        k_norm=k_norm, eps=c.eps, growth=model.query_growth, metadata_ready=True,
+        k_norm=k_norm, eps=c.eps, growth=growth, metadata_ready=True,
     )  # fmt: skip
-    output, dtype = layer.o, model.dtype
+    output = layer.o
     wanted = output.rows
     fused: dict[str, Any] = {}
     if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):

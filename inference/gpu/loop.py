@@ -89,6 +89,9 @@ class DeviceLoop:
         self._scheduler.note_time(work, now - max(self._collected, launched.at))
         self._collected = now
         alive = work.alive()  # others have ended since
+        drafter = self._scheduler.drafter
+        if launched.hidden and drafter is not None:
+            drafter.note_hidden(work.taken(alive))
         device = np.flatnonzero(alive & work.samples & ~work.host)
         logprobs, firsts = launched.logprobs(), launched.firsts
         result = told
@@ -113,6 +116,7 @@ class DeviceLoop:
         sequences, rows = scheduler.max_batch_size, 0
         if scheduler.drafter is not None:
             rows = min(sequences * (1 + WARM_DRAFTS), MOST_WARM)
+            self.runner.tell_hidden(scheduler.drafter.reads)
         self._warm(sequences, scheduler.max_batched_tokens, rows)
 
     def drop(self) -> None:
@@ -135,7 +139,11 @@ class DeviceLoop:
 
     def _launch(self, work: Work) -> Launched:
         self._requests.prepare_cache()
+        drafter = self._scheduler.drafter
+        reads = None if drafter is None else drafter.reads
+        self.runner.tell_hidden(reads)
         launched = self.runner.launch(work)
+        launched.hidden = reads is not None
         self._scheduler.advance(work)
         on_its_way = work.samples & ~work.host & (work.drafts == 0)
         self._scheduler.batch.expect(work.places[on_its_way])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from formats.errors import EngineError
+from formats.memory import available_bytes
 
 OF_WEIGHTS = "quantize the model further, or take a GPU with more memory"
 OF_CACHE = (
@@ -20,10 +21,10 @@ OF_STEPS = "lower max_batched_tokens, or max_batch_size, max_model_len or kv_blo
 def free_bytes(device: torch.device) -> int:
     """Bytes of a GPU that nobody holds, what this process has freed included.
 
-    A CPU, which stands for a GPU where Triton interprets, has none.
+    Of a CPU, which stands for a GPU where Triton interprets, what the system has left.
     """
     if device.type != "cuda":
-        return 0
+        return available_bytes()
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 

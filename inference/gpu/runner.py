@@ -41,6 +41,7 @@ from inference.gpu.sizes import (
 )
 from inference.gpu.steps import StepPlan, places, step_shapes, told_rows, write_step
 from inference.scheduling.batch import Ints, RunningBatch
+from inference.scheduling.drafter import HiddenStates
 from inference.scheduling.sampler import rank
 from inference.scheduling.sequence import PENDING
 from inference.scheduling.work import Work
@@ -81,6 +82,7 @@ class Launched:
         rows: The same with drafts as slices of their own (`Work.row_by_row`).
         executed: What it gives, in that order.
         at: When it was launched, seconds of `time.perf_counter`.
+        hidden: Whether its hidden states are given to who drafts.
     """
 
     work: Work
@@ -89,6 +91,7 @@ class Launched:
     _places: Ints
     _parts: Ints
     at: float = field(default_factory=time.perf_counter)
+    hidden: bool = False
 
     @property
     def firsts(self) -> Ints:
@@ -182,9 +185,16 @@ class GpuRunner:
         self._captured: dict[Size, Captured] = {}
         self._seen: set[Size] = set()  # steps of prompts that ran
         self._short: set[Size] = set()  # those for whose graph there was no memory
+        self._reads: HiddenStates | None = None
         if self._graphs:
             self._stream = torch.cuda.Stream(self._device)
             self._pool = torch.cuda.graph_pool_handle()
+
+    def tell_hidden(self, reads: HiddenStates | None) -> None:
+        """Give hidden states of all steps to come to somebody, or to nobody any more."""
+        if reads is not self._reads:
+            self._reads = reads
+            self._captured.clear()  # a graph has what it gives to whom
 
     def launch(self, work: Work) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for.
@@ -391,7 +401,7 @@ class GpuRunner:
         return GpuBatch(
             self._known(x), x["positions"], x["slots"], x["tables"], x["lengths"],
             rows=x.get("rows"), query_start=x.get("query_start"), decodes=decodes,
-            padded=padded, invariant=self._invariant,
+            padded=padded, invariant=self._invariant, reads=self._reads,
         )  # fmt: skip
 
     def _known(self, x: Mapping[str, Tensor]) -> Tensor:

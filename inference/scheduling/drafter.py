@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,11 +22,14 @@ class HiddenStates:
         blocks: Which ones; the number of the model's blocks stands for the output of the last.
         size: Numbers of each.
         dtype: Their type.
+        keep: Takes them on the device, as a part of the step: hidden states [T, blocks, size] and
+            the cache's slots int64 [T]; negative for rows that stand for no token.
     """
 
     blocks: tuple[int, ...]
     size: int
     dtype: dtype
+    keep: Callable[[Tensor, Tensor], None]
 
 
 class Drafter(Protocol):
@@ -84,8 +87,11 @@ class Drafter(Protocol):
         """Learn how long a step took, drafting included; told of every step, in their order."""
         ...
 
-    def note_hidden(self, work: Work, hidden: Tensor) -> None:
-        """Learn the hidden states of a step's tokens, [tokens, blocks read, size]."""
+    def note_hidden(self, work: Work) -> None:
+        """Learn that hidden states of a step's tokens, all known by now, were given to `keep`.
+
+        Its sequences are still at their places.
+        """
         ...
 
     def note_changes(self, changes: BlockChanges) -> None:

@@ -150,7 +150,7 @@ class Work:
         later = (self.counts > 1) & (self.drafts == 0)
         if later.all() or not later.any():
             return self
-        return self._taken(np.argsort(later, kind="stable"))
+        return self.taken(np.argsort(later, kind="stable"))
 
     def row_by_row(self, *, every: bool = False) -> Work:
         """The same with each token of those that have drafts as a slice of its own.
@@ -166,7 +166,7 @@ class Work:
         parts = self.parts(every=every)
         index = np.repeat(np.arange(len(self)), parts)
         within = np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
-        own = self._taken(index)
+        own = self.taken(index)
         counts = np.where((own.drafts > 0) | every, 1, own.counts)
         samples = own.samples & (within + counts >= own.counts - own.drafts)
         return replace(
@@ -178,7 +178,7 @@ class Work:
             drafts=np.zeros_like(own.drafts),
         )
 
-    def _taken(self, which: Ints) -> Work:
+    def taken(self, which: Ints | Bools) -> Work:
         """Some of its slices, in an order that is given."""
         names = ("places", "starts", "counts", "serials", "samples", "host", "whole")
         names += ("logprobs", "drafts")

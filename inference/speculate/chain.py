@@ -1,19 +1,14 @@
-"""Drafts that a small network computes one after the other, each from the one before.
+"""Proposers that run a small network beside the model (`inference.models.network`).
 
-It has a cache of its own in blocks of the engine's numbers, so that the tables of the running
-sequences are its tables, too; what it holds of them `CachedTokens` tells. First one step computes
-what is missing there of all sequences that get drafts: as a rule the tokens that came since. Its
-logits give the first drafts, and a step of one token a sequence each of the further ones.
-
-A draft is what the model would choose with these logits and the same noise, without penalties,
-biases and masks: equal logits give equal tokens, and similar ones mostly.
+The network has a cache of its own in blocks of the engine's numbers, so that the tables of the
+running sequences are its tables, too; what it holds of them `CachedTokens` tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -23,11 +18,12 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError
 from inference.backend import Backend
 from inference.config import EngineConfig
+from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, clear_blocks
 from inference.models.model import Model
+from inference.models.network import Catching, Chain, Network
+from inference.models.parts import Layer
 from inference.scheduling.batch import Ints, RunningBatch
-from inference.scheduling.sampler import draw_token
-from inference.scheduling.work import Work
 from inference.speculate.cached_tokens import CachedTokens
 from kernels.attention_inputs import KVPool
 
@@ -53,36 +49,83 @@ class Target:
     checkpoint: Checkpoint
 
 
-class Computed(NamedTuple):
-    """What a network has computed for some sequences, at the last token of each.
+class NetworkBackend(Backend[Any, Any], Protocol):
+    """A backend that runs networks that draft, beside a model (`Backend.runs_drafters`)."""
 
-    Attributes:
-        logits: fp32 [sequences, vocabulary] of the next one.
-        hidden: What it reads again to go on [sequences, size], or nothing [sequences, 0].
-    """
+    def forward(self, model: Any, pools: Sequence[KVPool]) -> Callable[[Any], Tensor]:
+        """What runs the steps of a model on a cache: logits fp32 [R, vocabulary] of a batch."""
+        ...
 
-    logits: Tensor
-    hidden: Tensor
+    def captures(self, model: Any) -> bool:
+        """Whether steps of one token a sequence of a model may be captured."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of [T, H]."""
+        ...
+
+    def run_block(
+        self,
+        config: ModelConfig,
+        layer: Layer[Any, Any],
+        read: Tensor,
+        x: Tensor,
+        batch: Any,
+        pool: KVPool,
+        window: int | None,
+    ) -> Tensor:
+        """A decoder block: [T, H] of the residual stream x, where attention reads `read`."""
+        ...
+
+    def chain(
+        self,
+        network: Network,
+        pools: Sequence[KVPool],
+        sizes: EngineConfig,
+        features: Tensor | None,
+    ) -> Chain:
+        """What drafts by a network.
+
+        Args:
+            network: Loaded on this backend.
+            pools: Its cache.
+            sizes: Of the engine, all resolved.
+            features: [slots of the cache and one more, size], what it reads of each token; None
+                where it reads tokens alone.
+        """
+        ...
+
+
+def network_backend(target: Target) -> NetworkBackend:
+    """The target's, which `inference.speculate.choose.require_method` has found to be one."""
+    return cast(NetworkBackend, target.backend)
 
 
 class ChainProposer:
     """A proposer that runs a network; see `inference.speculate.proposer.Proposer`.
 
     Args:
-        sizes: Of the engine, all resolved.
-        longest: Most tokens of a sequence in the network's cache.
-        pools: That cache.
-        shift: Tokens behind a cached one that what is cached of it depends on.
+        network: What it runs.
+        target: What it drafts for.
+        pools: The network's cache.
+        features: As in `NetworkBackend.chain`.
     """
 
     def __init__(
-        self, sizes: EngineConfig, longest: int, pools: Sequence[KVPool], shift: int = 0
+        self,
+        network: Network,
+        target: Target,
+        pools: Sequence[KVPool],
+        features: Tensor | None = None,
     ) -> None:
+        sizes = target.sizes
         assert sizes.kv_blocks is not None
-        self._longest, self._pools, self._shift = longest, pools, shift
-        self._held = CachedTokens(sizes.kv_blocks, sizes.max_batch_size, longest, shift)
+        self._longest, self._shift, self._pools = network.longest, network.shift, pools
+        self._held = CachedTokens(
+            sizes.kv_blocks, sizes.max_batch_size, network.longest, network.shift
+        )
         self._broken = np.full(sizes.max_batch_size + 1, -1, np.int64)  # serials, by place
-        self._most = sizes.max_batched_tokens
+        self._chain = network_backend(target).chain(network, pools, sizes, features)
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """`Proposer.propose`; none behind the network's last position."""
@@ -95,24 +138,14 @@ class ChainProposer:
         own, known = places[going], batch.known[places[going]]
         starts = self._held.count(batch, own)
         self._held.begin(batch, own, starts, known - self._shift + most[going] - 1)
-        counts[going] = self._chain(batch, own, most[going], self._catch_up(batch, own, starts))
-        sound = self._broken[own] != batch.serial[own]
+        counts[going], broken = self._chain.draft(Catching(batch, own, starts, most[going]))
+        self._give_up(batch, own[broken])
         ends = self._kept(known, counts[going])
-        self._held.finish(batch, own[sound], starts[sound], ends[sound])
+        self._held.finish(batch, own[~broken], starts[~broken], ends[~broken])
         return counts
 
     def note_end(self, tokens: Sequence[int], prompt: int) -> None:
         """`Proposer.note_end`: what is cached of it is found by its tokens."""
-
-    def _run(self, work: Work, hidden: Tensor | None) -> Computed:
-        """Compute tokens of its cache, of each of the sequences the last of them wanted.
-
-        Args:
-            work: Which ones.
-            hidden: What was computed of the token before each, where that is not the model's;
-                None where it is.
-        """
-        raise NotImplementedError
 
     def _ready(self, batch: RunningBatch, places: Ints) -> Ints:
         """Indices of the sequences for which it can draft."""
@@ -121,40 +154,6 @@ class ChainProposer:
     def _kept(self, known: Ints, drafts: Ints) -> Ints:
         """How many tokens of sequences its cache holds for good after it has drafted so many."""
         return known + np.maximum(drafts, 1) - 1  # nobody has computed the last one
-
-    def _catch_up(self, batch: RunningBatch, places: Ints, starts: Ints) -> Computed:
-        """Compute what the cache lacks from `starts` on, as far as the last known tokens."""
-        left = batch.known[places] - self._shift - starts
-        found = []
-        while left.any():
-            now = np.clip(self._most - (np.cumsum(left) - left), 0, left)
-            some = np.flatnonzero(now)
-            work = _work(batch, places[some], starts[some], now[some])
-            last = torch.from_numpy(now[some] == left[some])  # in order of places
-            found.append([part[last] for part in self._run(work, None)])
-            starts, left = starts + now, left - now
-        return Computed(*map(torch.cat, zip(*found, strict=True)))
-
-    def _chain(self, batch: RunningBatch, places: Ints, most: Ints, computed: Computed) -> Ints:
-        """Write drafts, the first ones by what is computed: how many of each."""
-        counts, going = np.zeros_like(places), np.arange(len(places))
-        logits, hidden = computed
-        while len(going):
-            top, tokens = logits.max(dim=1)
-            finite = np.flatnonzero(torch.isfinite(top).numpy())  # NaN is larger than any number
-            self._give_up(batch, places[np.delete(going, finite)])
-            going, logits, tokens = going[finite], logits[finite], tokens[finite].numpy()
-            ends = batch.known[places[going]] + counts[going]
-            for i in np.flatnonzero(batch.draws["temperature"][places[going]]).tolist():
-                tokens[i] = _draw(batch, int(places[going[i]]), int(ends[i]), logits[i])
-            batch.ids[places[going], ends] = tokens
-            counts[going] += 1
-            more = np.flatnonzero(counts[going] < most[going])
-            hidden, going, ends = hidden[finite[more]], going[more], ends[more] - self._shift
-            if len(going):
-                work = _work(batch, places[going], ends, np.ones_like(going))
-                logits, hidden = self._run(work, hidden)
-        return counts
 
     def _give_up(self, batch: RunningBatch, places: Ints) -> None:
         """Draft no more for sequences whose logits are not finite, and clear their blocks.
@@ -166,20 +165,6 @@ class ChainProposer:
             blocks = batch.tables[place, : batch.held[place]].astype(np.int64)
             clear_blocks(self._pools, blocks.tolist())
             self._held.forget(blocks)
-
-
-def _work(batch: RunningBatch, places: Ints, starts: Ints, counts: Ints) -> Work:
-    """Tokens [starts, starts + counts) of sequences, of which each one's last logits are wanted."""
-    every = np.ones(len(places), np.bool_)
-    work = Work.of(batch, places, counts)
-    return replace(work, starts=starts, samples=every, host=every, whole=~every)
-
-
-def _draw(batch: RunningBatch, place: int, end: int, logits: Tensor) -> int:
-    """The token that a sequence would have as number `end`, were these the target's logits."""
-    sequence = batch.sequences[place]
-    assert sequence is not None
-    return draw_token(logits.numpy(), sequence.terms.draw, end - int(batch.prompt[place]))
 
 
 def require_memory(

@@ -27,7 +27,7 @@ NETWORK_PROPOSERS: dict[str, Callable[[str, Target], Proposer]] = {
 
 
 def require_method(config: SpeculateConfig, backend: Backend[Any, Any]) -> None:
-    """Check, before anything is loaded, that a device's steps give a method what it reads.
+    """Check, before anything is loaded, that a backend runs what drafts.
 
     Raises:
         EngineError: they do not.
@@ -35,8 +35,9 @@ def require_method(config: SpeculateConfig, backend: Backend[Any, Any]) -> None:
     if config.method not in TEXT_PROPOSERS and not backend.runs_drafters:
         allowed = " or ".join(TEXT_PROPOSERS)
         raise EngineError(
-            f"speculate: found {config.method}, which runs a network beside the model; on "
-            f"{backend.device} drafts come from {allowed}. Ask for one of them, or use device cpu"
+            f"speculate: found {config.method}, which runs a network beside the model; an engine "
+            f"of several ranks drafts by {allowed}. Ask for one of them, or for one rank "
+            "(tensor_parallel 1)"
         )
 
 

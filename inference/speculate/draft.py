@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.tokenizer import load_tokenizer
-from inference.cpu.backend import CpuBackend
-from inference.cpu.batch import plan_step
 from inference.models.kv_cache import CacheShape
-from inference.scheduling.work import Work
-from inference.speculate.chain import ChainProposer, Computed, Target, require_memory
+from inference.models.network import Computed
+from inference.speculate.chain import ChainProposer, Target, network_backend, require_memory
 from inference.speculate.vocabulary import require_same_vocabulary
-from inference.transformers_code.choose import check_config, load_model, read_shape
+from inference.transformers_code.choose import check_config, read_shape
+from kernels.attention_inputs import KVPool
+
+
+class ModelNetwork:
+    """A whole model as what drafts; see `inference.models.network.Network`.
+
+    Args:
+        forward: Runs it on its cache.
+        vocabulary: Ids below are known to it and to the model that it drafts for.
+        longest: Most tokens of a sequence in its cache.
+        captured: Whether a GPU may capture its steps.
+    """
+
+    shift = size = 0
+
+    def __init__(
+        self, forward: Callable[[Any], Tensor], vocabulary: int, longest: int, *, captured: bool
+    ) -> None:
+        self._forward, self._vocabulary = forward, vocabulary
+        self.longest, self.captured = longest, captured
+
+    def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
+        """`Network.step`, on the cache that `forward` runs on."""
+        own = replace(batch, ids=batch.ids.clamp(max=self._vocabulary - 1))  # others pad the target
+        return Computed(self._forward(own)[:, : self._vocabulary], None)
 
 
 class DraftModel(ChainProposer):
@@ -30,11 +55,10 @@ class DraftModel(ChainProposer):
     """
 
     def __init__(self, name: str, target: Target) -> None:
-        checkpoint, sizes, backend = Checkpoint.open(name), target.sizes, target.backend
-        assert isinstance(backend, CpuBackend), "no other runs drafters"
+        checkpoint, sizes, backend = Checkpoint.open(name), target.sizes, network_backend(target)
         check_config(checkpoint)
         shape = read_shape(checkpoint, backend, transformers_code=sizes.transformers_code)
-        self._vocabulary = require_same_vocabulary(
+        vocabulary = require_same_vocabulary(
             name,
             load_tokenizer(checkpoint.path),
             shape.vocab_size,
@@ -46,12 +70,7 @@ class DraftModel(ChainProposer):
         cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=True)
         cache = cache.fitted(backend.head_sizes)
         require_memory(f"the draft model {name}", checkpoint.nbytes, cache, backend, backend.dtype)
-        model = load_model(checkpoint, shape, backend, longest)
-        super().__init__(sizes, longest, backend.cache(cache))
-        self._forward = backend.forward(model, self._pools)
-
-    def _run(self, work: Work, hidden: Tensor | None) -> Computed:
-        step = plan_step(work)
-        step = replace(step, ids=step.ids.clamp(max=self._vocabulary - 1))  # others pad the target
-        logits = self._forward(step)[:, : self._vocabulary]
-        return Computed(logits, logits[:, :0])
+        model, pools = backend.load(checkpoint, shape, longest), backend.cache(cache)
+        forward = backend.forward(model, pools)
+        network = ModelNetwork(forward, vocabulary, longest, captured=backend.captures(model))
+        super().__init__(network, target, pools)

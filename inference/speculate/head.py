@@ -10,32 +10,35 @@ them: that changes what is drafted for the others a little.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from formats.errors import EngineError
-from inference.cpu.backend import CpuBackend
-from inference.cpu.batch import Batch, plan_step
-from inference.cpu.decoder import CpuDecoder
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
 from inference.models.kv_cache import CacheShape, LayerCache, change_blocks
+from inference.models.network import Computed
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.drafter import HiddenStates
-from inference.scheduling.layout import lay_out
 from inference.scheduling.work import Work
 from inference.speculate.cached_tokens import CachedTokens
-from inference.speculate.chain import ChainProposer, Computed, Target, require_memory
+from inference.speculate.chain import (
+    ChainProposer,
+    NetworkBackend,
+    Target,
+    network_backend,
+    require_memory,
+)
 from kernels.attention_inputs import KV_BLOCK, KVPool
 
 
 class Head(Protocol):
-    """A head on a CPU.
+    """A head on a device.
 
     Attributes:
         shape: Of its block.
@@ -49,11 +52,11 @@ class Head(Protocol):
         """[T, taps, size of the model] to [T, H]: what the block reads of each token."""
         ...
 
-    def run(self, batch: Batch, features: Tensor, pool: KVPool) -> Tensor:
+    def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
         """Run the block; K and V of the tokens go into its cache.
 
         Args:
-            batch: Positions t; `ids` are those of tokens t + 1.
+            batch: Positions t, as the device's steps have them; `ids` are those of tokens t + 1.
             features: [T, H] of tokens t, or what it gave itself for tokens t - 1.
             pool: The cache.
 
@@ -67,19 +70,18 @@ class Head(Protocol):
         ...
 
 
-def declared(target: Target) -> tuple[CpuDecoder, CpuBackend]:
+def declared(target: Target) -> tuple[Decoder[Any, Any], NetworkBackend]:
     """The model that a head drafts for, and where it runs.
 
     Raises:
         EngineError: transformers' code runs it.
     """
-    assert isinstance(target.backend, CpuBackend), "no other runs drafters"
     if not isinstance(target.model, Decoder):
         raise EngineError(
             "speculate: a head reads hidden states of the model, and transformers' code, which "
             "runs this one, tells none. Take ngram, suffix or draft=PATH"
         )
-    return target.model, target.backend
+    return target.model, network_backend(target)
 
 
 def longest_of(target: Target, shape: ModelConfig) -> int:
@@ -105,6 +107,27 @@ def _cache(target: Target, shape: ModelConfig) -> CacheShape:
     return CacheShape(target.sizes.kv_blocks, layers).fitted(target.backend.head_sizes)
 
 
+class HeadNetwork:
+    """A head as what drafts; see `inference.models.network.Network`.
+
+    Args:
+        head: What runs.
+        longest: Most tokens of a sequence in its cache.
+    """
+
+    shift, captured = 1, True
+
+    def __init__(self, head: Head, longest: int) -> None:
+        self._head, self.longest, self.size = head, longest, head.shape.hidden_size
+
+    def step(self, batch: Any, pools: Sequence[KVPool], hidden: Tensor | None) -> Computed:
+        """`Network.step`."""
+        assert hidden is not None
+        y = self._head.run(batch, hidden, pools[0])
+        y = y if batch.rows is None else y[batch.rows]
+        return Computed(self._head.logits(y), y)
+
+
 class HeadProposer(ChainProposer):
     """A proposer that runs a head; see `inference.speculate.proposer.HiddenStateProposer`.
 
@@ -119,19 +142,24 @@ class HeadProposer(ChainProposer):
     def __init__(self, head: Head, target: Target) -> None:
         (model, backend), sizes = declared(target), target.sizes
         assert sizes.max_model_len is not None
-        cache = _cache(target, head.shape)
-        longest = longest_of(target, head.shape)
-        super().__init__(sizes, longest, backend.cache(cache), shift=1)
+        cache, own = _cache(target, head.shape), head.shape.hidden_size
+        self._spare = cache.blocks * KV_BLOCK  # where rows go that stand for no token
+        self._features = torch.zeros(
+            self._spare + 1, own, dtype=backend.dtype, device=backend.device
+        )
+        network = HeadNetwork(head, longest_of(target, head.shape))
+        super().__init__(network, target, backend.cache(cache), self._features)
         self._head = head
-        self.reads = HiddenStates(head.taps, model.config.hidden_size, backend.dtype)
-        features = (cache.blocks * KV_BLOCK, head.shape.hidden_size)
-        self._features = torch.zeros(features, dtype=backend.dtype)
+        self.reads = HiddenStates(head.taps, model.config.hidden_size, backend.dtype, self._keep)
         self._told = CachedTokens(cache.blocks, sizes.max_batch_size, sizes.max_model_len)
 
-    def note_hidden(self, work: Work, hidden: Tensor) -> None:
-        """`HiddenStateProposer.note_hidden`: keep the features."""
-        slots = torch.from_numpy(lay_out(work).slots)
-        self._features.index_copy_(0, slots, self._head.features(hidden))
+    def _keep(self, hidden: Tensor, slots: Tensor) -> None:
+        """`HiddenStates.keep`: the features."""
+        where = torch.where(slots < 0, self._spare, slots)
+        self._features.index_copy_(0, where, self._head.features(hidden))
+
+    def note_hidden(self, work: Work) -> None:
+        """`HiddenStateProposer.note_hidden`: features of these tokens are there."""
         self._told.count(work.batch, work.places)
         self._told.finish(work.batch, work.places, work.starts, work.starts + work.counts)
 
@@ -139,8 +167,8 @@ class HeadProposer(ChainProposer):
         """`HiddenStateProposer.note_changes`: copies have what the copied blocks have."""
         change_blocks(self._pools, changes)
         if changes.copies:
-            sources, targets = torch.tensor(changes.copies).T
-            features = self._features.view(-1, KV_BLOCK, self._features.shape[1])
+            sources, targets = torch.tensor(changes.copies, device=self._features.device).T
+            features = self._features[: self._spare].view(-1, KV_BLOCK, self._features.shape[1])
             features[targets] = features[sources]
             self._told.copy(changes.copies)
             self._held.copy(changes.copies)
@@ -151,11 +179,3 @@ class HeadProposer(ChainProposer):
 
     def _kept(self, known: Ints, drafts: Ints) -> Ints:
         return known - self._shift
-
-    def _run(self, work: Work, hidden: Tensor | None) -> Computed:
-        own = lay_out(work)
-        ids = work.batch.ids[own.owners, own.positions + self._shift].astype(np.int64)
-        step = replace(plan_step(work), ids=torch.from_numpy(ids))
-        features = self._features[step.slots] if hidden is None else hidden
-        y = self._head.run(step, features, self._pools[0])[step.rows]
-        return Computed(self._head.logits(y), y)

@@ -1,4 +1,4 @@
-"""Drafts of the layer that predicts further tokens (multi-token prediction, "MTP") on a CPU.
+"""Drafts of the layer that predicts further tokens (multi-token prediction, "MTP").
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2) and models that took it over have a decoder block behind
 their last one, number `num_hidden_layers`, and around it
@@ -13,19 +13,18 @@ they are the model's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
-from inference.cpu.backend import CpuBackend
-from inference.cpu.batch import Batch
-from inference.cpu.decoder import CpuDecoder, run_block
+from inference.models.decoder import Decoder
 from inference.models.parts import PartLoader
-from inference.speculate.chain import Target
+from inference.speculate.chain import NetworkBackend, Target
 from inference.speculate.head import HeadProposer, declared, longest_of, require_room
 from kernels.attention_inputs import KVPool
-from kernels.ops import rms_norm
 
 
 class PredictingLayer:
@@ -46,10 +45,14 @@ class PredictingLayer:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, target: CpuDecoder, backend: CpuBackend, longest: int
+        self,
+        checkpoint: Checkpoint,
+        target: Decoder[Any, Any],
+        backend: NetworkBackend,
+        longest: int,
     ) -> None:
         self.shape, self.taps = target.config, (target.config.layers,)
-        self._target, name = target, layer_name(target)
+        self._target, self._backend, name = target, backend, layer_name(target)
         parts = PartLoader(checkpoint, self.shape, backend)
         turn = self.shape.rotary[-1].table(longest, self.shape.head_dim, backend.device)
         self._layer = parts.layer(name, *turn)
@@ -62,31 +65,32 @@ class PredictingLayer:
         own = f"{head}.weight" in checkpoint or head in checkpoint.quantized_modules
         self._head = parts.linear(head) if own else target.head
         own = parts.finite(table) if table in checkpoint else None
-        self._embedding = None if own is None else own.to(backend.dtype)
+        self._embedding = None if own is None else own.to(backend.device, backend.dtype)
 
     @torch.no_grad()
     def features(self, hidden: Tensor) -> Tensor:
         """[T, 1, H] to [T, H]: the model's output behind its last norm."""
-        return rms_norm(hidden[:, 0].contiguous(), self._target.norm, self.shape.eps)
+        return self._backend.rms_norm(hidden[:, 0].contiguous(), self._target.norm, self.shape.eps)
 
     @torch.no_grad()
-    def run(self, batch: Batch, features: Tensor, pool: KVPool) -> Tensor:
+    def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
         """y [T, H]; K and V of the tokens go into the cache."""
-        ids, table = batch.ids, self._embedding
+        ids, table, norm, eps = batch.ids, self._embedding, self._backend.rms_norm, self.shape.eps
         embedded = self._target.embed(ids) if table is None else table[ids]
-        embedded = rms_norm(embedded, self._embedded_norm, self.shape.eps)
-        hidden = rms_norm(features, self._hidden_norm, self.shape.eps)
-        x = self._joined(torch.cat([embedded, hidden], dim=-1))
+        embedded = norm(embedded, self._embedded_norm, eps)
+        x = self._joined(torch.cat([embedded, norm(features, self._hidden_norm, eps)], dim=-1))
+        before = self._layer.before_attention
+        read = x if before is None else norm(x, before, eps)
         window = self.shape.windows[-1]
-        return run_block(self.shape, None, self._layer, x, batch, pool, window)
+        return self._backend.run_block(self.shape, self._layer, read, x, batch, pool, window)
 
     @torch.no_grad()
     def logits(self, y: Tensor) -> Tensor:
         """fp32 [T, vocabulary] of [T, H]."""
-        return self._head(rms_norm(y, self._norm, self.shape.eps)).float()
+        return self._head(self._backend.rms_norm(y, self._norm, self.shape.eps)).float()
 
 
-def layer_name(target: CpuDecoder) -> str:
+def layer_name(target: Decoder[Any, Any]) -> str:
     """The full name of the layer behind a model's last block."""
     return f"model.layers.{target.config.layers}"
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.drafter import HiddenStates
 from inference.scheduling.work import Work
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Proposer(Protocol):
@@ -51,12 +48,11 @@ class HiddenStateProposer(Proposer, Protocol):
 
     reads: HiddenStates
 
-    def note_hidden(self, work: Work, hidden: Tensor) -> None:
-        """A step was computed; its sequences have not changed since it was planned.
+    def note_hidden(self, work: Work) -> None:
+        """Hidden states of a step's tokens were given to `reads.keep`.
 
         Args:
-            work: Its tokens.
-            hidden: Their hidden states [tokens, blocks read, size]; they are the proposer's.
+            work: Tokens that are known, of sequences that are still at their places.
         """
         ...
 

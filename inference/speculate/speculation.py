@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
@@ -149,10 +148,10 @@ class Speculation:
             spent = max(spent, self._drafting.least(TRIAL))  # more where it had to catch up
             self._credit -= self._price_of(self._verifying.least(work.tokens) + spent, len(work))
 
-    def note_hidden(self, work: Work, hidden: Tensor) -> None:
+    def note_hidden(self, work: Work) -> None:
         """`Drafter.note_hidden`."""
         assert self._reader is not None
-        self._reader.note_hidden(work, hidden)
+        self._reader.note_hidden(work)
 
     def note_changes(self, changes: BlockChanges) -> None:
         """`Drafter.note_changes`."""

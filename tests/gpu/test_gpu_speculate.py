@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from formats.errors import EngineError
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.constraint import Constraint
@@ -126,9 +125,45 @@ def test_methods_that_read_text_draft(method):
     assert engine.speculation.accepted.sum() > 10
 
 
-def test_what_a_gpu_does_not_run_is_refused():
-    config = EngineConfig(speculate=SpeculateConfig(method="eagle", path="nowhere"))
-    with pytest.raises(
-        EngineError, match="found eagle.* on cuda.* drafts come from ngram or suffix"
-    ):
-        Engine.from_pretrained(TINY, device="cuda", config=config)
+HEAD = TINY.parent / "tiny-python-eagle"
+NETWORKS = {"eagle": str(HEAD), "draft": str(TINY)}
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("method", sorted(NETWORKS))
+def test_networks_draft(method, invariant):
+    """Behind prompts, what is found in the cache, and sequences that gave way; sampled, too."""
+    text = (TINY.parents[1] / "inference" / "engine.py").read_text()
+    prompts = [text[900 * i : 900 * i + 300 * (i % 4) + 30] for i in range(12)]
+    params = [
+        SamplingParams(max_tokens=70, ignore_eos=True, temperature=0.7 * (i % 3 == 2), seed=i)
+        for i in range(12)
+    ]
+    sizes = {"max_model_len": 512, "max_batch_size": 8, "kv_blocks": 36, "invariant": invariant}
+    plain = Engine.from_pretrained(TINY, device="cuda", config=EngineConfig(**sizes))
+    wanted = plain.generate(prompts, params)
+    own = SpeculateConfig(method=method, path=NETWORKS[method], depth=4)
+    config = EngineConfig(**sizes, speculate=own)
+    engine = Engine.from_pretrained(TINY, device="cuda", config=config)
+    for _ in range(2):
+        found = engine.generate(prompts, params)
+        same = [a.token_ids == b.token_ids for a, b in zip(found, wanted, strict=True)]
+        assert all(same) if invariant else sum(same) > 6
+    drafts = engine.speculation
+    assert drafts is not None
+    assert drafts.accepted.sum() > (0.9 if method == "draft" else 0.3) * drafts.proposed.sum()
+    assert drafts.steps > 100
+    engine.check_integrity()
+
+
+def test_captured_chains_draft_what_eager_ones_do():
+    text = (TINY.parents[1] / "inference" / "engine.py").read_text()
+    prompts, drafts = [text[i : i + 90 * i % 700 + 5] for i in range(6)], []
+    own = SpeculateConfig(method="eagle", path=str(HEAD), depth=5)
+    for eager in (False, True):
+        config = EngineConfig(max_model_len=1024, speculate=own, eager=eager, invariant=True)
+        engine = Engine.from_pretrained(TINY, device="cuda", config=config)
+        engine.generate(prompts, SamplingParams(max_tokens=60, ignore_eos=True))
+        assert engine.speculation is not None
+        drafts.append(engine.speculation.accepted.tolist())
+    assert drafts[0] == pytest.approx(drafts[1], rel=0.03)

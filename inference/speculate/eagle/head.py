@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on a CPU (Li et al. 2025, arXiv 2503.01840, section 3).
+"""An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840, section 3).
 
 With h_t what some blocks of the model read at token t, side by side, and e the model's embedding,
 
@@ -12,20 +12,19 @@ and where the model has not computed h_t yet, y_{t-1} stands for g_t.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
-from inference.cpu.backend import CpuBackend
-from inference.cpu.batch import Batch
-from inference.cpu.decoder import CpuDecoder, attend, feed_forward
+from inference.models.decoder import Decoder
 from inference.models.parts import PartLoader
-from inference.speculate.chain import Target
+from inference.speculate.chain import NetworkBackend, Target
 from inference.speculate.eagle.settings import EagleSettings, read_settings
 from inference.speculate.head import HeadProposer, declared, longest_of, require_room
-from kernels.attention_inputs import AttentionInputs, KVPool
-from kernels.ops import rms_norm
+from kernels.attention_inputs import KVPool
 
 EMBEDDING, DRAFTED = "embed_tokens.weight", "d2t"
 
@@ -52,21 +51,22 @@ class EagleHead:
         self,
         checkpoint: Checkpoint,
         settings: EagleSettings,
-        target: CpuDecoder,
-        backend: CpuBackend,
+        target: Decoder[Any, Any],
+        backend: NetworkBackend,
         longest: int,
     ) -> None:
         self.shape, self.taps = settings.shape, settings.taps
         parts = PartLoader(checkpoint, settings.shape, backend)
         turn = settings.shape.rotary[0].table(longest, settings.shape.head_dim, backend.device)
-        self._settings, self._target = settings, target
+        self._settings, self._target, self._backend = settings, target, backend
         self._layer = parts.layer(settings.block, *turn)
         self._hidden_norm = parts.vector(f"{settings.block}.hidden_norm")
         self._fc, self._norm = parts.linear("fc"), parts.vector("norm")
         self._head = parts.linear("lm_head")
         own = parts.finite(EMBEDDING) if EMBEDDING in checkpoint else None
-        self._embedding = None if own is None else own.to(backend.dtype)
-        self._targets = _targets(checkpoint, settings)
+        self._embedding = None if own is None else own.to(backend.device, backend.dtype)
+        targets = _targets(checkpoint, settings)
+        self._targets = None if targets is None else targets.to(backend.device)
 
     @torch.no_grad()
     def features(self, hidden: Tensor) -> Tensor:
@@ -74,35 +74,24 @@ class EagleHead:
         return self._fc(hidden.flatten(1))
 
     @torch.no_grad()
-    def run(self, batch: Batch, features: Tensor, pool: KVPool) -> Tensor:
+    def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
         """y [T, H]; K and V of the tokens go into the cache."""
-        shape, layer = self._settings.shape, self._layer
-        normed = rms_norm(features, self._hidden_norm, shape.eps)
+        shape, layer, norm = self._settings.shape, self._layer, self._backend.rms_norm
+        normed = norm(features, self._hidden_norm, shape.eps)
         x = normed if self._settings.residual_is_normed else features
         assert layer.before_attention is not None
-        embedded = rms_norm(self._embed(batch.ids), layer.before_attention, shape.eps)
-        inputs = AttentionInputs(
-            pool,
-            batch.block_tables,
-            batch.context_len,
-            batch.query_start,
-            softmax_scale=shape.scale,
-            sliding_window=shape.windows[0],
-        )
+        embedded = norm(self._embed(batch.ids), layer.before_attention, shape.eps)
         read = torch.cat([embedded, normed], dim=-1)
-        x = x + attend(shape, None, layer, read, batch, inputs)
-        assert layer.before_feed_forward is not None
-        return x + feed_forward(
-            layer.feed_forward, rms_norm(x, layer.before_feed_forward, shape.eps)
-        )
+        return self._backend.run_block(shape, layer, read, x, batch, pool, shape.windows[0])
 
     @torch.no_grad()
     def logits(self, y: Tensor) -> Tensor:
         """fp32 [T, vocabulary of the model] of [T, H]; -inf of tokens that it never drafts."""
-        own = self._head(rms_norm(y, self._norm, self._settings.shape.eps)).float()
+        shape = self._settings.shape
+        own = self._head(self._backend.rms_norm(y, self._norm, shape.eps)).float()
         if self._targets is None:
             return own
-        whole = own.new_full((len(own), self._settings.shape.vocab_size), -torch.inf)
+        whole = own.new_full((len(own), shape.vocab_size), -torch.inf)
         return whole.index_copy_(1, self._targets, own)
 
     def _embed(self, ids: Tensor) -> Tensor:

@@ -136,7 +136,8 @@ def test_nothing_is_drafted_behind_the_last_position(make_model, tiny_llama):
 def test_logits_that_are_not_finite_draft_nothing_and_leave_nothing(tiny_llama):
     runner = engine(tiny_llama, tiny_llama)
     draft = proposer_of(runner)
-    forward = draft._forward
+    network = draft._chain._network
+    forward = network._forward
 
     def broken(batch):
         logits = forward(batch)
@@ -144,12 +145,12 @@ def test_logits_that_are_not_finite_draft_nothing_and_leave_nothing(tiny_llama):
             pool.v.view(-1)[:] = torch.nan
         return torch.full_like(logits, torch.nan)
 
-    draft._forward = broken
+    network._forward = broken
     want = engine(tiny_llama).generate(PROMPTS[:1], LONG)
     assert runner.generate(PROMPTS[:1], LONG)[0].token_ids == want[0].token_ids
     assert runner.speculation is not None
     assert runner.speculation.proposed.sum() == 0
-    draft._forward = forward
+    network._forward = forward
     for pool in draft._pools:  # as if no other block had ever been written
         pool.v[2:] = 0
     runner.generate(PROMPTS[:1], LONG)

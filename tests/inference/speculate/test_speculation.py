@@ -264,10 +264,12 @@ def test_bad_configurations_are_refused():
         SpeculateConfig(method="ngram", path="x")
 
 
-def test_a_device_that_runs_no_drafter_says_so(tiny_llama, monkeypatch):
+def test_a_backend_that_runs_no_drafter_says_so(tiny_llama, monkeypatch):
     """Before the path of the drafter, or the weights of the model, are looked at."""
     monkeypatch.setattr(CpuBackend, "runs_drafters", False)
     own = SpeculateConfig(method="draft", path="nowhere")
-    with pytest.raises(EngineError, match="found draft.* on cpu drafts come from ngram or suffix"):
+    with pytest.raises(
+        EngineError, match="found draft.* of several ranks drafts by ngram or suffix"
+    ):
         engine(tiny_llama, speculate=own)
     assert engine(tiny_llama, speculate=SpeculateConfig(method="ngram")).speculation is not None

@@ -1,0 +1,108 @@
+"""Drafts of a network on a CPU, each chosen on the host before the next is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inference.cpu.batch import plan_step
+from inference.models.network import Catching, Computed, Network
+from inference.scheduling.batch import Bools, Ints, RunningBatch
+from inference.scheduling.layout import lay_out
+from inference.scheduling.sampler import draw_token
+from inference.scheduling.work import Work
+from kernels.attention_inputs import KVPool
+
+
+class HostChain:
+    """Runs a network; see `inference.models.network.Chain`.
+
+    Args:
+        network: On a CPU.
+        pools: Its cache.
+        most: Most tokens of a step.
+        features: [slots of the cache, size], what it reads of each token; None where it reads
+            tokens alone.
+    """
+
+    def __init__(
+        self, network: Network, pools: Sequence[KVPool], most: int, features: Tensor | None
+    ) -> None:
+        self._network, self._pools, self._most = network, pools, most
+        self._features, self._shift = features, network.shift
+
+    def draft(self, wanted: Catching) -> tuple[Ints, Bools]:
+        """`Chain.draft`."""
+        computed = self._catch_up(wanted.batch, wanted.places, wanted.starts)
+        return self._go_on(wanted, computed)
+
+    def _catch_up(self, batch: RunningBatch, places: Ints, starts: Ints) -> Computed:
+        """Compute what the cache lacks from `starts` on, as far as the last known tokens."""
+        left = batch.known[places] - self._shift - starts
+        found = []
+        while left.any():
+            now = np.clip(self._most - (np.cumsum(left) - left), 0, left)
+            some = np.flatnonzero(now)
+            work = _work(batch, places[some], starts[some], now[some])
+            last = torch.from_numpy(now[some] == left[some])  # in order of places
+            found.append([None if part is None else part[last] for part in self._run(work, None)])
+            starts, left = starts + now, left - now
+        logits, hidden = zip(*found, strict=True)
+        return Computed(torch.cat(logits), None if hidden[0] is None else torch.cat(hidden))
+
+    def _run(self, work: Work, hidden: Tensor | None) -> Computed:
+        """Compute tokens, of each of the sequences the last of them wanted.
+
+        Args:
+            work: Which ones.
+            hidden: What was computed of the token before each, where the model has not computed
+                what is read of it; None where it has.
+        """
+        own = lay_out(work)
+        ids = work.batch.ids[own.owners, own.positions + self._shift].astype(np.int64)
+        step = replace(plan_step(work), ids=torch.from_numpy(ids))
+        if hidden is None and self._features is not None:
+            hidden = self._features[step.slots]
+        return self._network.step(step, self._pools, hidden)
+
+    def _go_on(self, wanted: Catching, computed: Computed) -> tuple[Ints, Bools]:
+        """Write drafts, the first ones by what is computed."""
+        batch, places, most = wanted.batch, wanted.places, wanted.most
+        counts, going = np.zeros_like(places), np.arange(len(places))
+        broken = np.zeros(len(places), np.bool_)
+        logits, hidden = computed
+        while len(going):
+            top, tokens = logits.max(dim=1)
+            finite = np.flatnonzero(torch.isfinite(top).numpy())  # NaN is larger than any number
+            broken[np.delete(going, finite)] = True
+            going, logits, tokens = going[finite], logits[finite], tokens[finite].numpy()
+            ends = batch.known[places[going]] + counts[going]
+            for i in np.flatnonzero(batch.draws["temperature"][places[going]]).tolist():
+                tokens[i] = _draw(batch, int(places[going[i]]), int(ends[i]), logits[i])
+            batch.ids[places[going], ends] = tokens
+            counts[going] += 1
+            more = np.flatnonzero(counts[going] < most[going])
+            hidden = None if hidden is None else hidden[finite[more]]
+            going, ends = going[more], ends[more] - self._shift
+            if len(going):
+                work = _work(batch, places[going], ends, np.ones_like(going))
+                logits, hidden = self._run(work, hidden)
+        return counts, broken
+
+
+def _work(batch: RunningBatch, places: Ints, starts: Ints, counts: Ints) -> Work:
+    """Tokens [starts, starts + counts) of sequences, of which each one's last logits are wanted."""
+    every = np.ones(len(places), np.bool_)
+    work = Work.of(batch, places, counts)
+    return replace(work, starts=starts, samples=every, host=every, whole=~every)
+
+
+def _draw(batch: RunningBatch, place: int, end: int, logits: Tensor) -> int:
+    """The token that a sequence would have as number `end`, were these the target's logits."""
+    sequence = batch.sequences[place]
+    assert sequence is not None
+    return draw_token(logits.numpy(), sequence.terms.draw, end - int(batch.prompt[place]))

@@ -1,0 +1,402 @@
+"""Drafts of a network on a GPU: a whole chain is put on its way, and read once.
+
+A first step computes what the network's cache lacks of some sequences, each token as a row of its
+own, chooses their first drafts and leaves on the device where the next step goes on: tokens, what
+the network reads again, positions. That step, one token a sequence, does the same for its next; it
+is replayed for each further draft. So the host says one block of bytes a chain, and reads its
+drafts when the last is there. A sequence that is to have fewer drafts than others writes nothing
+behind its last (`limit`).
+
+Both steps are padded and captured as CUDA graphs by their sizes. What many tokens have not been
+computed of, such as a prompt, is computed before by steps that are not captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference.gpu.decoder import GpuBatch
+from inference.gpu.fields import Arrays, Fields, HostBlocks, Shape
+from inference.gpu.layers import workspace_on
+from inference.gpu.sizes import decodes_of
+from inference.models.network import Catching, Computed, Network
+from inference.scheduling.batch import Bools, Ints, RunningBatch
+from kernels.attention_inputs import KV_BLOCK, KVPool
+from kernels.devices import launches_on
+from kernels.triton.common import Workspace
+from kernels.triton.sampling.sample import sample
+
+ROWS = 8  # tokens of a sequence that are caught up with as rows; more are computed before
+MOST_DRAFTS = 64  # of a chain
+DRAWS = {
+    "temperature": (torch.float32, 0),
+    "top_p": (torch.float32, 1),
+    "top_k": (torch.int32, 0),
+    "log_min_p": (torch.float32, -np.inf),
+    "seeds": (torch.int64, 0),
+}
+
+
+@dataclass(frozen=True)
+class ChainSize:
+    """Rows of a padded first step.
+
+    Attributes:
+        tokens: Tokens that are computed.
+        sequences: Whose they are.
+    """
+
+    tokens: int
+    sequences: int
+
+
+class State:
+    """Where so many sequences stand, on the device.
+
+    Args:
+        sequences: How many.
+        network: What drafts.
+        device: The GPU.
+        dtype: Of what the network reads again.
+        width: Most blocks of a sequence.
+
+    Attributes:
+        fields: What the host says of them.
+        tokens: int64 [S], the last draft of each; negative where its logits were not finite.
+        hidden: [S, size], what the network reads with it.
+        positions: int64 [S], where the next step stands.
+        steps: int64 [S], how many tokens each will have made by then.
+        drafts: int64 [MOST_DRAFTS, S], the chain.
+        count: int64 [1], how many drafts of each there are.
+    """
+
+    def __init__(
+        self, sequences: int, network: Network, device: torch.device, dtype: torch.dtype, width: int
+    ) -> None:
+        self.fields = Fields(sequence_shapes(sequences, width), device)
+        self.tokens, self.positions, self.steps = (
+            torch.zeros(sequences, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self.hidden = torch.zeros(sequences, network.size, dtype=dtype, device=device)
+        drafts = (MOST_DRAFTS, sequences)
+        self.drafts = torch.zeros(drafts, dtype=torch.int64, device=device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=device)
+
+
+@dataclass
+class Captured:
+    """A graph, and the workspace that its kernels write to."""
+
+    graph: torch.cuda.CUDAGraph
+    workspace: Workspace
+
+
+class DeviceChain:
+    """Runs a network; see `inference.models.network.Chain`.
+
+    Args:
+        network: On the GPU.
+        pools: Its cache.
+        device: The GPU.
+        dtype: Of what it reads.
+        width: Most blocks of a sequence.
+        most: Most tokens of a step.
+        features: [slots of the cache and one more, size], what it reads of each token; None where
+            it reads tokens alone.
+        graphs: Capture steps as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        pools: Sequence[KVPool],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        width: int,
+        most: int,
+        features: Tensor | None,
+        graphs: bool,
+    ) -> None:
+        self._network, self._pools, self._device, self._dtype = network, pools, device, dtype
+        self._width, self._most, self._features = width, most, features
+        self._on_gpu = device.type == "cuda"
+        self._graphs = graphs and self._on_gpu and network.captured
+        self._blocks = HostBlocks(pinned=self._on_gpu)
+        self._states: dict[int, State] = {}
+        self._rows: dict[ChainSize, Fields] = {}
+        self._first: dict[ChainSize, Captured] = {}
+        self._next: dict[int, Captured] = {}
+        if self._graphs:
+            self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.no_grad()
+    def draft(self, wanted: Catching) -> tuple[Ints, Bools]:
+        """`Chain.draft`."""
+        with launches_on(self._device):
+            self._workspace = workspace_on(self._device)  # held, so that all kernels share it
+            starts = self._computed_before(wanted)
+            depth = min(int(wanted.most.max()), MOST_DRAFTS)
+            found = self._chain(wanted, starts, depth)
+        most = np.minimum(wanted.most, depth)
+        inside = np.arange(depth)[:, None] < most
+        bad = (found < 0) & inside
+        broken = np.logical_or.reduce(bad, axis=0)
+        counts = np.where(broken, bad.argmax(axis=0), most)
+        batch, places = wanted.batch, wanted.places
+        for i in range(depth):
+            own = np.flatnonzero(counts > i)
+            batch.ids[places[own], batch.known[places[own]] + i] = found[i, own]
+        return counts, broken
+
+    def _chain(self, wanted: Catching, starts: Ints, depth: int) -> NDArray[np.int64]:
+        """Drafts [depth, sequences], those behind what a sequence is to have without meaning."""
+        count = len(wanted.places)
+        left = wanted.batch.known[wanted.places] - self._network.shift - starts
+        size = ChainSize(decodes_of(int(left.sum())).decodes, decodes_of(count).decodes)
+        state, rows = self._state(size.sequences), self._fields(size)
+        own = self._blocks.next(size.sequences, lambda: sequence_shapes(*self._wide(size)))
+        step = self._blocks.next(size, lambda: row_shapes(size.tokens))
+        write_sequences(own.arrays, wanted, self._network.shift)
+        write_rows(step.arrays, wanted.batch, wanted.places, starts, left, self._network.shift)
+        write_last(own.arrays, left, size.tokens)
+        state.fields.upload(own.bytes)
+        rows.upload(step.bytes)
+        self._run_first(size)
+        for _ in range(depth - 1):
+            self._run_next(size.sequences)
+        drafts = state.drafts[:depth]
+        if not self._on_gpu:
+            return drafts[:, :count].numpy()
+        found = torch.empty(drafts.shape, dtype=drafts.dtype, pin_memory=True)
+        found.copy_(drafts, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        own.moved = step.moved = done
+        done.synchronize()
+        return found[:, :count].numpy()
+
+    def _wide(self, size: ChainSize) -> tuple[int, int]:
+        return size.sequences, self._width
+
+    def _state(self, sequences: int) -> State:
+        if sequences not in self._states:
+            self._states[sequences] = State(
+                sequences, self._network, self._device, self._dtype, self._width
+            )
+        return self._states[sequences]
+
+    def _fields(self, size: ChainSize) -> Fields:
+        if size not in self._rows:
+            self._rows[size] = Fields(row_shapes(size.tokens), self._device)
+        return self._rows[size]
+
+    def _run_first(self, size: ChainSize) -> None:
+        if not self._graphs:
+            self._first_step(size)
+            return
+        if size not in self._first:
+            self._first[size] = self._capture(size)
+        self._first[size].graph.replay()
+
+    def _run_next(self, sequences: int) -> None:
+        if not self._graphs:
+            self._next_step(sequences)
+            return
+        if sequences not in self._next:
+            self._next[sequences] = self._capture(sequences)
+        self._next[sequences].graph.replay()
+
+    def _capture(self, what: ChainSize | int) -> Captured:
+        """Capture a first or a next step; what it is captured with is computed once before."""
+
+        def run() -> None:
+            self._first_step(what) if isinstance(what, ChainSize) else self._next_step(what)
+
+        state = self._state(what.sequences if isinstance(what, ChainSize) else what)
+        changed = (state.tokens, state.hidden, state.positions, state.steps, state.count)
+        before = [tensor.clone() for tensor in (*changed, state.drafts)]
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                workspace = workspace_on(self._device)
+                run()  # kernels are compiled before the capture; K and V are written again as equal
+        finally:
+            current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            run()
+        for tensor, kept in zip((*changed, state.drafts), before, strict=True):
+            tensor.copy_(kept)
+        return Captured(graph, workspace)
+
+    def _first_step(self, size: ChainSize) -> None:
+        """Compute tokens that are known, and the first drafts."""
+        state, x = self._state(size.sequences), self._fields(size).on_device
+        own = state.fields.on_device
+        batch = GpuBatch(
+            x["ids"],
+            x["positions"],
+            x["slots"],
+            own["tables"].index_select(0, x["sequences"]),
+            x["lengths"],
+            rows=own["last"],
+            padded=self._graphs,
+        )
+        computed = self._network.step(batch, self._pools, self._read(x["slots"]))
+        state.count.zero_()
+        state.positions.copy_(own["positions"])
+        state.steps.copy_(own["steps"])
+        self._take(state, own, computed)
+
+    def _next_step(self, sequences: int) -> None:
+        """Compute the last draft of each sequence, and the next."""
+        state = self._state(sequences)
+        own, at = state.fields.on_device, state.positions
+        inside = at <= own["limit"]
+        at = torch.where(inside, at, 0)
+        block = own["tables"].gather(1, (at // KV_BLOCK)[:, None])[:, 0].long()
+        slots = torch.where(inside, block * KV_BLOCK + at % KV_BLOCK, -1)
+        lengths = torch.where(inside, at + 1, 0).int()
+        hidden = state.hidden if self._network.size else None
+        ids = state.tokens.clamp(min=0)  # a sequence whose logits were not finite runs on
+        batch = GpuBatch(ids, at, slots, own["tables"], lengths, padded=self._graphs)
+        self._take(state, own, self._network.step(batch, self._pools, hidden))
+        state.positions += 1
+
+    def _take(self, state: State, own: Mapping[str, Tensor], computed: Computed) -> None:
+        """Choose drafts by what is computed, and leave what the next step reads."""
+        logits, workspace = computed.logits.contiguous(), workspace_on(self._device)
+        how = (own["temperature"], own["top_k"], own["top_p"], own["seeds"], state.steps)
+        chosen = sample(logits, *how, workspace, log_min_p=own["log_min_p"])
+        state.drafts.index_copy_(0, state.count, chosen[None])
+        state.count += 1
+        state.steps += 1
+        state.tokens.copy_(chosen)
+        if computed.hidden is not None:
+            state.hidden.copy_(computed.hidden)
+
+    def _read(self, slots: Tensor) -> Tensor | None:
+        """What the network reads of tokens at some slots beside their ids."""
+        if self._features is None:
+            return None
+        return self._features.index_select(
+            0, torch.where(slots < 0, len(self._features) - 1, slots)
+        )
+
+    def _computed_before(self, wanted: Catching) -> Ints:
+        """Compute what is more than `ROWS` tokens of a sequence; from where on others are left."""
+        batch, places, shift = wanted.batch, wanted.places, self._network.shift
+        starts = wanted.starts.copy()
+        ends = batch.known[places] - shift
+        ends = np.where(ends - starts > ROWS, ends - 1, starts)
+        while (left := ends - starts).any():
+            now = np.clip(self._most - (np.cumsum(left) - left), 0, left)
+            some = np.flatnonzero(now)
+            self._prefill(batch, places[some], starts[some], now[some])
+            starts += now
+        return starts
+
+    def _prefill(self, batch: RunningBatch, places: Ints, starts: Ints, counts: Ints) -> None:
+        """Compute tokens [starts, starts + counts) of sequences; nothing is chosen."""
+        arrays: dict[str, NDArray] = {
+            name: np.zeros(shape, _numpy(dtype))
+            for name, (dtype, shape) in row_shapes(int(counts.sum())).items()
+        }
+        write_rows(arrays, batch, places, starts, counts, self._network.shift)
+        ends = np.cumsum(counts)
+        tables = np.zeros((len(places), self._width), np.int32)
+        _write_tables(tables, batch, places)
+
+        def on_device(array: NDArray, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(array).to(self._device, dtype)
+
+        step = {name: on_device(array, torch.int64) for name, array in arrays.items()}
+        own = GpuBatch(
+            step["ids"],
+            step["positions"],
+            step["slots"],
+            on_device(tables, torch.int32),
+            on_device(starts + counts, torch.int32),
+            rows=on_device(ends - 1, torch.int64),
+            query_start=on_device(np.concatenate([[0], ends]), torch.int32),
+        )
+        self._network.step(own, self._pools, self._read(step["slots"]))
+
+
+def sequence_shapes(sequences: int, width: int) -> dict[str, Shape]:
+    """Types and shapes of what the host says of the sequences of a chain."""
+    return {
+        "tables": (torch.int32, (sequences, width)),
+        **dict.fromkeys(("last", "positions", "limit", "steps"), (torch.int64, (sequences,))),
+        **{name: (dtype, (sequences,)) for name, (dtype, _) in DRAWS.items()},
+    }
+
+
+def row_shapes(tokens: int) -> dict[str, Shape]:
+    """Types and shapes of what the host says of the tokens of a first step."""
+    names = ("ids", "positions", "slots", "sequences")
+    return {
+        **dict.fromkeys(names, (torch.int64, (tokens,))),
+        "lengths": (torch.int32, (tokens,)),
+    }
+
+
+def write_sequences(arrays: Arrays, wanted: Catching, shift: int) -> None:
+    """Write what is said of sequences; rows behind them stand for none."""
+    batch, places = wanted.batch, wanted.places
+    count, known = len(places), batch.known[places]
+    values = {
+        "positions": known - shift,
+        "limit": known - shift + wanted.most - 2,
+        "steps": known - batch.prompt[places],
+        **{name: batch.draws[name][places] for name in DRAWS},
+    }
+    blank = {"limit": -1, **{name: value for name, (_, value) in DRAWS.items()}}
+    for name, own in values.items():
+        arrays[name][:count], arrays[name][count:] = own, blank.get(name, 0)
+    _write_tables(arrays["tables"], batch, places)
+
+
+def write_last(arrays: Arrays, left: Ints, tokens: int) -> None:
+    """Write the row of each sequence's last token; of rows that stand for none, any."""
+    arrays["last"][: len(left)] = np.cumsum(left) - 1
+    arrays["last"][len(left) :] = tokens - 1
+
+
+def write_rows(
+    arrays: Arrays, batch: RunningBatch, places: Ints, starts: Ints, counts: Ints, shift: int
+) -> None:
+    """Write tokens [starts, starts + counts) of sequences; rows behind them stand for none."""
+    total, before = int(counts.sum()), np.cumsum(counts) - counts
+    index = np.repeat(np.arange(len(places)), counts)
+    positions = np.arange(total) - before[index] + starts[index]
+    owners = places[index]
+    blocks = batch.tables[owners, positions // KV_BLOCK].astype(np.int64)
+    values = {
+        "ids": batch.ids[owners, positions + shift],
+        "positions": positions,
+        "slots": blocks * KV_BLOCK + positions % KV_BLOCK,
+        "sequences": index,
+        "lengths": positions + 1,
+    }
+    for name, own in values.items():
+        arrays[name][:total], arrays[name][total:] = own, -1 if name == "slots" else 0
+
+
+def _write_tables(rows: NDArray, batch: RunningBatch, places: Ints) -> None:
+    """Write which blocks sequences have, from the first row on."""
+    widest = int(batch.held[places].max())
+    rows[: len(places), :widest] = batch.tables[:, :widest][places]
+
+
+def _numpy(dtype: torch.dtype) -> type:
+    return np.int32 if dtype == torch.int32 else np.int64

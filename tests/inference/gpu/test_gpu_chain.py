@@ -1,0 +1,92 @@
+"""Networks that draft on a GPU, interpreted: they draft what they draft on a CPU."""
+
+from __future__ import annotations
+
+from tests.inference.gpu.test_gpu import checkpoint_of, engine_of, prompt
+from tests.inference.speculate.test_eagle import Reference, spied
+from tests.kernels.triton_lab import interpreted
+
+PROMPTS = [prompt(n, n) for n in (3, 58, 60)]
+
+
+def drafting(path: str, method: str, network: str, *, triton: bool = True, **config):
+    from inference.config import SpeculateConfig
+
+    own = SpeculateConfig(method=method, path=network, depth=3)
+    return engine_of(path, triton=triton, speculate=own, **config)
+
+
+def test_a_model_that_drafts_for_itself_is_right(tmp_path):
+    is_right_of_itself(checkpoint_of(tmp_path, "a8w8c8"))
+
+
+@interpreted
+def is_right_of_itself(path: str):
+    """Greedy and sampled; prompts that are found, cut and computed again."""
+    from inference.requests.request import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.8 * (i > 1), seed=i)
+        for i in range(3)
+    ]
+    wanted = engine_of(path).generate(PROMPTS, params)
+    runner = drafting(path, "draft", path, max_batched_tokens=48, kv_blocks=3)
+    for _ in range(2):
+        found = runner.generate(PROMPTS, params)
+        assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
+    own = runner.speculation
+    assert own is not None
+    assert own.accepted.sum() > 0.95 * own.proposed.sum() > 20
+    runner.check_integrity()
+
+
+def test_a_head_drafts_what_it_does_on_a_cpu(tmp_path):
+    path = checkpoint_of(tmp_path, "float", num_hidden_layers=2)
+    Reference(path, tmp_path / "head")
+    drafts_as_on_a_cpu(path, str(tmp_path / "head"))
+
+
+@interpreted
+def drafts_as_on_a_cpu(path: str, head: str):
+    """Behind prompts, behind what came, and after a sequence gave way."""
+    from inference.requests.request import SamplingParams
+
+    params, drafts = SamplingParams(max_tokens=9, ignore_eos=True), []
+    wanted = engine_of(path).generate(PROMPTS, params)
+    for triton in (True, False):
+        runner = drafting(path, "eagle", head, triton=triton, max_batch_size=3, kv_blocks=3)
+        seen = spied(runner)
+        found = runner.generate(PROMPTS, params)
+        if triton:
+            assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
+            assert runner.stats().preemptions > 0, runner.stats()
+        drafts.append({tuple(text): tuple(own) for text, own in seen})
+    both = drafts[0].keys() & drafts[1].keys()
+    same = [drafts[0][text] == drafts[1][text] for text in both]
+    assert sum(same) > 0.9 * len(same) > 9, (sum(same), len(same), [len(d) for d in drafts])
+
+
+def test_logits_that_are_not_finite_draft_nothing(tmp_path):
+    is_not_drafted(checkpoint_of(tmp_path, "float"))
+
+
+@interpreted
+def is_not_drafted(path: str):
+    import torch
+
+    from inference.requests.request import SamplingParams
+
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    wanted = engine_of(path).generate(PROMPTS[:1], params)
+    runner = drafting(path, "draft", path)
+    own = runner.speculation
+    assert own is not None
+    network = own._proposer._chain._network
+    forward = network._forward
+    network._forward = lambda batch: forward(batch).fill_(torch.nan)
+    found = runner.generate(PROMPTS[:1], params)
+    assert [o.token_ids for o in found] == [o.token_ids for o in wanted]
+    assert own.proposed.sum() == 0
+    network._forward = forward
+    runner.generate(PROMPTS[:1], params)
+    assert own.accepted.sum() > 0.9 * own.proposed.sum() > 4
