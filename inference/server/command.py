@@ -72,12 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_extra()
     folder = locate_model(arguments.checkpoint, arguments.revision)
     read_config(folder)  # a folder of something else is told at once
-    found, config = (
-        places(arguments.device, arguments.data_parallel, usable_cores()),
-        sizes(arguments),
-    )
+    config, visible = sizes(arguments), os.environ.get("CUDA_VISIBLE_DEVICES")
+    engines, ranks = arguments.data_parallel, arguments.tensor_parallel
+    found = places(arguments.device, engines, usable_cores(), ranks, visible)
     with listen(arguments.host, arguments.port) as listener:
-        sources = [EngineSource(folder, config, place.device, place.cores) for place in found]
+        sources = [EngineSource(folder, config, **vars(place)) for place in found]
         processes = [EngineProcess(source) for source in sources]
         try:
             _serve(arguments, key, template, folder, listener, processes)

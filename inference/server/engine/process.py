@@ -49,12 +49,14 @@ class EngineSource:
         config: Its sizes.
         device: Where it runs: cpu, cuda or cuda:N.
         cores: Numbers of the CPU's cores that it may use; None for all.
+        gpus: The GPUs that it sees, as CUDA_VISIBLE_DEVICES has them; None for all.
     """
 
     folder: Path
     config: EngineConfig
     device: str = "cpu"
     cores: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] | None = None
 
 
 class EngineProcess:
@@ -167,6 +169,8 @@ def _main(end: socket.socket, source: EngineSource, parent: int) -> None:
 def _serve(channel: Channel, source: EngineSource) -> None:
     if source.cores is not None:
         _stay_on(source.cores)
+    if source.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(source.gpus)  # before CUDA starts
     engine = engines.Engine.from_pretrained(
         source.folder, config=source.config, device=source.device
     )

@@ -46,8 +46,8 @@ class Report:
         first_token: Seconds to the first text of streams: median, 99th of 100.
         blocks: Of the cache, at the end: total, free, used, cached.
         counts: Of preemptions, and of prompts' tokens that were looked up in the cache and found.
-        megabytes: Resident memory of the HTTP and of the engine process, a fiftieth of the time
-            each.
+        megabytes: Resident memory of the HTTP and of each engine's process, a fiftieth of the
+            time each.
         exit_code: Of the server.
         errors: What it wrote to standard error.
     """
@@ -173,20 +173,27 @@ class Load:
         """Blocks of the cache, once nobody holds any, or after some seconds."""
         for _ in range(100):
             text = (await self._http.get("/metrics")).text
-            found = re.findall(r"^ptq:kv_cache_blocks_(\w+)\{.*\} (\S+)$", text, re.M)
-            blocks = {name: int(float(value)) for name, value in found}
+            blocks = summed(r"^ptq:kv_cache_blocks_(\w+)\{.*\} (\S+)$", text)
             wanted = r"^ptq:(num_preemptions|prefix_cache_\w+)_total\{.*\} (\S+)$"
-            counted = re.findall(wanted, text, re.M)
-            self.report.counts = {name: int(float(value)) for name, value in counted}
+            self.report.counts = summed(wanted, text)
             if blocks["used"] == 0:
                 break
             await asyncio.sleep(0.1)
         return blocks
 
 
+def summed(pattern: str, text: str) -> dict[str, int]:
+    """Metrics by the name that a pattern finds beside their value, those of all engines added."""
+    found: Counter[str] = Counter()
+    for name, value in re.findall(pattern, text, re.M):
+        found[name] += int(float(value))
+    return dict(found)
+
+
 async def watch(server: RealServer, report: Report, seconds: float) -> None:
-    """Note the memory of both processes, fifty times in so many seconds."""
-    processes = {"http": psutil.Process(server.process.pid), "engine": server.engine}
+    """Note the memory of all processes, fifty times in so many seconds."""
+    engines = {f"engine {i}": engine for i, engine in enumerate(server.engines)}
+    processes = {"http": psutil.Process(server.process.pid)} | engines
     report.megabytes = {name: [] for name in processes}
     for _ in range(50):
         await asyncio.sleep(seconds / 50)

@@ -102,6 +102,13 @@ def test_places_of_engines():
     assert places("cuda:1", 1, range(8)) == [Place("cuda:1")]
     assert [place.device for place in places("cuda", 3, range(2))] == ["cuda:0", "cuda:1", "cuda:2"]
     assert [place.device for place in places("cuda:2", 2, range(2))] == ["cuda:2", "cuda:3"]
+    assert places("cuda:1", 2, range(2), ranks=2) == [
+        Place("cuda", gpus=("1", "2")),
+        Place("cuda", gpus=("3", "4")),
+    ]
+    assert places("cuda", 2, range(2), 2, "7,5,3,1")[1] == Place("cuda", gpus=("3", "1"))
+    with pytest.raises(RequestError, match="takes 4 GPUs from number 1 on, and .* names 4"):
+        places("cuda:1", 2, range(2), 2, "7,5,3,1")
     cores = [0, 1, 4, 5, 6, 7, 8]
     assert [place.cores for place in places("cpu", 3, cores)] == [(0, 1), (4, 5), (6, 7, 8)]
     with pytest.raises(RequestError, match="may use 2; lower it"):
