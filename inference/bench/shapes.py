@@ -54,6 +54,18 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json by name
         "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
     },
+    "llama-3-70b": LLAMA
+    | {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 28672,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
     "qwen3-30b-a3b": SHARED
     | {
         "model_type": "qwen3_moe",

@@ -12,6 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from inference.bench.shapes import read_shape
 from inference.bench.steps_table import PROMPT, PROMPTS, SHORT, Figures, Step
 from inference.config import EngineConfig
 from inference.engine import Engine
+from inference.parallel.backend import choose_ranks
 from inference.requests.request import SamplingParams
 from inference.scheduling.blocks import blocks_for
 
@@ -29,15 +31,22 @@ WARM_UP, STEPS = 8, 32
 
 
 def make_engine(
-    shape: str, scheme: str, batches: Sequence[int], context: int, head: str | None = None
+    shape: str,
+    scheme: str,
+    batches: Sequence[int],
+    context: int,
+    head: str | None = None,
+    ranks: int = 1,
 ) -> Engine:
-    """An engine of random weights, its cache filled with random numbers; `head` as of `measure`."""
+    """An engine of random weights, the first rank's cache filled with random numbers; arguments as
+    of `measure`."""
     if head is None:  # that of a tied shape is a table, too
         tied = read_shape(shape)[1].get("tie_word_embeddings", False)
         head = "float" if tied or scheme == "float" else HEAD_PRESET
     quantized = head != "float"
     own = {"quantize_head": True, "head": head} if quantized else {}
-    checkpoint = RandomCheckpoint(shape, scheme, "cuda", **own)
+    opened = partial(RandomCheckpoint, shape, scheme, "cuda", **own)
+    checkpoint = opened()
     longest = max(context + WARM_UP + STEPS + 2, PROMPT + 2)
     blocks = max(max(batches) * blocks_for(longest), PROMPTS * blocks_for(PROMPT + 2))
     config = EngineConfig(
@@ -46,9 +55,11 @@ def make_engine(
         kv_blocks=blocks,
         max_batched_tokens=PROMPTS * PROMPT,
         prefix_cache=False,  # equal prompts are measured again and again
+        tensor_parallel=ranks,
     )
     tokenizer = random_tokenizer(int(checkpoint.config["vocab_size"]))
-    engine = Engine(checkpoint, tokenizer, config, choose_backend("cuda", checkpoint))
+    backend = choose_ranks(choose_backend("cuda", checkpoint), opened, config)
+    engine = Engine(checkpoint, tokenizer, config, backend)
     for pool in engine.pools:
         for tensor in (pool.k, pool.v):
             if tensor.dtype == torch.int8:
@@ -80,11 +91,9 @@ def measure_step(engine: Engine, batch: int, context: int) -> Step:
         waited = loop.waited
         whole.append(_seconds(engine.advance))
         host.append(whole[-1] - (loop.waited - waited))
-    graph = loop.runner.graph_of(batch)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for _ in range(10):
-        graph.replay()
+    loop.replay(batch, 10)
     end.record()
     end.synchronize()
     while engine.has_unfinished:
@@ -117,7 +126,12 @@ def measure_short(engine: Engine) -> float:
 
 
 def measure(
-    shape: str, scheme: str, batches: Sequence[int], context: int, head: str | None = None
+    shape: str,
+    scheme: str,
+    batches: Sequence[int],
+    context: int,
+    head: str | None = None,
+    ranks: int = 1,
 ) -> Figures:
     """Measure a scheme.
 
@@ -128,6 +142,7 @@ def measure(
         context: Tokens in the cache of each of them.
         head: The same of the head, or `float`; by default int8 with inputs per token where the
             blocks are quantized and the head is not the embedding.
+        ranks: GPUs among which the model is cut; bytes are those of the first.
 
     Raises:
         EngineError: it does not fit on the GPU.
@@ -135,10 +150,12 @@ def measure(
     gc.collect()
     torch.cuda.empty_cache()  # of the scheme before
     torch.cuda.reset_peak_memory_stats()
-    engine = make_engine(shape, scheme, batches, context, head)
+    engine = make_engine(shape, scheme, batches, context, head, ranks)
     steps = [measure_step(engine, batch, context) for batch in batches]
     prefill, short = measure_prefill(engine), measure_short(engine)
     cache = sum(pool.k.nbytes + pool.v.nbytes for pool in engine.pools)
     peak = torch.cuda.max_memory_allocated()
+    weights = engine.model.weight_bytes
+    engine.close()
     name = scheme if head is None else f"{scheme}, head {head}"
-    return Figures(name, steps, prefill, short, engine.model.weight_bytes, cache, peak)
+    return Figures(name, steps, prefill, short, weights, cache, peak)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     schemes: list[str] = list(dict.fromkeys(arguments.schemes))
     for scheme, head in product(schemes, heads):
         try:
-            found.append(measure(arguments.shape, scheme, *sizes, head))
+            found.append(measure(arguments.shape, scheme, *sizes, head, arguments.tensor_parallel))
         except EngineError as error:
             name = scheme if head is None else f"{scheme}, head {head}"
             missing[name] = str(error)
@@ -101,6 +101,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--batch", type=count, nargs="+", default=[1, 16, 64], metavar="N")
     made.add_argument("--context", type=count, default=4048, metavar="TOKENS")
+    made.add_argument(
+        "--tensor-parallel",
+        type=count,
+        default=1,
+        metavar="N",
+        help="cut the model among N GPUs, whose first one is told of",
+    )
     made.add_argument("--host", action="store_true", help="the host alone, without a GPU")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     return made

@@ -119,6 +119,10 @@ class DeviceLoop:
             self.runner.tell_hidden(scheduler.drafter.reads)
         self._warm(sequences, scheduler.max_batched_tokens, rows)
 
+    def replay(self, sequences: int, times: int) -> None:
+        """Launch the graph of a step of so many decodes again and again, for measurements."""
+        self.runner.replay(sequences, times)
+
     def drop(self) -> None:
         """Forget the step on its way."""
         self._on_its_way, self._told = None, StepResult()

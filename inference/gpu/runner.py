@@ -267,9 +267,11 @@ class GpuRunner:
                     self._seen.add(size)
                     self._graph_for(size)
 
-    def graph_of(self, sequences: int) -> torch.cuda.CUDAGraph:
-        """The graph of a decode step of so many sequences."""
-        return self._graph_of(decodes_of(sequences)).graph
+    def replay(self, sequences: int, times: int) -> None:
+        """Launch the graph of a decode step of so many sequences again and again."""
+        graph = self._graph_of(decodes_of(sequences)).graph
+        for _ in range(times):
+            graph.replay()
 
     def _moved(self, indices: Tensor) -> Tensor:
         """Indices on the device, without waiting."""

@@ -208,17 +208,13 @@ def choose_ranks(
             f"{told}: transformers' own code is not cut among ranks; leave transformers_code out, "
             "or take tensor_parallel 1"
         )
-    if kind == "cuda" and backend.device.index not in (None, 0):
+    first, found = backend.device.index or 0, torch.cuda.device_count()
+    if kind == "cuda" and found < first + ranks:
         raise EngineError(
-            f"{told}: found device {backend.device}; the ranks have the first {ranks} GPUs. Give "
-            "device cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"
+            f"{told}: found {found} GPUs, and each rank has one of its own, from number {first} "
+            "on; take fewer ranks"
         )
-    if kind == "cuda" and torch.cuda.device_count() < ranks:
-        raise EngineError(
-            f"{told}: found {torch.cuda.device_count()} GPUs, and each rank has one of its own; "
-            "take fewer ranks"
-        )
-    others = partial(rank_backend, kind, backend.dtype)
+    others = partial(rank_backend, kind, backend.dtype, first)
     return FirstBackend(backend, open, config, others, start=_start(ranks))
 
 
@@ -242,14 +238,14 @@ def _start(ranks: int) -> Start:
     return torchrun.Met()
 
 
-def rank_backend(kind: str, dtype: torch.dtype, rank: int) -> Backend[Any, Any]:
-    """The backend of another rank than the first: on a device of the same kind."""
+def rank_backend(kind: str, dtype: torch.dtype, first: int, rank: int) -> Backend[Any, Any]:
+    """The backend of another rank than the first: on the next device of the same kind."""
     if kind == "cpu":
         return CpuBackend(dtype)
     from inference.gpu.backend import TritonBackend  # needs Triton
 
-    torch.cuda.set_device(rank)
-    return TritonBackend(torch.device("cuda", rank), dtype)
+    torch.cuda.set_device(first + rank)
+    return TritonBackend(torch.device("cuda", first + rank), dtype)
 
 
 def _end(ranks: Ranks, threads: int, folder: str) -> None:

@@ -36,7 +36,7 @@ from inference.parallel.gpu_layers import (
 )
 from inference.parallel.group import GlooGroup, Group, cut_parts, widened
 from inference.parallel.loader import RankLoader
-from inference.parallel.messages import RankSpec, RunPlan, Task, WarmUp
+from inference.parallel.messages import RankSpec, Replay, RunPlan, Task, WarmUp
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard
 from inference.requests.step_result import StepResult
@@ -199,7 +199,7 @@ class GpuSide:
                 f"tensor_parallel {spec.ranks}: sums over GPUs are for "
                 f"{', '.join(map(str, KERNELS_FOR))} of them; take as many"
             )
-        device = torch.device("cuda", spec.rank)
+        device = torch.device("cuda", inner.device.index or 0)
         torch.cuda.set_device(device)
         store = FileStore(f"{spec.meeting}-devices", spec.ranks)
         dist.init_process_group(
@@ -231,6 +231,9 @@ class GpuSide:
         def run(task: Task) -> None:
             if isinstance(task, WarmUp):
                 runner.warm_up(task.sequences, task.tokens, task.rows)
+                return
+            if isinstance(task, Replay):
+                runner.replay(task.sequences, task.times)
                 return
             assert isinstance(task, RunPlan)
             loader.host.progress.count += 1
@@ -328,6 +331,12 @@ class RanksLoop(DeviceLoop):
         """See `DeviceLoop.warm_up`."""
         with self._ranks.together("warming up"):
             super().warm_up()
+
+    def replay(self, sequences: int, times: int) -> None:
+        """See `DeviceLoop.replay`."""
+        with self._ranks.together("replaying a step"):
+            self._ranks.send(Replay(sequences, times))
+            super().replay(sequences, times)
 
     def _warm(self, sequences: int, tokens: int, rows: int) -> None:
         self._ranks.send(WarmUp(sequences, tokens, rows))

@@ -95,7 +95,15 @@ class WarmUp:
     rows: int
 
 
-Task = MakeCache | TellFree | ChangeBlocks | RunStep | RunPlan | WarmUp
+@dataclass(frozen=True)
+class Replay:
+    """Replay the graph of a step of so many decodes, for measurements."""
+
+    sequences: int
+    times: int
+
+
+Task = MakeCache | TellFree | ChangeBlocks | RunStep | RunPlan | WarmUp | Replay
 
 
 @dataclass(frozen=True)

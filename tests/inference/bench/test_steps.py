@@ -85,7 +85,7 @@ def test_the_file_says_what_is_missing():
 
 
 def test_a_scheme_that_does_not_fit_is_told_and_the_others_measured(monkeypatch, tmp_path, capsys):
-    def measure(shape, scheme, batches, context, head):
+    def measure(shape, scheme, batches, context, head, ranks):
         if scheme == "float":
             raise EngineError("memory is too small")
         return FIGURES
