@@ -32,8 +32,8 @@ from inference.models.read import StoredLinear
 from inference.models.shapes import check_shapes
 from inference.parallel import torchrun
 from inference.parallel.group import Progress
-from inference.parallel.loader import LOADING, MEETING, RankLoader, declared_shape, join
-from inference.parallel.messages import ChangeBlocks, MakeCache, RankSpec, TellFree
+from inference.parallel.loader import MEETING, RankLoader, declared_shape, join
+from inference.parallel.messages import LOADING, ChangeBlocks, MakeCache, RankSpec, TellFree
 from inference.parallel.ranks import RankProcess, Ranks, Start
 from inference.parallel.shard import shard_of
 from inference.parallel.sides import side_of
@@ -114,7 +114,8 @@ class FirstBackend:
         if self.device.type != "cpu":
             stuck = STUCK_AFTER
         self.ranks = Ranks(specs, progress, self._start, patience, stuck)
-        self._end = weakref.finalize(self, _end, self.ranks, before, folder)
+        own = stuck is not None and not first.on_host  # a process group of the devices
+        self._end = weakref.finalize(self, _end, self.ranks, before, folder, own)
         torch.set_num_threads(first.threads)
         try:
             with self.ranks.together(LOADING):
@@ -248,11 +249,12 @@ def rank_backend(kind: str, dtype: torch.dtype, first: int, rank: int) -> Backen
     return TritonBackend(torch.device("cuda", first + rank), dtype)
 
 
-def _end(ranks: Ranks, threads: int, folder: str) -> None:
-    """End ranks, remove where they met, and give their threads back to this process."""
+def _end(ranks: Ranks, threads: int, folder: str, devices: bool) -> None:
+    """End ranks and what connects their devices, if anything; remove where they met, and give
+    their threads back to this process."""
     ranks.close()
     shutil.rmtree(folder, ignore_errors=True)
-    if dist.is_initialized():
+    if devices and dist.is_initialized():
         dist.destroy_process_group()
     with suppress(RuntimeError):
         torch.set_num_threads(threads)

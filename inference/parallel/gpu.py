@@ -199,6 +199,11 @@ class GpuSide:
                 f"tensor_parallel {spec.ranks}: sums over GPUs are for "
                 f"{', '.join(map(str, KERNELS_FOR))} of them; take as many"
             )
+        if dist.is_initialized():
+            raise EngineError(
+                f"tensor_parallel {spec.ranks}: this process has a torch.distributed group "
+                "already, and has one at a time. Close the engine that made it, or take another process"
+            )
         device = torch.device("cuda", inner.device.index or 0)
         torch.cuda.set_device(device)
         store = FileStore(f"{spec.meeting}-devices", spec.ranks)

@@ -20,14 +20,13 @@ from inference.models.kv_cache import CacheShape, LayerCache
 from inference.models.layers import LayerFactory
 from inference.parallel.decoder import ShardDecoder
 from inference.parallel.group import GlooGroup, Group, Progress
-from inference.parallel.messages import RankSpec, Task
+from inference.parallel.messages import LOADING, RankSpec, Task
 from inference.parallel.ranks import Ranks
 from inference.parallel.shard import Shard, shard_of
 from inference.transformers_code.choose import Shape, read_shape
 from kernels.attention_inputs import KVPool
 
 MEETING = "meeting the other ranks"
-LOADING = "loading its part of the model"
 SOON = timedelta(seconds=30)  # in which ranks that have all come find each other
 LONG = timedelta(hours=1)  # for the first one to come, with whose end all others end
 

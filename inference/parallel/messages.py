@@ -21,6 +21,7 @@ from inference.config import EngineConfig
 from inference.cpu.batch import Batch
 from inference.gpu.sizes import Size, WholeSize
 
+LOADING = "loading its part of the model"
 FIELDS = ("ids", "positions", "slots", "block_tables", "query_start", "context_len", "rows")
 
 

@@ -25,12 +25,13 @@ from typing import Protocol
 
 from formats.errors import EngineEndedError, PTQError
 from inference.parallel.group import Progress
-from inference.parallel.messages import Beat, Failed, RankSpec, Task
+from inference.parallel.messages import LOADING, Beat, Failed, RankSpec, Task
 
 LAST_WORDS = 2.0  # seconds in which a process that has gone is looked after
 NOTICED = 5.0  # seconds in which it is found out why an exchange failed
 IDLE = "waiting for work"
 STUCK = 70  # exit code of a process that cannot be ended otherwise
+DISK = 10  # times as long a rank may take for a layer that it reads
 GAPS = 4  # of the longest time between two signs of progress, and nobody is called stopped
 
 
@@ -275,7 +276,8 @@ class Ranks:
                 continue
             other.behind = other.behind or now
             waited = now - max(other.behind, other.moved)
-            if waited > max(self._patience, GAPS * other.gap):
+            patience = self._patience * (DISK if other.beat.doing == LOADING else 1)
+            if waited > max(patience, GAPS * other.gap):
                 self._fail(
                     f"{self._named(other)} has stopped while {self._at(other)}: the others have "
                     f"waited for it for {waited:.0f} s. The engine has ended"

@@ -19,8 +19,9 @@ import torch
 
 from formats.errors import PTQError
 from inference.parallel.group import Progress
-from inference.parallel.loader import LOADING, RankLoader, join
+from inference.parallel.loader import RankLoader, join
 from inference.parallel.messages import (
+    LOADING,
     Beat,
     ChangeBlocks,
     Failed,

@@ -130,6 +130,14 @@ def test_preemption_chunks_prefix_and_aborts(tiny_llama, make_quantized):
     assert found[1] == found[2]
 
 
+def test_a_request_is_the_same_in_any_company(make_model):
+    """Sums of floats over four ranks, too, whatever the number of rows."""
+    alone = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)
+    with engine_on(make_model("llama", tie_word_embeddings=False), 4) as engine:
+        wanted = [engine.generate([prompt], alone)[0].logprobs for prompt in PROMPTS]
+        assert [o.logprobs for o in engine.generate(PROMPTS, alone)] == wanted
+
+
 def test_beams_drafts_and_sampled_tokens(tiny_llama, make_quantized):
     path, found = make_quantized(tiny_llama, "a8w8c8"), {}
     sampled = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=3)
