@@ -202,7 +202,8 @@ class GpuSide:
         if dist.is_initialized():
             raise EngineError(
                 f"tensor_parallel {spec.ranks}: this process has a torch.distributed group "
-                "already, and has one at a time. Close the engine that made it, or take another process"
+                "already, and has one at a time. Close the engine that made it, or take another "
+                "process"
             )
         device = torch.device("cuda", inner.device.index or 0)
         torch.cuda.set_device(device)
