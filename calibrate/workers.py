@@ -123,8 +123,8 @@ class Workers:
                     end.set()
 
             thread = threading.Thread(target=run, name=self.name(worker))
+            ended.append((end, thread))  # an interrupt may come while it starts
             thread.start()
-            ended.append((end, thread))
 
         try:
             for worker in used:
@@ -135,8 +135,9 @@ class Workers:
         finally:
             self._stop.set()
             for end, thread in ended:
-                end.wait()
-                thread.join()
+                if thread.ident is not None:  # what has not begun by now finds itself stopped
+                    end.wait()
+                    thread.join()
 
     def check(self) -> None:
         """End the work of a worker whose results nobody waits for any longer."""
