@@ -242,6 +242,12 @@ class GpuRunner:
             done.record()
             return Executed(logits, found[0], done, _pair(found))
 
+    def follow(self, size: Size | WholeSize, arrays: bytes) -> None:
+        """Start a step that the first rank has planned; nothing is waited for."""
+        block = self._block_for(size)
+        block.bytes.copy_(torch.frombuffer(bytearray(arrays), dtype=torch.uint8))
+        block.moved = self.execute(StepPlan(size, block.bytes)).done
+
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
         host."""
@@ -295,14 +301,17 @@ class GpuRunner:
 
     def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
         """A step as the device is told of it, and the block that says so."""
-        with launches_on(self._device):  # its memory is pinned for the current one
-            if isinstance(size, WholeSize):  # of any length: hardly ever again of this one
-                block = HostBlock(step_shapes(size, self._width), pinned=self._on_gpu)
-            else:
-                block = self._blocks.next(size, lambda: step_shapes(size, self._width))
+        block = self._block_for(size)
         write_step(block.arrays, work, size)
         edits = self._edits.new_for(work)
         return StepPlan(size, block.bytes, told_rows(work, size), edits), block
+
+    def _block_for(self, size: Size | WholeSize) -> HostBlock:
+        """A block for the arrays of a step, which nobody reads any more."""
+        with launches_on(self._device):  # its memory is pinned for the current one
+            if isinstance(size, WholeSize):  # of any length: hardly ever again of this one
+                return HostBlock(step_shapes(size, self._width), pinned=self._on_gpu)
+            return self._blocks.next(size, lambda: step_shapes(size, self._width))
 
     def _padded(self, size: Size, block: Tensor) -> tuple[Tensor | None, Tensor]:
         """A padded step: logits, if they are kept, and a next token for each of its rows."""

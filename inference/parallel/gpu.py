@@ -243,8 +243,7 @@ class GpuSide:
                 return
             assert isinstance(task, RunPlan)
             loader.host.progress.count += 1
-            block = torch.frombuffer(bytearray(task.block), dtype=torch.uint8)
-            runner.execute(StepPlan(task.size, block))
+            runner.follow(task.size, task.block)
             cast(DeviceGroup, loader.group).check()
 
         return run
