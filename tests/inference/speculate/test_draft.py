@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 
 import numpy as np
@@ -19,7 +18,11 @@ from inference.scheduling.sequence import Sequence
 from inference.speculate.cached_tokens import CachedTokens
 from inference.speculate.chain import Target
 from inference.speculate.draft import DraftModel
-from tests.inference.speculate.requests import TEXTS, run_all, some_params
+from tests.inference.speculate.requests import (
+    request_count,
+    run_all,
+    some_requests,
+)
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
@@ -96,8 +99,7 @@ def test_what_is_found_but_was_never_drafted_for_is_computed(tiny_llama):
 
 
 def test_another_model_changes_nothing(make_model, tiny_llama):
-    rng = random.Random(0)
-    requests = [(TEXTS[i % 6], some_params(rng, constrained=False), 0) for i in range(24)]
+    requests = some_requests(request_count(24), seed=4)
     runner = engine(tiny_llama, max_batch_size=3, kv_blocks=12, max_model_len=256)
     wanted = run_all(runner, requests)
     target = Target(
