@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.formats.families.test_glm4_moe import SIZES as GLM
 from tests.inference.gpu.test_gpu import checkpoint_of, engine_of, prompt
 from tests.inference.speculate.test_eagle import Reference, spied
+from tests.inference.speculate.test_mtp import Reference as PredictingReference
 from tests.kernels.triton_lab import interpreted
+from tests.tiny_families import DEEPSEEK
 
 PROMPTS = [prompt(n, n) for n in (3, 58, 60)]
 
 
-def drafting(path: str, method: str, network: str, *, triton: bool = True, **config):
+def drafting(path: str, method: str, network: str | None, *, triton: bool = True, **config):
     from inference.config import SpeculateConfig
 
     own = SpeculateConfig(method=method, path=network, depth=3)
@@ -44,6 +49,29 @@ def test_a_head_drafts_what_it_does_on_a_cpu(tmp_path):
     path = checkpoint_of(tmp_path, "float", num_hidden_layers=2)
     Reference(path, tmp_path / "head")
     drafts_as_on_a_cpu(path, str(tmp_path / "head"))
+
+
+@pytest.mark.parametrize(("family", "sizes"), [DEEPSEEK["v3"], ("glm4_moe", GLM)])
+def test_a_predicting_layer_drafts_what_it_does_on_a_cpu(make_model, tmp_path, family, sizes):
+    """A mixture of experts both, of latent attention the first."""
+    PredictingReference(make_model(family, **sizes), tmp_path / "model")
+    predicts_as_on_a_cpu(str(tmp_path / "model"))
+
+
+@interpreted
+def predicts_as_on_a_cpu(path: str):
+    """Of a prompt and what came behind it: experts are slow where they are interpreted."""
+    from inference.requests.request import SamplingParams
+
+    params, told = SamplingParams(max_tokens=5, ignore_eos=True), []
+    for triton in (True, False):
+        runner = drafting(path, "mtp", None, triton=triton)
+        seen = spied(runner)
+        told.append([o.token_ids for o in runner.generate(PROMPTS[:1], params)])
+        told.append(seen)
+    assert told[0] == told[2]
+    assert told[1] == told[3]
+    assert sum(len(drafts) for _, drafts in told[1]) > 4
 
 
 @interpreted
