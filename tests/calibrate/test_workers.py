@@ -32,10 +32,14 @@ def test_an_interrupt_ends_all_workers():
         began.wait()
         signal.raise_signal(signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        workers.each("waiting", wait)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            workers.each("waiting", wait)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert sorted(ended) == [0, 1]
     thread.join()
 
