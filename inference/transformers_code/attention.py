@@ -1,12 +1,12 @@
 """Attention as transformers' code calls it, over the cache of the step that runs.
 
 transformers' models call one function for attention, which is chosen by a name
-(`transformers.AttentionInterface`). Under `NAME` they call the one here, with q, k and v of all
-tokens of a step in one row [1, heads, T, D]: it hands them to the step (`Step`), which puts k and v
-into the cache of the layer and attends over what each token's sequence has there. Masks are not
-built: what a token sees is known by `formats.modeling`. A bound of the logits (`softcap`), sinks
-(`s_aux`) and biases by distance (`alibi`) come as arguments; one that is not known here, and says
-something, is refused by its name.
+(`transformers.AttentionInterface`). Under `NAME`, which `load` registers, they call the one here,
+with q, k and v of all tokens of a step in one row [1, heads, T, D]: it hands them to the step
+(`Step`), which puts k and v into the cache of the layer and attends over what each token's sequence
+has there. Masks are not built: what a token sees is known by `formats.modeling`. A bound of the
+logits (`softcap`), sinks (`s_aux`) and biases by distance (`alibi`) come as arguments; one that is
+not known here, and says something, is refused by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from formats.errors import CheckpointError
 from kernels.activations import Named
@@ -201,6 +200,3 @@ def widened(x: Tensor, size: int) -> Tensor:
     """Heads [T, heads, D] with zeros behind their numbers, up to a size."""
     missing = size - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
-
-
-AttentionInterface.register(NAME, attend)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
@@ -22,7 +23,7 @@ from formats.modeling.model import SideBySide, found_model, meta_model
 from formats.modeling.structure import Structure
 from inference.models.layers import LayerFactory, LinearLayer
 from inference.models.read import read_linear
-from inference.transformers_code.attention import NAME
+from inference.transformers_code.attention import NAME, attend
 from inference.transformers_code.experts import RoutedExperts
 from inference.transformers_code.known import use_kernels
 from inference.transformers_code.linear import (
@@ -35,6 +36,8 @@ from inference.transformers_code.linear import (
 )
 from inference.transformers_code.rotary import fix_frequencies
 from kernels.numerics import dequantize
+
+AttentionInterface.register(NAME, attend)
 
 
 def load_code(

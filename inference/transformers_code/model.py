@@ -12,20 +12,25 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.later import later
 from formats.modeling.config import transformers_config
 from formats.modeling.layers import positions_of, structure_of
 from formats.modeling.structure import Structure
 from inference.models.layers import LayerFactory
 from inference.models.model import KVHeads
 from inference.transformers_code.attention import TAKEN, Step, running
-from inference.transformers_code.load import load_code, nbytes_of
+
+if TYPE_CHECKING:
+    from inference.transformers_code import load
+else:  # transformers' code of models takes seconds, and declared families run without it
+    load = later("inference.transformers_code.load")
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class CodeModel:
         longest: int,
     ) -> None:
         self.config, self.dtype, self.device = config, factory.dtype, factory.device
-        self._module = load_code(checkpoint, config.structure, factory, longest)
+        self._module = load.load_code(checkpoint, config.structure, factory, longest)
         self._placed = "position_ids" in inspect.signature(self._module.forward).parameters
         by_distance = all("alibi" in b.attention.arguments for b in config.structure.blocks)
         if not self._placed and not by_distance:
@@ -126,7 +131,7 @@ class CodeModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        return nbytes_of(self._module)
+        return load.nbytes_of(self._module)
 
     def _places(self, step: Step) -> dict[str, Tensor]:
         """Positions of the tokens, for code that asks for them."""
