@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.fast_interpreter import hasten
+
 pytest.importorskip("triton", reason="Triton is not installed (it is in the `test` extra)")
 
 SHARED = 232448  # bytes that a program has on sm_90
@@ -42,6 +44,8 @@ def _process(interpret: bool) -> ProcessPoolExecutor:
 def _call(module: str, name: str, args: tuple, kwargs: dict) -> None:
     import ptq  # noqa: F401  (joins our kernels folder to a foreign package of that name)
 
+    if os.environ["TRITON_INTERPRET"] == "1":
+        hasten()
     try:
         getattr(importlib.import_module(module), name).inner(*args, **kwargs)
     except pytest.fail.Exception as failure:  # which cannot be sent to another process
