@@ -38,10 +38,8 @@ AT_ONCE = tl.constexpr(16)  # words of a grain, of several ranks, that are looke
 
 @triton.jit
 def of_row(values, i, real):
-    """What all rows share, asked for before a row is there; None of nothing."""
-    if values is not None:
-        values = tl.load(values + i, mask=real, other=0.0)
-    return values
+    """What all rows share, asked for before a row is there."""
+    return tl.load(values + i, mask=real, other=0.0)
 
 
 @triton.jit
@@ -143,8 +141,10 @@ def one_shot_kernel(
     real = i < SIZE
     grains = SIZE // GRAIN
     j = tl.minimum(tl.arange(0, WIDTH // GRAIN), grains - 1)
-    w, own, before = of_row(weight, i, real), of_row(after, i, real), None
-    sw, b, sx = of_row(w_scale, i, real), of_row(bias, i, real), None
+    w, before = None if weight is None else of_row(weight, i, real), None
+    own = None if after is None else of_row(after, i, real)
+    sw, sx = None if w_scale is None else of_row(w_scale, i, real), None
+    b = None if bias is None else of_row(bias, i, real)
     if residual is not None and READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     wait(OVERLAP)

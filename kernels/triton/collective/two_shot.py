@@ -113,7 +113,8 @@ def two_shot_kernel(
     if row % WORLD != RANK:
         send_part(x, parts, arrived, row, i, real, epoch, SIZE, slot, RANK)
         return
-    w, own, before = of_row(weight, i, real), of_row(after, i, real), None
+    w, before = None if weight is None else of_row(weight, i, real), None
+    own = None if after is None else of_row(after, i, real)
     if residual is not None:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     h = sum_parts(
@@ -121,7 +122,8 @@ def two_shot_kernel(
     )
     if w_scale is not None:
         sx = tl.load(x_scale + row * PER_ROW)
-        h = scaled(h, sx, of_row(w_scale, i, real), of_row(bias, i, real), FLOAT)
+        sw, b = of_row(w_scale, i, real), None if bias is None else of_row(bias, i, real)
+        h = scaled(h, sx, sw, b, FLOAT)
     rounded = added(tl.where(real, h, 0.0), own, before, eps, SIZE, FLOAT)
     for p in tl.static_range(WORLD):
         if WHOLE or p == RANK:
