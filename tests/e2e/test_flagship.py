@@ -56,6 +56,7 @@ def test_a8w8c8_keeps_the_accuracy_that_it_promises(flagship) -> None:
     assert accuracy["tokens"] > 30_000
 
 
+@pytest.mark.ci  # what smoothing gives is seen on a small model, too
 @pytest.mark.timeout(900)
 def test_the_same_recipe_without_smoothing_is_visibly_worse(flagship, tmp_path) -> None:
     smooth = flagship[3]["accuracy"]
