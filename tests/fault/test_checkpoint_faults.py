@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -332,36 +331,70 @@ def test_a_full_disk(tiny_llama, small_disk, already):
 
 
 KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    from tests.conftest import write_quantized
-    step = int(sys.argv[3])
-    calls = 0
-    def deadly(function):
-        def call(*arguments, **options):
-            global calls
-            calls += 1
-            if calls == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*arguments, **options)
-        return call
-    os.fsync, os.rename = deadly(os.fsync), deadly(os.rename)
-    write_quantized(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[4], shard_bytes=200_000, force=True)
+import os, signal, sys, traceback
+from pathlib import Path
+from formats.checkpoint import read, write
+from ptq.methods.common import rounding
+from tests.conftest import write_quantized
+
+def deadly(function, step, calls):
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+
+def run(source, out, step):
+    calls = []
+    os.fsync, os.rename = deadly(os.fsync, step, calls), deadly(os.rename, step, calls)
+    write_quantized(source, out, "a8w8c8", shard_bytes=200_000, force=True)
+
+for line in sys.stdin:
+    source, out, step = line.split()
+    child = os.fork()
+    if not child:
+        try:
+            run(Path(source), Path(out), int(step))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
+@pytest.fixture(scope="module")
+def write_until():
+    """Writes a checkpoint in a process that kills itself at a step: gives its exit code.
+
+    All are forks of one that has imported what they need.
+    """
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen(
+        [sys.executable, "-c", KILLED], env=environment, text=True, bufsize=1, **pipes
+    )
+
+    def write(source: Path, out: Path, step: int) -> int:
+        print(source, out, step, file=server.stdin, flush=True)
+        return int(server.stdout.readline())
+
+    yield write
+    server.communicate()
+
+
 @pytest.mark.parametrize("step", [1, 3, 5, 8, 11, 13, 15, 16, 17, 18, 19, 20, 21, 22, 40])
-def test_kill_at_any_moment_leaves_a_whole_checkpoint_or_none(tiny_llama, tmp_path, step):
+def test_kill_at_any_moment_leaves_a_whole_checkpoint_or_none(
+    tiny_llama, tmp_path, write_until, step
+):
     out = tmp_path / "out"
     replacing = step % 2 == 1
     if replacing:
         write_quantized(tiny_llama, out, "c8")
-    code = textwrap.dedent(KILLED)
-    arguments = [sys.executable, "-c", code, str(tiny_llama), str(out), str(step), "a8w8c8"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(arguments, env=environment, capture_output=True)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    if done.returncode == 0:
+    code = write_until(tiny_llama, out, step)
+    assert code in (0, -signal.SIGKILL)
+    if code == 0:
         assert Checkpoint.open(out, verify=True).scheme.wac == "a8w8c8"
         assert step > 15
     elif out.exists():
