@@ -307,7 +307,8 @@ class Ranks:
 def _started(spec: RankSpec, start: Start) -> Other:
     (tasks, its_tasks), (news, its_news) = _connections(), _connections()
     member = start(spec.rank, its_tasks, its_news)
-    tasks.send(spec)
+    with suppress(OSError):  # it has died, which is told by who watches it
+        tasks.send(spec)
     return Other(member, tasks, news)
 
 
