@@ -90,10 +90,8 @@ def test_works_beside_a_foreign_kernels_package(tmp_path, layout, foreign, wheel
     assert done.stdout.split()[-1] == expected
     command = [str(python), "-m", "ptq"] if layout == "checkout" else [str(python.parent / "ptq")]
     assert "run" in run([*command, "--help"], cwd).stdout
-    if foreign == "accepted":
-        path = str(ROOT / "recipes" / "a8w8c8.yaml")
-        quantize_there(python, cwd, "a8w8c8" if layout == "wheel" else path, tiny_llama)
-    if layout == "wheel":
+    if layout == "wheel":  # the continuous integration quantizes in an editable install
+        quantize_there(python, cwd, "a8w8c8", tiny_llama)
         listed = json.loads(run([*command, "recipes", "--json"], cwd).stdout)
         assert {Path(row["path"]).parent.parent for row in listed} >= {site}
         plan = run([*command, "check", "a8w8c8", "--no-time"], cwd).stdout
