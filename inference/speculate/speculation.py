@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.blocks import BlockChanges
 from inference.scheduling.work import Work
-from inference.speculate.estimates import Share, StepTime
+from inference.speculate.estimates import OUTLIER, Share, StepTime
 from inference.speculate.proposer import HiddenStateProposer, Proposer
 
 Floats = NDArray[np.floating]
@@ -36,9 +36,10 @@ PLAIN = 64  # steps
 FOR_TRIALS = 0.01  # share of the time that trials take where drafts do not pay
 TRIED = 8  # sequences, one of which has drafts in a trial
 TRIAL = 4  # drafts of it
-AT_FIRST = 4  # steps whose time the first trials may take in any case
-LEAST_PRICE = 0.25  # of a trial, as a share of a step: planning one takes time, too
-MEMORY = 0.85  # weight of the past in p, for each draft that was looked at, and in f
+AT_FIRST = 3  # steps whose time the first trials may take in any case
+LEAST_PRICE = 0.15  # of a trial, as a share of a step: planning one takes time, too
+MEMORY = 0.85  # weight of the past in p, for each draft that was looked at
+MEMORY_OF_FOUND = 0.5  # weight of the past in f: where some are found, some are found behind them
 RAREST = 0.02  # least f that is believed
 MARGIN = 1.05  # tokens a second with drafts, of those without, from which on drafts are made
 
@@ -112,7 +113,8 @@ class Speculation:
         if (self._drafted[places] == self._step - 1).all():  # else it had to catch up
             self._drafting.note(int(most.max()), self._spent)
         self._drafted[places] = self._step
-        found = np.maximum(MEMORY * self._found[places] + (1 - MEMORY) * (counts > 0), RAREST)
+        found = MEMORY_OF_FOUND * self._found[places] + (1 - MEMORY_OF_FOUND) * (counts > 0)
+        found = np.maximum(found, RAREST)
         self._found[places] = found
         self._found_by_all.note(int(np.count_nonzero(counts)), len(counts))
         return counts
@@ -146,7 +148,8 @@ class Speculation:
             self._credit = min(more, max(self._credit, self._price))
         if tries:
             spent = max(spent, self._drafting.least(TRIAL))  # more where it had to catch up
-            self._credit -= self._price_of(self._verifying.least(work.tokens) + spent, len(work))
+            price = self._price_of(self._verifying.least(work.tokens) + spent, len(work))
+            self._credit -= min(price, OUTLIER * self._price)  # the machine may have been away
 
     def note_hidden(self, work: Work) -> None:
         """`Drafter.note_hidden`."""

@@ -166,7 +166,7 @@ def test_a_depth_is_chosen_that_pays(tiny_llama):
         runner.speculate_by(Replay([text], chance, 100))
         computed.append(pretend(runner))
         runner.generate(["def f"], params)
-    assert computed[0].proposed.sum() < 130
+    assert computed[0].proposed.sum() < 160
     assert computed[0].steps < 40
     assert computed[1].accepted.sum() > 80
     assert computed[1].steps < 30
