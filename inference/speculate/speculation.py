@@ -10,8 +10,9 @@ in the order of these gains as long as they make
 
 larger: none, where they do not pay, as in a large batch. Then a few sequences get a few now and
 then, so that it is noticed when text becomes one that can be guessed: as often as such trials take
-no more than `FOR_TRIALS` of the time. One step of `PLAIN` has no drafts in any case, so that it
-stays known what such a step takes.
+no more than `FOR_TRIALS` of the time. What drafts that came saved pays for one trial more: one that
+went well is followed by another. One step of `PLAIN` has no drafts in any case, so that it stays
+known what such a step takes.
 """
 
 from __future__ import annotations
@@ -69,10 +70,8 @@ class Speculation:
         self._serial = np.full(places + 1, -1, np.int64)
         self._tried = np.zeros(places + 1, np.int64)  # the step in which one was tried last
         self._resting = 0  # as many sequences ran when drafts paid for none; 0: they pay
-        self._credit, self._price = (
-            math.inf,
-            0.0,
-        )  # seconds that trials may take, and that one takes
+        self._credit = math.inf  # seconds that trials may take
+        self._price = 0.0  # seconds that one takes
         self._step = 0  # which one the next is
         self._drafted = np.full(places + 1, -1, np.int64)  # the last of them that had drafts
         self._plain, self._drafting = StepTime(1.0), StepTime()
@@ -129,9 +128,11 @@ class Speculation:
         looked_at = np.minimum(accepted + 1, drafts)  # behind a wrong one nothing is known
         past = MEMORY**looked_at
         self._chance[places] = past * self._chance[places] + (1 - past) * accepted / looked_at
-        if accepted.any():  # more may pay now
-            self._resting = 0
-        self._chance_of_all.note(int(accepted.sum()), int(looked_at.sum()))
+        came, count = int(accepted.sum()), len(work)
+        self._chance_of_all.note(came, int(looked_at.sum()))
+        saved = came * self._plain.least(count) / count
+        # Of one more trial at the most; this one may be paid for before it or after it.
+        self._credit = min(self._credit + saved, max(self._credit, 2 * self._price))
 
     def note_time(self, work: Work, seconds: float) -> None:
         """`Drafter.note_time`."""
@@ -173,7 +174,7 @@ class Speculation:
             self._resting = 0
             return wanted
         self._credit = min(self._credit, AT_FIRST * self._plain.least(count))
-        due, self._resting = self._resting > 0 and self._credit >= self._price, count
+        due, self._resting = self._price > 0 and self._credit >= self._price, count
         tried = np.argsort(self._tried[places], kind="stable")[: max(1, count // TRIED)]
         rows = count + TRIAL * float(self._found[places[tried]].sum())
         seconds = self._times_with_drafts.of(rows) + self._drafting.of(TRIAL)
