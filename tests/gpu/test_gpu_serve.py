@@ -13,6 +13,9 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from tests.inference.server.real_server import RealServer, gone
 
+for part in ("fastapi", "uvicorn", "httptools"):
+    pytest.importorskip(part, reason="a server needs ptq[serve]")
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
