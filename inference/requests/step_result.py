@@ -24,6 +24,8 @@ class StepResult:
         finished: Requests that ended, in their final state.
         candidates: Of requests that are held (`Engine.hold`) and wait for their next token: {token:
             log probability} of the likeliest, most likely first.
+        drafts: Of requests that had drafts in the step: the name, how many, and how many of them
+            came; these are the first of the tokens that it gained.
     """
 
     names: list[str] = field(default_factory=list)
@@ -32,6 +34,7 @@ class StepResult:
     prompt_logprobs: dict[str, Sequence[Logprobs | None]] = field(default_factory=dict)
     finished: list[RequestOutput] = field(default_factory=list)
     candidates: dict[str, Logprobs] = field(default_factory=dict)
+    drafts: list[tuple[str, int, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.names or self.finished or self.candidates)
@@ -49,6 +52,8 @@ class StepResult:
             parts[name not in names].prompt_logprobs[name] = all_of_prompt
         for output in self.finished:
             parts[output.request_id not in names].finished.append(output)
+        for own in self.drafts:
+            parts[own[0] not in names].drafts.append(own)
         return parts
 
     def __iadd__(self, other: StepResult) -> StepResult:
@@ -59,4 +64,5 @@ class StepResult:
         self.prompt_logprobs |= other.prompt_logprobs
         self.finished += other.finished
         self.candidates |= other.candidates
+        self.drafts += other.drafts
         return self

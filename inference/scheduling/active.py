@@ -163,7 +163,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         if not served.all():
             rest = ~served
             accepted[rest] = self._take_rows(work, which[rest], firsts[rest], choose, result, now)
-        self._note_accepted(work, which, accepted)
+        self._note_accepted(work, which, accepted, result)
         return result
 
     def take_logits(self, work: Work, which: Ints, logits: Tensor) -> StepResult:
@@ -205,7 +205,7 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
 
         rest = takes & ~served
         accepted[rest] = self._take_rows(work, which[rest], firsts[rest], choose, result, now)
-        self._note_accepted(work, which[takes], accepted[takes])
+        self._note_accepted(work, which[takes], accepted[takes], result)
         return result
 
     def _take_rows(
@@ -244,11 +244,16 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
             batch.computed[places[going]] += 1  # the draft's K and V are those of what came
         return accepted
 
-    def _note_accepted(self, work: Work, which: Ints, accepted: Ints) -> None:
-        """Tell who drafts how many drafts of some slices came."""
+    def _note_accepted(self, work: Work, which: Ints, accepted: Ints, result: StepResult) -> None:
+        """Tell who drafts, and in what the step gave, how many drafts of some slices came."""
         drafter, some = self._scheduler.drafter, work.drafts[which] > 0
-        if drafter is not None and some.any():
-            drafter.note_accepted(self._scheduler.batch, work, which[some], accepted[some])
+        if drafter is None or not some.any():
+            return
+        batch, which, accepted = self._scheduler.batch, which[some], accepted[some]
+        drafter.note_accepted(batch, work, which, accepted)
+        names = [batch.names[place] for place in work.places[which].tolist()]
+        counts = work.drafts[which].tolist(), accepted.tolist()
+        result.drafts += zip(names, *counts, strict=True)
 
     def finish(
         self,
@@ -325,13 +330,13 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         tokens = chosen[firsts[:, None] + np.where(real, column, 0)]
         drafted = batch.ids[own, np.where(real, batch.known[own] + column, 0)]
         ended = (tokens[:, :, None] == batch.ends[own]).any(axis=2)
-        right = real[:, 1:] & (tokens == drafted)[:, :-1] & ~ended[:, :-1]
-        accepted = np.cumprod(right, axis=1).sum(axis=1)
-        gained = column <= accepted[:, None]
+        right = (column < count[:, None]) & (tokens == drafted)
+        others = np.cumprod(right & ~ended, axis=1).sum(axis=1)  # tokens behind which one comes
+        gained = column <= others[:, None]
         served = plain & ~(gained & (tokens < 0)).any(axis=1)
-        accepted = np.where(served, accepted, 0)
+        accepted = np.where(served, others + right[np.arange(len(right)), others], 0)
         gained &= served[:, None]
-        takers, counts, flat = places[served], accepted[served] + 1, tokens[gained]
+        takers, counts, flat = places[served], others[served] + 1, tokens[gained]
         looked_at = (
             batch.take_several(takers, counts, flat, now) | ended[gained][np.cumsum(counts) - 1]
         )

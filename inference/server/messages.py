@@ -68,6 +68,7 @@ class EngineInfo:
         kv_cache: Type of K and V in the cache, such as `int8` or `float32`.
         pid: Of the engine's process.
         end_tokens: Those that end the model's outputs.
+        speculates: Whether its steps have drafts of the next tokens.
     """
 
     max_model_len: int
@@ -82,6 +83,7 @@ class EngineInfo:
     kv_cache: str = "float32"
     pid: int = 0
     end_tokens: frozenset[int] = frozenset()
+    speculates: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Step:
         prompt_logprobs: (name, an entry for each token of its prompt, None for the first).
         finished: (name, reason, why where the reason is `error`) of requests that ended. What they
             gained is told in this message or before.
+        drafts: (name, drafts, those of them that came) of requests that had drafts in a step; of
+            several steps, a name stands once for each.
         stats: The engine after the last of the steps.
     """
 
@@ -147,6 +151,7 @@ class Step:
     logprobs: list[tuple[str, Logprobs]] = field(default_factory=list)
     prompt_logprobs: list[tuple[str, list[Logprobs | None]]] = field(default_factory=list)
     finished: list[tuple[str, FinishReason, str | None]] = field(default_factory=list)
+    drafts: list[tuple[str, int, int]] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
 
     def merge(self, later: Step) -> None:
@@ -156,6 +161,7 @@ class Step:
         self.logprobs += later.logprobs
         self.prompt_logprobs += later.prompt_logprobs
         self.finished += later.finished
+        self.drafts += later.drafts
         self.stats = later.stats
 
 

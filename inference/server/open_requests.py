@@ -115,6 +115,9 @@ class OpenRequests:
                 stream.add_logprobs(logprobs)
         if step.names:
             self._take_tokens(requests, step)
+        for name, drafts, accepted in step.drafts:
+            if (stream := self.stream(name)) is not None:
+                stream.add_drafts(drafts, accepted)
         for name, reason, error in step.finished:
             if (stream := self.stream(name)) is not None:
                 stream.finish(reason, error)

@@ -26,6 +26,8 @@ class TextDelta:
         prompt_logprobs: Once, with the first tokens; None at other times.
         finish_reason: None before the end.
         error: Why, where the reason is `error` (500) or `abort` (503).
+        drafts: How many drafts the steps had that gave the tokens.
+        accepted: How many of the tokens were drafts.
     """
 
     text: str
@@ -34,6 +36,8 @@ class TextDelta:
     prompt_logprobs: list[Logprobs | None] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    drafts: int = 0
+    accepted: int = 0
 
 
 class TextStream:
@@ -70,18 +74,21 @@ class TextStream:
 
     async def __anext__(self) -> TextDelta:
         """Wait for what comes next; raises as `TokenStream.__anext__`."""
-        tokens: list[int] = []
+        tokens, drafts, accepted = list[int](), 0, 0
         while not self._over:
             delta = await self._stream.__anext__()
             count, reason = self._read(delta)
             tokens += delta.token_ids[:count]
+            drafts += delta.drafts
+            accepted += min(delta.accepted, count)  # a step's last token was no draft
             text = self._new_text()
             told = text or delta.logprobs or delta.prompt_logprobs
             if told or reason is not None:
                 self._over = reason is not None
                 logprobs = None if delta.logprobs is None else delta.logprobs[:count]
                 error = delta.error if reason in ("error", "abort") else None
-                return TextDelta(text, tokens, logprobs, delta.prompt_logprobs, reason, error)
+                known = delta.prompt_logprobs
+                return TextDelta(text, tokens, logprobs, known, reason, error, drafts, accepted)
         raise StopAsyncIteration
 
     def cancel(self) -> None:

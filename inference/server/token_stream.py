@@ -24,6 +24,8 @@ class TokenDelta:
         finish_reason: `stop` (an end token, which is then the last of all tokens), `length`,
             `error` (the engine failed at it: 500), `abort` (the server ends: 503); None before.
         error: Why, where the reason is `error` or `abort`.
+        drafts: How many drafts the steps had that gave the tokens.
+        accepted: How many of the tokens were drafts.
     """
 
     token_ids: list[int]
@@ -31,6 +33,8 @@ class TokenDelta:
     prompt_logprobs: list[Logprobs | None] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    drafts: int = 0
+    accepted: int = 0
 
 
 class TokenStream:
@@ -57,6 +61,7 @@ class TokenStream:
         self._tokens: list[int] = []
         self._logprobs: list[Logprobs] | None = None
         self._prompt_logprobs: list[Logprobs | None] | None = None
+        self._drafts = self._accepted = 0
         self._reason: FinishReason | None = None
         self._error: str | None = None
         self._refusal: PTQError | None = None
@@ -125,6 +130,11 @@ class TokenStream:
         """Take the log probabilities of the prompt; before its first token is read."""
         self._prompt_logprobs = logprobs
 
+    def add_drafts(self, drafts: int, accepted: int) -> None:
+        """Take how many drafts a step had, and how many came; in the message of its tokens."""
+        self._drafts += drafts
+        self._accepted += accepted
+
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Nothing more comes."""
         self._reason, self._error = reason, error
@@ -138,10 +148,17 @@ class TokenStream:
     def _take(self) -> TokenDelta:
         """All there is."""
         delta = TokenDelta(
-            self._tokens, self._logprobs, self._prompt_logprobs, self._reason, self._error
+            self._tokens,
+            self._logprobs,
+            self._prompt_logprobs,
+            self._reason,
+            self._error,
+            self._drafts,
+            self._accepted,
         )
         self._over = self._reason is not None
         self._tokens, self._prompt_logprobs = [], None
+        self._drafts = self._accepted = 0
         if self._logprobs is not None:
             self._logprobs = []
         return delta

@@ -130,6 +130,7 @@ class EngineLoop:
                 for name, found in result.prompt_logprobs.items()
             ],
             finished=finished,
+            drafts=list(result.drafts),
             stats=self._stats(),
         )
 
@@ -203,4 +204,5 @@ def describe(engine: Engine) -> EngineInfo:
         kv_cache=str(pool.k.dtype).removeprefix("torch."),
         pid=os.getpid(),
         end_tokens=engine.end_tokens,
+        speculates=engine.speculation is not None,
     )

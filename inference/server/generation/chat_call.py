@@ -98,7 +98,7 @@ class ChatCall:
         self._params = sampling_params(
             body, min(most, room), logprobs=self.top, constraint=constraint
         )
-        self.usage = Usage(len(prompt))
+        self.usage = Usage(len(prompt), speculates=served.client.info.speculates)
 
     @classmethod
     async def prepare(cls, served: ServedModel, body: ChatBody) -> ChatCall:
@@ -129,7 +129,7 @@ class ChatCall:
         constrained_by = "tools" if self._tools and self._tools.constraint else "response_format"
         async with aclosing(deltas(streams, constrained_by)) as given:
             async for index, delta in given:
-                self.usage.completion += len(delta.token_ids)
+                self.usage.add(delta)
                 gained, reason = readers[index].read(delta.text, delta.finish_reason)
                 if readers[index].over:
                     streams[index].cancel()
@@ -148,9 +148,9 @@ class ChatCall:
     async def _beams(self) -> Sequence[Part]:
         most = [self._params.max_tokens]
         made = await beam_answers(self._served, [self.prompt], self.body, most, self.top)
-        self.usage.completion = sum(len(answer.token_ids) for answer in made)
         parts: list[Part] = []
         for answer, reader in zip(made, self._readers(len(made)), strict=True):
+            self.usage.add(answer)
             gained, reason = reader.read(answer.text, answer.finish_reason)
             parts.append(Part(gained, answer.token_ids, answer.logprobs, reason))
         return parts

@@ -26,6 +26,8 @@ class Answer:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
     finish_reason: FinishReason | None = None
+    drafts: int = 0
+    accepted: int = 0
 
     @property
     def mean_logprob(self) -> float:
@@ -40,6 +42,8 @@ class Answer:
         self.logprobs += delta.logprobs or []
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.drafts += delta.drafts
+        self.accepted += delta.accepted
 
 
 def submit(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from json.encoder import encode_basestring as _c_encode
 from typing import Any
 
+from inference.server.generation.choices import Answer
 from inference.server.http.errors import ApiError
 from inference.server.http.responses import dumps, in_one_line
 from inference.server.schema.generation import GenerationBody
+from inference.server.text_stream import TextDelta
 
 
 def quote(text: str) -> str:
@@ -28,23 +30,44 @@ def check_stream(body: GenerationBody) -> None:
 class Usage:
     """Tokens of a call so far.
 
+    Args:
+        prompt: Of the prompts.
+        speculates: Whether the engine makes drafts, so that it is told what became of them.
+
     Attributes:
         prompt: Of the prompts.
         completion: Of the answers.
+        drafts: Drafts of all answers that were computed.
+        accepted: Tokens of the answers that were drafts.
     """
 
-    def __init__(self, prompt: int) -> None:
+    def __init__(self, prompt: int, *, speculates: bool = False) -> None:
         self.prompt, self.completion = prompt, 0
+        self._speculates, self.drafts, self.accepted = speculates, 0, 0
+
+    def add(self, gained: TextDelta | Answer) -> None:
+        """Count what an answer gained, or all of one."""
+        self.completion += len(gained.token_ids)
+        self.drafts += gained.drafts
+        self.accepted += gained.accepted
 
     def __str__(self) -> str:
         return f"{self.prompt}+{self.completion}"
 
     @property
-    def content(self) -> dict[str, int]:
+    def content(self) -> dict[str, Any]:
         """As OpenAI's `usage`."""
         total = self.prompt + self.completion
         fields = {"prompt_tokens": self.prompt, "completion_tokens": self.completion}
-        return fields | {"total_tokens": total}
+        told = fields | {"total_tokens": total}
+        if not self._speculates:
+            return told
+        rejected = self.drafts - self.accepted
+        of_drafts = {
+            "accepted_prediction_tokens": self.accepted,
+            "rejected_prediction_tokens": rejected,
+        }
+        return told | {"completion_tokens_details": of_drafts}
 
 
 class Chunks:

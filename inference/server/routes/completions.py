@@ -96,7 +96,8 @@ class Completion:
             sampling_params(body, min(most, room), logprobs=wanted, prompt_logprobs=echoed)
             for room in rooms
         ]
-        self.usage = Usage(sum(map(len, prompts)))
+        speculates = served.client.info.speculates
+        self.usage = Usage(sum(map(len, prompts)), speculates=speculates)
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -147,7 +148,8 @@ class Completion:
                 group = sorted(group, key=lambda answer: -answer.mean_logprob)[: self._n]
             best += group
         if not self.silent:
-            self.usage.completion = sum(len(answer.token_ids) for answer in made)
+            for answer in made:
+                self.usage.add(answer)
         told = zip(self._choices(), best, strict=True)
         parts = [choice.part(answer) for choice, answer in told]
         return self._head | {"choices": parts, "usage": self.usage.content}
@@ -160,7 +162,7 @@ class Completion:
         async with aclosing(deltas(self._submit())) as parts:
             async for index, delta in parts:
                 if not self.silent:
-                    usage.completion += len(delta.token_ids)
+                    usage.add(delta)
                 if plain and delta.finish_reason is None:
                     text = quote(delta.text)
                     told = f'{{"index":{index},"text":{text},"logprobs":null,"finish_reason":null}}'

@@ -43,7 +43,7 @@ async def _answer(request: Request, served: ServedModel, *, streams: bool) -> Re
 
     async def work() -> str:
         made = await answers(submit(served, [prompt], [params], tuple(body.stop)))
-        usage.completion = len(made[0].token_ids)
+        usage.add(made[0])
         return made[0].text
 
     return Json({"text": await unless_gone(request, work())})
@@ -72,5 +72,5 @@ async def _frames(
     async with aclosing(deltas(submit(served, [prompt], [params], stops))) as parts:
         async for _, delta in parts:
             text += delta.text
-            usage.completion += len(delta.token_ids)
+            usage.add(delta)
             yield dumps({"text": text}).encode() + b"\0"

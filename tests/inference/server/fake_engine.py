@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +61,7 @@ class FakeEngine:
         refuse: (message, param) where every request is refused.
         hold: Give no tokens while it is set.
         together: Tokens of each request in a step, as where drafts come.
+        drafts: Drafts of each request in a step, of which all its tokens but the last come.
         warm: Be ready at once; otherwise call `start`.
         sent: Every message that the client sent.
         client: What is tested.
@@ -70,6 +72,7 @@ class FakeEngine:
     refuse: tuple[str, str | None] | None = None
     hold: bool = False
     together: int = 1
+    drafts: int = 0
     info: EngineInfo = INFO
     limits: QueueLimits = field(default_factory=QueueLimits)
     warm: bool = True
@@ -156,6 +159,9 @@ class FakeEngine:
                 cut = request.made == params.max_tokens
                 step.finished.append((name, "length" if cut else "stop", None))
                 del self._requests[name]
+        if self.drafts:
+            gained = Counter(step.names)
+            step.drafts += [(name, self.drafts, gained[name] - 1) for name in names]
         return step
 
     def _all(

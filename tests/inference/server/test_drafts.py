@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,11 +12,17 @@ import pytest
 from inference.requests.request import SamplingParams
 from inference.server.messages import EngineStats, Step, Submit
 from inference.server.metrics import Metrics
-from tests.inference.server.fake_engine import FakeEngine
-from tests.inference.server.http_client import events, post
+from tests.inference.server.fake_engine import INFO, FakeEngine
+from tests.inference.server.http_client import events, post, tokenizer
 from tests.inference.server.test_metrics import values
 
 TOGETHER = partial(FakeEngine, together=5)
+SPECULATES = replace(INFO, speculates=True)
+DRAFTED = partial(FakeEngine, together=5, drafts=8, info=SPECULATES)
+ASKED = {
+    "completions": {"prompt": [1, 2, 3]},
+    "chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
 BODY = {"prompt": [1, 2, 3], "max_tokens": 23, "logprobs": 2, "n": 2, "seed": 7, "stream": True}
 
 
@@ -96,3 +104,62 @@ def test_a_predicted_output_that_is_no_text_or_too_long_is_refused(prediction, p
     answer = post("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(param)
+
+
+def usage(route: str, body: dict, make: Callable[[], FakeEngine] = DRAFTED) -> dict:
+    """What an answer tells of its tokens, and what its stream does, which is the same."""
+    asked, options = ASKED[route] | body, {"stream_options": {"include_usage": True}}
+    whole = post(f"/v1/{route}", asked, make=make).json()["usage"]
+    stream = events(post(f"/v1/{route}", asked | {"stream": True} | options, make=make))
+    assert [event["usage"] for event in stream if event["usage"]] == [whole]
+    return whole
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_usage_tells_what_became_of_the_drafts_of_all_answers(route):
+    found = usage(route, {"max_tokens": 23, "n": 2})
+    assert found["completion_tokens"] == 46
+    assert found["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 2 * (4 * 4 + 2),  # steps of 5, 5, 5, 5 and 3 tokens
+        "rejected_prediction_tokens": 2 * (4 * 4 + 6),
+    }
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_drafts_behind_a_stop_text_count_as_rejected(route):
+    sampled = {"max_tokens": 23, "return_token_ids": True}
+    (choice,) = post(f"/v1/{route}", ASKED[route] | sampled, make=DRAFTED).json()["choices"]
+    stop = tokenizer().decode(
+        choice["token_ids"][6:8]
+    )  # ends with the third token of the second step
+    found = usage(route, {"max_tokens": 23, "stop": stop})
+    assert found["completion_tokens"] == 8
+    assert found["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 4 + 3,
+        "rejected_prediction_tokens": 4 + 5,
+    }
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_usage_tells_of_drafts_where_the_server_makes_any(route):
+    assert "completion_tokens_details" not in usage(route, {"max_tokens": 3}, FakeEngine)
+    found = usage(route, {"max_tokens": 3}, partial(FakeEngine, info=SPECULATES))
+    none = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert found["completion_tokens_details"] == none
+
+
+def test_usage_so_far_tells_the_drafts_so_far():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = ASKED["completions"] | {"max_tokens": 12, "stream": True, "stream_options": options}
+    told = [event["usage"] for event in events(post("/v1/completions", body, make=DRAFTED))]
+    pairs = [tuple(each["completion_tokens_details"].values()) for each in told]
+    assert pairs == [(4, 4), (8, 8), (9, 15), (9, 15)]
+    assert [each["completion_tokens"] for each in told] == [5, 10, 12, 12]
+
+
+@pytest.mark.parametrize("route", ASKED)
+def test_a_predicted_output_is_taken_where_no_drafts_are_made(route):
+    """It would change no token there either."""
+    plain = post(f"/v1/{route}", ASKED[route] | {"max_tokens": 4}).json()["choices"]
+    body = ASKED[route] | {"max_tokens": 4, "prediction": {"type": "content", "content": "a"}}
+    assert post(f"/v1/{route}", body).json()["choices"] == plain

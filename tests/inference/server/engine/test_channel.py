@@ -22,7 +22,8 @@ def ends():
 
 def step(number: int, size: int = 200) -> Step:
     names = [f"r{i}" for i in range(size)]
-    return Step(names, [number] * size, stats=EngineStats(running=number))
+    stats, drafts = EngineStats(running=number), [("r7", number, 1)]
+    return Step(names, [number] * size, drafts=drafts, stats=stats)
 
 
 def test_messages_come_whole_from_any_parts(ends):
@@ -69,6 +70,7 @@ def test_sending_never_waits_and_nothing_is_lost_or_out_of_order(ends):
     steps = [message for message in found if isinstance(message, Step)]
     tokens = [t for one in steps for n, t in zip(one.names, one.tokens, strict=True) if n == "r7"]
     assert tokens == list(range(3001))
+    assert [own for one in steps for own in one.drafts] == [("r7", n, 1) for n in range(3001)]
     assert steps[-1].stats.running == 3000
     assert steps[-2].stats.running == 2999
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from formats.errors import EngineEndedError, EngineError, RequestError
+from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import NOT_FINITE
@@ -16,6 +17,7 @@ from inference.server.engine import loop as loops
 from inference.server.engine.channel import Channel, HttpGone, Unframer, frame
 from inference.server.engine.loop import MOST_FAILURES, EngineLoop
 from inference.server.messages import Abort, EngineInfo, Failed, Ready, Refused, Submit
+from inference.speculate.ngram import NGramProposer
 
 INFO = EngineInfo(max_model_len=64, max_positions=64, vocab_size=99, max_batch_size=4)
 Action = Callable[[list[str]], StepResult]
@@ -135,6 +137,22 @@ def test_a_step_is_one_message(http):
     assert [m.finished for m in sent] == [[], [("a", "length", None)], []]
     assert [m.stats.running for m in sent] == [2, 1, 1]
     assert [m.stats.blocks_free for m in sent] == [6, 7, 7]
+
+
+def test_drafts_of_requests_are_told_with_their_tokens(http):
+    def drafted(names: list[str]) -> StepResult:
+        return StepResult([*names, "a"], [7, 7, 8], drafts=[("a", 4, 1)])
+
+    http.send(submit("a"), submit("b"))
+    sent, _, _ = http.drive(tokens, drafted)
+    assert [m.drafts for m in sent] == [[], [("a", 4, 1)]]
+
+
+def test_an_engine_says_whether_it_makes_drafts(tiny_llama):
+    engine = Engine.from_pretrained(tiny_llama)
+    assert not loops.describe(engine).speculates
+    engine.speculate_by(NGramProposer())
+    assert loops.describe(engine).speculates
 
 
 def test_a_step_that_gave_nothing_is_no_message(http):
