@@ -19,7 +19,7 @@ import time
 import numpy as np
 from torch import Tensor
 
-from inference.gpu.runner import GpuRunner, Launched
+from inference.gpu.runner import GpuRunner, Launched, Prepared
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
 from inference.scheduling.scheduler import Scheduler
@@ -60,16 +60,17 @@ class DeviceLoop:
 
     def step(self) -> StepResult:
         """Launch a step, and tell the tokens of the one before it."""
+        ahead = self._look_ahead()
         result = StepResult() if self._may_run_ahead() else self.settle()
         drafted = self._scheduler.wants_drafts
         if result and not drafted:
             return result  # the next step is another one now
-        work = self._scheduler.schedule()
+        work = self._scheduler.schedule(ahead.work if ahead is not None and drafted else None)
         if not len(work):
             result += self.settle()
             return result
         self._told = result  # is told still where launching fails
-        launched = self._launch(work)
+        launched = self._launch(work, ahead if ahead and ahead.precedes(work) else None)
         if drafted:  # what the host did since the last step no device's time hides
             launched.at = self._collected
         result = self.settle()
@@ -141,12 +142,20 @@ class DeviceLoop:
         free = batch.on_device(order) & ~batch.masked[order]  # a mask needs the token before it
         return self._ahead and bool(free.all()) and scheduler.unhindered
 
-    def _launch(self, work: Work) -> Launched:
+    def _look_ahead(self) -> Prepared | None:
+        """Plan the step behind a step of drafts while the device computes that."""
+        now = self._on_its_way
+        if now is None or not self._ahead or not now.work.drafts.any() or now.done:
+            return None
+        work = self._scheduler.look_ahead(now.work)
+        return None if work is None else self.runner.prepare(work)
+
+    def _launch(self, work: Work, prepared: Prepared | None = None) -> Launched:
         self._requests.prepare_cache()
         drafter = self._scheduler.drafter
         reads = None if drafter is None else drafter.reads
         self.runner.tell_hidden(reads)
-        launched = self.runner.launch(work)
+        launched = self.runner.launch(work, prepared)
         launched.hidden = reads is not None
         self._scheduler.advance(work)
         on_its_way = work.samples & ~work.host & (work.drafts == 0)

@@ -39,7 +39,14 @@ from inference.gpu.sizes import (
     size_of,
     whole_size,
 )
-from inference.gpu.steps import StepPlan, places, step_shapes, told_rows, write_step
+from inference.gpu.steps import (
+    StepPlan,
+    places,
+    step_shapes,
+    told_rows,
+    write_moved,
+    write_step,
+)
 from inference.scheduling.batch import Ints, RunningBatch
 from inference.scheduling.drafter import HiddenStates
 from inference.scheduling.sampler import rank
@@ -98,6 +105,11 @@ class Launched:
         """The one of `rows` of each slice of `work` that is its last token but for drafts."""
         return np.cumsum(self._parts) - 1 - self.work.drafts
 
+    @property
+    def done(self) -> bool:
+        """Whether a device is known to have ended it."""
+        return self.executed.done is not None and self.executed.done.query()
+
     def tokens(self) -> Ints:
         """Wait for the step: the next token of each of `rows`, negative where logits were not
         finite; of no meaning where the slice is not its sequence's last."""
@@ -144,6 +156,31 @@ class Captured:
     tokens: Tensor
     graph: torch.cuda.CUDAGraph
     workspace: Workspace
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step whose arrays are written but for where its tokens stand, and which they are.
+
+    Attributes:
+        work: What runs, wherever its tokens will stand.
+        rows: The same with drafts as slices of their own.
+        parts: How many of `rows` each slice of `work` has.
+        plan: What the device is told.
+        block: The arrays of the plan.
+        places: Of `inference.gpu.steps.places`.
+    """
+
+    work: Work
+    rows: Work
+    parts: Ints
+    plan: StepPlan
+    block: HostBlock
+    places: Ints
+
+    def precedes(self, work: Work) -> bool:
+        """Whether work is this one, further on."""
+        return work.counts is self.work.counts
 
 
 class GpuRunner:
@@ -196,15 +233,41 @@ class GpuRunner:
             self._reads = reads
             self._captured.clear()  # a graph has what it gives to whom
 
-    def launch(self, work: Work) -> Launched:
+    def prepare(self, work: Work) -> Prepared | None:
+        """Write the arrays of a step of single tokens and drafts before it is known where these
+        stand; None where more of the arrays depends on that."""
+        rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
+        size, batch, owners = self._size(rows), work.batch, rows.places
+        made = rows.starts + rows.counts - batch.prompt[owners]
+        early = batch.bias_spans[owners].any(axis=(1, 2)) & (made < batch.bias_until[owners])
+        if not isinstance(size, Size) or size.prompts or early.any():
+            return None
+        plan, block = self._planned(rows, size)
+        if plan.edits is not None:
+            return None
+        return Prepared(work, rows, parts, plan, block, places(rows, size))
+
+    def launch(self, work: Work, prepared: Prepared | None = None) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for.
+
+        Args:
+            work: What runs.
+            prepared: What `prepare` gave for it, if it did, some tokens ago.
 
         Raises:
             EngineError: memory is too small for it.
         """
-        work = work.decodes_first()  # attention takes single tokens first
-        rows = work.row_by_row(every=self._invariant)
-        plan, block = self._planned(rows, self._size(rows))
+        if prepared is None:
+            work = work.decodes_first()  # attention takes single tokens first
+            rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
+            plan, block = self._planned(rows, self._size(rows))
+            own = places(rows, plan.size)
+        else:
+            parts, plan, block, own = (
+                prepared.parts, prepared.plan, prepared.block, prepared.places
+            )  # fmt: skip
+            rows = prepared.rows.moved(np.repeat(work.starts - prepared.work.starts, parts))
+            write_moved(block.arrays, rows)
         if self._ranks is not None:
             self._ranks.tell(plan)
         try:
@@ -217,8 +280,7 @@ class GpuRunner:
         block.moved = executed.done
         if plan.edits is not None:
             self._edits.note(rows, plan.edits)
-        parts = work.parts(every=self._invariant)
-        return Launched(work, rows, executed, places(rows, plan.size), parts)
+        return Launched(work, rows, executed, own, parts)
 
     def execute(self, plan: StepPlan) -> Executed:
         """Start a planned step; nothing is waited for."""

@@ -129,6 +129,18 @@ def write_padded(arrays: Arrays, work: Work, size: Size) -> None:
         _write_starts(arrays["query_start"], arrays["rows"], work, size)
 
 
+def write_moved(arrays: Arrays, work: Work) -> None:
+    """Write where the tokens of a step of single tokens stand, and which they are.
+
+    Args:
+        arrays: A padded step's, which hold all else of this work (`Work.moved`) already.
+        work: What runs.
+    """
+    made = work.starts + 1 - work.batch.prompt[work.places]
+    for name, values in (_of_slices(work) | {"steps": np.maximum(made, 0)}).items():
+        arrays[name][: len(work)] = values
+
+
 def _write_starts(starts: NDArray, rows: NDArray, work: Work, size: Size) -> None:
     """Write where the tokens of sequences begin, and the rows of their last."""
     gap, ends = size.decodes, size.decodes + np.cumsum(work.counts[work.singles :])

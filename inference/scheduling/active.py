@@ -326,9 +326,9 @@ class ActiveRequests(Mapping[str, ActiveRequest]):
         plain = among & ~batch.watched[places] & (batch.logprobs[places] < 0)
         own, count = places[:, None], np.where(plain, drafts, 0)
         column = np.arange(count.max(initial=0) + 1)
-        real = column <= count[:, None]
-        tokens = chosen[firsts[:, None] + np.where(real, column, 0)]
-        drafted = batch.ids[own, np.where(real, batch.known[own] + column, 0)]
+        at = np.minimum(column, count[:, None])  # those behind the last draft repeat it
+        tokens = chosen[firsts[:, None] + at]
+        drafted = batch.ids[own, batch.known[own] + at]
         ended = (tokens[:, :, None] == batch.ends[own]).any(axis=2)
         right = (column < count[:, None]) & (tokens == drafted)
         others = np.cumprod(right & ~ended, axis=1).sum(axis=1)  # tokens behind which one comes

@@ -62,6 +62,13 @@ class Drafter(Protocol):
         """
         ...
 
+    def plan_ahead(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
+        """The same for the step behind one that runs, with what is known before that has ended.
+
+        Nothing is noted: the step may come to be planned again, when it has.
+        """
+        ...
+
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """Write drafts to `batch.ids`, behind what is known; how many there are of each.
 

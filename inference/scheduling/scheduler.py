@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -139,9 +140,40 @@ class Scheduler:
             self._leave(sequence)
         self._release(sequence, failed=failed)
 
-    def schedule(self) -> Work:
-        """Choose the next step's work; blocks for it are taken."""
+    def look_ahead(self, work: Work) -> Work | None:
+        """The step behind a step of drafts that runs on a device, as if none of them came.
+
+        How many came is all that is not known of it then, and which drafts it has. Blocks are
+        taken for it, however many come. None where more than that may change: requests wait, or a
+        sequence may end, shares blocks or has its next token chosen by the host or under a mask.
+        """
+        batch, places = self.batch, work.places
+        waits = self.waiting or self.blocks.shares_partly_filled
+        if self.drafter is None or waits or not np.array_equal(places, self.order):
+            return None
+        others = work.host | work.whole | batch.masked[places] | batch.held_by_client[places]
+        if work.prompt_tokens or others.any():
+            return None
+        length = work.starts + 2 + work.drafts  # if all of them come
+        most = batch.last[places] - length
+        if most.min() < 1:
+            return None
+        room = max(0, self.max_batched_tokens - len(places))
+        drafts = self.drafter.plan_ahead(batch, places, most, room)
+        if not drafts.any() or (self._with_blocks(places, length, drafts) < drafts).any():
+            return None
+        return replace(work, starts=work.starts + 1, counts=1 + drafts, drafts=drafts)
+
+    def schedule(self, ahead: Work | None = None) -> Work:
+        """Choose the next step's work; blocks for it are taken.
+
+        Args:
+            ahead: What `look_ahead` gave for it, if the step before has ended since.
+        """
         batch, order = self.batch, self.order
+        same = ahead is not None and len(ahead) == len(order) and ahead.alive().all()
+        if ahead is not None and same and not self.waiting:
+            return self._drafted(ahead)
         left = batch.length[order] - batch.computed[order]
         counts = np.where(np.cumsum(left == 1) <= self.max_batched_tokens, left == 1, 0)
         waiting = self._first_to_start()
@@ -229,6 +261,16 @@ class Scheduler:
         able = (batch.computed[places] + 1 == length) & (length < batch.last[places])
         return able & ~(batch.held_by_client[places] | batch.whole[places])
 
+    def _drafted(self, ahead: Work) -> Work:
+        """What `look_ahead` gave, where its tokens stand, with drafts as far as there are any."""
+        batch, places, some = self.batch, ahead.places, ahead.drafts > 0
+        drafts = ahead.drafts.copy()
+        assert self.drafter is not None
+        drafts[some] = self.drafter.propose(batch, places[some], drafts[some])
+        if (drafts == ahead.drafts).all():
+            return ahead.moved(batch.computed[places] - ahead.starts)
+        return Work.of(batch, places, np.ones_like(places), drafts)
+
     def _draft(self, places: Ints, counts: Ints) -> Ints:
         """How many drafts each of a step's sequences has; they are in their rows then."""
         drafts, batch = np.zeros_like(places), self.batch
@@ -243,16 +285,17 @@ class Scheduler:
         wanted = self.drafter.plan(batch, places[able], most, room)
         if not wanted.any():
             return drafts
-        drafts[able] = self._with_blocks(places[able], _few_masks(batch, places[able], wanted))
+        wanted = _few_masks(batch, places[able], wanted)
+        drafts[able] = self._with_blocks(places[able], length[able], wanted)
         some = np.flatnonzero(drafts)
         if len(some):
             drafts[some] = self.drafter.propose(batch, places[some], drafts[some])
         return drafts
 
-    def _with_blocks(self, places: Ints, drafts: Ints) -> Ints:
-        """Get blocks for drafts, or have fewer: none for which another sequence might give way."""
-        batch, length = self.batch, self.batch.length[places]
-        drafts = drafts.copy()
+    def _with_blocks(self, places: Ints, length: Ints, drafts: Ints) -> Ints:
+        """Get blocks for drafts behind so many tokens, or have fewer drafts: none for which another
+        sequence might give way."""
+        batch, drafts = self.batch, drafts.copy()
         for i in np.flatnonzero(batch.missing(places, length + drafts)).tolist():
             place, tokens = int(places[i]), int(length[i] + drafts[i])
             name, held = batch.names[place], int(batch.held[place])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -177,6 +178,12 @@ class Work:
             logprobs=np.where(samples, own.logprobs, -1),
             drafts=np.zeros_like(own.drafts),
         )
+
+    def moved(self, by: Ints) -> Work:
+        """As many tokens of the same sequences, each slice so many tokens further on."""
+        twin = copy(self)  # with what is cached: none of it depends on where tokens stand
+        twin.__dict__["starts"] = self.starts + by
+        return twin
 
     def taken(self, which: Ints | Bools) -> Work:
         """Some of its slices, in an order that is given."""

@@ -42,6 +42,7 @@ LEAST_PRICE = 0.15  # of a trial, as a share of a step: planning one takes time,
 MEMORY = 0.85  # weight of the past in p, for each draft that was looked at
 MEMORY_OF_FOUND = 0.5  # weight of the past in f: where some are found, some are found behind them
 RAREST = 0.02  # least f that is believed
+UNCOUNTED = 256  # steps whose drafts are noted before they are counted
 MARGIN = 1.05  # tokens a second with drafts, of those without, from which on drafts are made
 
 
@@ -54,8 +55,6 @@ class Speculation:
         depth: Drafts of each sequence in every step; None: as many as pay.
 
     Attributes:
-        proposed: How many drafts were computed, by their position in the chain.
-        accepted: How many of them came.
         steps: Times that a sequence had drafts.
         reads: Hidden states of each step that the proposer is told, if any.
     """
@@ -78,7 +77,8 @@ class Speculation:
         self._verifying = StepTime()  # steps in which drafts were asked for
         self._looked = self._tries = self._asked = False  # in this step
         self._spent = 0.0  # seconds of its drafting
-        self.proposed, self.accepted = (np.zeros(self._most, np.int64) for _ in range(2))
+        self._proposed, self._accepted = (np.zeros(self._most, np.int64) for _ in range(2))
+        self._counted: list[tuple[Ints, Ints]] = []  # drafts of steps, and those that came
         self.steps = 0
 
     def wants(self, sequences: int) -> bool:
@@ -101,11 +101,19 @@ class Speculation:
         self._chance[fresh] = self._chance_of_all.mean
         self._serial[fresh], self._tried[fresh] = batch.serial[fresh], 0
         wanted = most if self._depth is not None else self._paying_or_tried(places, most)
-        fits = np.cumsum(wanted) - wanted < room
-        return np.where(fits, np.minimum(wanted, room - (np.cumsum(wanted) - wanted)), 0)
+        return _within(wanted, room)
+
+    def plan_ahead(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
+        """`Drafter.plan_ahead`; none where `plan` would try whether drafts pay."""
+        if (self._serial[places] != batch.serial[places]).any():
+            return np.zeros_like(most)
+        most = np.minimum(most, self._most)
+        return _within(most if self._depth is not None else self._paying(places, most), room)
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """`Drafter.propose`."""
+        if self._depth is not None:
+            return self._proposer.propose(batch, places, most)
         start, self._asked = time.perf_counter(), True
         counts = self._proposer.propose(batch, places, most)
         self._spent = time.perf_counter() - start
@@ -122,9 +130,11 @@ class Speculation:
         """`Drafter.note_accepted`."""
         drafts, places = work.drafts[which], work.places[which]
         self.steps += len(which)
-        position = np.arange(self._most)
-        self.proposed += np.count_nonzero(drafts[:, None] > position, axis=0)
-        self.accepted += np.count_nonzero(accepted[:, None] > position, axis=0)
+        self._counted.append((drafts, accepted))
+        if len(self._counted) > UNCOUNTED:
+            self._count()
+        if self._depth is not None:
+            return
         looked_at = np.minimum(accepted + 1, drafts)  # behind a wrong one nothing is known
         past = MEMORY**looked_at
         self._chance[places] = past * self._chance[places] + (1 - past) * accepted / looked_at
@@ -134,8 +144,30 @@ class Speculation:
         # Of one more trial at the most; this one may be paid for before it or after it.
         self._credit = min(self._credit + saved, max(self._credit, 2 * self._price))
 
+    @property
+    def proposed(self) -> Ints:
+        """How many drafts were computed, by their position in the chain."""
+        self._count()
+        return self._proposed
+
+    @property
+    def accepted(self) -> Ints:
+        """How many of them came."""
+        self._count()
+        return self._accepted
+
+    def _count(self) -> None:
+        """Count drafts that were noted, all at once: a step is to take no time for it."""
+        noted, self._counted = self._counted, []
+        position = np.arange(self._most)
+        for drafts, accepted in noted:
+            self._proposed += np.count_nonzero(drafts[:, None] > position, axis=0)
+            self._accepted += np.count_nonzero(accepted[:, None] > position, axis=0)
+
     def note_time(self, work: Work, seconds: float) -> None:
         """`Drafter.note_time`."""
+        if self._depth is not None:
+            return
         spent, looked, asked, tries = self._spent, self._looked, self._asked, self._tries
         self._spent, self._looked, self._asked, self._tries = 0.0, False, False, False
         self._step += 1
@@ -222,3 +254,9 @@ class Speculation:
     def _times_with_drafts(self) -> StepTime:
         """What steps with drafts take; before any ran, what those without do."""
         return self._verifying if self._verifying.learned else self._plain
+
+
+def _within(drafts: Ints, room: int) -> Ints:
+    """Drafts of each sequence, the first ones, as long as there is room for them."""
+    before = np.cumsum(drafts) - drafts
+    return np.clip(room - before, 0, drafts)

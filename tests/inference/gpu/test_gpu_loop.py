@@ -121,11 +121,11 @@ class Multiples:
 
 
 class Knowing:
-    """Drafts of outputs that are known, some of them wrong, and sometimes none."""
+    """Drafts of outputs that are known, some of them wrong, and in some runs fewer than asked for."""
 
     def __init__(self, requests: list, found: dict, rng: random.Random) -> None:
         self._texts = [[*requests[i][0], *own[0]] for i, own in found.items()]
-        self._random = rng
+        self._random, self._fewer = rng, rng.random() < 0.5
 
     def propose(self, batch, places, most):
         counts = np.zeros_like(places)
@@ -133,7 +133,9 @@ class Knowing:
             known = int(batch.known[place])
             begun = batch.ids[place, :known].tolist()
             text = next((t for t in self._texts if t[:known] == begun), [])
-            drafts = text[known : known + self._random.randint(0, count)]
+            drafts = text[
+                known : known + (self._random.randint(0, count) if self._fewer else count)
+            ]
             drafts = [t if self._random.random() < 0.8 else (t + 1) % V for t in drafts]
             batch.ids[place, known : known + len(drafts)] = drafts
             counts[i] = len(drafts)
@@ -299,6 +301,29 @@ def test_drafts_take_fewer_steps():
             assert (output.token_ids, output.finish_reason) == wanted[number][:2]
             assert output.logprobs == wanted[number][2]
     assert [count for count in gained if count] == [2, 12, 12, 12, 2]
+
+
+def test_steps_of_drafts_are_planned_while_the_one_before_runs(monkeypatch):
+    """How many drafts come is all that is waited for, across blocks and up to where one ends."""
+    config = EngineConfig(max_batch_size=3, max_model_len=300, kv_blocks=15)
+    prompts = [[i + 1] * (60 + i) for i in range(3)]
+    kinds = [{}, {"logprobs": 2}, {"temperature": 1.0, "seed": 4}]
+    params = [SamplingParams(max_tokens=200 - i, ignore_eos=True, **k) for i, k in enumerate(kinds)]
+    requests = list(zip(prompts, params, strict=True))
+    wanted = serve(requests, random.Random(0), config)
+    planned, launch = [], runner.GpuRunner.launch
+
+    def noted(self, work, prepared=None):
+        planned.append(prepared is not None)
+        return launch(self, work, prepared)
+
+    monkeypatch.setattr(runner.GpuRunner, "launch", noted)
+    texts = [[*prompts[i], *wanted[i][0]] for i in range(3)]
+    speculation = Speculation(Replay(texts, 0.7, V), 3, 4)
+    found = serve(requests, random.Random(0), config, speculation=speculation)
+    assert found == wanted
+    assert planned.count(True) > 0.7 * len(planned) > 30
+    assert 0 < speculation.accepted.sum() < speculation.proposed.sum()
 
 
 @pytest.mark.parametrize("seed", range(6))
