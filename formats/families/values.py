@@ -67,6 +67,7 @@ class ModelValues(_Values):
     num_attention_heads: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
+    qk_rope_head_dim: Size | None = None
     vocab_size: Size | None = None
     max_position_embeddings: Size | None = None
     rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
@@ -127,6 +128,17 @@ class ModelValues(_Values):
         experts = self.num_experts or self.num_local_experts or self.n_routed_experts
         if experts and (self.num_experts_per_tok or 0) > experts:
             raise ValueError(f"{self.num_experts_per_tok} num_experts_per_tok of {experts} experts")
+        return self
+
+    @model_validator(mode="after")
+    def _one_size_is_rotated(self) -> Self:
+        rotated = self.qk_rope_head_dim
+        if rotated and self.head_dim not in (None, rotated):
+            raise ValueError(
+                f"head_dim is {self.head_dim} and qk_rope_head_dim is {rotated}; latent attention "
+                "rotates qk_rope_head_dim channels of a head, and transformers makes the rotary "
+                f"embedding for head_dim: leave head_dim out, or make it {rotated}"
+            )
         return self
 
 

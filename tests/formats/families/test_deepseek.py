@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
-from formats.errors import EngineError, RecipeError
+from formats.errors import CheckpointError, EngineError, RecipeError
 from formats.families.groups import common_inputs, merged_layers, smoothing_groups
 from formats.families.registry import family_of
 from formats.scheme import KVCacheSpec, Scheme
@@ -135,6 +135,15 @@ def test_what_is_published_runs_and_quantizes(make_model, tmp_path):
     quantized = quantize_tokens(plan, random_tokens(), progress=False).checkpoint
     names = Checkpoint.open(quantized, verify=True).names()
     assert not any(name.startswith("model.layers.2.") for name in names)
+
+
+def test_two_sizes_of_what_is_rotated_are_refused(make_model):
+    """transformers sizes the rotary embedding by head_dim, which then fits no query."""
+    kind, own = DEEPSEEK["v3"]
+    with pytest.raises(
+        CheckpointError, match=r"head_dim is 32 and qk_rope_head_dim is 16; .* make it 16"
+    ):
+        Checkpoint.open(make_model(kind, **own | {"head_dim": 32}))
 
 
 def test_scales_of_latents_are_no_scales_of_keys(c8):

@@ -10,10 +10,12 @@ from formats.scheme import PRESETS, Scheme, WeightSpec
 from ptq.methods.common.fitting import fit_scales
 from ptq.methods.common.rounding import round_weight
 from ptq.methods.gptq import GPTQ, GPTQSpec
+from ptq.methods.rtn import RTNSpec
 from ptq.methods.two_sided import Layer, Side, TwoSided, TwoSidedSpec
 from ptq.pipeline.passes import observe
 from ptq.plan.explain import explain
 from tests.ptq.quantizing import make_plan, observed_work, with_gradients
+from tests.tiny_families import DEEPSEEK
 
 W4 = WeightSpec(dtype="int4", granularity="group", group_size=32)
 SPECS = (
@@ -154,6 +156,21 @@ def test_a_layer_that_gptq_serves_better_keeps_its_result(tiny_llama, tmp_path, 
     method.solve(work)
     assert {event.kind for event in work.events} == {"fallback"}
     assert all("of GPTQ" in event.message for event in work.events)
+
+
+def test_layers_of_latent_attention_cost_the_model_less(make_model, tmp_path):
+    kind, own = DEEPSEEK["v3"]
+    spec = TwoSidedSpec()
+    plan = make_plan(make_model(kind, **own), tmp_path, PRESETS["w4"], methods=(spec,))
+    work, method, plain = fisher_work(plan), TwoSided(spec), RTNSpec().algorithm()
+    for rounding in (method, plain):
+        rounding.solve(work)
+    attention = [name for name in work.targets if "self_attn" in name]
+    assert len(attention) == 5
+    for name in attention:
+        weight, cost = work.block.linears[name].weight, work.fisher(name).kl
+        ours, nearest = (cost(weight - x.solved[name].dequantized()) for x in (method, plain))
+        assert ours < 0.9 * nearest
 
 
 def test_it_goes_through_for_experts_and_asymmetric_weights(make_model, tmp_path):
