@@ -1,10 +1,9 @@
 """Samples that several devices run through one block.
 
-What is kept of them is the same, bit for bit, however many devices there are. Maxima and counts
-are: they are integers, or of the samples by themselves. Sums of floats depend on the order of their
-terms. So neighbouring samples form runs, at most `RUNS` of them whatever the number of devices; a
-run is summed by the device that takes it, sample by sample, and then added to the sum of those
-before it.
+What is kept of them is the same, bit for bit, however many devices there are. Maxima and counts do
+not depend on the order of samples; sums of floats do. So neighbouring samples form runs, at most
+`RUNS` of them whatever the number of devices; a run is summed by the device that takes it, sample
+by sample, and then added to the sum of those before it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def run_size(count: int) -> int:
 
 
 def samples_of(worker: int, count: int, workers: int) -> list[int]:
-    """Which of `count` samples a worker takes: every so manyth run, so that all go on abreast."""
+    """Which of `count` samples a worker takes: run i goes to worker i modulo their number."""
     size = run_size(count)
     return [i for i in range(count) if i // size % workers == worker]
 

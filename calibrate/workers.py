@@ -2,7 +2,8 @@
 
 Threads, as torch lets go of the interpreter while kernels run, and as all of them then read samples
 and blocks from one memory: processes would each hold these once more, and send every result. Which
-of them does what decides nothing: samples and layers have numbers, and results are taken in order.
+of them does what changes no result: samples and layers have numbers, and results are taken in
+order.
 """
 
 from __future__ import annotations

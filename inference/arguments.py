@@ -81,10 +81,10 @@ def add_speculate_arguments(parser: argparse.ArgumentParser) -> None:
         type=_speculate,
         metavar="METHOD",
         help="draft the next tokens by ngram (what followed the last ones before in the request), "
-        "suffix (in all that was served), draft=PATH (what a smaller model says), or eagle=PATH "
-        "(what an EAGLE-3 head of the model says), or mtp (what the model's own layer for further "
-        "tokens says; mtp=PATH: that of another checkpoint); on a GPU ngram and suffix. Beams have "
-        "no drafts",
+        "suffix (in all that was served), draft=PATH (what a smaller model says), eagle=PATH "
+        "(what an EAGLE-3 head of the model says), or mtp (what the model's own multi-token "
+        "prediction layer says; mtp=PATH: that of another checkpoint). With --tensor-parallel "
+        "ngram or suffix. Beams have no drafts",
     )
     group.add_argument(
         "--depth",

@@ -23,8 +23,8 @@ class SpeculateConfig(Strict):
         method: `ngram`: what followed the last tokens before, in the prompt, the output or the
             request's `reference`. `suffix`: what followed them in all that was served. `draft`:
             what a smaller model says. `eagle`: what a head says that reads the model's hidden
-            states (EAGLE-3). `mtp`: what the layer says that a model of DeepSeek-V3's build has
-            behind its last block to predict further tokens.
+            states (EAGLE-3). `mtp`: what the multi-token prediction layer says that models of
+            DeepSeek-V3's build have behind their last block.
         path: Of `draft` and `eagle`: the model or head, a folder or `organization/model` on the
             Hugging Face hub. Of `mtp`: the checkpoint with that layer; default: the model's own.
         depth: Drafts of each request in a step; default: as many as pay, none where none do.
@@ -71,11 +71,12 @@ class EngineConfig(Strict):
             CPU it is always so.
         transformers_code: Run a model of a declared family by transformers' own code, as those are
             run that no family declares. Slower.
-        speculate: Compute drafts of the next tokens in each step, and keep those that come.
-        tensor_parallel: Processes that each hold a part of the model and of the cache, on a GPU
-            of its own each, or on one CPU.
-        rank_patience_s: Seconds after which a process that has stopped, while the others wait for
-            it, ends the engine.
+        speculate: Draft the next tokens, verify the drafts in each step, and keep those that the
+            model chooses, too.
+        tensor_parallel: Ranks: processes that each hold a part of every layer and of the cache, on
+            a GPU of its own each, or on one CPU.
+        rank_patience_s: Seconds after which a rank that has stopped, while the others wait for it,
+            ends the engine.
     """
 
     max_batch_size: int = Field(default=16, ge=1)

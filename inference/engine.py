@@ -67,7 +67,7 @@ class Engine:
         quantized_kv: Whether K and V are quantized in the cache.
         pools: The cache, layer by layer.
         loop: Runs steps.
-        speculation: Gives steps their drafts, and tells how many came; None without.
+        speculation: Gives steps their drafts, and tells how many were accepted; None without.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of a kind that is not run here.

@@ -1,11 +1,12 @@
-"""Drafts of which as many come as is asked for: for models whose weights are random.
+"""Drafts of which as many are accepted as is asked for: for models whose weights are random.
 
-Requests of a load with a token are biased so strongly that it alone comes (`Load.token`). Each
+Requests of a load with a token are biased so strongly that it alone is chosen (`Load.token`). Each
 draft is that token with the chance p, and another one else: d drafts then give a sequence
 
     1 + p + p^2 + ... + p^d
 
-tokens a step on average. Nothing in the engine knows of it, and the tokens stay the same.
+tokens a step on average. The engine proposes and verifies them as any others, and the tokens stay
+the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from formats.errors import RequestError
 from inference.scheduling.batch import Ints, RunningBatch
 
 SEED = 0
-TOKEN = 1  # that comes; any would do
+TOKEN = 1  # that is chosen; any would do
 USUAL = 4  # drafts
 
 

@@ -1,1 +1,1 @@
-"""One engine on several processes, each with a part of the model: tensor parallelism."""
+"""Tensor parallelism: one engine on several ranks, processes that each hold a part of the model."""

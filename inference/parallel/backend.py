@@ -1,8 +1,8 @@
-"""The backend of an engine on several ranks: what it is asked for, all of them do.
+"""The backend of an engine on several ranks: it has all of them do what the engine asks for.
 
-The first rank has the engine with its scheduler, its sampler and its requests; the others
+Rank 0, the first, has the engine with its scheduler, its sampler and its requests; the others
 (`inference.parallel.worker`) hold parts of the weights and of the cache, and run the steps that it
-plans. What the ranks tell each other within a step goes through a `Group`.
+plans. Within a step the ranks communicate by a `Group`'s collectives.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MakeBackend = Callable[[int], Backend[Any, Any]]
 
 
 class FirstBackend:
-    """The first rank's, which starts the others; see `inference.backend.Backend`.
+    """The backend of rank 0, which starts the others; see `inference.backend.Backend`.
 
     Args:
         inner: The backend of its device.
@@ -132,7 +132,7 @@ class FirstBackend:
         return self._inner.head_sizes(k, v)
 
     def free_bytes(self) -> int:
-        """Memory that the whole cache could have: where there is the least, counts."""
+        """Memory that the whole cache could have; the rank with the least decides."""
         with self.ranks.together("telling how much memory is free"):
             self.ranks.send(TellFree())
             return self._loader.free_bytes()
@@ -236,7 +236,7 @@ def _start(ranks: int) -> Start:
         )
     if rank:
         torchrun.run_rank(rank)
-    return torchrun.Met()
+    return torchrun.TorchrunStart()
 
 
 def rank_backend(kind: str, dtype: torch.dtype, first: int, rank: int) -> Backend[Any, Any]:

@@ -1,5 +1,5 @@
-"""Linear layers of a rank on a CPU: those that see all of their input run as on one rank, others
-give a part of a sum, or some of the outputs.
+"""Linear layers of a rank on a CPU. Column-parallel ones run as on one rank; row-parallel ones give
+a partial sum, and an all-reduce adds these; those that gather their inputs give some outputs.
 
 What is rounded to integers is rounded as on one rank: a scale that follows from a token's data is
 that of all ranks' data. With int8 inputs and one scale for an output the parts are integers, whose
@@ -33,7 +33,7 @@ from kernels.reference import RUN
 
 @dataclass(frozen=True)
 class SummedLinear:
-    """A layer of which each rank has some inputs.
+    """A row-parallel layer: each rank has some of its inputs.
 
     Attributes:
         own: The rank's part, which gives its share of the sum, without a bias.
@@ -77,7 +77,7 @@ class SummedLinear:
 
 @dataclass(frozen=True)
 class SummedIntegers:
-    """A layer of which each rank has some inputs, int8 with one scale for an output.
+    """A row-parallel layer of int8 inputs and weights with one scale for an output.
 
     Attributes:
         runs: Its weight in runs of inputs so short that sums over them are exact in fp32, without

@@ -1,4 +1,4 @@
-"""A rank's part of a decoder, loaded: a decoder with fewer heads, whose layers ask other ranks."""
+"""A rank's part of a decoder, loaded: fewer heads, and layers that communicate with other ranks."""
 
 from __future__ import annotations
 
@@ -48,8 +48,15 @@ class ShardDecoder(Decoder[L, X]):
 
 
 class Kind(Enum):
-    """How a rank has a layer: whole or some of its outputs, which others have nothing to do with;
-    the head's; some of its inputs; some outputs of one that reads all ranks' inputs."""
+    """How a layer is cut.
+
+    Attributes:
+        OWN: The rank has all of it, or some of its outputs (column-parallel), and communicates
+            nothing.
+        HEAD: It has the outputs of some tokens, which rank 0 gathers.
+        SUMMED: It has some of the inputs (row-parallel); results are added over ranks.
+        GATHERED: It has some of the outputs, and reads the inputs of all ranks.
+    """
 
     OWN = "own"
     HEAD = "head"

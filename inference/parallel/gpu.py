@@ -1,8 +1,7 @@
-"""Ranks on GPUs of one machine, a GPU each: NCCL, and sums in one kernel with what follows them.
+"""Ranks on GPUs of one machine, a GPU each: NCCL, and all-reduce kernels fused with what follows.
 
-A step is a CUDA graph on every rank, with what the ranks tell each other inside. The first rank
-sends each step's block of bytes before it launches its own, and chooses tokens; the chosen ones go
-to the others on the device.
+A step is a CUDA graph on every rank, collectives included. Rank 0 sends each step's plan, a block
+of bytes, before it launches its own, and chooses tokens, which are broadcast on the device.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.scaling import Scaling
 from kernels.triton.linear.weight import InputFormat
 
-KERNELS_FOR = (2, 4, 8)  # ranks whose sums have kernels
+KERNELS_FOR = (2, 4, 8)  # ranks for which there are all-reduce kernels
 
 
 class DeviceGroup(Group, Protocol):
-    """A group of GPUs with what sums their rows.
+    """A group of GPUs with its all-reduce.
 
     Attributes:
         reducer: Sums rows of the residual stream.
@@ -62,7 +61,7 @@ class DeviceGroup(Group, Protocol):
     reducer: Reducer
 
     def share(self, chosen: Tensor) -> Tensor:
-        """The first rank's tensor."""
+        """Broadcast: the tensor of rank 0."""
         ...
 
     def check(self) -> None:
@@ -113,7 +112,7 @@ class NcclGroup:
         return cut_parts(parts, sizes)
 
     def share(self, chosen: Tensor) -> Tensor:
-        """The first rank's tensor."""
+        """Broadcast: the tensor of rank 0."""
         dist.broadcast(chosen, 0)
         return chosen
 
@@ -123,8 +122,8 @@ class NcclGroup:
 
 
 class HostGroup:
-    """Ranks on one GPU, or on CPUs that stand for GPUs: what they tell each other goes through the
-    host. For tests; nothing of it can be captured.
+    """Ranks on one GPU, or on CPUs that stand for GPUs: collectives go through the host. For tests;
+    nothing of it can be captured.
 
     Args:
         host: The group of the processes.

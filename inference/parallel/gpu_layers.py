@@ -1,5 +1,5 @@
-"""Linear layers of a rank on a GPU: those that see all of their input run as on one GPU, others
-give a part of a sum (`inference.gpu.ranks.Partial`), or some of the outputs.
+"""Linear layers of a rank on a GPU. Column-parallel ones run as on one GPU; row-parallel ones give
+a partial sum (`inference.gpu.ranks.Partial`); those that gather their inputs give some outputs.
 
 With static int8 inputs and sums of integers alone the parts are integers, and the sum has the bits
 of one GPU. Other parts are floats of the model's type, which are added in fp32; the scale of a
@@ -25,7 +25,7 @@ from kernels.triton.linear.weight import InputFormat
 
 @dataclass(frozen=True)
 class SummedGpuLinear:
-    """A layer of which each rank has some inputs.
+    """A row-parallel layer: each rank has some of its inputs.
 
     Attributes:
         own: The rank's part; it has the bias on the first rank alone, and none of integers.

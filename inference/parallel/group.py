@@ -1,8 +1,8 @@
-"""What ranks tell each other in a step: sums, largest values and parts that are put side by side.
+"""Collectives of the ranks in a step: all-reduce (sum, maximum), all-gather, gather to rank 0.
 
-`Group` is all that a model's layers know of other ranks. What it gives has the same bits on every
+`Group` is all that a model's layers know of other ranks. Its results have the same bits on every
 rank, and those of a sum do not depend on how many rows there are: floats are added in the order of
-ranks, integers in any.
+ranks, integers in any order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class Progress:
-    """How far a rank has come: a number that grows with each layer that it loads and each thing
-    that it tells others, alike on all ranks.
+    """How far a rank has come: a number that grows with each layer that it loads and each
+    collective that it takes part in, alike on all ranks.
 
     Attributes:
         count: The number.
@@ -42,19 +42,19 @@ class Group(Protocol):
     progress: Progress
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of one shape, fp32 or int32; `part` may be overwritten."""
+        """All-reduce: the sum of all ranks' tensors, fp32 or int32; `part` may be overwritten."""
         ...
 
     def largest(self, part: Tensor) -> Tensor:
-        """The largest of all ranks' values, place by place; `part` may be overwritten."""
+        """All-reduce: the maximum of each element over ranks; `part` may be overwritten."""
         ...
 
     def smallest(self, number: int) -> int:
-        """The smallest of all ranks' numbers."""
+        """All-reduce: the minimum of all ranks' numbers. It is a barrier, too."""
         ...
 
     def side_by_side(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """All ranks' columns, in their order.
+        """All-gather: the columns of all ranks, in their order.
 
         Args:
             part: [T, n], n the size of this rank.
@@ -63,7 +63,7 @@ class Group(Protocol):
         ...
 
     def on_first(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """`side_by_side` on the first rank; on others `part` itself."""
+        """Gather: `side_by_side` on rank 0 alone; on others `part` itself."""
         ...
 
 
@@ -134,11 +134,11 @@ def _root() -> dist.GatherOptions:
 
 
 def widened(part: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Columns with as many of zeros behind them as the widest rank has more."""
+    """The columns of a rank, padded with zeros to as many as the widest rank has."""
     more = max(sizes) - part.shape[1]
     return (torch.nn.functional.pad(part, (0, more)) if more else part).contiguous()
 
 
 def cut_parts(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Parts side by side without what fills them."""
+    """Parts side by side, without their padding."""
     return torch.cat([part[:, :n] for part, n in zip(parts, sizes, strict=True)], dim=1)

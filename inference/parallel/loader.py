@@ -1,4 +1,4 @@
-"""What a rank loads, whichever it is, and the meeting of the ranks before that."""
+"""How any rank meets the others and loads its part of the model (rendezvous, then weights)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from inference.transformers_code.choose import Shape, read_shape
 from kernels.attention_inputs import KVPool
 
 MEETING = "meeting the other ranks"
-SOON = timedelta(seconds=30)  # in which ranks that have all come find each other
-LONG = timedelta(hours=1)  # for the first one to come, with whose end all others end
+SOON = timedelta(seconds=30)  # that rank 0 waits: it begins when all others have come
+LONG = timedelta(hours=1)  # that others wait for rank 0, with whose end they end
 
 
 def join(spec: RankSpec, progress: Progress) -> GlooGroup:
-    """Meet the other ranks; the first comes when all others have."""
+    """Meet the other ranks (rendezvous); rank 0 comes when all others have."""
     progress.doing = MEETING
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -47,7 +47,7 @@ def join(spec: RankSpec, progress: Progress) -> GlooGroup:
 
 
 class DeviceSide(Protocol):
-    """What of a rank depends on its kind of device."""
+    """What a rank does in its own way on each kind of device: CPU or GPU."""
 
     def join(self, inner: Backend[Any, Any], spec: RankSpec, host: GlooGroup, hidden: int) -> Group:
         """The group of the layers of a step, for rows of so many elements.

@@ -1,7 +1,7 @@
-"""What the first rank tells the others, and they tell it of themselves.
+"""Messages between rank 0, "the first", which has the engine, and the other ranks.
 
-    first -> rank   `RankSpec`; then one of `Task` after another, until the connection ends
-    rank -> first   `Beat`s, and `Failed` where it cannot go on
+    rank 0 -> rank   `RankSpec`; then one of `Task` after another, until the connection ends
+    rank -> rank 0   `Heartbeat`s, and `Failed` where it cannot go on
 
 A step is the one block of bytes that its arrays are.
 """
@@ -37,8 +37,8 @@ class RankSpec:
         backend: Makes the backend of a rank's device.
         meeting: A file through which the ranks find each other.
         threads: Of its own, on a CPU.
-        on_host: Whether what ranks on GPUs tell each other goes through the host: for tests, where
-            they have no GPU each.
+        on_host: Whether all-reduces and gathers of ranks on GPUs go through the host: for tests,
+            where there is no GPU for each rank.
     """
 
     rank: int
@@ -61,7 +61,7 @@ class MakeCache:
 
 @dataclass(frozen=True)
 class TellFree:
-    """Tell the others how much memory a cache could have."""
+    """Take part in finding the least memory that a rank has free for its cache."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ Task = MakeCache | TellFree | ChangeBlocks | RunStep | RunPlan | WarmUp | Replay
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A rank lives: how far it has come, and what it is at."""
 
     count: int

@@ -1,12 +1,12 @@
-"""The other ranks, as the first one knows them: their processes, and whether they live and go on.
+"""The other ranks as rank 0 sees them: their processes, and whether these live and make progress.
 
-Each has two connections: one for what it is to do, one for what it tells of itself. A thread reads
-the latter. A rank whose connection ends has died. A rank that has stopped is found by its progress:
-all ranks count the same things (`inference.parallel.group.Progress`), so that one whose number
-stays behind that of another for longer than the engine's patience holds the others up.
+Each has two connections: one for its tasks, one for its heartbeats (`news`), which a thread reads.
+A rank whose connection ends has died. A rank that has stopped is found by its progress: all ranks
+count the same things (`inference.parallel.group.Progress`), so that one whose count stays behind
+another's for longer than the engine's patience is taken for stopped.
 
-When one fails, all are killed: with its connections gone, whatever the first rank waits for ends,
-too. The ranks notice the first one's end by their own ends of the connections.
+When one fails, all are killed: with their connections closed, whatever rank 0 waits for ends,
+too. The other ranks notice the end of rank 0 as their connections close.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Protocol
 
 from formats.errors import EngineEndedError, PTQError
 from inference.parallel.group import Progress
-from inference.parallel.messages import LOADING, Beat, Failed, RankSpec, Task
+from inference.parallel.messages import LOADING, Failed, Heartbeat, RankSpec, Task
 
-LAST_WORDS = 2.0  # seconds in which a process that has gone is looked after
-NOTICED = 5.0  # seconds in which it is found out why an exchange failed
+LAST_WORDS = 2.0  # seconds in which a process whose connection closed has to end
+NOTICED = 5.0  # seconds to wait for the news of a dead rank, where an exchange failed
 IDLE = "waiting for work"
 STUCK = 70  # exit code of a process that cannot be ended otherwise
 DISK = 10  # times as long a rank may take for a layer that it reads
-GAPS = 4  # of the longest time between two signs of progress, and nobody is called stopped
+GAPS = 4  # times the longest pause of a rank so far: sooner it is not called stopped
 
 
 class Member(Protocol):
@@ -105,7 +105,7 @@ class Other:
     member: Member
     tasks: Connection
     news: Connection
-    beat: Beat = field(default_factory=lambda: Beat(0, "starting"))
+    beat: Heartbeat = field(default_factory=lambda: Heartbeat(0, "starting"))
     moved: float = field(default_factory=time.monotonic)  # when its number last grew
     behind: float | None = None  # since when its number is smaller than another's
     gap: float = 0.0  # longest time in which its number did not grow while it was behind

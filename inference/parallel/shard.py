@@ -1,14 +1,15 @@
 """Which part of a decoder a rank holds (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053).
 
-    q, k, v     the outputs of its heads; of fewer heads of K and V than ranks, one that others hold
-    gate, up    an equal share of their outputs
-    o, down     the inputs that these outputs are: what they give is a part of a sum over all ranks
-    embedding   rows of some tokens
+    q, k, v     column-parallel: the outputs of its heads; with fewer KV heads than ranks, several
+                ranks hold the same one
+    gate, up    column-parallel: an equal share of their outputs
+    o, down     row-parallel: the inputs that these outputs are; an all-reduce adds the results
+    embedding   vocabulary-parallel: rows of some tokens
     head        outputs of the same tokens
 
-A cut never separates what shares a scale. Where the inputs of an o or down layer cannot be cut so
-(groups that cross the cut, groups in another order), the layer has a share of its *outputs* instead
-and reads the inputs of all ranks (`Shard.gathered`).
+A cut never separates weights or inputs that share a scale. Where the inputs of an o or down layer
+cannot be cut so (groups that cross the cut, groups in another order), the layer has a share of its
+*outputs* instead and reads the inputs of all ranks, by an all-gather (`Shard.gathered`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which kind of device ranks run on."""
+"""Chooses what ranks do in their own way on a kind of device; see `loader.DeviceSide`."""
 
 from __future__ import annotations
 

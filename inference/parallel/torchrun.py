@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m ptq predict CHECKPOINT --prompt TEXT --tensor-parallel 2
 
-The first goes on with the command. The others come here from where they would load the engine, get
-the connections that a rank has from the first, and end with it.
+Rank 0 goes on with the command. The others, where they would load the engine, call `run_rank`: they
+get the connections that every rank has with rank 0, and end with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _store() -> Any:
     return store
 
 
-class Met:
+class TorchrunStart:
     """Connects ranks that come by themselves; see `inference.parallel.ranks.Start`."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Met:
         self._store.set(WHERE, self._listener.getsockname())
         self._come: dict[int, tuple[socket.socket, int]] = {}
 
-    def __call__(self, rank: int, tasks: Connection, news: Connection) -> MetRank:
+    def __call__(self, rank: int, tasks: Connection, news: Connection) -> TorchrunRank:
         """Wait for a rank, and give it its ends of the connections."""
         while rank not in self._come:
             end, _ = self._listener.accept()
@@ -66,10 +66,10 @@ class Met:
         news.close()
         if not self._come:
             shutil.rmtree(self._folder, ignore_errors=True)
-        return MetRank(rank, pid)
+        return TorchrunRank(rank, pid)
 
 
-class MetRank:
+class TorchrunRank:
     """A rank that torchrun has started; see `inference.parallel.ranks.Member`.
 
     Args:
@@ -99,7 +99,7 @@ class MetRank:
 
 
 def run_rank(rank: int) -> NoReturn:
-    """Be a rank but the first until that has had enough; ends the process."""
+    """Be any rank but rank 0 until that closes the connection; ends the process."""
     with socket.socket(socket.AF_UNIX) as end:
         end.connect(_store().get(WHERE).decode())
         end.sendall(f"{rank} {os.getpid()}".encode())

@@ -1,8 +1,8 @@
-"""A rank but the first: it loads its part of the model, and runs what the first one plans.
+"""Any rank but rank 0: it loads its part of the model, and runs the steps that rank 0 plans.
 
     python -m inference.parallel.worker TASKS NEWS      (file descriptors of its connections)
 
-It ends when the first rank does: its connections do then.
+It ends when rank 0 does, whose connections close then.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from inference.parallel.group import Progress
 from inference.parallel.loader import RankLoader, join
 from inference.parallel.messages import (
     LOADING,
-    Beat,
     ChangeBlocks,
     Failed,
+    Heartbeat,
     MakeCache,
     RankSpec,
     Task,
@@ -34,11 +34,11 @@ from inference.parallel.ranks import IDLE
 from inference.parallel.sides import side_of
 from inference.scheduling.blocks import BlockChanges
 
-EVERY = 0.25  # seconds between two beats
+EVERY = 0.25  # seconds between two heartbeats
 
 
 class News:
-    """What a rank tells of itself: a thread says how far it has come.
+    """What a rank tells rank 0 of itself: a thread sends heartbeats with its progress.
 
     Args:
         connection: To the first rank.
@@ -63,14 +63,14 @@ class News:
     def _beat(self) -> None:
         try:
             while not self._over:
-                self._tell(Beat(self.progress.count, self.progress.doing))
+                self._tell(Heartbeat(self.progress.count, self.progress.doing))
                 if self._connection.poll(EVERY):
-                    self._connection.recv()  # nothing ever comes but the end
+                    self._connection.recv()  # raises: rank 0 sends nothing, it is gone
         except (EOFError, OSError):
             if not self._over:
                 self._lost()
 
-    def _tell(self, news: Beat | Failed) -> None:
+    def _tell(self, news: Heartbeat | Failed) -> None:
         with self._lock:
             self._connection.send(news)
 
@@ -88,7 +88,7 @@ class Rank:
         self._tasks, self._news, self._steps = tasks, News(news, lost), 0
 
     def run(self) -> int:
-        """Do what the first rank says until it has had enough: the exit code."""
+        """Do what rank 0 says until it closes the connection; gives the exit code."""
         try:
             self._news.progress.doing = LOADING
             self._load(self._tasks.recv())

@@ -111,7 +111,7 @@ class EngineStats:
         failed_steps: Steps that failed, since the start.
         draft_steps: Times that a request had drafts in a step, since the start.
         drafts_proposed: Drafts by their position behind the last token, since the start.
-        drafts_accepted: Those of them that came.
+        drafts_accepted: Those of them that were accepted: what the model chose, too.
     """
 
     waiting: int = 0
@@ -141,8 +141,8 @@ class Step:
         prompt_logprobs: (name, an entry for each token of its prompt, None for the first).
         finished: (name, reason, why where the reason is `error`) of requests that ended. What they
             gained is told in this message or before.
-        drafts: (name, drafts, those of them that came) of requests that had drafts in a step; of
-            several steps, a name stands once for each.
+        drafts: (name, drafts, accepted drafts) of requests that had drafts in a step; of several
+            steps, a name stands once for each.
         stats: The engine after the last of the steps.
     """
 

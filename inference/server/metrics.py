@@ -171,7 +171,7 @@ class _EngineCollector(Collector):
 
     def _by_label(self) -> Iterator[Metric]:
         """Counters that have a label beside the engine's."""
-        told, name = "Drafts that came, by position from 0 on.", "spec_decode_num_accepted_tokens"
+        told, name = "Accepted drafts, by position from 0 on.", "spec_decode_num_accepted_tokens"
         drafts = CounterMetricFamily(f"ptq:{name}_per_pos", told, labels=[*LABELS, "position"])
         told, labels = "Requests that ended, by reason.", [*LABELS, "finished_reason"]
         ended = CounterMetricFamily("ptq:request_success", told, labels=labels)

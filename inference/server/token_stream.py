@@ -131,7 +131,7 @@ class TokenStream:
         self._prompt_logprobs = logprobs
 
     def add_drafts(self, drafts: int, accepted: int) -> None:
-        """Take how many drafts a step had, and how many came; in the message of its tokens."""
+        """Take how many drafts a step had and accepted; in the message of its tokens."""
         self._drafts += drafts
         self._accepted += accepted
 

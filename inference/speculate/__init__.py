@@ -1,1 +1,1 @@
-"""Who says how running sequences may go on: proposers of drafts, and what checks them."""
+"""Speculative decoding: what proposes drafts of the next tokens, and how many a step has."""

@@ -1,16 +1,17 @@
-"""What a second cache holds that lies in the blocks of the engine's.
+"""Which tokens the cache of a network that drafts holds: it has blocks of the engine's numbers.
 
 A block of 64 tokens that the engine's bookkeeping hands out (`inference.scheduling.blocks`) is a
-block in this cache, too. It is not told who got it: beside each token of the cache stands a hash
+block in this cache, too. The cache is not told which sequence got it: beside each token of it
+stands a hash
 
     h_p = sum over i <= p + s of (id_i + 1) r_i  mod 2^64,    r_i random and odd
 
-of the text that its K and V were computed from, as far as that token, or of `shift` s tokens more:
-what a head caches for a token depends on the next one, too (EAGLE, MTP), which where a block ends
-is another for each who shares the block. A sequence's first tokens are
-in the cache as long as the hashes in its blocks are those of its text. So nothing needs to be
-withdrawn: not where drafts did not come, nor where a block was found by its tokens, was handed out
-to another, is a copy, or belongs to a sequence that gave way and came back.
+of the text that its K and V were computed from, as far as that token, or as s = `shift` tokens
+more: what a head caches for a token depends on the next one, too (EAGLE, MTP), which where a block
+ends is another for each sequence that shares the block. A sequence's first tokens are in the cache
+as long as the hashes in its blocks are those of its text. So nothing needs to be withdrawn: not
+where drafts were rejected, nor where a block was found by its tokens, was handed out to another, is
+a copy, or belongs to a sequence that was preempted and came back.
 """
 
 from __future__ import annotations

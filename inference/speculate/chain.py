@@ -1,7 +1,7 @@
 """Proposers that run a small network beside the model (`inference.models.network`).
 
-The network has a cache of its own in blocks of the engine's numbers, so that the tables of the
-running sequences are its tables, too; what it holds of them `CachedTokens` tells.
+The network has a cache of its own in blocks of the engine's numbers, so that block tables
+of the running sequences are its tables, too; which tokens of them it holds `CachedTokens` tells.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ChainProposer:
 
     def _kept(self, known: Ints, drafts: Ints) -> Ints:
         """How many tokens of sequences its cache holds for good after it has drafted so many."""
-        return known + np.maximum(drafts, 1) - 1  # nobody has computed the last one
+        return known + np.maximum(drafts, 1) - 1  # the last draft is not computed
 
     def _give_up(self, batch: RunningBatch, places: Ints) -> None:
         """Draft no more for sequences whose logits are not finite, and clear their blocks.

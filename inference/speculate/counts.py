@@ -1,4 +1,4 @@
-"""What became of drafts, in numbers that are printed and sent."""
+"""How many drafts were proposed and accepted, in numbers that are printed and sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DraftCounts:
     Attributes:
         steps: Times that a sequence had drafts in a step.
         proposed: Drafts that were computed, by their position behind the last token.
-        accepted: Those that came, by position.
+        accepted: Those that the model chose, too, by position.
     """
 
     steps: int = 0
@@ -55,7 +55,7 @@ class DraftCounts:
 
     @property
     def rates(self) -> list[float]:
-        """Share of drafts that came, by position, as far as there were any."""
+        """Share of drafts that were accepted, by position, as far as there were any."""
         pairs = zip(self.accepted, self.proposed, strict=True)
         return [a / p for a, p in pairs if p]
 
@@ -66,5 +66,5 @@ class DraftCounts:
         rates = " ".join(f"{rate:.0%}" for rate in self.rates[:SHOWN])
         return (
             f"{self.tokens_per_step:.2f} tokens a step with drafts ({self.steps} of a sequence); "
-            f"of drafts came {rates}, by position"
+            f"accepted drafts by position: {rates}"
         )

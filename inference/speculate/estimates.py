@@ -1,4 +1,4 @@
-"""What steps take and how many drafts come, estimated from those of late."""
+"""How long steps take and what share of drafts is accepted, estimated from the last ones."""
 
 from __future__ import annotations
 
@@ -85,12 +85,13 @@ def _size(rows: int) -> int:
 
 
 class Share:
-    """How many of all come, of late: at first all of them count alike, and `PRIOR` with them."""
+    """A share such as that of accepted drafts, from the last ones: at first all count alike, and
+    `PRIOR` with them."""
 
     def __init__(self) -> None:
         self.mean, self._weight = PRIOR, float(PRIOR_WEIGHT)
 
     def note(self, came: int, count: int) -> None:
-        """Learn that so many of so many came."""
+        """Learn that `came` of `count` were accepted (or found)."""
         self._weight = min(self._weight, 1 / (1 - OF_ALL)) + count
         self.mean += (came - count * self.mean) / self._weight

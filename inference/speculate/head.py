@@ -1,11 +1,12 @@
-"""Drafts of a head: one block behind the model, which reads what the model has computed.
+"""Drafts of a head: one decoder block behind the model, which reads the model's hidden states.
 
-Of every token that the model computes, the feature is kept in a block of the number of the cache's
-block that it lies in; so a prompt whose beginning was found in the cache has its features there,
-too. The head's own K and V of a token depend on the next one as well (`CachedTokens`), and those
-that it made of its own output are made again of the model's once that is there. Of requests that
-run at once and differ behind a block that they share, the last of its tokens has K and V of one of
-them: that changes what is drafted for the others a little.
+Of every token that the model computes, the feature (what the head reads) is kept at the slot that
+the token has in the model's cache; so a prompt whose beginning was found in the cache has its
+features there, too. The head's own K and V of a token depend on the next one as well
+(`CachedTokens`), and those that it made of its own output are made again from the model's hidden
+states once these are there. Of requests that run at once and differ behind a block that they share,
+the last of its tokens has K and V of one of them: that changes what is drafted for the others a
+little.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Head(Protocol):
 
     Attributes:
         shape: Of its block.
-        taps: Blocks of the model whose inputs it reads, the number of blocks for the last output.
+        taps: Blocks of the model whose inputs it reads ("auxiliary hidden states"), the number of
+            blocks for the last output.
     """
 
     shape: ModelConfig

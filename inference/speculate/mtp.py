@@ -1,4 +1,4 @@
-"""Drafts of the layer that predicts further tokens (multi-token prediction, "MTP").
+"""Drafts of a model's own layer for multi-token prediction (MTP).
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2) and models that took it over have a decoder block behind
 their last one, number `num_hidden_layers`, and around it

@@ -3,9 +3,9 @@
 Prompt lookup decoding (A. Saxena, github.com/apoorvumang/prompt-lookup-decoding) and inference with
 reference (Yang et al. 2023, arXiv 2304.04487): the longest n-gram that ends the known tokens and
 occurred before, in the output, the prompt or a text given with the request, is followed. Where an
-output departs from what it repeats, by a name that is changed, it is expected to come back to it:
-the text is followed on behind the change before any n-gram matches again. What was put for what is
-put again where it comes next in that text, until once it is not.
+output departs from what it repeats, as by a variable with another name, it is expected to come
+back: the text is followed on behind the change before any n-gram matches again. The change itself
+is expected again wherever the replaced tokens come next in that text, until they once stay.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MULTIPLIER, MASK = 0x9E3779B97F4A7C15, (1 << 60) - 1  # of the n-grams' polynomi
 NEAR = 16  # tokens behind a change among which its end is looked for
 PATIENCE = 8  # tokens after which a change is not expected to end
 SURE = 6  # an n-gram that is shorter does not lead away from a text that is followed past a change
-LEAST_CHANCE = 0.1  # a draft ends where it is less likely than this to come to its end
-FORGET = 0.98  # what a token's acceptance counts after the next draft
+LEAST_CHANCE = 0.1  # a draft ends where it is less likely than this to be accepted up to there
+FORGET = 0.98  # weight of the past in acceptance rates, for each draft
 
 
 class NGramProposer:
@@ -105,7 +105,7 @@ class Text:
     Attributes:
         known: How many tokens of the sequence are here.
         agreed: How many tokens before the followed position are the same as the last known.
-        tried: How many tokens of the last draft were held against what came.
+        tried: How many tokens of the last draft were verified: all up to the first wrong one.
         right: How many of them, the first, were the same.
         drafted_behind: What `agreed` was when it was made.
     """

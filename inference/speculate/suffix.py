@@ -41,8 +41,8 @@ class SuffixProposer:
         self.confidence: NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._served, self._own = Served(capacity), NGramProposer()
         self._drafts: dict[int, _Draft] = {}
-        self._told = dict.fromkeys(LENGTHS, 4.0)  # shares of drafts that were held against tokens,
-        self._right = {n: 4.0 * n / (n + 1) for n in LENGTHS}  # and how many of them came
+        self._told = dict.fromkeys(LENGTHS, 4.0)  # drafts that were verified, each by its share,
+        self._right = {n: 4.0 * n / (n + 1) for n in LENGTHS}  # and how many of them were accepted
 
     def propose(self, batch: RunningBatch, places: Ints, most: Ints) -> Ints:
         """See `Proposer.propose`."""
@@ -71,7 +71,7 @@ class SuffixProposer:
         self._served.add(tokens)
 
     def _judge(self, batch: RunningBatch, place: int, known: int) -> None:
-        """Learn from what came where there was a draft."""
+        """Learn from which tokens were chosen where there was a draft."""
         draft = self._drafts.pop(place, None)
         if draft is None or draft.serial != batch.serial[place]:
             return
@@ -184,7 +184,7 @@ class Served:
 
 
 def _most_frequent(texts: list[list[int]]) -> tuple[list[int], list[float]]:
-    """The path of texts, the newest first, that takes the most of them at each token.
+    """The tokens that most texts, the newest first, go on with, one after another.
 
     Returns:
         Its tokens, and the share of the texts on the path so far that go on with each.

@@ -5,7 +5,7 @@
       - {path: /models/mine, name: mine}
     recipes:
       - w8_rtn                            # a shipped recipe, or a file
-      - {recipe: w4_gptq, name: gptq_64, set: [methods.0.gptq.damping=0.05], resources: {cpus: 4}}
+      - {recipe: w4_gptq, name: gptq_64, set: [methods.0.gptq.damp=0.05], resources: {cpus: 4}}
     set: [dataset.calibration.samples=64] # for every task, as `--set` of `ptq run`
     resources: {cpus: 2, gpus: 0}         # of each task
     output: output/sweep

@@ -1,1 +1,1 @@
-"""Several engines behind one server: where they run, and which one takes a request."""
+"""Data parallelism: several engines behind one server, where they run, and who takes a request."""

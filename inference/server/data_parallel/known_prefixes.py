@@ -1,4 +1,4 @@
-"""What an engine's prefix cache should hold, as told by the prompts that were sent to it."""
+"""What an engine's prefix cache should hold, estimated from the prompts that were sent to it."""
 
 from __future__ import annotations
 

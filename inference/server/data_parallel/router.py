@@ -7,10 +7,10 @@ An engine's cost for a request is counted in tokens:
 where `known` is how much of the prompt the engine should hold in its prefix cache, `queued` what it
 has yet to compute of prompts before this one, and each request in flight stands for a block of
 tokens. So requests that begin alike stay together until the queue there costs more than computing
-the beginning again; then a second engine learns it, and from there on both share the load. A rule
+the beginning again; then a second engine computes it, and from there on both share the load. A rule
 that looks at the prefix alone would send everything that begins with a common system prompt to one
-engine. The cost is that of NVIDIA Dynamo's router, on the estimate of the caches that SGLang's
-router keeps.
+engine. The cost is that of NVIDIA Dynamo's router; what the caches hold is estimated as by SGLang's
+router.
 """
 
 from __future__ import annotations

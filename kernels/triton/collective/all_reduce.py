@@ -1,4 +1,4 @@
-"""The sum over the GPUs of a host that share a layer, with what follows it in one kernel.
+"""All-reduce over the GPUs of a host that share a layer, with what follows it in one kernel.
 
     sum             y = x_0 + x_1 + ...              of the parts x_p that the ranks have
     add_rms_norm    what `kernels.triton.fused.add_rms_norm` does with y
@@ -52,7 +52,7 @@ class AllReduce:
     _counts: Tensor = field(init=False)  # exchanges of each row: one-shot, two-shot, as waited for
     _fault: Tensor = field(init=False)
     _half: int = field(init=False, default=0)
-    _partial: int = field(init=False, default=0)  # where a sum lies of which ranks have own rows
+    _partial: int = field(init=False, default=0)  # address of the last sum, where not `whole_sum`
 
     def __post_init__(self) -> None:
         sizes, device = self.memory.sizes, self.memory.regions[self.memory.rank].device
@@ -88,7 +88,8 @@ class AllReduce:
         Args:
             group: 2, 4 or 8 ranks.
             device: This rank's.
-            most_rows: The most rows that one call has; of more than kernels take none is kept.
+            most_rows: The most rows that one call has. It sizes the shared memory, up to the most
+                rows that the kernels take; larger calls go by NCCL.
             hidden: Elements of a row.
             dtype: The model's float type.
             patience: Seconds that a kernel waits for a rank.
@@ -152,8 +153,9 @@ class AllReduce:
             residual_ready: Whether it was there before the kernel ahead of this started.
             after: Float [hidden], the weight of the norm of the sum before it is added; or None.
             scaling: What makes floats of integers; None for parts of floats.
-            whole_sum: Whether the sum is needed but as the residual of the next call. If not, fewer
-                bytes go over the links: a rank may have the rows alone that it has summed.
+            whole_sum: Whether all rows of the sum are needed. False where it is only the residual
+                of the next call: then fewer bytes go over the links, and a rank may have only the
+                rows that it has summed.
 
         Returns:
             (rows [rows, hidden] in `dtype`, their scales or None, the sum). The call after the next
@@ -173,7 +175,7 @@ class AllReduce:
         return self._one_shot(step) if way == "one_shot" else self._two_shot(step, whole)
 
     def way_of(self, x: Tensor, dtype: torch.dtype) -> Way:
-        """The way that a part goes, where rows are wanted in a type."""
+        """The way of a call with this part and results of this type."""
         sizes = self.memory.sizes
         most = sizes.most if dtype.itemsize <= 2 else 0
         return choose(sizes.ranks, x.nbytes, len(x), sizes.few, most)

@@ -1,4 +1,4 @@
-"""Which way a sum over ranks goes, by their number and the bytes of a rank's part.
+"""Which way an all-reduce goes, by the number of ranks and the bytes of a rank's part.
 
     one_shot   every rank sends its part to all: one trip over the links, the most bytes
     two_shot   a rank sums some rows and sends results: two trips, the fewest bytes

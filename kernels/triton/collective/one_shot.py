@@ -1,4 +1,4 @@
-"""The sum over ranks, and what follows it, of few rows: each rank reads the parts of all.
+"""One-shot all-reduce, with what follows it, of few rows: each rank gets the parts of all.
 
 A program has a row. It pushes its part to every peer in words (`kernels.triton.collective.words`),
 waits for theirs, adds all parts in the order of ranks, so that all ranks get the same bits, and
@@ -38,7 +38,7 @@ AT_ONCE = tl.constexpr(16)  # words of a grain, of several ranks, that are looke
 
 @triton.jit
 def of_row(values, i, real):
-    """What all rows share, asked for before a row is there."""
+    """Values that all rows share, loaded before a row's data are there."""
     return tl.load(values + i, mask=real, other=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Plain torch twins of the sums over ranks, of the parts of all ranks in one process."""
+"""Plain torch twins of the all-reduces: they add the parts of all ranks in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What integer sums become floats by."""
+"""The scales and bias that turn sums of integer products into floats."""
 
 from __future__ import annotations
 

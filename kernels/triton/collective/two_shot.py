@@ -1,4 +1,4 @@
-"""The sum over ranks, and what follows it, of more rows: each rank sums some, and sends results.
+"""Two-shot all-reduce, with what follows it, of more rows: each rank sums some, and sends results.
 
 Row r belongs to rank r modulo their number. A program of a row that is not this rank's sends its
 part to the owner and ends; that of an own row waits for the parts, adds them in the order of ranks,
@@ -6,11 +6,12 @@ does what `kernels.triton.fused.add_rms_norm` does and writes the results into e
 The last program waits for the rows of the others. All of it goes by flags
 (`kernels.triton.collective.words`), and bits are those of `kernels.triton.collective.one_shot`.
 
-No place is written before it may be. A part is sent when this rank has the result of the exchange
-of the row before, for which its owner has read the part before. A result is written into a rank's
-memory when that rank's part has come: what came ahead of this kernel on that rank's stream has
-ended, and with it whatever read the place. Waiting ends, since devices start programs in the order
-of their numbers: of the first row that is not done all parts are on their way.
+No buffer is overwritten before it has been read. A part is sent when this rank has the result of
+the exchange of the row before, for which its owner has read the part before. A result is written
+into a rank's memory when that rank's part has come: what came ahead of this kernel on that rank's
+stream has ended, and with it whatever read the place. There is no deadlock, since devices start
+programs in the order of their numbers: all parts of the first row that is not done are on their
+way.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from formats.errors import RecipeError
+from ptq.sweep import spec
 from ptq.sweep.spec import Resources, read_spec
 from ptq.sweep.tasks import plan_tasks
 
@@ -55,6 +57,12 @@ def test_each_recipe_is_a_task_on_each_model(folder):
     assert {t.settings for t in plan_tasks(read_spec(changed), folder)}.isdisjoint(
         {task.settings for task in tasks}
     )
+
+
+def test_the_example_of_the_docs_names_keys_that_there_are(folder):
+    text = dedent((spec.__doc__ or "").split("\n\n")[1]).replace("/models/mine", "models/other")
+    tasks = plan_tasks(read_spec(write(folder, text)), folder)
+    assert [task.recipe for task in tasks] == ["w8_rtn", "gptq_64"] * 2
 
 
 @pytest.mark.parametrize(
