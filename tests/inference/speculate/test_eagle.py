@@ -140,6 +140,29 @@ def test_drafts_are_those_of_the_network(tiny_llama, reference, head):
     assert len(seen) > 200
 
 
+def test_what_a_head_made_of_drafts_is_made_again_of_what_came(tiny_llama, reference, head):
+    """All drafts come, and yet the head's K and V are those that the model's hidden states give:
+    with one draft a step none were ever made of its own output."""
+    params = SamplingParams(max_tokens=16, ignore_eos=True, logit_bias={7: 100})
+    held = []
+    for depth in (1, 4):
+        runner = engine(tiny_llama, head, depth)
+        assert runner.speculation is not None
+        own = runner.speculation._proposer
+        assert isinstance(own, HeadProposer)
+        logits, favoured = own._head.logits, torch.nn.functional.one_hot(torch.tensor(7), 384)
+        own._head.logits = lambda y, logits=logits, f=favoured: logits(y) + 1e6 * f
+        (output,) = runner.generate([[*range(30, 70)]], params)
+        assert output.token_ids == [7] * 16
+        assert runner.speculation.accepted.tolist() == runner.speculation.proposed.tolist()
+        assert runner.speculation.accepted[-1] > 2
+        (pool,) = own._pools
+        (block,) = {i for i, k in enumerate(pool.k) if k.any()}
+        held.append((pool.k[block, :, :48].float(), pool.v[block, :, :48].float()))
+    for one, other in zip(*held, strict=True):  # without tokens of the last steps' drafts
+        assert torch.allclose(one, other, atol=1e-4)
+
+
 def test_an_int8_head_drafts_what_its_weights_say(tiny_llama, tmp_path):
     """All of its matrices are int8, the one that reads the model's hidden states too."""
     reference = Reference(tiny_llama, tmp_path / "head", bits=8)

@@ -160,3 +160,14 @@ def test_a_layer_of_another_width_is_named(reference, folder, tmp_path):
         CheckpointError, match=r"eh_proj.weight is \[128, 128\].*needs \[128, 256\]"
     ):
         engine(tmp_path / "model")
+
+
+@pytest.mark.parametrize("part", ["hnorm", "shared_head.norm", "mlp.experts.1.up_proj"])
+def test_a_layer_that_lacks_a_part_is_not_run_without_it(reference, folder, tmp_path, part):
+    """What no file fills would be random, and no draft would ever come."""
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    del tensors[f"{LAYER}.{part}.weight"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{LAYER}.{part}"):
+        engine(tmp_path / "model")
