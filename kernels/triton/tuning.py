@@ -60,11 +60,17 @@ class KVSplit:
         warps: Of a program.
         splits: Programs that share the pages of a sequence.
         stages: 0 for the kernel with stated layouts, where it can; else the plain one's pipeline.
+        least: Pages of a sequence that a program takes at least, if there are so many.
     """
 
     warps: int
     splits: int
     stages: int = 0
+    least: int = 1
+
+    def programs(self, pages: int) -> int:
+        """Programs among which sequences of up to so many pages are split."""
+        return min(self.splits, max(1, -(-pages // self.least)))
 
 
 @dataclass(frozen=True)

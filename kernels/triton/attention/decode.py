@@ -58,8 +58,8 @@ def decode_kernel(
     q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
     softmax_scale, window, width, softcap, sinks, alibi,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, SPLITS: tl.constexpr, SCALES: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
+    WIDE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, SCALES: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr, METADATA_READY: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); SCALES is the number of dimensions of k_scale, or 0.
 
@@ -71,7 +71,7 @@ def decode_kernel(
     length = tl.load(lengths + sequence).to(tl.int32)
     oldest = tl.maximum(length - window, 0)
     pages = tl.cdiv(length, 64)
-    share = tl.maximum(tl.cdiv(pages - oldest // 64, SPLITS), 1)
+    share = tl.maximum(tl.cdiv(pages - oldest // 64, SPLITS), LEAST)
     runs = tl.maximum(tl.cdiv(pages - oldest // 64, share), 1)
     if split >= runs:
         return
@@ -278,13 +278,13 @@ def _launch(
         if run_gluon("decode attention", launch):
             return
     stages = split.stages or 3
-    decode_kernel[(split.splits, heads, sequences)](
+    decode_kernel[(split.programs(pages), heads, sequences)](
         q, pool.k, pool.v, inputs.block_tables, inputs.context_len, pool.k_scale, pool.v_scale,
         out, out_scale, workspace.parts, workspace.arrivals, inputs.softmax_scale, window, width,
         inputs.softcap, inputs.sinks, inputs.alibi, HEADS=heads, GROUP=group, PADDED=padded,
-        DIM=dim, WIDE=wide, SPLITS=split.splits, SCALES=kind, STAGES=stages, num_warps=4,
-        num_stages=stages, METADATA_READY=metadata_ready, enable_fp_fusion=True,
-        **overlap(early=False),
+        DIM=dim, WIDE=wide, SPLITS=split.splits, LEAST=split.least, SCALES=kind,
+        STAGES=stages, num_warps=4, num_stages=stages, METADATA_READY=metadata_ready,
+        enable_fp_fusion=True, **overlap(early=False),
     )  # fmt: skip
 
 

@@ -88,14 +88,14 @@ def prefetch(places, WORDS: gl.constexpr):
 def decode_kernel(
     q, k_pages, v_pages, tables, lengths, k_scale, v_scale, out, out_scale, parts, arrivals,
     softmax_scale, width,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, PER_TOKEN: gl.constexpr,
-    K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, WARPS: gl.constexpr, K_LAYOUT: gl.constexpr,
-    V_LAYOUT: gl.constexpr, OVERLAP: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, LEAST: gl.constexpr,
+    PER_TOKEN: gl.constexpr, K_TYPE: gl.constexpr, V_TYPE: gl.constexpr, WARPS: gl.constexpr,
+    K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, OVERLAP: gl.constexpr,
     METADATA_READY: gl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, sequence); the cache is given as int32 words.
 
-    A split takes a page a warp or more, so that the splits of a short sequence are few.
+    A split takes `LEAST` pages or more, so that the splits of a short sequence are few.
     """
     split, head, sequence = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
@@ -107,7 +107,7 @@ def decode_kernel(
         wait(OVERLAP)
     length = gl.load(lengths + sequence).to(gl.int32)
     pages = (length + 63) // 64
-    share = gl.maximum((pages + SPLITS - 1) // SPLITS, WARPS)
+    share = gl.maximum((pages + SPLITS - 1) // SPLITS, LEAST)
     runs = gl.maximum((pages + share - 1) // share, 1)
     if split >= runs:
         return
@@ -283,11 +283,12 @@ def launch(
     if packed and per_token:
         k_scale, v_scale = k_scale.view(torch.int32), v_scale.view(torch.int32)
     k_layout, v_layout = _layouts(split.warps, k.shape[3] // 4, v.shape[2])
-    decode_kernel[(split.splits, heads, q.shape[0])](
+    width, least = inputs.block_tables.shape[1], max(split.least, split.warps)  # a page a warp
+    decode_kernel[(split.programs(width), heads, q.shape[0])](
         q, k.view(torch.int32), v.view(torch.int32), inputs.block_tables, inputs.context_len,
         k_scale, v_scale, out, out_scale, workspace.parts, workspace.arrivals,
-        inputs.softmax_scale, inputs.block_tables.shape[1],
-        HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=split.splits, PER_TOKEN=per_token,
+        inputs.softmax_scale, width, HEADS=heads, GROUP=q.shape[1] // heads, SPLITS=split.splits,
+        LEAST=least, PER_TOKEN=per_token,
         K_TYPE=TYPES[k.dtype], V_TYPE=TYPES[v.dtype], WARPS=split.warps, K_LAYOUT=k_layout,
         V_LAYOUT=v_layout, num_warps=split.warps,
         METADATA_READY=metadata_ready, enable_fp_fusion=True, **overlap(early=False),

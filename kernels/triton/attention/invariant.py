@@ -1,9 +1,10 @@
 """Decode attention whose results do not depend on what else is in the batch.
 
 How the pages of a sequence are cut into runs, and so the order of a sum, follows from its own
-length: the number of splits is that of `SEQUENCES` of `PAGES`, whatever the batch is. Queries of a
-prompt may stand as sequences of their own, each a token longer than the one before: their results
-are then those of decodes, however the prompt is cut into chunks.
+length: the number of splits is that of `SEQUENCES` of `PAGES`, whatever the batch is. A run has
+`LEAST` pages or more, so that short sequences, of which a batch may have many, are not cut. Queries
+of a prompt may stand as sequences of their own, each a token longer than the one before: their
+results are then those of decodes, however the prompt is cut into chunks.
 """
 
 # pyright: reportMissingImports=false
@@ -23,6 +24,7 @@ from kernels.triton.tuning import kv_split
 
 SEQUENCES = 8  # few enough to give a GPU work where sequences are long, and as good for many
 PAGES = 64
+LEAST = 8
 
 
 def invariant_attention(
@@ -49,6 +51,7 @@ def invariant_attention(
     pages = PAGES if window is None else min(PAGES, window // 64 + 2)
     packed = pool.v.dtype == torch.uint8
     split = kv_split(q.device, SEQUENCES, heads, pages, scale_kind(pool), dim, packed)
+    split = replace(split, least=LEAST)
     padded = max(8, triton.next_power_of_2(q_heads // heads))
     of_one = heads * split.splits * padded * (triton.next_power_of_2(dim) + 2)
     most = int(min(workspace.parts.numel() // of_one, workspace.arrivals.numel() // heads))

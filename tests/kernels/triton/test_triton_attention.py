@@ -150,6 +150,29 @@ def test_sequences_that_are_not_split_need_no_workspace():
     assert distance(got, twins.decode_attention(q, inputs)) < 8e-4
 
 
+@pytest.mark.parametrize("window", [None, 130])
+@interpreted
+def test_runs_have_as_many_pages_as_the_split_says_at_least(window):
+    """A sequence of no more is not cut: its bits are those of one run."""
+    import kernels.triton.reference as twins
+    from kernels.triton.attention.decode import decode_attention
+    from kernels.triton.common import Workspace
+    from kernels.triton.tuning import KVSplit
+
+    inputs = make_inputs("int8", 1, 2, 16, sliding_window=window)
+    workspace = Workspace.on("cpu", 1 << 16, 64)
+    q = torch.randn(len(LENGTHS), 4, 16, generator=torch.Generator().manual_seed(1))
+    whole, cut, halves = (
+        decode_attention(q, inputs, workspace, split=KVSplit(4, splits, least=least))
+        for splits, least in ((1, 1), (4, 1), (4, 2))
+    )
+    short = torch.tensor([length <= 128 for length in LENGTHS])
+    assert torch.equal(halves[short], whole[short])
+    assert not torch.equal(cut[short], whole[short])
+    assert not torch.equal(halves[~short], whole[~short])
+    assert distance(halves, twins.decode_attention(q, inputs)) < 8e-4
+
+
 def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got - wanted).norm() / wanted.norm()).item()
 
