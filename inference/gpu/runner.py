@@ -58,6 +58,7 @@ from kernels.devices import launches_on
 from kernels.triton.common import Workspace
 from kernels.triton.sampling.sample import sample
 
+TIMED = 3  # replays of a captured step that tell what it takes
 log = logging.getLogger("ptq.inference")
 
 
@@ -334,6 +335,24 @@ class GpuRunner:
                 if not size.prompts or self._asks_nothing(size):
                     self._seen.add(size)
                     self._graph_for(size)
+
+    def step_times(self) -> dict[int, float]:
+        """Seconds of the captured steps of decodes by their rows, all of which stand for nothing;
+        nothing is told where other ranks would have to take part."""
+        alone = {} if self._ranks is not None else self._captured
+        found = {}
+        for size, captured in alone.items():
+            if size.prompts:
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            captured.graph.replay()
+            start.record()
+            for _ in range(TIMED):
+                captured.graph.replay()
+            end.record()
+            end.synchronize()
+            found[size.decodes] = start.elapsed_time(end) / 1000 / TIMED
+        return found
 
     def replay(self, sequences: int, times: int) -> None:
         """Launch the graph of a decode step of so many sequences again and again."""

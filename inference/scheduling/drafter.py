@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,6 +92,14 @@ class Drafter(Protocol):
 
     def note_time(self, work: Work, seconds: float) -> None:
         """Learn how long a step took, drafting included; told of every step, in their order."""
+        ...
+
+    def tell_times(self, seconds: Mapping[int, float]) -> None:
+        """Learn at the start what steps take whose attention reads nothing.
+
+        Args:
+            seconds: By rows; a step of fewer is padded to the next of these.
+        """
         ...
 
     def note_hidden(self, work: Work) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +25,8 @@ OF_ALL = 0.95  # weight of the past in a share, at the most, for each of which i
 class StepTime:
     """Seconds of a step by its rows: means of steps of a size, and lines between the sizes.
 
-    A size is up to 8 rows as they are, and then the next of 12, 16, 24, 32, 48, ...
+    A size is up to 8 rows as they are, and then the next of 12, 16, 24, 32, 48, ... Of sizes that
+    never ran that is believed which was told at the start, times what those that ran took more.
 
     Args:
         first: Seconds of any step before anything is known.
@@ -30,6 +34,7 @@ class StepTime:
 
     def __init__(self, first: float = 0.0) -> None:
         self._known: dict[int, float] = {}  # seconds by rows
+        self._told: dict[int, float] = {}  # the same, as it was told at the start
         self._noted: dict[int, int] = {}  # when last
         self._doubted: dict[int, float] = {}  # seen once
         self._count = 0
@@ -39,6 +44,14 @@ class StepTime:
     def learned(self) -> bool:
         """Whether any size is known."""
         return bool(self._known)
+
+    def tell(self, seconds: Mapping[int, float]) -> None:
+        """Learn what steps take by their rows, but for a factor; steps of fewer are padded."""
+        rows = sorted(seconds)
+        sizes = [n for n in SIZES.tolist() if rows and n <= rows[-1]]
+        self._told = {n: seconds[rows[bisect_left(rows, n)]] for n in sizes}
+        if sizes:
+            self._line = None
 
     def note(self, rows: int, seconds: float) -> None:
         """Learn from a step; of a size that is new the first is believed with the second."""
@@ -73,6 +86,9 @@ class StepTime:
                 n: s for n, s in self._known.items() if self._count < self._noted[n] + FORGOTTEN
             }
             self._known = kept
+            both = [kept[n] / self._told[n] for n in kept if n in self._told]
+            factor = float(np.mean(both)) if both else 1.0
+            kept = {n: s * factor for n, s in self._told.items()} | kept
             sizes = sorted(kept)
             seconds = np.maximum.accumulate([kept[n] for n in sizes])
             self._line = np.array(sizes, np.float64), seconds

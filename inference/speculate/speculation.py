@@ -1,7 +1,8 @@
 """How many drafts a step has: as many as bring the most tokens a second.
 
 What a step of so many rows takes is learned from the steps themselves, apart for those without
-drafts and with (a GPU is waited for then), and so is what it takes to draft a chain. Drafts of a
+drafts and with (a GPU is waited for then), and so is what it takes to draft a chain. Of sizes that
+have not run yet a GPU tells what captured steps take when they are warmed up. Drafts of a
 sequence are found with probability f, and each comes with probability p where those before it came:
 the i-th adds f p^i tokens to a step on average, and f rows. The drafts of all sequences are taken
 in the order of these gains as long as they make
@@ -10,16 +11,16 @@ in the order of these gains as long as they make
 
 larger: none, where they do not pay, as in a large batch. Then a few sequences get a few now and
 then, so that it is noticed when text becomes one that can be guessed: as often as such trials take
-no more than `FOR_TRIALS` of the time. What drafts that came saved pays for one trial more: one that
-went well is followed by another. One step of `PLAIN` has no drafts in any case, so that it stays
-known what such a step takes.
+no more than `FOR_TRIALS` of the time, in batches of many half of that. What drafts that came saved
+pays for one trial more: one that went well is followed by another. One step of `PLAIN` has no
+drafts in any case, so that it stays known what such a step takes.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,11 @@ class Speculation:
         # Of one more trial at the most; this one may be paid for before it or after it.
         self._credit = min(self._credit + saved, max(self._credit, 2 * self._price))
 
+    def tell_times(self, seconds: Mapping[int, float]) -> None:
+        """`Drafter.tell_times`."""
+        for times in (self._plain, self._verifying):
+            times.tell(seconds)
+
     @property
     def proposed(self) -> Ints:
         """How many drafts were computed, by their position in the chain."""
@@ -177,7 +183,8 @@ class Speculation:
             self._verifying.note(work.tokens, max(seconds - spent, 1e-9))
         elif not looked:  # else a GPU may have been waited for
             self._plain.note(work.tokens, seconds)
-            more = self._credit + FOR_TRIALS * seconds
+            share = FOR_TRIALS / (1 if work.tokens < TRIED else 2)  # they are dearer in large ones
+            more = self._credit + share * seconds
             self._credit = min(more, max(self._credit, self._price))
         if tries:
             spent = max(spent, self._drafting.least(TRIAL))  # more where it had to catch up

@@ -82,6 +82,20 @@ def test_sampled_requests_keep_their_random_numbers(scheme):
     assert engine.speculation.accepted.sum() >= 0.7 * sum(counts)
 
 
+def test_warming_up_tells_the_time_of_captured_steps():
+    """And leaves nothing behind: what comes is what comes without."""
+    engine = random_engine("small", "a8w8c8")
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
+    wanted = engine.generate([[5 + i] * 40 for i in range(3)], params)
+    drafted(engine, wanted, 0.7, None)
+    engine.warm_up()
+    assert engine.speculation is not None
+    told = engine.speculation._plain._told
+    assert 1e-5 < told[1] < told[64] < 0.1
+    found = engine.generate([[5 + i] * 40 for i in range(3)], params)
+    assert sum(same_as_far_as_ties(*pair) for pair in zip(found, wanted, strict=True)) > 40
+
+
 def test_a_step_gives_a_request_several_tokens():
     engine = random_engine("small", "a8w8c8")
     params = SamplingParams(max_tokens=31, ignore_eos=True, logit_bias={7: 100.0})

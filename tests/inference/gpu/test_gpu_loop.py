@@ -326,6 +326,18 @@ def test_steps_of_drafts_are_planned_while_the_one_before_runs(monkeypatch):
     assert 0 < speculation.accepted.sum() < speculation.proposed.sum()
 
 
+def test_warming_up_tells_what_steps_take():
+    _, loop, _ = make_loop(
+        EngineConfig(max_batch_size=8, max_model_len=99, kv_blocks=9), random.Random(0)
+    )
+    speculation = loop._scheduler.drafter = Speculation(Replay([], 1.0, V), 8)
+    loop.runner.step_times = lambda: {1: 1e-3, 8: 3e-3}
+    loop.warm_up()
+    for times in (speculation._plain, speculation._verifying):
+        assert times.of(np.array([1, 5])).tolist() == [1e-3, 3e-3]
+        assert not times.learned, "no step has run"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_without_memory_leave_nothing_wrong_behind(seed):
     rng = random.Random(seed)
