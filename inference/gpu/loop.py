@@ -7,9 +7,9 @@ waits for the host. A sequence that turns out to have ended has then one row too
 is dropped when it arrives. Whenever the next step depends on more than where tokens go (blocks run
 short, a request's next token is chosen on the host, or from those that its constraint allows, or
 drafts are made, which follow known tokens), the step on its way is waited for first; and so is a
-step of drafts, since where tokens go next depends on how many of them are accepted; all else of what
-follows it is planned and written while it runs (`Prepared`). Who waits for a place
-is admitted with what is free by then: a step later than it could be, at the most. A step of many
+step of drafts, since where tokens go next depends on how many of them are accepted: all else of
+the step that follows is planned and written while it runs (`Prepared`). Who waits for a place is
+admitted with what is free by then: a step later than it could be, at the most. A step of many
 tokens of prompts is waited for, too, so that who arrives meanwhile is in the next.
 """
 
