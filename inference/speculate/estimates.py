@@ -16,7 +16,7 @@ FORGOTTEN = 512  # steps of other sizes, after which what one of a size takes is
 FADING = 0.9  # weight of the past in what a step of a size takes
 OUTLIER = 5  # times what a step was expected to take: it compiled, or the machine was away
 SIZES = np.array([*range(1, 9), *(n << i for i in range(2, 20) for n in (3, 4))])  # of steps
-GROWTH = 0.25  # share of its rows by which a step larger than all that ran is taken to be slower
+GROWTH = 0.25  # by which a step is taken to be slower that has twice the rows of all that ran
 PRIOR = 0.6  # a share before anything is known
 PRIOR_WEIGHT = 4  # as many as that counts for
 OF_ALL = 0.95  # weight of the past in a share, at the most, for each of which it is told
@@ -34,6 +34,7 @@ class StepTime:
 
     def __init__(self, first: float = 0.0) -> None:
         self._known: dict[int, float] = {}  # seconds by rows
+        self._growth = GROWTH
         self._told: dict[int, float] = {}  # the same, as it was told at the start
         self._noted: dict[int, int] = {}  # when last
         self._doubted: dict[int, float] = {}  # seen once
@@ -50,8 +51,11 @@ class StepTime:
         rows = sorted(seconds)
         sizes = [n for n in SIZES.tolist() if rows and n <= rows[-1]]
         self._told = {n: seconds[rows[bisect_left(rows, n)]] for n in sizes}
-        if sizes:
-            self._line = None
+        if len(sizes) > 1:
+            self._line, most = None, sizes[-1]
+            half = max(n for n in sizes if n <= most / 2)
+            grown = 1 - self._told[half] / self._told[most]
+            self._growth = max(GROWTH, grown / (1 - half / most))
 
     def note(self, rows: int, seconds: float) -> None:
         """Learn from a step; of a size that is new the first is believed with the second."""
@@ -77,7 +81,7 @@ class StepTime:
         sizes = SIZES[np.searchsorted(SIZES, rows)]
         known, seconds = self._lines()
         more = np.maximum(sizes / known[-1] - 1, 0)
-        return np.interp(sizes, known, seconds) * (1 + GROWTH * more)
+        return np.interp(sizes, known, seconds) * (1 + self._growth * more)
 
     def _lines(self) -> tuple[Floats, Floats]:
         """Sizes of which is known what they take, and that; never less than a smaller one."""

@@ -11,9 +11,9 @@ in the order of these gains as long as they make
 
 larger: none, where they do not pay, as in a large batch. Then a few sequences get a few now and
 then, so that it is noticed when text becomes one that can be guessed: as often as such trials take
-no more than `FOR_TRIALS` of the time, in batches of many half of that. What drafts that came saved
-pays for one trial more: one that went well is followed by another. One step of `PLAIN` has no
-drafts in any case, so that it stays known what such a step takes.
+no more than `FOR_TRIALS` of the time, and less in a large batch, where drafts hardly ever pay. What
+accepted drafts saved pays for one trial more: one that went well is followed by another. One step
+of `PLAIN` has no drafts in any case, so that it stays known what such a step takes.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Speculation:
             self._verifying.note(work.tokens, max(seconds - spent, 1e-9))
         elif not looked:  # else a GPU may have been waited for
             self._plain.note(work.tokens, seconds)
-            share = FOR_TRIALS / (1 if work.tokens < TRIED else 2)  # they are dearer in large ones
+            share = FOR_TRIALS * min(1.0, (TRIED / work.tokens) ** 0.5)
             more = self._credit + share * seconds
             self._credit = min(more, max(self._credit, self._price))
         if tries:

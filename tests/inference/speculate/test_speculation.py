@@ -265,6 +265,7 @@ def test_sizes_that_never_ran_take_what_was_told_times_what_others_took_more():
     assert times.of(np.array([1, 8, 16])) == pytest.approx([3e-3, 3.3e-3, 6e-3])
     assert times.least(64) == pytest.approx(6e-3)
     assert times.of(24) > times.of(16)
+    assert times.of(32) == pytest.approx(11.4e-3)  # as 8 to 16 grow, on and on
 
 
 @pytest.mark.parametrize("first", [5.0, 1e-6])
