@@ -48,8 +48,8 @@ FLOORS = {
     "formats": """
         errors strict
         cache_scheme
-        namespace command later links memory parent files pack fp4 scheme chat_template
-        documents lock progress
+        namespace command later links memory parent files pack fp4 scheme chat_template hadamard
+        documents lock progress residual_rotation
         scale_table families
         published
         hub modeling

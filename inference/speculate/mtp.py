@@ -20,6 +20,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
+from formats.residual_rotation import rotation_seeds
 from inference.models.decoder import Decoder
 from inference.models.parts import PartLoader
 from inference.speculate.chain import NetworkBackend, Target
@@ -105,8 +106,8 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
 
     Raises:
         CheckpointError: the layer is damaged.
-        EngineError: there is none, it is another model's, transformers' code runs the model, or
-            memory is too small.
+        EngineError: there is none, it is another model's, the model is rotated and the layer is
+            not, transformers' code runs the model, or memory is too small.
     """
     model, backend = declared(target)
     checkpoint = Checkpoint.open(name or target.checkpoint.path, predicting=True)
@@ -117,6 +118,13 @@ def mtp_proposer(name: str | None, target: Target) -> HeadProposer:
             ".eh_proj). Models of DeepSeek-V3's and GLM-4.5's build are published with one; of a "
             "quantized checkpoint without it, give mtp=PATH with the folder of the original, or "
             "take ngram, suffix, draft=PATH or eagle=PATH"
+        )
+    if rotation_seeds(target.checkpoint.config) != rotation_seeds(checkpoint.config):
+        raise EngineError(
+            f"speculate: the residual stream of {target.checkpoint.path} is rotated, and the layer "
+            f"for further tokens in {checkpoint.path} knows it as it was. Take ngram, suffix, "
+            "draft=PATH or eagle=PATH, or a recipe without the method rotation, or with its "
+            "residual: false"
         )
     found, hidden = checkpoint.weight_shape(f"{layer}.eh_proj"), model.config.hidden_size
     if found != (hidden, 2 * hidden):

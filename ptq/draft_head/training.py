@@ -19,6 +19,8 @@ from transformers import LlamaConfig
 from formats.checkpoint.compressed_tensors import quantization_config
 from formats.errors import RecipeError
 from formats.files import replace_file
+from formats.residual_rotation import KEY as ROTATION
+from formats.residual_rotation import rotation_seeds
 from formats.scheme import LayerScheme, WeightSpec
 from formats.stored.weights import StoredWeight, weight_tensors
 from kernels.numerics import choose_scale, quantize
@@ -208,7 +210,7 @@ def head_config(model: Any, spec: HeadSpec) -> LlamaConfig:
     kv = max(1, heads * kv // own)
     if heads % kv:
         raise RecipeError(f"{heads} heads do not share {kv} of K and V evenly; take another number")
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         intermediate_size=spec.intermediate_size or model.intermediate_size,
@@ -220,6 +222,9 @@ def head_config(model: Any, spec: HeadSpec) -> LlamaConfig:
         rms_norm_eps=getattr(model, "rms_norm_eps", 1e-6),
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
+    if seeds := rotation_seeds(model.to_dict()):
+        config.update({ROTATION: list(seeds)})  # the basis that it is trained in
+    return config
 
 
 def _batches(ids: Tensor, spec: HeadSpec) -> Iterator[Tensor]:

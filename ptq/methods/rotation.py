@@ -35,6 +35,7 @@ from formats.families.groups import SmoothingGroup
 from formats.families.registry import family_of
 from formats.families.sizes import heads_of
 from formats.later import later
+from formats.residual_rotation import with_rotation
 from formats.scheme import LayerScheme, Scheme
 from ptq.methods.common.float_model import FloatModel, FloatModelView
 from ptq.methods.common.spec import MethodSpec, Stage
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from formats import hadamard
     from formats.families.family import Family
-    from ptq.methods.common import hadamard
 else:
-    hadamard = later("ptq.methods.common.hadamard")
+    hadamard = later("formats.hadamard")
     torch = later("torch")
 
 EMBEDDING, FINAL_NORM, HEAD = (
@@ -156,9 +157,11 @@ class RotatedCheckpoint(FloatModelView):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The model's, untied where the residual stream is rotated."""
-        untied = {"tie_word_embeddings": False} if self.spec.residual else {}
-        return {**self.source.config, **untied}
+        """The model's; untied, and with the rotation, where the residual stream is rotated."""
+        if not self.spec.residual:
+            return self.source.config
+        untied = {**self.source.config, "tie_word_embeddings": False}
+        return with_rotation(untied, self.spec.seed)
 
     @property
     def added_bytes(self) -> int:

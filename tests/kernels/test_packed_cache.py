@@ -10,9 +10,9 @@ import torch
 
 import kernels.reference as reference
 import kernels.reference_attention as reference_attention
+from formats.hadamard import hadamard_matrix
 from kernels.attention_inputs import AttentionInputs, KVPool
 from kernels.packed_cache import pack_halves, turn_size, turned, unpack_halves
-from ptq.methods.common.hadamard import hadamard_matrix
 
 
 def test_two_numbers_share_a_byte():

@@ -7,11 +7,14 @@ With h_t what some blocks of the model read at token t, side by side, and e the 
     y_t = g_t + a_t + mlp(norm(g_t + a_t))
     logits of token t + 2 = lm_head(norm(y_t))
 
-and where the model has not computed h_t yet, y_{t-1} stands for g_t.
+and where the model has not computed h_t yet, y_{t-1} stands for g_t. Where the residual stream is
+in another basis than that of the model that the head was trained for, h and e are turned into that
+(`formats.residual_rotation`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
+from formats.residual_rotation import change_of_basis
 from inference.models.decoder import Decoder
 from inference.models.parts import PartLoader
 from inference.speculate.chain import NetworkBackend, Target
@@ -36,6 +40,7 @@ class EagleHead:
         checkpoint: Where it lies.
         settings: What it says of itself.
         target: The model that it drafts for.
+        said: What config.json says of that.
         backend: Where that runs.
         longest: Most positions.
 
@@ -52,14 +57,15 @@ class EagleHead:
         checkpoint: Checkpoint,
         settings: EagleSettings,
         target: Decoder[Any, Any],
+        said: Mapping[str, Any],
         backend: NetworkBackend,
         longest: int,
     ) -> None:
         self.shape, self.taps = settings.shape, settings.taps
         parts = PartLoader(checkpoint, settings.shape, backend)
-        turn = settings.shape.rotary[0].table(longest, settings.shape.head_dim, backend.device)
+        angles = settings.shape.rotary[0].table(longest, settings.shape.head_dim, backend.device)
         self._settings, self._target, self._backend = settings, target, backend
-        self._layer = parts.layer(settings.block, *turn)
+        self._layer = parts.layer(settings.block, *angles)
         self._hidden_norm = parts.vector(f"{settings.block}.hidden_norm")
         self._fc, self._norm = parts.linear("fc"), parts.vector("norm")
         self._head = parts.linear("lm_head")
@@ -67,11 +73,13 @@ class EagleHead:
         self._embedding = None if own is None else own.to(backend.device, backend.dtype)
         targets = _targets(checkpoint, settings)
         self._targets = None if targets is None else targets.to(backend.device)
+        turn = change_of_basis(said, checkpoint.config, target.config.hidden_size)
+        self._turn = None if turn is None else turn.to(backend.device, backend.dtype)
 
     @torch.no_grad()
     def features(self, hidden: Tensor) -> Tensor:
         """[T, taps, size of the model] to [T, H]: what the block reads of each token."""
-        return self._fc(hidden.flatten(1))
+        return self._fc(self._turned(hidden).flatten(1))
 
     @torch.no_grad()
     def run(self, batch: Any, features: Tensor, pool: KVPool) -> Tensor:
@@ -95,7 +103,13 @@ class EagleHead:
         return whole.index_copy_(1, self._targets, own)
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self._target.embed(ids) if self._embedding is None else self._embedding[ids]
+        if self._embedding is not None:
+            return self._embedding[ids]
+        return self._turned(self._target.embed(ids))
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """[..., size of the model] of its residual stream in the basis that the head knows."""
+        return x if self._turn is None else x @ self._turn
 
 
 def _targets(checkpoint: Checkpoint, settings: EagleSettings) -> Tensor | None:
@@ -133,4 +147,5 @@ def eagle_proposer(name: str, target: Target) -> HeadProposer:
     settings = read_settings(checkpoint, model.config)
     require_room(f"the head {name}", checkpoint.nbytes, target, settings.shape)
     longest = longest_of(target, settings.shape)
-    return HeadProposer(EagleHead(checkpoint, settings, model, backend, longest), target)
+    head = EagleHead(checkpoint, settings, model, target.checkpoint.config, backend, longest)
+    return HeadProposer(head, target)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, EngineError
+from formats.residual_rotation import KEY
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
@@ -20,7 +21,9 @@ from inference.speculate.head import HeadProposer
 from kernels.numerics import dequantize
 from ptq.draft_head.network import HeadNetwork
 from ptq.draft_head.training import HeadSpec, frequent, head_config, write_head
+from ptq.methods.rotation import RotationSpec
 from tests.inference.speculate.requests import request_count, run_all, some_requests
+from tests.ptq.methods.test_rotation import write_view
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 PROMPTS = [[5 + i] * 45 + [9 + 3 * i] * i for i in range(4)]
@@ -161,6 +164,25 @@ def test_what_a_head_made_of_drafts_is_made_again_of_what_came(tiny_llama, refer
         held.append((pool.k[block, :, :48].float(), pool.v[block, :, :48].float()))
     for one, other in zip(*held, strict=True):  # without tokens of the last steps' drafts
         assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_a_head_serves_a_rotated_model(tiny_llama, reference, head, tmp_path):
+    """Rotated twice: what it reads is turned back. A head of the rotated model reads it as it is."""
+    once = write_view(tiny_llama, tmp_path / "once", RotationSpec(seed=3), torch.float32)
+    twice = write_view(once, tmp_path / "twice", RotationSpec(seed=5), torch.float32)
+    runner = engine(twice, head)
+    seen = spied(runner)
+    runner.generate(PROMPTS, LONG)
+    assert len(seen) > 40
+    for text, drafts in seen:
+        reference.check(text, drafts)
+    own = Reference(twice, tmp_path / "head")
+    assert json.loads((tmp_path / "head" / "config.json").read_text())[KEY] == [3, 5]
+    runner = engine(twice, tmp_path / "head")
+    seen = spied(runner)
+    runner.generate(PROMPTS[:1], LONG)
+    for text, drafts in seen:
+        own.check(text, drafts)
 
 
 def test_an_int8_head_drafts_what_its_weights_say(tiny_llama, tmp_path):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from formats.errors import CheckpointError, EngineError
+from formats.residual_rotation import with_rotation
 from inference.config import EngineConfig, SpeculateConfig
 from inference.engine import Engine
 from inference.requests.request import SamplingParams
@@ -171,3 +172,12 @@ def test_a_layer_that_lacks_a_part_is_not_run_without_it(reference, folder, tmp_
     save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"{LAYER}.{part}"):
         engine(tmp_path / "model")
+
+
+def test_a_rotated_model_and_a_layer_that_is_not_are_named(plain, reference, folder, tmp_path):
+    """Every draft would be wrong."""
+    shutil.copytree(plain, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(with_rotation(config, 0)))
+    with pytest.raises(EngineError, match="is rotated, and the layer.*residual: false"):
+        engine(tmp_path / "model", path=folder)

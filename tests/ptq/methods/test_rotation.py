@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
+from formats.hadamard import hadamard_matrix, random_rotation
+from formats.residual_rotation import rotation_seeds
 from formats.scheme import PRESETS
 from inference.engine import Engine
-from ptq.methods.common.hadamard import hadamard_matrix, random_rotation
 from ptq.methods.gptq import GPTQSpec
 from ptq.methods.rotation import RotatedCheckpoint, RotationSpec
 from ptq.methods.rtn import RTNSpec
@@ -147,6 +148,7 @@ def test_the_written_checkpoint_is_as_predicted_and_others_open_it(tiny_llama, t
     result = quantize_tokens(plan, random_tokens(), progress=False)
     checkpoint = Checkpoint.open(result.checkpoint, verify=True)
     assert checkpoint.config["tie_word_embeddings"] is False
+    assert rotation_seeds(checkpoint.config) == (0,)
     assert checkpoint.shape("lm_head.weight") == (384, 128)
     assert not torch.equal(
         checkpoint.tensor("lm_head.weight"), checkpoint.tensor("model.embed_tokens.weight")
