@@ -1,7 +1,7 @@
 """Outputs that are said beforehand: the logit of each one's next token is made the largest.
 
-It costs some microseconds a row of logits, which a run with drafts pays as one without does, for
-rows of wrong drafts, too.
+It costs some microseconds a step, which a run with drafts pays as one without does, and less than
+one for each row of logits, those of wrong drafts too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ForcedLogits:
         """Logits [R, vocabulary] of a step."""
         logits = self._forward(batch)
         starts, positions = batch.query_start.tolist(), batch.positions.tolist()
-        rows, at = batch.rows.tolist(), 0
+        rows, at, forced, tokens = batch.rows.tolist(), 0, list[int](), list[int]()
         for i, block in enumerate(batch.block_tables[:, 0].tolist()):
             start, end = starts[i], starts[i + 1]
             if positions[start] == 0:
@@ -47,8 +47,10 @@ class ForcedLogits:
             while at < len(rows) and rows[at] < end:
                 following = positions[rows[at]] + 1
                 if following < len(text):  # else it is the row of a draft behind the end
-                    logits[at, text[following]] = LARGEST
+                    forced.append(at)
+                    tokens.append(text[following])
                 at += 1
+        logits.numpy()[forced, tokens] = LARGEST
         return logits
 
     def _text(self, begun: tuple[int, ...]) -> tuple[int, ...]:
