@@ -236,7 +236,7 @@ class GpuRunner:
 
     def prepare(self, work: Work) -> Prepared | None:
         """Write the arrays of a step of single tokens and drafts before it is known where these
-        stand; None where more of the arrays depends on that."""
+        stand; None where biases or the size of the step depend on that, too."""
         rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
         size, batch, owners = self._size(rows), work.batch, rows.places
         made = rows.starts + rows.counts - batch.prompt[owners]
@@ -253,7 +253,7 @@ class GpuRunner:
 
         Args:
             work: What runs.
-            prepared: What `prepare` gave for it, if it did, some tokens ago.
+            prepared: What `prepare` gave for the same work, fewer tokens on; None without.
 
         Raises:
             EngineError: memory is too small for it.

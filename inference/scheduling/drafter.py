@@ -63,9 +63,9 @@ class Drafter(Protocol):
         ...
 
     def plan_ahead(self, batch: RunningBatch, places: Ints, most: Ints, room: int) -> Ints:
-        """The same for the step behind one that runs, with what is known before that has ended.
+        """As `plan`, for the step behind one that still runs.
 
-        Nothing is noted: the step may come to be planned again, when it has.
+        Nothing is noted: the step may be planned again when that one has ended.
         """
         ...
 
@@ -80,13 +80,13 @@ class Drafter(Protocol):
         ...
 
     def note_accepted(self, batch: RunningBatch, work: Work, which: Ints, accepted: Ints) -> None:
-        """Learn which drafts were what came.
+        """Learn which drafts were accepted.
 
         Args:
             batch: The sequences; some may have ended since.
             work: The step.
             which: Indices of its slices that had drafts and whose first new token was chosen.
-            accepted: How many of each one's drafts came.
+            accepted: How many of each one's drafts were.
         """
         ...
 

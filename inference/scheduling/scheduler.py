@@ -141,20 +141,21 @@ class Scheduler:
         self._release(sequence, failed=failed)
 
     def look_ahead(self, work: Work) -> Work | None:
-        """The step behind a step of drafts that runs on a device, as if none of them came.
+        """The step behind a step of drafts that runs on a device, as if none were accepted.
 
-        How many came is all that is not known of it then, and which drafts it has. Blocks are
-        taken for it, however many come. None where more than that may change: requests wait, or a
-        sequence may end, shares blocks or has its next token chosen by the host or under a mask.
+        Where its tokens stand, which depends on that, and its drafts are all that is not known of
+        it. Blocks are taken for it, however many are accepted. None where more may change: requests
+        wait, or a sequence may end, shares blocks, is not computed yet or has its next token chosen
+        by the host or under a mask.
         """
         batch, places = self.batch, work.places
         waits = self.waiting or self.blocks.shares_partly_filled
         if self.drafter is None or waits or not np.array_equal(places, self.order):
             return None
         others = work.host | work.whole | batch.masked[places] | batch.held_by_client[places]
-        if work.prompt_tokens or others.any():
+        if work.prompt_tokens or others.any() or not work.samples.all():
             return None
-        length = work.starts + 2 + work.drafts  # if all of them come
+        length = work.starts + 2 + work.drafts  # if all are accepted
         most = batch.last[places] - length
         if most.min() < 1:
             return None
@@ -262,7 +263,7 @@ class Scheduler:
         return able & ~(batch.held_by_client[places] | batch.whole[places])
 
     def _drafted(self, ahead: Work) -> Work:
-        """What `look_ahead` gave, where its tokens stand, with drafts as far as there are any."""
+        """What `look_ahead` gave, at where its tokens stand now, with as many drafts as found."""
         batch, places, some = self.batch, ahead.places, ahead.drafts > 0
         drafts = ahead.drafts.copy()
         assert self.drafter is not None

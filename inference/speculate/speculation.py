@@ -79,7 +79,7 @@ class Speculation:
         self._looked = self._tries = self._asked = False  # in this step
         self._spent = 0.0  # seconds of its drafting
         self._proposed, self._accepted = (np.zeros(self._most, np.int64) for _ in range(2))
-        self._counted: list[tuple[Ints, Ints]] = []  # drafts of steps, and those that came
+        self._counted: list[tuple[Ints, Ints]] = []  # drafts of steps, and how many were accepted
         self.steps = 0
 
     def wants(self, sequences: int) -> bool:
@@ -152,18 +152,18 @@ class Speculation:
 
     @property
     def proposed(self) -> Ints:
-        """How many drafts were computed, by their position in the chain."""
+        """How many drafts were verified, by their position in the chain: int64 [depth]."""
         self._count()
         return self._proposed
 
     @property
     def accepted(self) -> Ints:
-        """How many of them came."""
+        """How many of them were accepted, likewise."""
         self._count()
         return self._accepted
 
     def _count(self) -> None:
-        """Count drafts that were noted, all at once: a step is to take no time for it."""
+        """Count the drafts that were noted since: not in each step, whose time it would take."""
         noted, self._counted = self._counted, []
         position = np.arange(self._most)
         for drafts, accepted in noted:
