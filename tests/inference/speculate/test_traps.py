@@ -115,6 +115,31 @@ def test_drafts_behind_a_stop_text_are_not_taken(tiny_llama, kind):
     assert replay.reached_behind(len(PROMPT) + len(wanted[0]))
 
 
+def test_drafts_behind_a_stop_text_of_a_plain_greedy_request_are_not_taken(tiny_llama):
+    """Of such requests all tokens of a step are looked at together, where no text stops them."""
+    runner, found = engine(tiny_llama), 0
+    values: dict = {"max_tokens": 40, "ignore_eos": True}
+    for prompt in ([*range(start, start + 20)] for start in range(20, 120, 11)):
+        whole, text, *_ = answer(runner, SamplingParams(**values), prompt)
+        stop = runner.tokenizer.decode(whole[2:6])
+        if not (stop and stop.isascii()):
+            continue
+        params, found = SamplingParams(**values, stop=(stop,)), found + 1
+        wanted = answer(runner, params, prompt)
+        count = len(wanted[0])
+        assert wanted[:3] == (whole[:count], text[: text.index(stop)], "stop")
+        assert 1 < count <= 6
+        replay = drafted(runner, [[*prompt, *whole]])
+        assert answer(runner, params, prompt) == wanted
+        assert replay.reached_behind(len(prompt) + count)
+        later = SamplingParams(**values, stop=(stop,), min_tokens=12)  # though the text is there
+        several = answer(runner, later, prompt)
+        runner.speculate_by(None)
+        assert several == answer(runner, later, prompt)
+        assert len(several[0]) >= 12
+    assert found > 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_that_may_not_come_yet_is_not_taken(tiny_llama, kind):
     """Drafts are end tokens, which the model wants all the time, and `min_tokens` forbids."""
