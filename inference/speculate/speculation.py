@@ -44,7 +44,7 @@ MEMORY = 0.85  # weight of the past in p, for each draft that was looked at
 MEMORY_OF_FOUND = 0.5  # weight of the past in f: where some are found, some are found behind them
 RAREST = 0.02  # least f that is believed
 UNCOUNTED = 256  # steps whose drafts are noted before they are counted
-MARGIN = 1.05  # tokens a second with drafts, of those without, from which on drafts are made
+MARGIN = 1.08  # tokens a second with drafts, of those without, from which on drafts are made
 
 
 class Speculation:
@@ -141,7 +141,7 @@ class Speculation:
         self._chance[places] = past * self._chance[places] + (1 - past) * accepted / looked_at
         came, count = int(accepted.sum()), len(work)
         self._chance_of_all.note(came, int(looked_at.sum()))
-        saved = came * self._plain.least(count) / count
+        saved = _worth(count) * came * self._plain.least(count) / count
         # Of one more trial at the most; this one may be paid for before it or after it.
         self._credit = min(self._credit + saved, max(self._credit, 2 * self._price))
 
@@ -183,8 +183,7 @@ class Speculation:
             self._verifying.note(work.tokens, max(seconds - spent, 1e-9))
         elif not looked:  # else a GPU may have been waited for
             self._plain.note(work.tokens, seconds)
-            share = FOR_TRIALS * min(1.0, (TRIED / work.tokens) ** 0.5)
-            more = self._credit + share * seconds
+            more = self._credit + FOR_TRIALS * _worth(len(work)) * seconds
             self._credit = min(more, max(self._credit, self._price))
         if tries:
             spent = max(spent, self._drafting.least(TRIAL))  # more where it had to catch up
@@ -261,6 +260,11 @@ class Speculation:
     def _times_with_drafts(self) -> StepTime:
         """What steps with drafts take; before any ran, what those without do."""
         return self._verifying if self._verifying.learned else self._plain
+
+
+def _worth(sequences: int) -> float:
+    """How much of what pays for trials counts, from 1 down: of many sequences drafts hardly pay."""
+    return min(1.0, (TRIED / sequences) ** 0.5)
 
 
 def _within(drafts: Ints, room: int) -> Ints:
