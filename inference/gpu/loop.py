@@ -23,6 +23,7 @@ from torch import Tensor
 from inference.gpu.runner import GpuRunner, Launched, Prepared
 from inference.requests.step_result import StepResult
 from inference.scheduling.active import ActiveRequests
+from inference.scheduling.batch import Bools, Ints
 from inference.scheduling.scheduler import Scheduler
 from inference.scheduling.work import Work
 
@@ -91,6 +92,8 @@ class DeviceLoop:
         self._scheduler.note_time(work, now - max(self._collected, launched.at))
         self._collected = now
         alive = work.alive()  # others have ended since
+        spoiled = alive & _spoiled_by_drafts(launched, tokens)
+        alive &= ~spoiled
         drafter = self._scheduler.drafter
         if launched.hidden and drafter is not None:
             drafter.note_hidden(work.taken(alive))
@@ -101,6 +104,8 @@ class DeviceLoop:
         read = np.flatnonzero(alive & work.host & (work.rows > 0))
         if len(read):
             result += self._requests.take_logits(work, read, launched.logits_of(read))
+        for place in work.places[spoiled].tolist():
+            self._scheduler.recompute(place)
         return result
 
     def score(self, work: Work) -> Tensor:
@@ -164,3 +169,18 @@ class DeviceLoop:
         on_its_way = work.samples & ~work.host & (work.drafts == 0)
         self._scheduler.batch.expect(work.places[on_its_way])
         return launched
+
+
+def _spoiled_by_drafts(launched: Launched, tokens: Ints) -> Bools:
+    """Which slices have drafts and a row whose logits are not finite.
+
+    The V of a wrong draft need not be finite, and attention multiplies what is behind a sequence's
+    last token by 0: 0 times NaN is NaN. What comes without drafts is found by computing the
+    sequence again.
+    """
+    work, firsts = launched.work, launched.firsts
+    spoiled = np.zeros(len(work), np.bool_)
+    if work.drafts.any() and (tokens < 0).any():
+        for i in np.flatnonzero(work.drafts).tolist():
+            spoiled[i] = (tokens[firsts[i] : firsts[i] + work.drafts[i] + 1] < 0).any()
+    return spoiled

@@ -205,6 +205,14 @@ class Scheduler:
         for place in places[work.starts < batch.promised[places]].tolist():
             self.blocks.note_computed(batch.names[place], int(batch.computed[place]))
 
+    def recompute(self, place: int) -> None:
+        """Compute the sequence at a place again; nothing of what its blocks hold is used again."""
+        sequence = self.batch.sequences[place]
+        assert sequence is not None
+        sequence.cacheable = False
+        self._preempt(sequence)
+        sequence.cacheable = True
+
     def note_time(self, work: Work, seconds: float) -> None:
         """Learn how long a step took, to choose how many tokens of prompts the next ones have, and
         how many drafts."""

@@ -329,6 +329,35 @@ def others_live(path: str, triton: bool):
     assert torch.isfinite(engine.score(prompt(5))).all()
 
 
+def test_what_a_wrong_draft_left_in_the_cache_harms_nobody(tmp_path):
+    wrong_drafts_harm_nobody(checkpoint_of(tmp_path, "float"))
+
+
+@interpreted
+def wrong_drafts_harm_nobody(path: str):
+    """Its K and V are not finite, and lie behind the last token of the sequence that rejects it."""
+    from inference.requests.request import SamplingParams
+    from tests.inference.speculate.test_wrong_drafts import InPlaceOf
+
+    engine = engine_of(path, kv_blocks=4)
+    poison, tokens = 77, [9, 8, 7]
+    params = SamplingParams(max_tokens=7, ignore_eos=True, logit_bias={poison: -100.0})
+    engine.model.embedding[poison] = float("inf")
+    wanted = engine.generate([tokens], params)[0]
+    assert wanted.finish_reason == "length"
+    text = [*tokens, *wanted.token_ids]
+    others = {len(tokens) + 1: poison, len(text) - 2: poison}  # also in the last step
+    proposer = InPlaceOf(text, others, follows=False)
+    engine.speculate_by(proposer, 2)
+    found = engine.generate([tokens], params)[0]
+    assert (found.token_ids, found.finish_reason) == (wanted.token_ids, "length")
+    assert proposer.proposed == 3
+    assert engine.stats().preemptions > 0
+    engine.speculate_by(None)
+    assert all(torch.isfinite(engine.score(prompt(5))).all() for _ in range(4)), "in each block"
+    engine.check_integrity()
+
+
 def test_prompts_without_memory_for_a_graph_run_all_the_same(tmp_path):
     no_memory_for_graphs(checkpoint_of(tmp_path, "w8"))
 
