@@ -211,7 +211,7 @@ class Speculation:
         if wanted.any():
             self._resting = 0
             return wanted
-        self._credit = min(self._credit, AT_FIRST * self._plain.least(count))
+        self._credit = min(self._credit, AT_FIRST * _worth(count) * self._plain.least(count))
         due, self._resting = self._price > 0 and self._credit >= self._price, count
         tried = np.argsort(self._tried[places], kind="stable")[: max(1, count // TRIED)]
         rows = count + TRIAL * float(self._found[places[tried]].sum())
