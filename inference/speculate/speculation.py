@@ -3,9 +3,10 @@
 What a step of so many rows takes is learned from the steps themselves, apart for those without
 drafts and with (a GPU is waited for then), and so is what it takes to draft a chain. Of sizes that
 have not run yet a GPU tells what captured steps take when they are warmed up. Drafts of a
-sequence are found with probability f, and each comes with probability p where those before it came:
-the i-th adds f p^i tokens to a step on average, and f rows. The drafts of all sequences are taken
-in the order of these gains as long as they make
+sequence are found with probability f, the first is accepted with probability q, and each that
+follows with probability p where those before it were: the i-th adds f q p^(i - 1) tokens to a step
+on average, and f rows. The drafts of all sequences are taken in the order of these gains as long as
+they make
 
     (tokens of the step) / (seconds of the step)
 
@@ -65,8 +66,8 @@ class Speculation:
         self._reader = proposer if isinstance(proposer, HiddenStateProposer) else None
         self.reads = None if self._reader is None else self._reader.reads
         self._most = MOST_DEPTH if depth is None else depth
-        self._found, self._chance = np.zeros(places + 1), np.zeros(places + 1)
-        self._found_by_all, self._chance_of_all = Share(), Share()
+        self._found, self._first, self._chance = (np.zeros(places + 1) for _ in range(3))
+        self._found_by_all, self._first_of_all, self._chance_of_all = Share(), Share(), Share()
         self._serial = np.full(places + 1, -1, np.int64)
         self._tried = np.zeros(places + 1, np.int64)  # the step in which one was tried last
         self._resting = 0  # as many sequences ran when drafts paid for none; 0: they pay
@@ -99,6 +100,7 @@ class Speculation:
         new = self._serial[places] != batch.serial[places]
         fresh = places[new]
         self._found[fresh] = self._found_by_all.mean
+        self._first[fresh] = self._first_of_all.mean
         self._chance[fresh] = self._chance_of_all.mean
         self._serial[fresh], self._tried[fresh] = batch.serial[fresh], 0
         wanted = most if self._depth is not None else self._paying_or_tried(places, most)
@@ -136,11 +138,15 @@ class Speculation:
             self._count()
         if self._depth is not None:
             return
-        looked_at = np.minimum(accepted + 1, drafts)  # behind a wrong one nothing is known
-        past = MEMORY**looked_at
-        self._chance[places] = past * self._chance[places] + (1 - past) * accepted / looked_at
+        begun = accepted > 0
+        self._first[places] = MEMORY * self._first[places] + (1 - MEMORY) * begun
+        self._first_of_all.note(int(np.count_nonzero(begun)), len(begun))
+        later = np.minimum(accepted, drafts - 1)  # looked at: behind a wrong one nothing is known
+        right, past = np.maximum(accepted - 1, 0), MEMORY**later
+        own = (1 - past) * right / np.maximum(later, 1)
+        self._chance[places] = past * self._chance[places] + own
+        self._chance_of_all.note(int(right.sum()), int(later.sum()))
         came, count = int(accepted.sum()), len(work)
-        self._chance_of_all.note(came, int(looked_at.sum()))
         saved = _worth(count) * came * self._plain.least(count) / count
         # Of one more trial at the most; this one may be paid for before it or after it.
         self._credit = min(self._credit + saved, max(self._credit, 2 * self._price))
@@ -233,7 +239,8 @@ class Speculation:
         found = np.broadcast_to(self._found[places, None], (len(places), len(position)))
         # A sequence's own p is a guess from few drafts: the largest of many is mostly too large.
         chance = (self._chance[places, None] + self._chance_of_all.mean) / 2
-        gains = found * chance ** position.astype(np.float64)
+        first = (self._first[places, None] + self._first_of_all.mean) / 2
+        gains = found * first * chance ** (position - 1.0)
         gains = np.where(position <= most[:, None], gains, 0.0).ravel()
         order = np.argsort(-gains, kind="stable")  # of a sequence the first draft comes first
         chain = np.maximum.accumulate(order % len(position) + 1)
