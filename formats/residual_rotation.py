@@ -12,6 +12,7 @@ where R is the product of `formats.hadamard.random_rotation` of each.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from formats.errors import CheckpointError
@@ -68,11 +69,5 @@ def change_of_basis(
     seeds, wanted = rotation_seeds(source), rotation_seeds(target)
     if seeds == wanted:
         return None
-    return _product(seeds, size).T @ _product(wanted, size)
-
-
-def _product(seeds: tuple[int, ...], size: int) -> Tensor:
-    product = torch.eye(size, dtype=torch.float64)
-    for seed in seeds:
-        product = product @ hadamard.random_rotation(size, seed)
-    return product
+    back = [hadamard.random_rotation(size, seed).T for seed in reversed(seeds)]
+    return reduce(torch.matmul, back + [hadamard.random_rotation(size, seed) for seed in wanted])

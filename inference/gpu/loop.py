@@ -67,7 +67,7 @@ class DeviceLoop:
         drafted = self._scheduler.wants_drafts
         if result and not drafted:
             return result  # the next step is another one now
-        work = self._scheduler.schedule(ahead.work if ahead is not None and drafted else None)
+        work = self._scheduler.schedule(ahead.work if ahead and drafted else None)
         if not len(work):
             result += self.settle()
             return result
@@ -126,7 +126,7 @@ class DeviceLoop:
             self.runner.tell_hidden(scheduler.drafter.reads)
         self._warm(sequences, scheduler.max_batched_tokens, rows)
         if scheduler.drafter is not None:
-            scheduler.drafter.tell_times(self.runner.step_times())
+            scheduler.drafter.learn_times(self.runner.step_times)
 
     def replay(self, sequences: int, times: int) -> None:
         """Launch the graph of a step of so many decodes again and again, for measurements."""
@@ -178,9 +178,10 @@ def _spoiled_by_drafts(launched: Launched, tokens: Ints) -> Bools:
     last token by 0: 0 times NaN is NaN. What comes without drafts is found by computing the
     sequence again.
     """
-    work, firsts = launched.work, launched.firsts
-    spoiled = np.zeros(len(work), np.bool_)
-    if work.drafts.any() and (tokens < 0).any():
-        for i in np.flatnonzero(work.drafts).tolist():
-            spoiled[i] = (tokens[firsts[i] : firsts[i] + work.drafts[i] + 1] < 0).any()
+    drafts = launched.work.drafts
+    spoiled = np.zeros(len(drafts), np.bool_)
+    if drafts.any() and (tokens < 0).any():
+        firsts = launched.firsts
+        for i in np.flatnonzero(drafts).tolist():
+            spoiled[i] = (tokens[firsts[i] : firsts[i] + drafts[i] + 1] < 0).any()
     return spoiled

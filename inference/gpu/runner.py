@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -161,10 +161,10 @@ class Captured:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step whose arrays are written but for where its tokens stand, and which they are.
+    """A step whose arrays are written; before it is launched its tokens may move on.
 
     Attributes:
-        work: What runs, wherever its tokens will stand.
+        work: What runs.
         rows: The same with drafts as slices of their own.
         parts: How many of `rows` each slice of `work` has.
         plan: What the device is told.
@@ -180,8 +180,13 @@ class Prepared:
     places: Ints
 
     def precedes(self, work: Work) -> bool:
-        """Whether work is this one, further on."""
+        """Whether work is this one, some tokens further on: what `Work.moved` gave of it."""
         return work.counts is self.work.counts
+
+    def moved(self, work: Work) -> Prepared:
+        """The same for work that it `precedes`; the arrays are as they were."""
+        by = np.repeat(work.starts - self.work.starts, self.parts)
+        return replace(self, work=work, rows=self.rows.moved(by))
 
 
 class GpuRunner:
@@ -237,16 +242,15 @@ class GpuRunner:
     def prepare(self, work: Work) -> Prepared | None:
         """Write the arrays of a step of single tokens and drafts before it is known where these
         stand; None where biases or the size of the step depend on that, too."""
-        rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
-        size, batch, owners = self._size(rows), work.batch, rows.places
-        made = rows.starts + rows.counts - batch.prompt[owners]
+        batch, owners = work.batch, work.places
+        made = work.starts + 1 - batch.prompt[owners]
         early = batch.bias_spans[owners].any(axis=(1, 2)) & (made < batch.bias_until[owners])
-        if not isinstance(size, Size) or size.prompts or early.any():
+        if early.any():
             return None
-        plan, block = self._planned(rows, size)
-        if plan.edits is not None:
-            return None
-        return Prepared(work, rows, parts, plan, block, places(rows, size))
+        found = self._prepared(work)
+        size = found.plan.size
+        fits = isinstance(size, Size) and not size.prompts and found.plan.edits is None
+        return found if fits else None
 
     def launch(self, work: Work, prepared: Prepared | None = None) -> Launched:
         """Start a step; what it reads was put on its way before it, nothing is waited for.
@@ -259,16 +263,11 @@ class GpuRunner:
             EngineError: memory is too small for it.
         """
         if prepared is None:
-            work = work.decodes_first()  # attention takes single tokens first
-            rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
-            plan, block = self._planned(rows, self._size(rows))
-            own = places(rows, plan.size)
+            step = self._prepared(work.decodes_first())  # attention takes single tokens first
         else:
-            parts, plan, block, own = (
-                prepared.parts, prepared.plan, prepared.block, prepared.places
-            )  # fmt: skip
-            rows = prepared.rows.moved(np.repeat(work.starts - prepared.work.starts, parts))
-            write_moved(block.arrays, rows)
+            step = prepared.moved(work)
+            write_moved(step.block.arrays, step.rows)
+        plan = step.plan
         if self._ranks is not None:
             self._ranks.tell(plan)
         try:
@@ -278,10 +277,10 @@ class GpuRunner:
                 raise
             free = free_bytes(self._device)
             raise too_small("a step", self._device, free, 0, OF_STEPS) from error
-        block.moved = executed.done
+        step.block.moved = executed.done
         if plan.edits is not None:
-            self._edits.note(rows, plan.edits)
-        return Launched(work, rows, executed, own, parts)
+            self._edits.note(step.rows, plan.edits)
+        return Launched(step.work, step.rows, executed, step.places, step.parts)
 
     def execute(self, plan: StepPlan) -> Executed:
         """Start a planned step; nothing is waited for."""
@@ -379,6 +378,12 @@ class GpuRunner:
         if size.prompts and (self._invariant or not self._asks_nothing(size)):
             return whole_size(work)  # (invariant: logits of few tokens are wanted)
         return size
+
+    def _prepared(self, work: Work) -> Prepared:
+        """A step whose arrays are written, wherever its tokens stand now."""
+        rows, parts = work.row_by_row(every=self._invariant), work.parts(every=self._invariant)
+        plan, block = self._planned(rows, self._size(rows))
+        return Prepared(work, rows, parts, plan, block, places(rows, plan.size))
 
     def _planned(self, work: Work, size: Size | WholeSize) -> tuple[StepPlan, HostBlock]:
         """A step as the device is told of it, and the block that says so."""

@@ -94,11 +94,12 @@ class Drafter(Protocol):
         """Learn how long a step took, drafting included; told of every step, in their order."""
         ...
 
-    def tell_times(self, seconds: Mapping[int, float]) -> None:
+    def learn_times(self, measure: Callable[[], Mapping[int, float]]) -> None:
         """Learn at the start what steps take whose attention reads nothing.
 
         Args:
-            seconds: By rows; a step of fewer is padded to the next of these.
+            measure: Gives seconds by rows, a step of fewer being padded to the next of these; it
+                takes a while, and is called only where they are used.
         """
         ...
 

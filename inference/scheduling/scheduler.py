@@ -172,9 +172,10 @@ class Scheduler:
             ahead: What `look_ahead` gave for it, if the step before has ended since.
         """
         batch, order = self.batch, self.order
-        same = ahead is not None and len(ahead) == len(order) and ahead.alive().all()
-        if ahead is not None and same and not self.waiting:
-            return self._drafted(ahead)
+        if ahead is not None:
+            same = len(ahead) == len(order) and ahead.alive().all()
+            if same and not self.waiting:
+                return self._drafted(ahead)
         left = batch.length[order] - batch.computed[order]
         counts = np.where(np.cumsum(left == 1) <= self.max_batched_tokens, left == 1, 0)
         waiting = self._first_to_start()

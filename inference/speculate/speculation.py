@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +80,7 @@ class Speculation:
         self._looked = self._tries = self._asked = False  # in this step
         self._spent = 0.0  # seconds of its drafting
         self._proposed, self._accepted = (np.zeros(self._most, np.int64) for _ in range(2))
-        self._counted: list[tuple[Ints, Ints]] = []  # drafts of steps, and how many were accepted
+        self._uncounted: list[tuple[Ints, Ints]] = []  # drafts of steps, and how many were accepted
         self.steps = 0
 
     def wants(self, sequences: int) -> bool:
@@ -133,8 +133,8 @@ class Speculation:
         """`Drafter.note_accepted`."""
         drafts, places = work.drafts[which], work.places[which]
         self.steps += len(which)
-        self._counted.append((drafts, accepted))
-        if len(self._counted) > UNCOUNTED:
+        self._uncounted.append((drafts, accepted))
+        if len(self._uncounted) > UNCOUNTED:
             self._count()
         if self._depth is not None:
             return
@@ -147,12 +147,15 @@ class Speculation:
         self._chance[places] = past * self._chance[places] + own
         self._chance_of_all.note(int(right.sum()), int(later.sum()))
         came, count = int(accepted.sum()), len(work)
-        saved = _worth(count) * came * self._plain.least(count) / count
+        saved = _trial_share(count) * came * self._plain.least(count) / count
         # Of one more trial at the most; this one may be paid for before it or after it.
         self._credit = min(self._credit + saved, max(self._credit, 2 * self._price))
 
-    def tell_times(self, seconds: Mapping[int, float]) -> None:
-        """`Drafter.tell_times`."""
+    def learn_times(self, measure: Callable[[], Mapping[int, float]]) -> None:
+        """`Drafter.learn_times`."""
+        if self._depth is not None:
+            return
+        seconds = measure()
         for times in (self._plain, self._verifying):
             times.tell(seconds)
 
@@ -170,7 +173,7 @@ class Speculation:
 
     def _count(self) -> None:
         """Count the drafts that were noted since: not in each step, whose time it would take."""
-        noted, self._counted = self._counted, []
+        noted, self._uncounted = self._uncounted, []
         position = np.arange(self._most)
         for drafts, accepted in noted:
             self._proposed += np.count_nonzero(drafts[:, None] > position, axis=0)
@@ -189,7 +192,7 @@ class Speculation:
             self._verifying.note(work.tokens, max(seconds - spent, 1e-9))
         elif not looked:  # else a GPU may have been waited for
             self._plain.note(work.tokens, seconds)
-            more = self._credit + FOR_TRIALS * _worth(len(work)) * seconds
+            more = self._credit + FOR_TRIALS * _trial_share(len(work)) * seconds
             self._credit = min(more, max(self._credit, self._price))
         if tries:
             spent = max(spent, self._drafting.least(TRIAL))  # more where it had to catch up
@@ -217,7 +220,7 @@ class Speculation:
         if wanted.any():
             self._resting = 0
             return wanted
-        self._credit = min(self._credit, AT_FIRST * _worth(count) * self._plain.least(count))
+        self._credit = min(self._credit, AT_FIRST * _trial_share(count) * self._plain.least(count))
         due, self._resting = self._price > 0 and self._credit >= self._price, count
         tried = np.argsort(self._tried[places], kind="stable")[: max(1, count // TRIED)]
         rows = count + TRIAL * float(self._found[places[tried]].sum())
@@ -269,8 +272,9 @@ class Speculation:
         return self._verifying if self._verifying.learned else self._plain
 
 
-def _worth(sequences: int) -> float:
-    """How much of what pays for trials counts, from 1 down: of many sequences drafts hardly pay."""
+def _trial_share(sequences: int) -> float:
+    """What share of the time that trials may take in a small batch they may take in one of so many
+    sequences: the more there are, the less likely drafts pay."""
     return min(1.0, (TRIED / sequences) ** 0.5)
 
 

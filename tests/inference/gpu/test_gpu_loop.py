@@ -336,6 +336,9 @@ def test_warming_up_tells_what_steps_take():
     for times in (speculation._plain, speculation._verifying):
         assert times.of(np.array([1, 5])).tolist() == [1e-3, 3e-3]
         assert not times.learned, "no step has run"
+    loop._scheduler.drafter = Speculation(Replay([], 1.0, V), 8, depth=4)
+    loop.runner.step_times = lambda: pytest.fail("a depth that is given needs no times")
+    loop.warm_up()
 
 
 @pytest.mark.parametrize("seed", range(6))
