@@ -80,7 +80,11 @@ class DecoderBlock:
         device: Where its weights are.
         inputs: Hidden states of each sample: [tokens, hidden], in the host's memory.
         quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
+        sinks: Tokens at the beginning of each sample that are shown to nobody who looks at all the
+            others (`calibrate.sinks`).
     """
+
+    sinks = 0
 
     def __init__(
         self,
@@ -146,23 +150,25 @@ class DecoderBlock:
         on_kv: OnKV | None = None,
         on_route: OnRoute | None = None,
         cache: Cache | None = None,
+        on_sinks: OnInput | None = None,
     ) -> Tensor:
         """Run one sample through the block as it is now.
 
         Args:
             sample: Index into `inputs`.
-            on_input: Called with each linear layer's full name and its input [tokens, in]; layers
-                of experts see every token.
-            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim]; of latent
-                attention with what is cached in their place.
+            on_input: Called with each linear layer's full name and its input [tokens, in], sink
+                tokens left out; layers of experts see every other token.
+            on_kv: Called with K after RoPE and V, both [tokens, kv heads, head_dim], sink tokens
+                left out; of latent attention with what is cached in their place.
             on_route: Called with the full name of the experts and how many tokens the router sends
                 to each of them: int64 [experts].
-            cache: Makes of the same what attention reads of them.
+            cache: Makes of K and V, those of sink tokens with them, what attention reads.
+            on_sinks: As `on_input`, of the sink tokens alone.
 
         Returns:
             Hidden states [tokens, hidden], on the block's device.
         """
-        with self._hooks(on_input, on_kv, on_route, cache):
+        with self._hooks(on_input, on_kv, on_route, cache, on_sinks):
             return self.forward(self.inputs[sample])
 
     @torch.no_grad()
@@ -174,15 +180,17 @@ class DecoderBlock:
         on_route: OnRoute | None = None,
         samples: Sequence[int] | None = None,
         begin: Callable[[int], None] = lambda _: None,
+        on_sinks: OnInput | None = None,
     ) -> list[Tensor]:
         """`run` on some samples, checked, in the host's memory: hidden states for the next block.
 
         Args:
-            on_input: As of `run`, like the next two.
+            on_input: As of `run`, like the next two and the last.
             on_kv: As of `run`.
             on_route: As of `run`.
             samples: Indices into `inputs`, in the order in which they run; None for all.
             begin: Called with each of them before it runs.
+            on_sinks: As of `run`.
 
         Raises:
             RecipeError: they hold NaN or infinity.
@@ -196,7 +204,7 @@ class DecoderBlock:
             sums.append(out.sum())
             return out
 
-        with self._hooks(on_input, on_kv, on_route, None):
+        with self._hooks(on_input, on_kv, on_route, None, on_sinks):
             found = passed_through([self.inputs[i] for i in order], step, self.device)
         fine = torch.stack(sums).isfinite().tolist() if sums else []
         if not all(good or bool(x.isfinite().all()) for good, x in zip(fine, found, strict=True)):
@@ -217,8 +225,9 @@ class DecoderBlock:
                 [rows, out], and of an expert's layer with the tokens that came to it, int64 [rows],
                 and how many the sample has, else with None and 0; of the layers that make K and V
                 with their input [rows, in], else with None.
-            on_kv: Called with `k_cache` or `v_cache` and the gradient [tokens, kv heads, D] of what
-                `run` shows; of latent attention of what is cached in their place.
+            on_kv: Called with `k_cache` or `v_cache` and the gradient [tokens, kv heads, D] of K or
+                V; of latent attention of what is cached in their place. Gradients of sink tokens
+                are shown as 0.
 
         Returns:
             The gradient of its inputs, in the host's memory.
@@ -266,17 +275,32 @@ class DecoderBlock:
                     run.add(name)
                     tokens, count = rows.get(expert, (None, 0))
                     x = args[0].detach().flatten(0, -2) if name in cached else None
+
+                    def show(g: Tensor) -> None:
+                        rows = self._without_sinks(g.flatten(0, -2), tokens)
+                        on_output(name, rows, tokens, count, x)
+
                     if isinstance(out, Tensor) and out.requires_grad:  # not a router's choice
-                        out.register_hook(
-                            lambda g: on_output(name, g.flatten(0, -2), tokens, count, x)
-                        )
+                        out.register_hook(show)
 
                 stack.callback(linear.register_forward_hook(hook).remove)
             names = self.family and self.family.attention
             latent = names if isinstance(names, LatentAttention) else None
             attention = self.submodule(self.attention)
-            stack.enter_context(watched_gradients(attention, latent, on_kv))
+
+            def show_kv(role: str, g: Tensor) -> None:
+                on_kv(role, self._without_sinks(g, None))
+
+            stack.enter_context(watched_gradients(attention, latent, show_kv))
             yield
+
+    def _without_sinks(self, g: Tensor, tokens: Tensor | None) -> Tensor:
+        """Gradients [rows, ...], those of sink tokens 0; `tokens` tells which tokens rows are."""
+        if not self.sinks:
+            return g
+        own = torch.arange(len(g), device=g.device) if tokens is None else tokens
+        kept = (own >= self.sinks).view(-1, *(1,) * (g.dim() - 1))
+        return g * kept
 
     def _cached_layers(self) -> set[str]:
         """Full names of the linear layers that make K and V, where they are declared."""
@@ -316,14 +340,23 @@ class DecoderBlock:
         on_kv: OnKV | None,
         on_route: OnRoute | None,
         cache: Cache | None,
+        on_sinks: OnInput | None,
     ) -> Iterator[None]:
-        attention = self.submodule(self.attention)
+        attention, first, show = self.submodule(self.attention), self.sinks, on_kv
+        if first and on_kv is not None:
+
+            def show(k: Tensor, v: Tensor) -> None:
+                on_kv(k[first:], v[first:])
+
         with ExitStack() as stack:
             if on_input is not None:
                 for name, linear in self.linears.items():
 
                     def hook(_: nn.Module, args: tuple[Tensor], name: str = name) -> None:
-                        on_input(name, args[0].flatten(0, -2))
+                        x = args[0].flatten(0, -2)
+                        on_input(name, x[first:])
+                        if on_sinks is not None and first:
+                            on_sinks(name, x[:first])
 
                     stack.callback(linear.register_forward_pre_hook(hook).remove)
             for path, experts in self.module.named_modules():
@@ -333,9 +366,9 @@ class DecoderBlock:
             names = self.family and self.family.attention
             if isinstance(names, LatentAttention):
                 assert cache is None  # no method replaces what is cached there
-                stack.enter_context(watched_latent(attention, names, on_kv))
+                stack.enter_context(watched_latent(attention, names, show))
             else:
-                stack.enter_context(watched(attention, on_kv, cache))
+                stack.enter_context(watched(attention, show, cache))
             yield
 
 

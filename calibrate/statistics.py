@@ -20,7 +20,7 @@ from calibrate.tensor_statistics import Accumulator, TensorStatistics
 from formats.errors import CheckpointError
 from formats.files import replace_file
 
-Key = tuple[str, str]  # full module name; "input", "k_cache" or "v_cache"
+Key = tuple[str, str]  # full module name; "input", "k_cache", "v_cache", or `SINK_INPUT`
 AFTER = " after "  # in a role, before the method that had changed the block when it was seen
 
 
@@ -46,7 +46,9 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
     def __len__(self) -> int:
         return len(self.gathered())
 
-    def observe(self, module: str, role: str, x: Tensor, *, histogram: bool = True) -> None:
+    def observe(
+        self, module: str, role: str, x: Tensor, *, histogram: bool = True, first: int = 0
+    ) -> None:
         """Add tokens [T, K] or [T, H, D] of a module's role; see `TensorStatistics.observe`.
 
         Raises:
@@ -54,7 +56,7 @@ class Statistics(MutableMapping[Key, TensorStatistics]):
         """
         if (module, role) not in self._open:
             self._open[module, role] = Accumulator(tuple(x.shape[1:]), histogram=histogram)
-        self._open[module, role].observe(x, module)
+        self._open[module, role].observe(x, module, first)
 
     def gathered(self) -> dict[Key, TensorStatistics]:
         """All that was observed, in the host's memory.
@@ -147,5 +149,5 @@ def _header(arrays: Mapping[str, Tensor]) -> dict[str, str]:
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype} {tuple(array.shape)}\n".encode())
         digest.update(array.contiguous().numpy().tobytes())
-    about = {"version": 2, "sha256": digest.hexdigest()}
+    about = {"version": 3, "sha256": digest.hexdigest()}
     return {"ptq_statistics": json.dumps(about)}

@@ -103,6 +103,7 @@ class BlockStream:
         head_layer: Full name of the layer that gives logits.
         inputs: Hidden states of each sample before the next block: [tokens, hidden].
         quantized_inputs: Those after the quantized blocks, or None where they are not kept.
+        sinks: Tokens at the beginning of each sample that blocks keep apart.
 
     Raises:
         CheckpointError: the model is none that is run here; the message says why.
@@ -133,6 +134,7 @@ class BlockStream:
         self.blocks, self._attentions = block_names(values), attention_names(values)
         self.inputs: list[Tensor] = []
         self.quantized_inputs: list[Tensor] | None = [] if quantized_path else None
+        self.sinks = 0
         self._given: list[dict[int, Given]] = [{} for _ in self.blocks]
         self._last: _Recorder | None = None
 
@@ -361,7 +363,7 @@ class BlockStream:
         )
         if then is not None and then < len(self.blocks) and self.device.type == "cuda":
             self._read.expect(self._stored_names(then))
-        return DecoderBlock(
+        block = DecoderBlock(
             self.blocks[index],
             self._family,
             self._attentions[index],
@@ -372,6 +374,8 @@ class BlockStream:
             self.device,
             self._names(index),
         )
+        block.sinks = self.sinks
+        return block
 
     def advance(
         self,

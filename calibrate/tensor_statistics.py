@@ -2,7 +2,7 @@
 
 What is kept of a tensor is its largest magnitudes, by channel and by sample, and a histogram of
 |x| over the 32,768 values of bf16's exponent and mantissa: an integer count for each, with nothing
-to configure and no range to guess. Maxima and integer sums do not depend on batch size, order or
+to configure and no range to guess. So are the tokens' own largest magnitudes. Maxima and integer sums do not depend on batch size, order or
 number of ranks, so neither does anything derived from them. A bin is at most 2^-7 wide relative to
 its value: magnitudes are known to about one per cent, those of bf16 data exactly. The largest
 magnitudes are kept apart, exact.
@@ -37,6 +37,8 @@ class TensorStatistics:
             for an input), rows in ascending order.
         channel_sum: Sum of each channel, fp64 of the shape of `channel_absmax`, where a mean is
             wanted; else None.
+        peak_position: Where the largest magnitude stood in its sample, the first such place of
+            any; -1 where that is not known.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -45,6 +47,9 @@ class TensorStatistics:
         self.channel_absmax = torch.zeros(shape)
         self.sample_absmax = torch.zeros(0, self.heads)
         self.channel_sum: Tensor | None = None
+        self.peak_position = -1
+        self._token_bins = torch.empty(0, dtype=torch.int64)  # of tokens' largest magnitudes, sorted
+        self._token_counts = torch.empty(0, dtype=torch.int64)
         self._bins = torch.empty(0, dtype=torch.int64)  # head * BINS + bin, sorted
         self._counts = torch.empty(0, dtype=torch.int64)
 
@@ -63,19 +68,36 @@ class TensorStatistics:
         """Largest magnitude, exact."""
         return self.channel_absmax.max().item()
 
-    def observe(self, x: Tensor, name: str = "activations", *, histogram: bool = True) -> None:
+    @property
+    def token_median(self) -> float | None:
+        """Median over tokens of their largest magnitude, to about one per cent; None if unknown."""
+        if not len(self._token_counts):
+            return None
+        cumulative = self._token_counts.cumsum(0)
+        middle = torch.searchsorted(cumulative, (cumulative[-1] + 1) // 2)
+        return bin_edge(self._token_bins[middle]).item()
+
+    def observe(
+        self,
+        x: Tensor,
+        name: str = "activations",
+        *,
+        histogram: bool = True,
+        first: int = 0,
+    ) -> None:
         """Add the tokens of one sample.
 
         Args:
             x: [T, K] or [T, H, D], float.
             name: Module, for the error's text.
             histogram: Whether to count magnitudes; the largest ones alone take a third of the time.
+            first: Position of the first of the tokens in the sample.
 
         Raises:
             RecipeError: `x` holds NaN or infinity.
         """
         seen = Accumulator(tuple(self.channel_absmax.shape), histogram=histogram)
-        seen.observe(x, name)
+        seen.observe(x, name, first)
         self.merge(seen.statistics(name))
 
     def merge(self, other: TensorStatistics) -> None:
@@ -88,11 +110,24 @@ class TensorStatistics:
         if other.channel_sum is not None:
             own = 0 if self.channel_sum is None else self.channel_sum
             self.channel_sum = own + other.channel_sum
+        self._merge_tokens(other)
         seen = other.tokens, other.channel_absmax, other.sample_absmax
         if other.counted:
             self._add(*seen, other._dense())
         else:
             self._add_maxima(*seen)
+
+    def _merge_tokens(self, other: TensorStatistics) -> None:
+        """Add another's largest magnitudes of tokens, before its maxima are added."""
+        peaks = (self.absmax, other.absmax) if self.tokens else (-1.0, other.absmax)
+        if other.tokens and peaks[1] >= peaks[0]:
+            known = [p for p in (self.peak_position, other.peak_position) if p >= 0]
+            tied = peaks[0] == peaks[1] and known
+            self.peak_position = min(known) if tied else other.peak_position
+        both = torch.cat((self._token_bins, other._token_bins))
+        self._token_bins, place = both.unique(return_inverse=True)
+        counts = torch.cat((self._token_counts, other._token_counts))
+        self._token_counts = torch.zeros_like(self._token_bins).index_add_(0, place, counts)
 
     def divided(self, factor: Tensor) -> TensorStatistics:
         """Statistics of x / factor, of which only the channels' largest magnitudes and sums follow.
@@ -128,7 +163,9 @@ class TensorStatistics:
             "sample_absmax": self.sample_absmax,
             "bins": self._bins.to(torch.int32),
             "counts": self._counts,
-            "tokens": torch.tensor([self.tokens]),
+            "token_bins": self._token_bins.to(torch.int32),
+            "token_counts": self._token_counts,
+            "tokens": torch.tensor([self.tokens, self.peak_position]),
         }
 
     @classmethod
@@ -147,14 +184,18 @@ class TensorStatistics:
             "sample_absmax": (torch.float32, 2),
             "bins": (torch.int32, 1),
             "counts": (torch.int64, 1),
+            "token_bins": (torch.int32, 1),
+            "token_counts": (torch.int64, 1),
             "tokens": (torch.int64, 1),
         }:
             raise ValueError(f"arrays {kinds} are not those of statistics")
         restored = cls(tuple(state["channel_absmax"].shape))
-        (restored.tokens,) = state["tokens"].tolist()
+        restored.tokens, restored.peak_position = state["tokens"].tolist()
         restored.channel_absmax = state["channel_absmax"]
         restored.sample_absmax = state["sample_absmax"]
         restored._bins, restored._counts = state["bins"].long(), state["counts"]
+        restored._token_bins = state["token_bins"].long()
+        restored._token_counts = state["token_counts"]
         restored.channel_sum = sums
         restored._check()
         return restored
@@ -173,6 +214,10 @@ class TensorStatistics:
             and bool((bins.diff() > 0).all() & (counts > 0).all())
             and bool(((bins >= 0) & (bins < self.heads * BINS)).all())
             and int(counts.sum().item()) in (0, seen)  # none are counted without histograms
+            and len(self._token_bins) == len(self._token_counts)
+            and bool((self._token_bins.diff() > 0).all() & (self._token_counts > 0).all())
+            and int(self._token_counts.sum().item()) in (0, self.tokens)
+            and self.peak_position >= -1
             and _is_sum(self.channel_sum, peaks)
         ):
             raise ValueError("the numbers contradict each other")
@@ -229,10 +274,12 @@ class Accumulator:
         self._tokens = 0
         self._channels: Tensor | None = None
         self._samples: list[Tensor] = []
+        self._tokens_of: list[Tensor] = []  # largest magnitude of each token, by sample
+        self._firsts: list[int] = []
         self._counts: Tensor | None = None
         self._on_gpu: magnitudes.Magnitudes | None = None
 
-    def observe(self, x: Tensor, name: str) -> None:
+    def observe(self, x: Tensor, name: str, first: int = 0) -> None:
         """Add the tokens of one sample; arguments and errors as of `TensorStatistics.observe`.
 
         On a GPU, values that are not finite are found by `statistics`.
@@ -241,11 +288,14 @@ class Accumulator:
             return
         assert x.shape[1:] == self._shape
         self._tokens += x.shape[0]
+        self._firsts.append(first)
         if x.is_cuda:
+            self._tokens_of.append(torch.linalg.vector_norm(x.detach().flatten(1), torch.inf, 1))
             self._observe_on_gpu(x.detach())
             return
         magnitude = x.detach().float().abs()
         peak = magnitude.amax(dim=0)
+        self._tokens_of.append(magnitude.flatten(1).amax(dim=1))
         _check_finite(peak, name)
         self._channels = peak if self._channels is None else torch.maximum(self._channels, peak)
         self._samples.append(peak.reshape(self._heads, -1).amax(dim=1))
@@ -277,11 +327,22 @@ class Accumulator:
         else:
             return found
         _check_finite(channels, name)
+        self._tell_tokens(found)
         if counts is None:
             found._add_maxima(self._tokens, channels, samples)
         else:
             found._add(self._tokens, channels, samples, counts.cpu())
         return found
+
+    def _tell_tokens(self, found: TensorStatistics) -> None:
+        """Largest magnitudes of tokens, and where the largest of all stood."""
+        peaks = torch.cat(self._tokens_of).float().cpu()
+        places = torch.cat(
+            [torch.arange(len(p)) + f for p, f in zip(self._tokens_of, self._firsts, strict=True)]
+        )
+        found.peak_position = int(places[peaks == peaks.amax()].amin().item())
+        bins = peaks.view(torch.int32).long() >> 16
+        found._token_bins, found._token_counts = bins.unique(return_counts=True)
 
     def _count(self, magnitude: Tensor) -> Tensor:
         """Values in each bin of each head: int64 [heads * BINS]."""

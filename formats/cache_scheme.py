@@ -165,8 +165,7 @@ class CacheSchemes(Strict):
 
     @model_serializer(mode="wrap")
     def _said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        said = handler(self)
-        return said if self.kv_caches else {"kv_cache": said["kv_cache"]}
+        return {key: value for key, value in handler(self).items() if key == "kv_cache" or value}
 
     def of(self, attention: str) -> KVCacheSpec | None:
         """How the cache of an attention module, by its full name, is quantized."""

@@ -18,7 +18,7 @@ from formats.documents import parse
 from formats.errors import CheckpointError
 from formats.scheme import Strict
 
-Role = Literal["weight", "input", "k_cache", "v_cache"]
+Role = Literal["weight", "input", "input_sink", "k_cache", "v_cache"]
 TOGETHER = 32  # scales that are read at once
 
 

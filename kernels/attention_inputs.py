@@ -36,6 +36,12 @@ class KVPool:
             It stands in every key of a head, so that a query's products with them all shrink by one
             number, which the softmax does not see (Zhang et al., "SageAttention", arXiv 2410.02367,
             section 4.2); never there beside a softcap or sinks, which would.
+        sink_k: Keys of sink tokens, which are not quantized: [blocks, Hkv, n, D] floats of the
+            tokens at the first n positions of a sequence, n at most 16, by the number of its first
+            block. They are turned, and less `k_offset`, as all keys are. None where there are none.
+            What `k` holds of these tokens is not read.
+        sink_v: Their values, likewise [blocks, Hkv, n, Dv]; of latents the two are what `k` and
+            `v` stand for.
     """
 
     k: Tensor
@@ -45,6 +51,13 @@ class KVPool:
     dynamic: bool = False
     turn: int = 0
     k_offset: Tensor | None = None
+    sink_k: Tensor | None = None
+    sink_v: Tensor | None = None
+
+    @property
+    def sink_tokens(self) -> int:
+        """Tokens at the beginning of a sequence whose K and V are not quantized."""
+        return 0 if self.sink_k is None else self.sink_k.shape[2]
 
     @property
     def nbytes_per_token(self) -> int:

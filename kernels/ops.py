@@ -186,24 +186,30 @@ def turn_heads(x: Tensor, size: int) -> Tensor:
     return _rows().turn_heads(x, size)
 
 
-def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, pool: KVPool, slots: Tensor, positions: Tensor | None = None
+) -> None:
     """Put the keys and values of new tokens into the paged cache, quantizing them.
 
     Keys come after RoPE, and turned where the pool says so (`turn_heads`). Static scales say how;
     where they are dynamic, each head of each token is scaled by its own absmax, and its scale is
-    put where the pool has a place for it.
+    put where the pool has a place for it. Those of sink tokens are kept in float, too (`KVPool`).
 
     Args:
         k: [T, Hkv, D].
         v: [T, Hkv, Dv]; the sizes may differ.
         pool: Changed in place.
         slots: int64 [T], block * 64 + offset; no two alike.
+        positions: int64 [T] of the tokens in their sequences; needed where the pool has sink
+            tokens.
     """
     chosen = reference if native.library() is None else native_attention
-    chosen.write_kv(k, v, pool, slots)
+    chosen.write_kv(k, v, pool, slots, positions)
 
 
-def write_latent(latent: Tensor, keys: Tensor, pool: KVPool, slots: Tensor) -> None:
+def write_latent(
+    latent: Tensor, keys: Tensor, pool: KVPool, slots: Tensor, positions: Tensor | None = None
+) -> None:
     """Put what latent attention caches of new tokens into the paged cache, quantizing it.
 
     Args:
@@ -211,8 +217,9 @@ def write_latent(latent: Tensor, keys: Tensor, pool: KVPool, slots: Tensor) -> N
         keys: [T, P], the part of the keys that is rotated, after RoPE.
         pool: For latents; changed in place.
         slots: int64 [T], block * 64 + offset; no two alike.
+        positions: As in `write_kv`.
     """
-    reference.write_kv(keys[:, None], latent[:, None], pool, slots)
+    reference.write_kv(keys[:, None], latent[:, None], pool, slots, positions)
 
 
 def latent_attention(q: Tensor, rotated: Tensor, inputs: AttentionInputs) -> Tensor:

@@ -169,11 +169,18 @@ def turn_heads(x: Tensor, size: int) -> Tensor:
     return turned(x, size)
 
 
-def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, pool: KVPool, slots: Tensor, positions: Tensor | None = None
+) -> None:
     """See `kernels.ops.write_kv`."""
     block, offset = slots // KV_BLOCK, slots % KV_BLOCK
     if pool.k_offset is not None:
         k = k.float() - pool.k_offset
+    if pool.sink_k is not None and pool.sink_v is not None:
+        assert positions is not None
+        own = positions < pool.sink_tokens
+        for x, held in ((k, pool.sink_k), (v, pool.sink_v)):
+            held[block[own], :, positions[own]] = x[own].to(held.dtype)
     for x, held, scale in ((k, pool.k, pool.k_scale), (v, pool.v, pool.v_scale)):
         if scale is None:
             held[block, :, offset] = x.to(held.dtype)

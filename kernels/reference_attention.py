@@ -94,10 +94,21 @@ def _attend_part(q: Tensor, position: Tensor, inputs: AttentionInputs) -> Tensor
             fold = fold * pool.k_scale.reshape(kv_heads, 1, -1)
             static_v = pool.v_scale.reshape(-1, 1, 1)
     rows = q.unflatten(2, (kv_heads, group)).permute(0, 2, 1, 3, 4)
+    k, v = _numbers(pool.k[table]), _numbers(pool.v[table])  # [S, blocks, Hkv, 64, D]
+    if pool.sink_k is not None and pool.sink_v is not None:
+        own_k, own_v = (held[table[:, 0]].float() for held in (pool.sink_k, pool.sink_v))
+        count = pool.sink_tokens
+        if per_token is not None:
+            per_token = (_ones_at_first(per_token[0], count), _ones_at_first(per_token[1], count))
+        elif static_v is not None and pool.k_scale is not None:  # in units of what is read
+            own_k = own_k / pool.k_scale.reshape(1, kv_heads, 1, -1)
+            own_v = own_v / static_v
+        k, v = k.float(), v.float()
+        k[:, 0, :, :count], v[:, 0, :, :count] = own_k, own_v
     result = _attend(
         rows.flatten(2, 3).float() * fold,  # [S, Hkv, n * group, D]
-        _numbers(pool.k[table]),  # [S, blocks, Hkv, 64, D]
-        _numbers(pool.v[table]),
+        k,
+        v,
         position.repeat_interleave(group, dim=1),
         replace(inputs, sinks=by_row(inputs.sinks), alibi=by_row(inputs.alibi)),
         per_token,
@@ -105,6 +116,13 @@ def _attend_part(q: Tensor, position: Tensor, inputs: AttentionInputs) -> Tensor
     if static_v is not None:
         result = result * static_v
     return result.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+
+
+def _ones_at_first(scale: Tensor, count: int) -> Tensor:
+    """Scales of tokens [S, blocks, Hkv, 64], but 1 for the first `count` of each sequence."""
+    own = scale.clone()
+    own[:, 0, :, :count] = 1.0
+    return own
 
 
 def _numbers(held: Tensor) -> Tensor:

@@ -31,7 +31,18 @@ def latent_attention(q: Tensor, rotated: Tensor, inputs: AttentionInputs) -> Ten
     blocks = inputs.block_tables.flatten()
     table = torch.arange(len(blocks)).view_as(inputs.block_tables)
     latents, keys = pool.v[blocks], pool.k[blocks]
-    seen = KVPool(torch.cat((_bytes(latents), _bytes(keys)), -1).view(pool.k.dtype), latents)
+    own_k = own_v = None
+    if pool.sink_k is not None and pool.sink_v is not None:
+        own_k, own_v = pool.sink_k[blocks].float(), pool.sink_v[blocks].float()
+        if scale is not None and pool.k_scale is not None:  # in units of what is read
+            own_k, own_v = own_k / pool.k_scale.flatten(), own_v / scale.flatten()
+        own_k = torch.cat((own_v, own_k), -1)
+    seen = KVPool(
+        torch.cat((_bytes(latents), _bytes(keys)), -1).view(pool.k.dtype),
+        latents,
+        sink_k=own_k,
+        sink_v=own_v,
+    )
     out = paged_attention(torch.cat(wide, -1), replace(inputs, pool=seen, block_tables=table))
     return (out if scale is None else out * scale.flatten()).to(q.dtype)
 

@@ -85,6 +85,7 @@ class QuantizationRecord(Strict):
         blocks: One row for each decoder block.
         resumed_blocks: Blocks that an earlier, interrupted run had solved; `seconds` is without it.
         model_key: Of the model that was quantized; see `ptq.pipeline.artifact.seen_key`.
+        sink_tokens: Tokens at the beginning of each sample that were kept apart.
     """
 
     seconds: dict[str, float]
@@ -96,6 +97,7 @@ class QuantizationRecord(Strict):
     blocks: tuple[BlockRow, ...] = ()
     resumed_blocks: int = 0
     model_key: str = ""
+    sink_tokens: int = 0
 
 
 class QuantizationResult(QuantizationRecord):

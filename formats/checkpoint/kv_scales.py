@@ -30,6 +30,7 @@ from formats.modeling.layers import attention_names, cached
 from formats.stored.folder import KV_SCALES
 from formats.stored.safetensors_files import SafetensorsFile, TensorFile, read_elements
 from formats.stored.weights import check_scale
+from formats.strict import Strict
 
 ROLES = ("k_cache", "v_cache")
 
@@ -118,7 +119,9 @@ def cache_metadata(schemes: CacheSchemes) -> dict[str, str]:
 
     One key: the library writes several in an order that changes from run to run.
     """
-    own = schemes if schemes.kv_caches else schemes.kv_cache
+    own: Strict | None = schemes.kv_cache
+    if schemes.kv_caches:
+        own = CacheSchemes(kv_cache=schemes.kv_cache, kv_caches=schemes.kv_caches)
     assert own is not None
     return {"kv_cache": own.model_dump_json()}
 

@@ -6,6 +6,7 @@
                                    merged layers and experts as `formats.checkpoint.split` says
     tokenizer and generation files
     quant/kv_scales.safetensors    A.k_scale and A.v_scale of each attention module A, fp32
+    quant/sink_scales.safetensors  X.input_sink_scale [1] (`formats.checkpoint.sink_scales`)
     quant/scale_table.json         every scale and where it came from
     quant/manifest.json            size and SHA-256 of every other file
 
@@ -32,6 +33,7 @@ from formats.checkpoint.compressed_tensors import find_scheme
 from formats.checkpoint.contents import Contents, read_contents
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import read_cache
+from formats.checkpoint.sink_scales import read_sinks
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
 from formats.foreign.folder import named
@@ -65,6 +67,7 @@ class Checkpoint:
             of each attention module by its full name.
         kv_offsets: What is subtracted from K where keys are centred, fp32 [Hkv, D], likewise.
         caches: How the cache of each is quantized.
+        sinks: The tokens that are quantized apart, and the scales of their rows.
         scale_table: Where the scales came from, or None for a foreign or float checkpoint.
     """
 
@@ -90,6 +93,8 @@ class Checkpoint:
                 or (name.endswith(".weight") and file.tensors[name][0] in QUANTIZED)
             )
         )
+        static = [name for name in self.quantized_modules if f"{name}.input_scale" in self._files]
+        self.sinks = read_sinks(path, contents.own, static)
         self.scale_table = self._read_scale_table()
 
     @classmethod
@@ -251,15 +256,17 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight files and of the cache's scales."""
-        files = {file.path for file in (*self._files.values(), *self._cache.files.values())}
+        beside = (*self._cache.files.values(), *self.sinks.files.values())
+        files = {file.path for file in (*self._files.values(), *beside)}
         return sum(path.stat().st_size for path in files)
 
     def scale(self, name: str) -> Tensor:
         """A scale tensor in fp32, whether it lies in the served files or in `quant/`."""
         if name in self._files:
             return _as_float(self.tensor(name))
-        if name in self._cache.files:
-            file = self._cache.files[name]
+        beside = {**self._cache.files, **self.sinks.files}
+        if name in beside:
+            file = beside[name]
             return read_elements({name: file}, [name]).reshape(file.tensors[name][1]).float()
         raise CheckpointError(f"{name} is missing from {self.path}; write the checkpoint again")
 
@@ -284,6 +291,7 @@ class Checkpoint:
             if name.endswith("_scale") and not name.endswith(".weight_global_scale")
         }
         files |= {n: f for n, f in self._cache.files.items() if not n.endswith("_offset")}
+        files |= self.sinks.files
         named = {row.tensor for row in self.scale_table.entries}
         powers = {name for name, file in files.items() if file.tensors[name][0] == torch.uint8}
         same_names(set(files) - (powers - named), named, f"{SCALE_TABLE}: ")  # some were published

@@ -22,12 +22,13 @@ from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import cache_metadata
 from formats.checkpoint.native import as_stored
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
+from formats.checkpoint.sink_scales import LEAF
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
 from formats.published.tokenizers import SETTINGS, native_settings, needs_code
 from formats.scale_table import ScaleTable
 from formats.scheme import LayerScheme, Scheme
-from formats.stored.folder import KV_SCALES, MANIFEST, OWN_KEY, OwnPart
+from formats.stored.folder import KV_SCALES, MANIFEST, OWN_KEY, SINK_SCALES, OwnPart
 from formats.stored.safetensors_files import write_tensors
 from formats.stored.shards import ShardWriter
 from formats.stored.weights import StoredWeight, weight_tensors
@@ -50,6 +51,7 @@ class CheckpointWriter:
         caches: How the caches of attention modules are quantized that have one of their own.
         ignore: Linear layers left alone: full names or `re:` patterns.
         shared_head: Full name of the quantized head, where it is to be the embedding, too.
+        sink_tokens: Tokens at the beginning of a sequence that are quantized apart.
         aux_files: Tokenizer and other files to copy.
         force: Whether an existing `out` may be replaced; it stays until the new one is complete.
         shard_bytes: Most bytes of one weight file.
@@ -68,6 +70,7 @@ class CheckpointWriter:
         caches: Mapping[str, KVCacheSpec | None] | None = None,
         ignore: Sequence[str] = ("lm_head",),
         shared_head: str | None = None,
+        sink_tokens: int = 0,
         aux_files: Sequence[Path] = (),
         force: bool = False,
         shard_bytes: int = 2 << 30,
@@ -78,6 +81,8 @@ class CheckpointWriter:
         self._layers = layers or {}
         self._shared_head = shared_head
         self._caches = caches or {}
+        self._sink_tokens = sink_tokens
+        self._sink_scales: dict[str, Tensor] = {}
         self._merged = MergedLayers(config)
         self._ignore = self._merged.stored_names(ignore)
         self._aux_files = aux_files
@@ -164,9 +169,13 @@ class CheckpointWriter:
         self._kv_scales[f"{attention}.k_scale"] = k.float().contiguous()
         self._kv_scales[f"{attention}.v_scale"] = v.float().contiguous()
 
-    def set_cache(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set tensors of the cache by full name, such as `A.k_offset`, as the scheme says."""
-        self._kv_scales |= {name: t.float().contiguous() for name, t in tensors.items()}
+    def set_beside(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set tensors of `quant/` by full name: of the cache, such as `A.k_offset`, as the scheme
+        says, and `X.input_sink_scale` [1] of layers with static inputs where there are sink tokens.
+        """
+        for name, tensor in tensors.items():
+            held = self._sink_scales if name.endswith(f".{LEAF}") else self._kv_scales
+            held[name] = tensor.float().contiguous()
 
     def finish(self, scale_table: ScaleTable, documents: Mapping[str, bytes] | None = None) -> Path:
         """Write what is left, read everything back, and put the folder in its place.
@@ -231,7 +240,9 @@ class CheckpointWriter:
             self.scheme, self._ignore, self._layers, shared_head=self._shared_head
         )
         config = self._config | ({"quantization_config": quantization} if quantization else {})
-        own = OwnPart(kv_cache=self.scheme.kv_cache, kv_caches=self._caches)
+        own = OwnPart(
+            kv_cache=self.scheme.kv_cache, kv_caches=self._caches, sink_tokens=self._sink_tokens
+        )
         config |= {OWN_KEY: own.model_dump()}
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
         for name, data in (everything | dict(documents)).items():
@@ -240,6 +251,8 @@ class CheckpointWriter:
             write_bytes(path, data)
         if own.any:
             write_tensors(self._folder / KV_SCALES, self._kv_scales, cache_metadata(own))
+        if self._sink_scales:
+            write_tensors(self._folder / SINK_SCALES, self._sink_scales)
 
     def _write_manifest(self, known: Mapping[str, str]) -> None:
         """List all files with their SHA-256, those of weight files known."""

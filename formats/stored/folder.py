@@ -20,6 +20,8 @@ from formats.strict import Strict
 
 CONFIG = "config.json"
 KV_SCALES = "quant/kv_scales.safetensors"
+SINK_SCALES = "quant/sink_scales.safetensors"
+MOST_SINKS = 16  # tokens at the beginning of a sequence
 MANIFEST = "quant/manifest.json"
 OWN_KEY = "ptq"  # of config.json: transformers keeps it, vLLM and compressed-tensors ignore it
 SETTINGS_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
@@ -33,7 +35,13 @@ class OwnPart(CacheSchemes):
     """What lies in `quant/`, as config.json says under a key of its own: scales of the cache.
 
     Without it nobody could tell a folder that has lost its `quant/` from one that never had any.
+
+    Attributes:
+        sink_tokens: Tokens at the beginning of every sequence that are quantized apart: their rows
+            have static input scales of their own, their K and V stay in float.
     """
+
+    sink_tokens: Annotated[int, Field(ge=0, le=MOST_SINKS)] = 0
 
 
 class ConfigFile(NamedTuple):
@@ -176,7 +184,9 @@ def check_own_cache(
     Raises:
         CheckpointError: they are missing, or of another cache.
     """
-    wanted = found if own is None else CacheSchemes(**dict(own))
+    wanted = found
+    if own is not None:
+        wanted = CacheSchemes(kv_cache=own.kv_cache, kv_caches=own.kv_caches)
     if wanted == found or (not found.any and not needed):
         return
     if not found.any:

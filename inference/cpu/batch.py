@@ -39,6 +39,11 @@ class Batch:
     taps: Tensor | None = None
     hidden: Tensor | None = None
 
+    def sinks(self, count: int) -> Tensor | None:
+        """Which tokens are at the first `count` positions, bool [T]; None where none is."""
+        own = self.positions < count
+        return own if count and bool(own.any()) else None
+
 
 def plan_step(work: Work) -> Batch:
     """Lay out a step; the rows of its logits are those of its slices, in order (`Work.rows`)."""

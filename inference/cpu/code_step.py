@@ -35,6 +35,10 @@ class CodeStep:
         self._windows, self._pools, self._batch = model.config.windows, pools, batch
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
 
+    def sinks(self, count: int) -> Tensor | None:
+        """Which tokens are at the first `count` positions: bool [T]; None where none is."""
+        return self._batch.sinks(count)
+
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         pool, batch, size = self._pools[layer], self._batch, own.v.shape[2]
@@ -42,7 +46,7 @@ class CodeStep:
         q, k = widened(own.q, wide), widened(own.k, wide)
         if pool.turn:
             q, k = turn_heads(q, pool.turn), turn_heads(k, pool.turn)
-        write_kv(k, widened(own.v, wide_v), pool, batch.slots)
+        write_kv(k, widened(own.v, wide_v), pool, batch.slots, batch.positions)
         where = (batch.block_tables, batch.context_len, batch.query_start)
         inputs = own.inputs(pool, *where, self._windows[layer])
         return paged_attention(q, inputs)[..., :size]

@@ -41,7 +41,7 @@ def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> 
     Returns:
         Logits fp32 [R, vocabulary] of the rows asked for.
     """
-    config = model.config
+    config, sinks = model.config, batch.sinks(model.sink_tokens)
     x = model.embed(batch.ids)
     if config.embedding_scale != 1:
         x = x * config.embedding_scale
@@ -49,7 +49,7 @@ def forward_by_ops(model: CpuDecoder, pools: Sequence[KVPool], batch: Batch) -> 
         zip(model.layers, pools, config.windows, strict=True)
     ):
         _tap(batch, index, x)
-        x = run_block(config, model.query_growth, layer, x, batch, pool, window)
+        x = run_block(config, model.query_growth, layer, x, batch, pool, window, sinks=sinks)
     _tap(batch, len(model.layers), x)
     if not len(batch.rows):  # a step of prompts that go on
         return x.new_empty((0, config.vocab_size), dtype=torch.float32)
@@ -67,6 +67,7 @@ def run_block(
     pool: KVPool,
     window: int | None,
     read: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run a block: [T, H] to the same.
 
@@ -79,6 +80,7 @@ def run_block(
         pool: Its cache.
         window: Positions that a query sees, or None for all.
         read: What attention reads; default: the norm of x.
+        sinks: bool [T], which rows are of sink tokens; None where none is.
     """
     inputs = AttentionInputs(
         pool,
@@ -92,10 +94,10 @@ def run_block(
     )
     if read is None:
         read = _normed(x, layer.before_attention, config.eps)
-    added = attend(config, growth, layer, read, batch, inputs)
+    added = attend(config, growth, layer, read, batch, inputs, sinks)
     x = x + _normed(added, layer.after_attention, config.eps)
     read = _normed(x, layer.before_feed_forward, config.eps)
-    added = feed_forward(layer.feed_forward, read)
+    added = feed_forward(layer.feed_forward, read, sinks)
     return x + _normed(added, layer.after_feed_forward, config.eps)
 
 
@@ -124,6 +126,7 @@ def attend(
     x: Tensor,
     batch: Batch,
     inputs: AttentionInputs,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention with its projections: [T, inputs of q, k and v] to [T, H].
 
@@ -134,12 +137,14 @@ def attend(
         x: What the block's attention reads.
         batch: The step.
         inputs: What the queries see.
+        sinks: As in `run_block`.
     """
     if layer.latent is not None:
         turn = layer.cos[batch.positions].to(x.dtype), layer.sin[batch.positions].to(x.dtype)
-        heads = attend_latents(c, layer.latent, layer.qkv(x), turn, batch, inputs)
-        return layer.o(heads.flatten(-2))
-    heads = layer.qkv(x).unflatten(-1, (-1, c.head_dim))
+        read = layer.qkv(x, sinks)
+        heads = attend_latents(c, layer.latent, read, turn, batch, inputs, sinks)
+        return layer.o(heads.flatten(-2), sinks)
+    heads = layer.qkv(x, sinks).unflatten(-1, (-1, c.head_dim))
     q, k, v = heads.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
     q, k = _heads_normed(q, layer.q_norm, c.eps), _heads_normed(k, layer.k_norm, c.eps)
     cos, sin = (angles[batch.positions].to(x.dtype) for angles in (layer.cos, layer.sin))
@@ -148,29 +153,36 @@ def attend(
         q = q * growth[batch.positions].to(q.dtype).view(-1, 1, 1)
     if inputs.pool.turn:
         q, k = (turn_heads(x, inputs.pool.turn) for x in (q, k))
-    write_kv(k, v, inputs.pool, batch.slots)
-    return layer.o(paged_attention(q, inputs).flatten(-2))
+    write_kv(k, v, inputs.pool, batch.slots, batch.positions)
+    return layer.o(paged_attention(q, inputs).flatten(-2), sinks)
 
 
-def feed_forward(own: FeedForward[Linear, CpuExperts], x: Tensor) -> Tensor:
-    """A block's feed-forward layer: [T, H] to the same."""
-    return _mixture(own, x) if isinstance(own, MixtureOfExperts) else _gated(own, x)
+def feed_forward(
+    own: FeedForward[Linear, CpuExperts], x: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """A block's feed-forward layer: [T, H] to the same; `sinks` as in `run_block`."""
+    return _mixture(own, x, sinks) if isinstance(own, MixtureOfExperts) else _gated(own, x, sinks)
 
 
-def _gated(own: GatedMLP[Linear], x: Tensor) -> Tensor:
-    gate, up = own.gate_up(x).chunk(2, dim=-1)
-    return own.down(gated_product(gate, up, own.activation))
+def _gated(own: GatedMLP[Linear], x: Tensor, sinks: Tensor | None) -> Tensor:
+    gate, up = own.gate_up(x, sinks).chunk(2, dim=-1)
+    return own.down(gated_product(gate, up, own.activation), sinks)
 
 
-def _mixture(own: MixtureOfExperts[Linear, CpuExperts], x: Tensor) -> Tensor:
+def _mixture(
+    own: MixtureOfExperts[Linear, CpuExperts], x: Tensor, sinks: Tensor | None
+) -> Tensor:
+    def run(expert: GatedMLP[Linear], tokens: Tensor) -> Tensor:
+        return _gated(expert, x[tokens], None if sinks is None else sinks[tokens])
+
     weights, chosen = route(own.router(x), own.routing, own.correction)
     pairs = zip(own.gate_up.each, own.down.each, strict=True)
     experts = [GatedMLP(*pair, own.activation) for pair in pairs]
-    outputs = by_expert(x, chosen, experts, _gated)  # [T, k, H]
+    outputs = by_expert(x, chosen, experts, run)  # [T, k, H]
     y = outputs[:, 0] * weights[:, :1]
     for i in range(1, own.routing.chosen):  # in order: a sum of torch's may take any
         y = y + outputs[:, i] * weights[:, i : i + 1]
     if own.shared is not None:
-        said = _gated(own.shared, x)
+        said = _gated(own.shared, x, sinks)
         y = y + (said if own.shared_gate is None else said * sigmoid(own.shared_gate(x)))
     return y.to(x.dtype)

@@ -45,6 +45,7 @@ def fuse(model: CpuDecoder, pools: Sequence[KVPool]) -> Callable[[Batch], Tensor
             growth=model.query_growth,
             softcap=config.softcap,
             logits_softcap=config.logits_softcap,
+            sink_tokens=max([model.sink_tokens, *(pool.sink_tokens for pool in pools)]),
         )
     )
     return lambda batch: fused.step(**vars(batch))
@@ -57,7 +58,7 @@ def _linear(linear: Linear) -> LinearSpec | None:
     if spec is None:
         return LinearSpec(packed)
     inputs = cast(Literal["int8", "fp8_e4m3"], spec.dtype)
-    return LinearSpec(packed, inputs, linear.input_scale, spec.group)
+    return LinearSpec(packed, inputs, linear.input_scale, spec.group, linear.sink_scale)
 
 
 def _block(layer: CpuLayer, pool: KVPool, window: int | None) -> BlockSpec | None:

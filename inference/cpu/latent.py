@@ -20,6 +20,7 @@ def attend_latents(
     turn: tuple[Tensor, Tensor],
     batch: Batch,
     inputs: AttentionInputs,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What each head of latent attention gives.
 
@@ -30,6 +31,7 @@ def attend_latents(
         turn: cos and sin of the tokens' positions, [T, rotated].
         batch: The step.
         inputs: What the queries see.
+        sinks: As in `inference.cpu.decoder.run_block`.
 
     Returns:
         [T, heads, value].
@@ -40,11 +42,10 @@ def attend_latents(
     cached = sizes.rank + sizes.rotated
     q, latent, key = read.split([read.shape[1] - cached, sizes.rank, sizes.rotated], dim=1)
     if own.q_b is not None and own.q_norm is not None:
-        q = own.q_b(rms_norm(q, own.q_norm, names.norm_eps))
+        q = own.q_b(rms_norm(q, own.q_norm, names.norm_eps), sinks)
     plain, rotated = q.unflatten(1, (sizes.heads, -1)).split([sizes.plain, sizes.rotated], dim=2)
     rotated, keys = apply_rope(rotated, key[:, None], *turn)
-    write_latent(
-        rms_norm(latent, own.kv_norm, names.norm_eps), keys[:, 0], inputs.pool, batch.slots
-    )
+    latent = rms_norm(latent, own.kv_norm, names.norm_eps)
+    write_latent(latent, keys[:, 0], inputs.pool, batch.slots, batch.positions)
     attended = latent_attention(heads_product(plain, own.up_k), rotated, inputs)
     return heads_product(attended, own.up_v)

@@ -28,6 +28,7 @@ class Linear:
         weight: Packed for the ops.
         activations: How the input is quantized, or None.
         input_scale: fp32, one element, or None where each token is scaled when it arrives.
+        sink_scale: The same of sink tokens; None where they have no scale of their own.
         order: int64 [K], the input that each column of the weight multiplies; None where column k
             multiplies input k.
     """
@@ -36,9 +37,10 @@ class Linear:
     activations: ActivationSpec | None = None
     input_scale: Tensor | None = None
     order: Tensor | None = None
+    sink_scale: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] float -> [T, N] in the type of `x`."""
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, K] float -> [T, N] in the type of `x`; `sinks` as of `LinearLayer`."""
         spec = self.activations
         if self.order is not None:
             x = x[:, self.order]
@@ -46,11 +48,13 @@ class Linear:
             return linear(x, self.weight, None, x.dtype)
         if spec.dtype == "fp8_e4m3":
             seen = fake_quantize_fp8(x, self.input_scale, spec.group)
+            if sinks is not None and self.sink_scale is not None:
+                seen[sinks] = fake_quantize_fp8(x[sinks], self.sink_scale)
             return linear(seen, self.weight, None, x.dtype)
         if self.input_scale is None:
             xq, scale = quantize_per_token(x)
         else:
-            xq, scale = quantize_static(x, self.input_scale), self.input_scale
+            xq, scale = static_integers(x, self.input_scale, self.sink_scale, sinks)
         return linear(xq, self.weight, scale, x.dtype)
 
     @property
@@ -85,6 +89,27 @@ class CpuExperts:
         return sum(layer.nbytes for layer in self.each)
 
 
+def static_integers(
+    x: Tensor, scale: Tensor, sink_scale: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows quantized with static scales.
+
+    Args:
+        x: Float [T, K].
+        scale: fp32, one element.
+        sink_scale: That of rows of sink tokens, or None.
+        sinks: bool [T], which rows these are, or None.
+
+    Returns:
+        (int8 [T, K], scales fp32: one element, or [T, 1]).
+    """
+    xq = quantize_static(x, scale)
+    if sinks is None or sink_scale is None:
+        return xq, scale
+    xq[sinks] = quantize_static(x[sinks], sink_scale)
+    return xq, torch.where(sinks[:, None], sink_scale.reshape(()), scale.reshape(()))
+
+
 def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> Linear:
     """Lay a layer out for the ops; `dtype` is that of float weights."""
     weights, activations = stored.scheme.weights, stored.scheme.activations
@@ -102,4 +127,4 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> Linear:
         stored.bias,
         integer_inputs=activations is not None and activations.dtype == "int8",
     )
-    return Linear(packed, activations, stored.input_scale, stored.order)
+    return Linear(packed, activations, stored.input_scale, stored.order, stored.sink_scale)

@@ -89,7 +89,7 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
     if gate_up is None or down is None or not (padded or as_one(own, len(x))):
         pairs = zip(own.gate_up.each, own.down.each, strict=True)
         experts = [GatedMLP(*pair, own.activation) for pair in pairs]
-        y = by_expert(x, chosen, experts, _on_floats).flatten(0, 1)
+        y = by_expert(x, chosen, experts, lambda own, rows: _on_floats(own, x[rows])).flatten(0, 1)
     else:
         y = _all_at_once(gate_up, down, x, chosen, routing.experts, own.activation)
     if own.shared is None:

@@ -51,6 +51,7 @@ class Decoder(Generic[L, X]):
         layers: Its blocks.
         norm: [hidden], before the head.
         head: Gives the logits.
+        sink_tokens: Positions from the first on whose tokens have static input scales of their own.
         query_growth: fp32 [longest], what q is multiplied by at each position beside
             `config.scale`; None where that is 1.
 
@@ -71,6 +72,7 @@ class Decoder(Generic[L, X]):
         self.config = config
         factory.check(config)
         self._checkpoint, self._factory, self.dtype = checkpoint, factory, factory.dtype
+        self.sink_tokens = checkpoint.sinks.tokens if checkpoint.sinks.scales else 0
         parts = PartLoader(checkpoint, config, factory)
         own = f"{HEAD}.weight" in checkpoint or HEAD in checkpoint.quantized_modules
         tied = config.tied and not own

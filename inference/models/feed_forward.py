@@ -90,7 +90,7 @@ def by_expert(
         x: [T, H].
         chosen: int64 [T, k], the experts of each token.
         experts: All of them.
-        run: Runs one on rows [n, H].
+        run: Runs one on some tokens, int64 [n]: [n, H].
 
     Returns:
         [T, k, H].
@@ -101,7 +101,7 @@ def by_expert(
     outputs = x.new_empty(len(each), x.shape[-1])
     for expert, rows in zip(experts, order.split(counts), strict=True):
         if len(rows):
-            outputs[rows] = run(expert, x[rows // chosen.shape[1]])
+            outputs[rows] = run(expert, rows // chosen.shape[1])
     return outputs.unflatten(0, chosen.shape)
 
 

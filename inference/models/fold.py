@@ -68,7 +68,8 @@ def with_divided_input(stored: StoredLinear, divisor: float) -> StoredLinear:
     """A layer whose input comes divided by a number, which a static scale of it has to be too."""
     if stored.input_scale is None or divisor == 1:
         return stored
-    return replace(stored, input_scale=stored.input_scale / divisor)
+    sinks = None if stored.sink_scale is None else stored.sink_scale / divisor
+    return replace(stored, input_scale=stored.input_scale / divisor, sink_scale=sinks)
 
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from kernels.attention_inputs import KV_BLOCK, KVPool
 from kernels.numerics import INT4, TYPES
 from kernels.packed_cache import turn_size, turned
 
+SINK_TYPE = torch.bfloat16  # of the K and V of sink tokens
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -35,6 +37,7 @@ class LayerCache:
         spec: How K and V are quantized, or None.
         turn: Channels that are turned together in K; 0 for none.
         offset: What is subtracted from K, after its turn, fp32 [heads, D]; or None.
+        sink_tokens: Tokens at the beginning of a sequence whose K and V are not quantized.
     """
 
     heads: KVHeads
@@ -42,6 +45,7 @@ class LayerCache:
     spec: KVCacheSpec | None = None
     turn: int = 0
     offset: Tensor | None = None
+    sink_tokens: int = 0
 
     def stored(self, role: CacheRole, dtype: torch.dtype) -> torch.dtype:
         """Element type of a pool of K or V, `dtype` where they are not quantized."""
@@ -54,6 +58,12 @@ class LayerCache:
         """Elements of a head of K or V as it is stored: bytes, where two numbers share one."""
         size = self.heads.k_size if role == "k_cache" else self.heads.v_size
         return size // 2 if self.stored(role, torch.float32) == torch.uint8 else size
+
+    @property
+    def sink_bytes(self) -> int:
+        """Bytes of the K and V of sink tokens beside a block."""
+        heads = self.heads
+        return self.sink_tokens * heads.count * (heads.k_size + heads.v_size) * SINK_TYPE.itemsize
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class CacheShape:
             for own in self.layers
             for role in ROLES
         )
-        return self.blocks * KV_BLOCK * sum(each)
+        return self.blocks * (KV_BLOCK * sum(each) + sum(own.sink_bytes for own in self.layers))
 
     def fitted(self, sizes: Callable[[int, int], tuple[int, int]]) -> CacheShape:
         """The same with heads of the sizes that kernels take; the numbers behind their own are 0.
@@ -158,6 +168,10 @@ class CacheShape:
             )
             offset = None if layer.offset is None else layer.offset.to(device).contiguous()
             turned_so: dict[str, Any] = {"turn": layer.turn, "k_offset": offset}
+            if layer.sink_tokens:
+                for name, size in (("sink_k", heads.k_size), ("sink_v", heads.v_size)):
+                    shape = (self.blocks, heads.count, layer.sink_tokens, size)
+                    turned_so[name] = torch.zeros(shape, dtype=SINK_TYPE, device=device)
             if spec is None:
                 pools.append(KVPool(k, v))
             elif spec.dynamic:
@@ -188,7 +202,12 @@ def _quantized(checkpoint: Checkpoint, name: str, heads: KVHeads) -> LayerCache:
             f"heads of {sizes[0]} (K) and {sizes[1]} (V) numbers do not lie two in a byte, as a "
             f"cache of {spec.text} does. Run it with quantized_kv=False"
         )
-    own = LayerCache(heads, spec=spec, turn=turn_size(heads.k_size) if spec.rotate_keys else 0)
+    own = LayerCache(
+        heads,
+        spec=spec,
+        turn=turn_size(heads.k_size) if spec.rotate_keys else 0,
+        sink_tokens=checkpoint.sinks.tokens,
+    )
     if spec.center_keys:
         offset = checkpoint.kv_offsets[name]
         offset = offset if heads.channels is None else offset[:, heads.channels]
@@ -247,18 +266,19 @@ def copy_blocks(pools: Sequence[KVPool], pairs: Sequence[tuple[int, int]]) -> No
     sources, targets = torch.tensor(pairs, device=pools[0].k.device).T
     for pool in pools:
         own = (pool.k_scale, pool.v_scale) if pool.dynamic else ()
-        for tensor in (pool.k, pool.v, *own):
+        for tensor in (pool.k, pool.v, *own, pool.sink_k, pool.sink_v):
             if tensor is not None:
                 numbers = tensor if tensor.itemsize > 1 else tensor.view(torch.uint8)
                 numbers[targets] = numbers[sources]
 
 
 def clear_blocks(pools: Sequence[KVPool], blocks: Sequence[int]) -> None:
-    """Clear blocks of what may be NaN or infinite: V of floats.
+    """Clear blocks of what may be NaN or infinite: V of floats, also of sink tokens.
 
     Kernels read whole blocks, and multiply by 0 what there is behind a sequence's last token.
     """
     floats = [pool.v for pool in pools if pool.v_scale is None]
+    floats += [pool.sink_v for pool in pools if pool.sink_v is not None]
     if blocks and floats:
         index = torch.tensor(blocks, device=floats[0].device)
         for v in floats:

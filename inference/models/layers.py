@@ -15,8 +15,13 @@ from inference.models.read import StoredLinear
 class LinearLayer(Protocol):
     """A linear layer as a backend holds it; how it is run is between the backend's own parts."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] float -> [T, N] in the type of `x`."""
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """[T, K] float -> [T, N] in the type of `x`.
+
+        Args:
+            x: Rows.
+            sinks: bool [T], which of them are of sink tokens; None where none is.
+        """
         ...
 
     @property

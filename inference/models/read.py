@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.sink_scales import LEAF
 from formats.errors import CheckpointError
 from formats.scheme import LayerScheme
 
@@ -32,6 +33,7 @@ class StoredLinear:
         order: int64 [K], the input that each column of the weight multiplies; None where column k
             multiplies input k.
         unit: fp32 [N, 1], what the scales of NVFP4 are e4m3 multiples of; None for others.
+        sink_scale: As `input_scale`, of the rows of sink tokens; None where they have the same.
     """
 
     names: Sequence[Sequence[str]]
@@ -43,6 +45,7 @@ class StoredLinear:
     input_scale: Tensor | None = None
     order: Tensor | None = None
     unit: Tensor | None = None
+    sink_scale: Tensor | None = None
 
     @property
     def group(self) -> int | None:
@@ -53,6 +56,7 @@ class StoredLinear:
     def unstacked(self) -> Iterator[StoredLinear]:
         """The layers of a stack."""
         beside = (self.scale, self.zero_point, self.bias, self.input_scale, self.order, self.unit)
+        beside += (self.sink_scale,)
         for i, names in enumerate(self.names):
             own = (None if tensor is None else tensor[i] for tensor in beside)
             yield StoredLinear([names], self.scheme, self.weight[i], *own)
@@ -171,6 +175,7 @@ def _read(
         zero_point=None if zero is None else zero.view(shape),
         bias=bias,
         input_scale=_input_scale(checkpoint, layers, device, many) if form.static else None,
+        sink_scale=_sink_scale(checkpoint, layers, device, many) if form.static else None,
         order=None if stored.order is None else _order(checkpoint, layers, stored.order, many),
         unit=None if stored.unit is None else stored.unit.view(shape),
     )
@@ -214,15 +219,35 @@ def _input_scale(
 ) -> Tensor:
     """The scale of each layer's input, fp32 of the shape `many`."""
     names = [f"{module}.input_scale" for layer in layers for module in layer]
-    scales = checkpoint.tensors(names).float().view(len(layers), -1)
+    scales = checkpoint.tensors(names).float()
+    return _one_for_each(layers, scales, "input_scale").reshape(many).to(device)
+
+
+def _sink_scale(
+    checkpoint: Checkpoint,
+    layers: Sequence[Sequence[str]],
+    device: torch.device,
+    many: tuple[int, ...],
+) -> Tensor | None:
+    """The scale of each layer's rows of sink tokens, fp32 of the shape `many`, if they have one."""
+    known = checkpoint.sinks.scales
+    if not known:
+        return None
+    scales = torch.cat([known[module] for layer in layers for module in layer])
+    return _one_for_each(layers, scales, LEAF).reshape(many).to(device)
+
+
+def _one_for_each(layers: Sequence[Sequence[str]], scales: Tensor, leaf: str) -> Tensor:
+    """The scale of each layer, of those of its modules, which must be one: fp32 [layers]."""
+    scales = scales.view(len(layers), -1)
     for layer, own in zip(layers, scales.tolist(), strict=True):
         if len(set(own)) > 1:
-            found = dict(zip((f"{module}.input_scale" for module in layer), own, strict=True))
+            found = dict(zip((f"{module}.{leaf}" for module in layer), own, strict=True))
             raise CheckpointError(
                 f"input scales of layers that share one input differ: {found}. Runtimes that merge "
                 "them would use one for all; write the checkpoint with one scale"
             )
-    return scales[:, 0].reshape(many).to(device)
+    return scales[:, 0]
 
 
 def _order(

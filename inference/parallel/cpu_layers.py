@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inference.cpu.layers import Linear, pack_linear
+from inference.cpu.layers import Linear, pack_linear, static_integers
 from inference.models.read import StoredLinear
 from inference.parallel.group import Group
 from kernels.cpu.weights import Weight, pack_quantized_weight
@@ -27,9 +27,10 @@ from kernels.numerics import (
     fake_quantize,
     quantize,
 )
-from kernels.ops import fake_quantize_fp8, linear, quantize_static
+from kernels.ops import fake_quantize_fp8, linear
 from kernels.reference import RUN
 
+StaticScales = tuple[Tensor | None, Tensor | None]  # of most rows, and of those of sink tokens
 
 @dataclass(frozen=True)
 class SummedLinear:
@@ -45,22 +46,24 @@ class SummedLinear:
     bias: Tensor | None
     group: Group
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
         """[T, the rank's inputs] float -> [T, N] in the type of `x`."""
-        return _finished(self.group.sum(self._part(x)), self.bias, x.dtype)
+        return _finished(self.group.sum(self._part(x, sinks)), self.bias, x.dtype)
 
-    def _part(self, x: Tensor) -> Tensor:
+    def _part(self, x: Tensor, sinks: Tensor | None) -> Tensor:
         """The rank's share, fp32."""
         own, spec = self.own, self.own.activations
         if spec is None:
             return linear(x, own.weight)
         if spec.dtype == "fp8_e4m3":
-            if own.input_scale is None and spec.group == -1:
+            if own.input_scale is not None:
+                return own(x, sinks)  # no scale is of other ranks' data
+            if spec.group == -1:
                 seen = fake_quantize(x, token_scale(x, self.group, FP8), FP8)
             else:
-                seen = fake_quantize_fp8(x, own.input_scale, spec.group)
+                seen = fake_quantize_fp8(x, None, spec.group)
             return linear(seen, own.weight)
-        xq, scale = integers(x, own.input_scale, self.group)
+        xq, scale = integers(x, (own.input_scale, own.sink_scale), self.group, sinks)
         return linear(xq, own.weight, scale)
 
     @property
@@ -83,20 +86,21 @@ class SummedIntegers:
         runs: Its weight in runs of inputs so short that sums over them are exact in fp32, without
             scales.
         scale: fp32 [N], of the weight.
-        input_scale: fp32, one element, or None where each token is scaled when it arrives.
+        scales: Of the input, fp32, one element, and of sink tokens' rows; None where each token is
+            scaled when it arrives, and where sink tokens have the same.
         bias: fp32 [N], added to the sum, or None.
         group: All ranks.
     """
 
     runs: Sequence[Weight]
     scale: Tensor
-    input_scale: Tensor | None
+    scales: StaticScales
     bias: Tensor | None
     group: Group
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
         """[T, the rank's inputs] float -> [T, N] in the type of `x`."""
-        xq, x_scale = integers(x, self.input_scale, self.group)
+        xq, x_scale = integers(x, self.scales, self.group, sinks)
         one = torch.ones(1)
         parts = (
             linear(part, run, one).to(torch.int32)
@@ -133,9 +137,9 @@ class GatheredLinear:
     outputs: Sequence[int]
     group: Group
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
         """[T, the rank's inputs] float -> [T, N] in the type of `x`."""
-        y = self.own(self.group.side_by_side(x, self.inputs))
+        y = self.own(self.group.side_by_side(x, self.inputs), sinks)
         return self.group.side_by_side(y, self.outputs)
 
     @property
@@ -164,9 +168,9 @@ class HeadPart:
     tokens: Sequence[int]
     group: Group
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, sinks: Tensor | None = None) -> Tensor:
         """[R, H] float -> fp32 [R, vocabulary] on the first rank; on others their own tokens'."""
-        return self.group.on_first(self.own(x).float(), self.tokens)
+        return self.group.on_first(self.own(x, sinks).float(), self.tokens)
 
     @property
     def nbytes(self) -> int:
@@ -203,13 +207,17 @@ def summed(stored: StoredLinear, dtype: torch.dtype, group: Group) -> SummedLine
         for run in stored.weight.split(RUN, dim=1)
     ]
     scale = stored.scale.float().reshape(-1).contiguous()
-    return SummedIntegers(runs, scale, stored.input_scale, stored.bias, group)
+    scales = (stored.input_scale, stored.sink_scale)
+    return SummedIntegers(runs, scale, scales, stored.bias, group)
 
 
-def integers(x: Tensor, scale: Tensor | None, group: Group) -> tuple[Tensor, Tensor]:
-    """Rows of a layer's input as int8, and their scales: a static one, or of each whole row."""
-    if scale is not None:
-        return quantize_static(x, scale), scale
+def integers(
+    x: Tensor, scales: StaticScales, group: Group, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of a layer's input as int8, and their scales: static ones, or of each whole row."""
+    static, of_sinks = scales
+    if static is not None:
+        return static_integers(x, static, of_sinks, sinks)
     scale = token_scale(x, group, INT8)
     return quantize(x, scale), scale
 

@@ -111,6 +111,10 @@ class Step(Protocol):
         """int64 [R], the tokens whose logits are wanted; None for all."""
         ...
 
+    def sinks(self, count: int) -> Tensor | None:
+        """Which tokens are at the first `count` positions: bool [T]; None where none is."""
+        ...
+
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""
         ...
@@ -131,6 +135,7 @@ class Step(Protocol):
 @dataclass
 class _Running:
     step: Step
+    sinks: Tensor | None = None  # which rows of layers' inputs are of sink tokens: bool [T]
     layer: int = 0  # of the next call: blocks come in their order
 
 
@@ -138,13 +143,18 @@ _running: ContextVar[_Running] = ContextVar("running")
 
 
 @contextmanager
-def running(step: Step, layers: int) -> Iterator[None]:
+def running(step: Step, layers: int, sink_tokens: int = 0) -> Iterator[None]:
     """Calls of attention in the block are this step's, one for each layer.
+
+    Args:
+        step: Runs.
+        layers: How many there are.
+        sink_tokens: Positions from the first on whose rows have input scales of their own.
 
     Raises:
         CheckpointError: there were more or fewer.
     """
-    own = _Running(step)
+    own = _Running(step, step.sinks(sink_tokens))
     token = _running.set(own)
     try:
         yield
@@ -160,6 +170,23 @@ def running(step: Step, layers: int) -> Iterator[None]:
 def current_step() -> Step:
     """The step that runs."""
     return _running.get().step
+
+
+def current_sinks() -> Tensor | None:
+    """Which of the rows that layers read now are of sink tokens: bool [T]; None where none is."""
+    return _running.get().sinks
+
+
+@contextmanager
+def only_rows(tokens: Tensor) -> Iterator[None]:
+    """For a while, layers read the rows of some tokens alone, int64 [n]."""
+    now = _running.get()
+    every = now.sinks
+    now.sinks = None if every is None else every[tokens]
+    try:
+        yield
+    finally:
+        now.sinks = every
 
 
 def attend(

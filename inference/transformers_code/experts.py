@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from inference.models.feed_forward import by_expert
+from inference.transformers_code.attention import only_rows
 
 
 class RoutedExperts(nn.ModuleList):
@@ -22,7 +23,12 @@ class RoutedExperts(nn.ModuleList):
             chosen: Experts of each token: int64 [T, k].
             weights: Theirs [T, k].
         """
-        outputs = by_expert(x, chosen, list(self), lambda expert, rows: expert(rows))
+
+        def run(expert: nn.Module, tokens: Tensor) -> Tensor:
+            with only_rows(tokens):
+                return expert(x[tokens])
+
+        outputs = by_expert(x, chosen, list(self), run)
         y = outputs[:, 0] * weights[:, :1]
         for i in range(1, chosen.shape[1]):  # in order: a sum of torch's may take any
             y = y + outputs[:, i] * weights[:, i : i + 1]

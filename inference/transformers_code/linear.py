@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.models.layers import LinearLayer
-from inference.transformers_code.attention import current_step
+from inference.transformers_code.attention import current_sinks, current_step
 
 
 class BackendLinear(nn.Module):
@@ -28,7 +28,8 @@ class BackendLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] to [..., outputs] of the same type."""
-        return self.layer(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        y = self.layer(x.reshape(-1, x.shape[-1]), current_sinks())
+        return y.view(*x.shape[:-1], -1)
 
 
 class SharedInput:
@@ -51,7 +52,7 @@ class SharedInput:
     def part(self, index: int, x: Tensor) -> Tensor:
         """The outputs of one of them for x [..., inputs]; each is told once for a tensor."""
         if x is not self._input or index not in self._parts:
-            y = self.layer(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            y = self.layer(x.reshape(-1, x.shape[-1]), current_sinks()).view(*x.shape[:-1], -1)
             self._input, self._parts = x, dict(enumerate(y.split(self.outputs, dim=-1)))
         own = self._parts.pop(index)
         if not self._parts:

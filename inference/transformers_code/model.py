@@ -94,6 +94,7 @@ class CodeModel:
         config: Its shape.
         dtype: Of activations.
         device: Where it lies.
+        sink_tokens: Positions from the first on whose tokens have static input scales of their own.
 
     Raises:
         CheckpointError: tensors are missing or of another shape.
@@ -107,6 +108,7 @@ class CodeModel:
         longest: int,
     ) -> None:
         self.config, self.dtype, self.device = config, factory.dtype, factory.device
+        self.sink_tokens = checkpoint.sinks.tokens if checkpoint.sinks.scales else 0
         self._module = load.load_code(checkpoint, config.structure, factory, longest)
         self._placed = "position_ids" in inspect.signature(self._module.forward).parameters
         by_distance = all("alibi" in b.attention.arguments for b in config.structure.blocks)
@@ -144,7 +146,7 @@ class CodeModel:
         Returns:
             Logits fp32 [R, vocabulary] of the rows wanted.
         """
-        with running(step, len(self.config.cached)):
+        with running(step, len(self.config.cached), self.sink_tokens):
             out = self._module(input_ids=step.ids[None], use_cache=False, **self._places(step))
         return out.logits[0]
 

@@ -28,8 +28,7 @@ KINDS = {"float": 0, "int8": 1, "fp8_e4m3": 2}
 
 class _Layer(Structure):
     _fields_ = [
-        ("weight", c_void_p),
-        ("scale", c_void_p),
+        *[(name, c_void_p) for name in ("weight", "scale", "sink_scale")],
         ("group", c_int64),
         ("kind", c_int32),
         ("unused", c_int32),
@@ -43,7 +42,7 @@ class _Block(Structure):
         *[(name, c_void_p) for name in ("before_feed_forward", "after_feed_forward")],
         *[(name, c_void_p) for name in ("q_norm", "k_norm", "sinks")],
         *[(name, c_void_p) for name in ("k_pool", "v_pool", "k_scale", "v_scale")],
-        ("k_offset", c_void_p),
+        *[(name, c_void_p) for name in ("k_offset", "sink_k", "sink_v")],
         *[(name, c_int64) for name in ("window", "cache_blocks", "turn")],
         *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
         *[(name, c_int32) for name in ("whole_norms", "unused")],
@@ -59,7 +58,7 @@ class _Decoder(Structure):
         *[(name, c_int32) for name in ("embedding_format", "activation")],
         *[(name, c_float) for name in ("embedding_scale", "eps", "softmax_scale")],
         *[(name, c_float) for name in ("softcap", "logits_softcap")],
-        ("unused", c_int32),
+        ("sink_tokens", c_int32),
     ]
 
 
@@ -82,6 +81,7 @@ class LinearSpec:
         packed: From `native.pack`.
         inputs: How its input is quantized.
         scale: fp32, one static element, or None.
+        sink_scale: That of sink tokens' rows, where they have one of their own.
         group: Inputs of a row that share a dynamic scale, -1 for all.
     """
 
@@ -89,6 +89,7 @@ class LinearSpec:
     inputs: Literal["float", "int8", "fp8_e4m3"] = "float"
     scale: Tensor | None = None
     group: int = -1
+    sink_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class DecoderSpec:
         growth: fp32 [positions], factor of q at each, or None.
         softcap: Bound of attention's logits, or None.
         logits_softcap: Bound of the logits, or None.
+        sink_tokens: Positions from the first on whose tokens have static scales of their own, and
+            K and V that are not quantized where a pool has room for them.
     """
 
     embedding: Tensor | None
@@ -161,6 +164,7 @@ class DecoderSpec:
     growth: Tensor | None = None
     softcap: float | None = None
     logits_softcap: float | None = None
+    sink_tokens: int = 0
 
 
 class FusedDecoder:
@@ -195,6 +199,7 @@ class FusedDecoder:
             spec.scale,
             spec.softcap or 0.0,
             spec.logits_softcap or 0.0,
+            spec.sink_tokens,
         )
         self._workspace = native.aligned(0)
 
@@ -249,11 +254,13 @@ class FusedDecoder:
         return logits
 
     def _layer(self, spec: LinearSpec) -> _Layer:
-        return _Layer(spec.packed.data_ptr(), pointer(spec.scale), spec.group, KINDS[spec.inputs])
+        scales = map(pointer, (spec.scale, spec.sink_scale))
+        return _Layer(spec.packed.data_ptr(), *scales, spec.group, KINDS[spec.inputs])
 
     def _block(self, spec: BlockSpec) -> _Block:
         pool, kinds = spec.pool, check_pool(spec.pool)
-        cache = (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.k_offset)
+        cache = (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.k_offset, pool.sink_k)
+        cache += (pool.sink_v,)
         norms = (spec.before_attention, spec.after_attention)
         norms += (spec.before_feed_forward, spec.after_feed_forward, spec.q_norm, spec.k_norm)
         whole = spec.q_norm is not None and len(spec.q_norm) != channels(pool.k)

@@ -37,7 +37,9 @@ _MIXED = (torch.int8, torch.uint8)
 _QUANTIZED = (torch.int8, torch.float8_e4m3fn, torch.uint8)
 
 
-def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, pool: KVPool, slots: Tensor, positions: Tensor | None = None
+) -> None:
     """See `kernels.ops.write_kv`.
 
     Raises:
@@ -45,7 +47,7 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
             from NaN or infinity; tokens with such a problem are not written, others may be.
     """
     if not {pool.k.dtype, pool.v.dtype} <= _POOLS.keys():
-        reference.write_kv(k, v, pool, slots)
+        reference.write_kv(k, v, pool, slots, positions)
         return
     kinds = check_pool(pool)
     held = [(x.shape[1], channels(x)) for x in (pool.k, pool.v)]
@@ -59,11 +61,14 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
         raise ValueError("dynamic scales need a place for each token, and static ones have none")
     if pool.k_offset is not None and pool.k_offset.shape != k.shape[1:]:
         raise ValueError(f"k_offset is {_shape(pool.k_offset)}; needed is fp32 {list(k.shape[1:])}")
+    if pool.sink_tokens and (positions is None or len(positions) != len(slots)):
+        raise ValueError("a pool with sink tokens needs the position of each token: int64 [T]")
     keys, values, problem = native.tokens(k), native.tokens(v), c_int32(0)
     slots = slots.to(torch.int64).contiguous()
+    where = None if positions is None else positions.to(torch.int64).contiguous()
     args = WriteKvArgs(
         *map(pointer, (keys, values, pool.k, pool.v, pool.k_scale, pool.v_scale)),
-        *map(pointer, (pool.k_offset, slots)),
+        *map(pointer, (pool.k_offset, pool.sink_k, pool.sink_v, slots, where)),
         len(k),
         keys.stride(0),
         values.stride(0),
@@ -72,6 +77,7 @@ def write_kv(k: Tensor, v: Tensor, pool: KVPool, slots: Tensor) -> None:
         *formats(pool),
         *kinds,
         pool.k.shape[0],
+        pool.sink_tokens,
         addressof(problem),
     )
     native.loaded().ptq_write_kv(byref(args), torch.get_num_threads())
@@ -95,7 +101,7 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         t.to(torch.int64).contiguous() for t in (inputs.block_tables, inputs.context_len)
     )
     begins = torch.tensor(starts)
-    cache = (pool.k, pool.v, pool.k_scale, pool.v_scale)
+    cache = (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.sink_k, pool.sink_v)
     sinks, alibi = (
         None if x is None else x.float().contiguous() for x in (inputs.sinks, inputs.alibi)
     )
@@ -116,6 +122,7 @@ def paged_attention(q: Tensor, inputs: AttentionInputs) -> Tensor:
         inputs.softmax_scale,
         inputs.softcap or 0.0,
         pool.k.shape[0],
+        pool.sink_tokens,
         addressof(problem),
         None,
     )
@@ -146,6 +153,7 @@ def check_pool(pool: KVPool) -> tuple[int, int]:
             f"needed are two of one type, contiguous [blocks, Hkv, {KV_BLOCK}, D], each with its D"
         )
     kinds = _scale_kind(pool.k_scale, pool.k), _scale_kind(pool.v_scale, pool.v)
+    _check_sinks(pool)
     allowed = [(SCALE_NONE, SCALE_NONE)]
     if pool.k.dtype in _QUANTIZED:
         head, channel, token = SCALE_HEAD, SCALE_CHANNEL, SCALE_TOKEN
@@ -160,6 +168,24 @@ def check_pool(pool: KVPool) -> tuple[int, int]:
             "with int4, fp16); a float one none"
         )
     return kinds
+
+
+def _check_sinks(pool: KVPool) -> None:
+    """ValueError where room for sink tokens does not fit the cache."""
+    count = pool.sink_tokens
+    for held, own in ((pool.k, pool.sink_k), (pool.v, pool.sink_v)):
+        wanted = (*held.shape[:2], count, channels(held))
+        if count and (
+            own is None
+            or own.shape != wanted
+            or own.dtype != torch.bfloat16
+            or not own.is_contiguous()
+            or count > KV_BLOCK
+        ):
+            raise ValueError(
+                f"room for sink tokens is {None if own is None else tuple(own.shape)}; needed is "
+                f"contiguous bf16 {wanted}, of at most {KV_BLOCK} tokens"
+            )
 
 
 def _scale_kind(scale: Tensor | None, pool: Tensor) -> int:

@@ -63,13 +63,14 @@ class AttentionArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("q", "out", "k_pool", "v_pool", "k_scale", "v_scale")],
+        *[(name, c_void_p) for name in ("sink_k", "sink_v")],
         *[(name, c_void_p) for name in ("block_tables", "query_start", "context_len")],
         *[(name, c_int64) for name in ("sequences", "table_stride", "q_stride", "out_stride")],
         *[(name, c_void_p) for name in ("sinks", "alibi")],
         *[(name, c_int64) for name in ("heads", "kv_heads", "dim", "v_dim", "window")],
         *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
         *[(name, c_float) for name in ("softmax_scale", "softcap")],
-        ("blocks", c_int64),
+        *[(name, c_int64) for name in ("blocks", "sink_tokens")],
         *[(name, c_void_p) for name in ("problem", "partials")],
     ]
 
@@ -79,11 +80,11 @@ class WriteKvArgs(Structure):
 
     _fields_ = [
         *[(name, c_void_p) for name in ("k", "v", "k_pool", "v_pool", "k_scale", "v_scale")],
-        *[(name, c_void_p) for name in ("k_offset", "slots")],
+        *[(name, c_void_p) for name in ("k_offset", "sink_k", "sink_v", "slots", "positions")],
         *[(name, c_int64) for name in ("tokens", "stride", "v_stride")],
         *[(name, c_int64) for name in ("kv_heads", "dim", "v_dim")],
         *[(name, c_int32) for name in ("k_format", "v_format", "k_scale_kind", "v_scale_kind")],
-        ("blocks", c_int64),
+        *[(name, c_int64) for name in ("blocks", "sink_tokens")],
         ("problem", c_void_p),
     ]
 

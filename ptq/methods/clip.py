@@ -132,8 +132,7 @@ class Clip(Method):
         """Squared error of the block's outputs, summed exactly over the samples."""
         with _clipped(work, names, rounded, factor):
             return math.fsum(
-                (work.block.run(sample).double() - y.double()).square().sum().item()
-                for sample, y in enumerate(reference)
+                work.loss(work.block.run(sample), y) for sample, y in enumerate(reference)
             )
 
 
@@ -148,7 +147,7 @@ def _clipped(
         for name in names:
 
             def seen(x: Tensor, name: str = name) -> Tensor:
-                return work.seen_input(name, x, scale * factor)
+                return work.seen_row_by_row(name, x, scale * factor)
 
             stack.enter_context(replaced(work.block.linears[name], rounded[name], seen))
         yield

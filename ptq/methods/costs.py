@@ -212,7 +212,7 @@ class RoundedSamples:
         one = replace(work, schemes={name: scheme})
         error = x - one.seen_input(name, x, one.input_scale(name))
         assert work.gradients is not None
-        weights = work.gradients.output(name).weights_of(sample, len(x)).to(x.device)
+        weights = work.gradients.output(name).weights_of(sample, len(x))[-len(x) :].to(x.device)
         moved = (error @ linear.weight.T) * weights.sqrt()[:, None]
         identity = torch.eye(len(x), device=x.device)
         return fisher.FisherFactors(identity, work.fisher(name).outputs).kl(moved.T).item()
@@ -224,6 +224,6 @@ class RoundedSamples:
         error = (x - cache.through_cache(x, absmax, spec, role)).double()
         assert work.gradients is not None
         seen = work.gradients.of[name, role]
-        g, weights = seen.outputs.double(), seen.weights_of(sample, len(x)).double()
+        g, weights = seen.outputs.double(), seen.weights_of(sample, len(x))[-len(x) :].double()
         spread = torch.einsum("thd,hde->the", error, g)
         return 0.5 * ((spread * error).sum(dim=2) * weights).sum().item()

@@ -182,10 +182,12 @@ class Cost:
         factor: L with L L^T = G, of G's diagonal blocks, fp32 [blocks, size, size]; None where all
             errors count alike.
         tokens: Root of each token's weight, of each sample: fp32 [tokens].
+        sinks: Tokens from the first on that count nothing.
     """
 
     factor: Tensor | None = None
     tokens: tuple[Tensor, ...] = ()
+    sinks: int = 0
 
     @classmethod
     def of(cls, work: BlockWork) -> Cost:
@@ -194,21 +196,23 @@ class Cost:
         seen = work.gradients.of[work.block.name, gradients.STATES]
         mean = seen.mean.item()
         if mean == 0:
-            return cls()
+            return cls(sinks=work.block.sinks)
         g = seen.outputs.to(work.block.device).double()
         g = g + EVEN * g.diagonal(dim1=1, dim2=2).mean() * torch.eye(g.shape[1]).to(g)
         factor = torch.linalg.cholesky(g * g.shape[1] * len(g)).float()
         samples = enumerate(work.block.inputs)
         weights = (seen.weights_of(i, x.shape[-2]) / mean for i, x in samples)
         roots = ((1 - EVEN) * w + EVEN for w in weights)
-        return cls(factor, tuple(w.sqrt()[:, None].to(g.device) for w in roots))
+        weighted = tuple(w.sqrt()[:, None].to(g.device) for w in roots)
+        return cls(factor, weighted, work.block.sinks)
 
     def __call__(self, error: Tensor, sample: int) -> Tensor:
         """The error [tokens, hidden] of a sample as its square counts."""
+        error = error[self.sinks :]
         if self.factor is None:
             return error
         parts = gradients.in_blocks(error.reshape(-1, error.shape[-1]), self.factor.shape[1])
-        return torch.einsum("tbi,bij->tbj", parts, self.factor).flatten(1) * self.tokens[sample]
+        return torch.einsum("tbi,bij->tbj", parts, self.factor).flatten(1) * self.tokens[sample][self.sinks :]
 
 
 class Refine(Method):
@@ -234,7 +238,7 @@ class Refine(Method):
             return
         with torch.no_grad():
             targets = [work.block.run(sample).cpu() for sample in range(len(inputs))]
-        cost = Cost.of(work) if self.spec.metric == "kl" else Cost()
+        cost = Cost.of(work) if self.spec.metric == "kl" else Cost(sinks=work.block.sinks)
         with _rounded_inputs(work):
             before = _error(work, inputs, targets, _weights(layers), cost)
             self._descend(work, layers, inputs, targets, cost)
@@ -334,7 +338,7 @@ def _rounded_inputs(work: BlockWork) -> Iterator[None]:
             def seen(
                 x: Tensor, name: str = name, scale: Tensor | None = layer.input_scale
             ) -> Tensor:
-                return x + (work.seen_input(name, x.detach(), scale) - x.detach())
+                return x + (work.seen_row_by_row(name, x.detach(), scale) - x.detach())
 
             linear = work.block.linears[name]
             weight = linear.weight if _has_integers(layer) else layer.dequantized()

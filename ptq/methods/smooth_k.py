@@ -240,9 +240,9 @@ def _error(work: BlockWork, absmax: Tensor, factors: Tensor, reference: Sequence
     seen, divisor = absmax.double() / factors, factors.float().to(work.block.device)
 
     def cached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return cache.through_cache(k / divisor, seen, spec, "k_cache") * divisor, v
+        held = cache.through_cache(k / divisor, seen, spec, "k_cache", work.block.sinks)
+        return held * divisor, v
 
     return math.fsum(
-        (work.block.run(sample, cache=cached).double() - y.double()).square().sum().item()
-        for sample, y in enumerate(reference)
+        work.loss(work.block.run(sample, cache=cached), y) for sample, y in enumerate(reference)
     )

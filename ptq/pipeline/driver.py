@@ -192,6 +192,7 @@ class _Driver:
     def run(self, sequences: list[Tensor], *, force: bool, progress: bool) -> ScaleTable:
         """Quantize every block and write the checkpoint; returns its scale table."""
         stream = self.solver.stream
+        self._settle_sinks(sequences)
         writing = self._writer(force or self.resumed > 0)
         with closing(self.store), writing as writer, self.behind:
             head = None if self.plan.head is None else head_weight(self.model)
@@ -222,6 +223,17 @@ class _Driver:
                 writer.finish(table)
         return table
 
+    def _settle_sinks(self, sequences: list[Tensor]) -> None:
+        """Find out how many sink tokens there are, and say where other tokens stand out, too."""
+        peaks = self.solver.find_sinks(sequences)
+        for name, ratio in peaks.others(self.solver.sinks).items() if peaks else ():
+            message = (
+                f"a token behind the first {self.solver.sinks} has an input {ratio:.0f} times that "
+                "of an ordinary one; a static scale of its layer serves others badly. Scale this "
+                "layer by token"
+            )
+            self.events.append(Event(module=name, kind="outlier_token", message=message))
+
     def result(self, table: ScaleTable) -> QuantizationResult:
         """Write what lies beside the checkpoint; returns the outcome."""
         output = self.recipe.output.path
@@ -242,6 +254,7 @@ class _Driver:
             blocks=tuple(self.costs),
             resumed_blocks=self.resumed,
             model_key=seen_key(self.recipe, self.model),
+            sink_tokens=self.solver.sinks,
         )
         replace_file(output / RESULT_FILE, result.to_json().encode())
         return result
@@ -269,6 +282,7 @@ class _Driver:
             config=config,
             scheme=scheme,
             shared_head=None if shared is None else self.plan.head,
+            sink_tokens=self.solver.sinks if self._keeps_sinks() else 0,
             layers={**self.plan.schemes, **kept},
             caches=self.plan.caches,
             ignore=self._ignored(),
@@ -276,6 +290,12 @@ class _Driver:
             force=force,
             shard_bytes=shard_bytes(elements),
         )
+
+    def _keeps_sinks(self) -> bool:
+        """Whether anything is stored that sink tokens do not share."""
+        caches = [self.recipe.cache_of(block) for block in self.plan.blocks]
+        static = any(scheme.static_input for scheme in self.plan.schemes.values())
+        return static or any(cache is not None for cache in caches)
 
     def _ignored(self) -> list[str]:
         """Full names of the layers left alone, in the files and, where it differs, in the code."""
@@ -298,7 +318,7 @@ class _Driver:
         """Write a solved block and keep its rows of the record."""
         for tensor_name, tensor in solved.tensors.items():
             writer.add(tensor_name, tensor)
-        writer.set_cache(solved.cache)
+        writer.set_beside(solved.beside)
         self.statistics.merge(solved.statistics)
         self.found[name] = solved.found
         self.entries += solved.record.entries

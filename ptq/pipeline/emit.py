@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from calibrate.observers import choose_absmax, clip_fraction
+from calibrate.roles import SINK_INPUT
 from calibrate.spec import ObserverSpec
 from calibrate.tensor_statistics import TensorStatistics
 from formats.cache_scheme import CacheRole, KVCacheSpec
+from formats.checkpoint.sink_scales import LEAF
 from formats.checkpoint.write import CheckpointWriter
 from formats.families.attention import LatentAttention
 from formats.fp4 import least_unit
@@ -134,6 +136,31 @@ def linear_entries(work: BlockWork, rows: list[ModuleRow]) -> list[ScaleEntry]:
                 )
             )
     return entries
+
+
+def sink_tensors(work: BlockWork) -> tuple[dict[str, Tensor], list[ScaleEntry]]:
+    """Static input scales of sink tokens, by full name, and their rows of the scale table."""
+    tensors, entries = dict[str, Tensor](), list[ScaleEntry]()
+    for name in work.quantized:
+        scale, spec = work.sink_scale(name), work.scheme_of(name).activations
+        if scale is None or spec is None:
+            continue
+        stats, tensor = work.observed(name, SINK_INPUT), f"{name}.{LEAF}"
+        tensors[tensor] = scale
+        entry = _entry(
+            tensor,
+            SINK_INPUT,
+            scale,
+            dtype=spec.dtype,
+            granularity="per_tensor",
+            statistic="absmax",
+            absmax=stats.absmax,
+            tokens=stats.tokens,
+            clip_fraction=0.0,
+            sqnr_db=None,
+        )
+        entries.append(entry)
+    return tensors, entries
 
 
 def _range_by(work: BlockWork, name: str) -> str:

@@ -95,7 +95,9 @@ def gradients_key(plan: Plan, model: FloatModel, facts: Mapping[str, str]) -> st
     """
     kept = {name: told for name, told in facts.items() if name not in (RECIPE, "the plan")}
     tokens = plan.recipe.statistics.gradient_tokens
-    return key_of(kept | {"seen": seen_key(plan.recipe, model), "tokens": str(tokens)})
+    sinks = plan.recipe.sinks.model_dump_json()
+    more = {"seen": seen_key(plan.recipe, model), "tokens": str(tokens), "sinks": sinks}
+    return key_of(kept | more)
 
 
 def seen_key(recipe: Recipe, checkpoint: FloatModel) -> str:

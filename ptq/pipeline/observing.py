@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from calibrate.roles import SINK_INPUT
 from calibrate.spread import run_size, samples_of
 from calibrate.statistics import Statistics
 from calibrate.workers import InTurn, shares
@@ -74,6 +75,7 @@ class Pass:
         try:
             outputs = self.team.block(worker).outputs(
                 on_input=eye.on_input,
+                on_sinks=eye.on_sinks,
                 on_kv=eye.on_kv,
                 on_route=eye.on_route,
                 samples=samples,
@@ -95,7 +97,8 @@ class Pass:
             sums = torch.stack([self.key_sums[i] for i in sorted(self.key_sums)]).sum(0)
             statistics[work.block.attention, "k_cache"].channel_sum = sums
         for name in work.block.linears:
-            statistics[name, "input"] = statistics[self.stand_in[name], "input"]
+            for role in ("input", SINK_INPUT) if work.block.sinks else ("input",):
+                statistics[name, role] = statistics[self.stand_in[name], role]
         for part in (self.moments, self.weighted):
             if part is not None:
                 part.complete()
@@ -147,7 +150,12 @@ class _Eye:
         for method in self.of.methods:
             method.observe(name, x, self.sample)
         if name in self.observed:
-            self.statistics.observe(name, "input", x, histogram=self.of.histograms)
+            first = self.of.work.block.sinks
+            self.statistics.observe(name, "input", x, histogram=self.of.histograms, first=first)
+
+    def on_sinks(self, name: str, x: Tensor) -> None:
+        if name in self.observed:
+            self.statistics.observe(name, SINK_INPUT, x, histogram=False)
 
     def on_kv(self, k: Tensor, v: Tensor) -> None:
         work, counted = self.of.work, self.of.histograms
@@ -155,8 +163,10 @@ class _Eye:
         if cache is not None and cache.center_keys:
             assert self.sample is not None
             self.of.key_sums[self.sample] = k.sum(0, dtype=torch.float64).cpu()
-        self.statistics.observe(work.block.attention, "k_cache", k, histogram=counted)
-        self.statistics.observe(work.block.attention, "v_cache", v, histogram=counted)
+        for role, x in (("k_cache", k), ("v_cache", v)):
+            self.statistics.observe(
+                work.block.attention, role, x, histogram=counted, first=work.block.sinks
+            )
 
     def on_route(self, experts: str, counts: Tensor) -> None:
         known = self.routed.get(experts)

@@ -3,8 +3,8 @@
 Beside the checkpoint that is being made, in `<output>/.resume`:
 
     progress.json                  what the run is (`ptq.pipeline.key`) and how many blocks are done
-    block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, its
-                                   cache's tensors under `cache/<name>`, and under
+    block-00003.safetensors        what the checkpoint gets of a block, under `tensor/<name>`, what
+                                   lies beside it under `beside/<name>`, and under
                                    `found/<method>/<name>` what its methods found
     block-00003.json               its rows of the record
     block-00003.statistics         what calibration saw of it
@@ -70,14 +70,14 @@ class SolvedBlock:
 
     Attributes:
         tensors: For the checkpoint, by their full name, in the order in which they are written.
-        cache: What is stored of its cache, by full name.
+        beside: What is stored beside the served files, of its cache and its sink tokens, by name.
         record: Rows of the record.
         statistics: What calibration saw.
         found: What methods found by running samples, by method and name.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    cache: dict[str, Tensor] = field(default_factory=dict)
+    beside: dict[str, Tensor] = field(default_factory=dict)
     record: BlockRecord = field(default_factory=BlockRecord)
     statistics: Statistics = field(default_factory=Statistics)
     found: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class ResumableRun:
 
     def _save_block(self, name: str, solved: SolvedBlock) -> None:
         arrays = {f"tensor/{key}": tensor for key, tensor in solved.tensors.items()}
-        arrays |= {f"cache/{key}": tensor for key, tensor in solved.cache.items()}
+        arrays |= {f"beside/{key}": tensor for key, tensor in solved.beside.items()}
         for method, found in solved.found.items():
             arrays |= {f"found/{method}/{name}": t.cpu() for name, t in found.items()}
         order = {"order": json.dumps(list(solved.tensors))}
@@ -222,10 +222,10 @@ class ResumableRun:
             file = SafetensorsFile(Path(f"{path}.safetensors"))
             order = json.loads(file.metadata["order"])  # a file sorts its tensors otherwise
             tensors = {name: file.tensor(f"tensor/{name}") for name in order}
-            cache = {
-                key.removeprefix("cache/"): file.tensor(key)
+            beside = {
+                key.removeprefix("beside/"): file.tensor(key)
                 for key in file.tensors
-                if key.startswith("cache/")
+                if key.startswith("beside/")
             }
             found: dict[str, dict[str, Tensor]] = {}
             for key in (key for key in file.tensors if key.startswith("found/")):
@@ -235,7 +235,7 @@ class ResumableRun:
             statistics = Statistics.load(Path(f"{path}.statistics"))
         except (OSError, ValueError, KeyError, CheckpointError) as error:
             raise self._damaged(error) from error
-        return SolvedBlock(tensors, cache, record, statistics, found)
+        return SolvedBlock(tensors, beside, record, statistics, found)
 
     def states(self) -> tuple[list[Tensor], list[Tensor] | None]:
         """Hidden states after the last stored block: of the float model, and quantized if kept.

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator
 
+from calibrate.roles import SINK_INPUT
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from ptq.methods.common.method import Method
@@ -50,10 +51,12 @@ def _obstacles(artifact: Artifact, recipe: Recipe, block: str) -> Iterator[str]:
         )
     methods = block_methods(recipe.methods)
     schedule = Schedule(recipe, [method for _, method in methods])
-    seen = {stats.tokens for stats in statistics.values()}
-    if schedule.needs_data and seen != {record.calibration.tokens}:
+    ordinary = {key: stats for key, stats in statistics.items() if SINK_INPUT not in key[1]}
+    seen = {stats.tokens for stats in ordinary.values()}
+    wanted = record.calibration.tokens - record.sink_tokens * record.calibration.sequences
+    if schedule.needs_data and seen != {wanted}:
         yield (
-            f"its scheme needed no data: {max(seen, default=0)} of {record.calibration.tokens} "
+            f"its scheme needed no data: {max(seen, default=0)} of {wanted} "
             "tokens were observed. Run it with --set statistics.histograms=true"
         )
     recalled = artifact.found.recalled(recipe)
@@ -68,7 +71,8 @@ def _obstacles(artifact: Artifact, recipe: Recipe, block: str) -> Iterator[str]:
         )
     yield from _unseen(artifact, recipe, schedule, block)
     stage = _stage(recipe, schedule, len(methods))
-    counted = all(stats.counted for stats in statistics.at(stage).values())
+    roles = ((role, stats) for (_, role), stats in statistics.at(stage).items())
+    counted = all(stats.counted for role, stats in roles if role != SINK_INPUT)
     if recipe.static and not schedule.by_maxima and not counted:
         observers = recipe.observers
         yield (

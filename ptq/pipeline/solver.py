@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from calibrate.gradients import BlockGradients
+from calibrate.sinks import Peaks, find_peaks
 from calibrate.statistics import Statistics
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
@@ -27,7 +28,13 @@ from ptq.methods.common.spec import MethodSpec, Stage
 from ptq.methods.registry import block_methods, view_of
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.device import devices_of
-from ptq.pipeline.emit import block_tensors, cache_tensors, layer_tensors, linear_entries
+from ptq.pipeline.emit import (
+    block_tensors,
+    cache_tensors,
+    layer_tensors,
+    linear_entries,
+    sink_tensors,
+)
 from ptq.pipeline.gradients import GradientStore, run_backward
 from ptq.pipeline.measure import Ratios, measure, module_rows
 from ptq.pipeline.passes import block_work, observe, quantized_outputs
@@ -68,16 +75,37 @@ class BlockSolver:
         self.team = Team(devices_of(plan.recipe))
         self.device = self.team.devices[0]
         self.gradients: Callable[[str], BlockGradients] | None = None  # by a block's name
+        self.sinks = 0
         self.stream = self.new_stream(any(method.quantized_path for method in self.methods))
 
     def new_stream(self, quantized_path: bool = False) -> BlockStream:
         """The model's blocks once more."""
-        return BlockStream(
+        stream = BlockStream(
             config_of(self.model),
             self.model.tensor,
             device=self.device,
             quantized_path=quantized_path,
         )
+        stream.sinks = self.sinks
+        return stream
+
+    def find_sinks(self, sequences: Sequence[Tensor]) -> Peaks | None:
+        """Settle how many sink tokens there are, before anything else runs.
+
+        Returns:
+            What was found on the way, where the data were looked at.
+        """
+        keep, found = self.recipe.sinks.keep, None
+        if self.artifact is not None:
+            self.sinks = self.artifact.record.sink_tokens
+        elif isinstance(keep, int):
+            self.sinks = keep
+        elif keep == "auto" and self.schedule.needs_data:
+            with self.watch.phase("sinks"):
+                found = find_peaks(self.new_stream(), sequences, self.team)
+            self.sinks = found.sinks
+        self.stream.sinks = self.sinks
+        return found
 
     def run_backward(
         self, sequences: Sequence[Tensor], store: GradientStore, *, progress: bool = False
@@ -212,8 +240,10 @@ class BlockSolver:
             (entry for _, own in parts for entry in own), key=lambda entry: place[entry.module]
         )
         layers = {name: tensors for own, _ in parts for name, tensors in own.items()}
-        cache, cached = cache_tensors(work, self.recipe.observers.kv_cache)
+        beside, cached = cache_tensors(work, self.recipe.observers.kv_cache)
         entries += cached
+        sinks, of_sinks = sink_tensors(work)
+        beside, entries = beside | sinks, entries + of_sinks
         record = BlockRecord(
             entries=tuple(entries),
             events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
@@ -225,7 +255,7 @@ class BlockSolver:
                 memory_bytes=self.peak_bytes(),
             ),
         )
-        return SolvedBlock(block_tensors(self.model, work, layers), cache, record)
+        return SolvedBlock(block_tensors(self.model, work, layers), beside, record)
 
     def peak_bytes(self) -> int:
         """Peak memory so far: of the fullest GPU that blocks are solved on, else of the process."""

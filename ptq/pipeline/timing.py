@@ -36,6 +36,7 @@ def predict_seconds(plan: Plan, tokens: TokenSet) -> dict[str, float]:
     solver = BlockSolver(plan, start)
     with fast_products(solver.device):
         sequences = in_canonical_order(tokens.sequences())
+        solver.find_sinks(sequences)
         if solver.schedule.gradients:
             first = _first_gradients(solver, sequences, start, block)
             solver.gradients = lambda _: first

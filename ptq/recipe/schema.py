@@ -15,6 +15,7 @@
     methods:
       - smoothquant: {alpha: search}
       - rtn
+    sinks: {keep: auto}                     # first tokens of a sequence that are quantized apart
     statistics: {histograms: false, hessians: auto}    # kept for `ptq solve`
     device: auto                            # where blocks are solved: a GPU if there is one; or
                                             # {gpus: 4}
@@ -51,6 +52,7 @@ from formats.checkpoint.targets import is_ignored
 from formats.families.names import is_weight_only
 from formats.hub import find_model
 from formats.scheme import LayerScheme, Scheme, Strict
+from formats.stored.folder import MOST_SINKS
 from formats.stored.other_kinds import locate_model
 from ptq.methods.registry import AnyMethod
 from ptq.recipe.budget import BudgetSpec
@@ -131,6 +133,22 @@ class ObserversSpec(Strict):
     def by_absmax(self) -> bool:
         """Whether static scales follow from maxima alone."""
         return self.input.method == self.kv_cache.method == "absmax"
+
+
+class SinksSpec(Strict):
+    """Sink tokens: the first tokens of a sequence, whose activations can be hundreds of times larger
+    than all others and decide every static scale. They are left out of statistics and of what
+    methods compare; when the model runs, their rows have static input scales of their own, and
+    their K and V stay in 16 bits.
+
+    YAML: ``sinks: {keep: auto}``
+    """
+
+    keep: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=MOST_SINKS)] = "auto"
+    """How many tokens: `auto` looks at the calibration data first, and takes those positions from
+    the first on where some input is 64 times larger than that of an ordinary token (4 at most);
+    `none` treats all tokens alike, for runtimes that know no sink tokens.
+    """
 
 
 class StatisticsSpec(Strict):
@@ -357,6 +375,8 @@ class Recipe(Strict):
     """
     observers: ObserversSpec = ObserversSpec()
     """How ranges of static scales are chosen from what calibration saw."""
+    sinks: SinksSpec = SinksSpec()
+    """The first tokens of a sequence, where they are unlike all others."""
     statistics: StatisticsSpec = StatisticsSpec()
     """What calibration keeps for `ptq solve` beyond what the recipe itself needs."""
     methods: Annotated[tuple[AnyMethod, ...], Field(validate_default=True)] = ()

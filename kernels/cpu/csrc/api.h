@@ -122,6 +122,7 @@ struct AttentionArgs {
   float* out;      // [T, out_stride], head h at h * v_dim
   const void *k_pool, *v_pool;            // [blocks, kv_heads, 64, dim], [..., v_dim]; of kI4 half
   const float *k_scale, *v_scale;         // see scale kinds
+  const uint16_t *sink_k, *sink_v;        // as in WriteKvArgs
   const int64_t *block_tables, *query_start, *context_len;
   int64_t sequences, table_stride, q_stride, out_stride;
   const float *sinks, *alibi;             // [heads], or null
@@ -130,6 +131,7 @@ struct AttentionArgs {
   int32_t k_scale_kind, v_scale_kind;     // ScaleKind
   float softmax_scale, softcap;  // softcap: bound of the logits, 0 for none
   int64_t blocks;    // of the pools; a table's entry beyond them is a problem
+  int64_t sink_tokens;  // 0 for none
   int32_t* problem;  // gets a Problem
   float* partials;   // as many floats as attention_floats() says for the team; shared by it
 };
@@ -146,10 +148,14 @@ struct WriteKvArgs {
   void *k_pool, *v_pool;
   float *k_scale, *v_scale;  // of tokens: written
   const float* k_offset;     // [kv_heads, dim], subtracted from k, or null
-  const int64_t* slots;
+  // bf16 of tokens at the first positions of a sequence, by its first block: [blocks, kv_heads,
+  // sink_tokens, dim], [..., v_dim]; or null.
+  uint16_t *sink_k, *sink_v;
+  const int64_t *slots, *positions;  // positions: read where there are sink tokens
   int64_t tokens, stride, v_stride, kv_heads, dim, v_dim;
   int32_t k_format, v_format, k_scale_kind, v_scale_kind;
   int64_t blocks;    // of the pools
+  int64_t sink_tokens;
   int32_t* problem;  // a token with one is not written
 };
 

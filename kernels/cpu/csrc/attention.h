@@ -112,6 +112,7 @@ struct Attender {
   const Shape& shape;
   const Tile& tile;
   int64_t head, rows;
+  int64_t from = 0, to = INT64_MAX;  // positions that are looked at, whatever rows see
   float *q, *s, *decay, *k_wide, *v_wide, *scales;
 
   static int64_t floats(const Shape& shape) {
@@ -149,7 +150,9 @@ struct Attender {
   Span span(int64_t row, int64_t start) const {
     const int64_t position = tile.position + row / shape.group - start;
     int64_t begin = a.window > 0 ? position + 1 - a.window : 0, end = position + 1;
+    begin = begin < from - start ? from - start : begin;
     begin = begin < 0 ? 0 : begin > kBlock ? kBlock : begin;
+    end = end > to - start ? to - start : end;
     end = end < begin ? begin : end > kBlock ? kBlock : end;
     return {(int)begin, (int)end};
   }
@@ -202,6 +205,36 @@ struct Attender {
     return own;
   }
 
+  // Keys or values of sink tokens, a block of them [64][width], in units of what queries were
+  // multiplied by, or of what the result will be.
+  void widen_sinks(const uint16_t* held, int32_t format, int32_t kind, const float* scale,
+                   int64_t dim, int64_t width, float* out) const {
+    __builtin_memset(out, 0, kBlock * width * sizeof(float));
+    for (int64_t t = 0; t < a.sink_tokens; t++)
+      for (int64_t d = 0; d < width; d++) {
+        const Place own(format, dim, d / W * W);
+        const int64_t lane = d % W, channel = own.from + lane;
+        if (lane >= own.left) continue;
+        float unit = unit_of(format);
+        if (kind == kScaleHead) unit *= scale[head];
+        if (kind == kScaleChannel) unit *= scale[head * dim + channel];
+        out[t * width + d] = bf16_to_f32(held[t * dim + channel]) / unit;
+      }
+  }
+
+  // The sink tokens of a sequence that begins at `place`, in tokens of the pools.
+  void attend_sinks(int64_t place, const Sums& sums) {
+    const int64_t first = place / kBlock * a.sink_tokens;
+    widen_sinks(a.sink_k + first * a.dim, a.k_format, a.k_scale_kind, a.k_scale, a.dim,
+                shape.width, k_wide);
+    widen_sinks(a.sink_v + first * a.v_dim, a.v_format, a.v_scale_kind, a.v_scale, a.v_dim,
+                shape.v_width, v_wide);
+    to = a.sink_tokens;
+    attend_block(Block<float, float>{0, k_wide, v_wide, nullptr, nullptr, k_wide, v_wide}, sums);
+    from = to;
+    to = INT64_MAX;
+  }
+
   template <class K, class V>
   void attend_split(int64_t split, const Sums& sums) {
     const int64_t k_size = a.dim / kAtOnce<K>, v_size = a.v_dim / kAtOnce<V>;  // elements of a head
@@ -210,6 +243,7 @@ struct Attender {
     const int64_t last = split * kSplit + kSplit < tile.end ? split * kSplit + kSplit : tile.end;
     int64_t start = split * kSplit > tile.begin ? split * kSplit : tile.begin / kBlock * kBlock;
     int64_t place = place_of(start);
+    if (start == 0 && place >= 0 && a.sink_tokens > 0) attend_sinks(place, sums);
     while (place >= 0) {
       const int64_t next = start + kBlock < tile.end ? place_of(start + kBlock) : place;
       Block<K, V> b = {start, k_pool + place * k_size, v_pool + place * v_size, nullptr, nullptr,

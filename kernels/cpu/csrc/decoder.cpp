@@ -76,6 +76,9 @@ AttentionArgs attention_args(const Decoder& d, const Step& s, const Block& block
   args.softmax_scale = d.softmax_scale;
   args.softcap = d.softcap;
   args.blocks = block.cache_blocks;
+  args.sink_k = block.sink_k;
+  args.sink_v = block.sink_v;
+  args.sink_tokens = block.sink_k == nullptr ? 0 : d.sink_tokens;
   args.problem = s.problem;
   args.partials = s.partials;
   return args;
@@ -88,7 +91,9 @@ class StepRunner {
  public:
   StepRunner(const Kernels& kernels, const Decoder& decoder, const Step& step, const Team& team)
       : kernels_(kernels), d_(decoder), s_(step), team_(team), solo_(alone(team)),
-        tokens_(share(step.tokens, team)), b_(decoder, step.tokens, step.workspace) {}
+        tokens_(share(step.tokens, team)), b_(decoder, step.tokens, step.workspace) {
+    for (int64_t t = 0; t < s_.tokens; t++) any_sink_ |= is_sink(t);
+  }
 
   void run() {
     embed();
@@ -171,21 +176,38 @@ class StepRunner {
       b_.x[i] = b_.x[i] + b_.h[i];
   }
 
+  bool is_sink(int64_t t) const { return s_.positions[t] < d_.sink_tokens; }
+
+  // Whether rows of this step have two static scales.
+  bool has_two_scales(const Layer& layer) const { return layer.sink_scale != nullptr && any_sink_; }
+
   // Quantizes this thread's rows for a layer; all rows are ready after the barrier.
   void prepare(const Layer& layer, const float* x, int64_t columns) {
-    if (layer.kind != kInputFloat && tokens_.end > tokens_.begin)
-      quantize(layer, x + tokens_.begin * columns, columns, tokens_.begin,
-               tokens_.end - tokens_.begin);
+    const auto run = [&](int64_t first, int64_t end, const float* scale) {
+      quantize(layer, scale, x + first * columns, columns, first, end - first);
+    };
+    if (layer.kind != kInputFloat && tokens_.end > tokens_.begin) {
+      if (!has_two_scales(layer)) {
+        run(tokens_.begin, tokens_.end, layer.scale);
+      } else {
+        for (int64_t t = tokens_.begin; t < tokens_.end; t++) {
+          const float* own = is_sink(t) ? layer.sink_scale : layer.scale;
+          run(t, t + 1, own);
+          b_.scales[t] = *own;
+        }
+      }
+    }
     team_.barrier();
   }
 
-  void quantize(const Layer& layer, const float* x, int64_t columns, int64_t first, int64_t rows) {
+  void quantize(const Layer& layer, const float* scale, const float* x, int64_t columns,
+                int64_t first, int64_t rows) {
     QuantizeArgs args = {};
     args.x = x;
     args.rows = rows;
     args.columns = args.x_stride = columns;
     args.group = layer.group > 0 ? layer.group : columns;
-    args.scale = layer.scale;
+    args.scale = scale;
     args.format = layer.kind == kInputI8 ? kI8 : kF8;
     args.q = b_.q + first * columns;
     args.values = b_.values + first * columns;
@@ -202,8 +224,8 @@ class StepRunner {
     args.weight = layer.weight;
     args.x = integers ? (const void*)b_.q : layer.kind == kInputF8 ? b_.values : x;
     args.x_is_int8 = integers;
-    args.x_scale = layer.scale != nullptr ? layer.scale : b_.scales;
-    args.x_scale_per_row = layer.scale == nullptr;
+    args.x_scale_per_row = layer.scale == nullptr || has_two_scales(layer);
+    args.x_scale = args.x_scale_per_row ? b_.scales : layer.scale;
     args.accumulate = accumulate;
     args.rows = rows;
     args.x_stride = inputs;
@@ -242,6 +264,10 @@ class StepRunner {
     args.k_scale = block.k_scale;
     args.v_scale = block.v_scale;
     args.slots = s_.slots + t;
+    args.positions = s_.positions + t;
+    args.sink_k = block.sink_k;
+    args.sink_v = block.sink_v;
+    args.sink_tokens = block.sink_k == nullptr ? 0 : d_.sink_tokens;
     args.tokens = 1;
     args.stride = args.v_stride = stride;
     args.kv_heads = d_.kv_heads;
@@ -269,7 +295,7 @@ class StepRunner {
       kernels_.rms_norm(b_.x + s_.rows[i] * d_.hidden, d_.norm, d_.eps, b_.h + i * d_.hidden, 1,
                         d_.hidden, 0, 0, solo_);
     if (d_.head.kind != kInputFloat && wanted.end > wanted.begin)
-      quantize(d_.head, b_.h + wanted.begin * d_.hidden, d_.hidden, wanted.begin,
+      quantize(d_.head, d_.head.scale, b_.h + wanted.begin * d_.hidden, d_.hidden, wanted.begin,
                wanted.end - wanted.begin);
     team_.barrier();
     linear(d_.head, b_.h, s_.wanted, d_.hidden, s_.logits, d_.vocabulary, false);
@@ -285,6 +311,7 @@ class StepRunner {
   const Team solo_;
   const Range tokens_;
   const Buffers b_;
+  bool any_sink_ = false;
 };
 
 }  // namespace

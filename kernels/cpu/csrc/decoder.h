@@ -8,11 +8,11 @@ namespace ptq {
 constexpr int32_t kPackedRows = -1;  // an embedding's format: rows of a packed weight
 enum InputKind : int32_t { kInputFloat = 0, kInputI8 = 1, kInputF8 = 2 };
 
-// A linear layer and how its input is quantized (scale: a static one, or null; group as in
-// QuantizeArgs).
+// A linear layer and how its input is quantized (scale: a static one, or null; sink_scale: of rows
+// of sink tokens, or null where they have the same; group as in QuantizeArgs).
 struct Layer {
   const Packed* weight;
-  const float* scale;
+  const float *scale, *sink_scale;
   int64_t group;
   int32_t kind, unused;
 };
@@ -27,6 +27,7 @@ struct Block {
   void *k_pool, *v_pool;         // as in AttentionArgs
   float *k_scale, *v_scale;
   const float* k_offset;         // as in WriteKvArgs
+  uint16_t *sink_k, *sink_v;     // likewise
   int64_t window, cache_blocks;
   int64_t turn;  // channels of q and k that are turned together, or 0
   int32_t k_format, v_format, k_scale_kind, v_scale_kind;
@@ -44,7 +45,7 @@ struct Decoder {
   int32_t embedding_format, activation;
   float embedding_scale, eps, softmax_scale;
   float softcap, logits_softcap;  // 0 for none
-  int32_t unused;
+  int32_t sink_tokens;            // first positions whose tokens have scales of their own
 };
 
 struct Step {

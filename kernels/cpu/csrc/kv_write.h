@@ -112,6 +112,11 @@ static void write_kv(const WriteKvArgs& a, const Team& team) {
         for (int64_t d = 0; d < a.dim; d++) centred[d] = k[d] - a.k_offset[head * a.dim + d];
         k = centred;
       }
+      if (a.sink_tokens > 0 && a.positions[token] < a.sink_tokens) {
+        const int64_t own = (slot / kBlock * a.kv_heads + head) * a.sink_tokens + a.positions[token];
+        write_float(k, a.sink_k + own * a.dim, a.dim, kBF16);
+        write_float(v, a.sink_v + own * a.v_dim, a.v_dim, kBF16);
+      }
       if (!write_head(a.k_format, k, a.dim, a.k_pool, a.k_scale, a.k_scale_kind, place, head) ||
           !write_head(a.v_format, v, a.v_dim, a.v_pool, a.v_scale, a.v_scale_kind, place, head))
         problem = kNonfinite;

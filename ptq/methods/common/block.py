@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from calibrate.roles import SINK_INPUT
 from formats.families.groups import SmoothingGroup
 from formats.later import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
@@ -168,7 +169,8 @@ class BlockWork:
         Of what was divided since the samples ran, only maxima are known.
         """
         assert self.statistics is not None, "the samples have not run"
-        seen, divisor = self.statistics[name, role], self.divisors.get((name, role))
+        divided = "input" if role == SINK_INPUT else role
+        seen, divisor = self.statistics[name, role], self.divisors.get((name, divided))
         return seen if divisor is None else seen.divided(divisor)
 
     def second_moments(self, name: str) -> Tensor:
@@ -231,6 +233,31 @@ class BlockWork:
         absmax = torch.tensor([self.input_absmax(name)], dtype=torch.float32)
         return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
 
+    def sink_scale(self, name: str) -> Tensor | None:
+        """Static scale of the rows of sink tokens, fp32 [1]; None where they have none."""
+        spec = self.scheme_of(name).activations
+        known = self.statistics is not None and (name, SINK_INPUT) in self.statistics
+        if spec is None or spec.dynamic or not known:
+            return None
+        absmax = torch.tensor([self.observed(name, SINK_INPUT).absmax], dtype=torch.float32)
+        return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
+
+    def loss(self, found: Tensor, wanted: Tensor) -> float:
+        """Squared error of a block's outputs [tokens, hidden], that of sink tokens left out.
+
+        A sink token's hidden state is so much larger than all others that its error alone would
+        decide; and it is no question, as the token is quantized apart.
+        """
+        own = slice(self.block.sinks, None)
+        return (found[own].double() - wanted[own].double()).square().sum().item()
+
+    def seen_row_by_row(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
+        """`seen_input` of all tokens of a sample [..., tokens, in]; sink tokens are not rounded."""
+        seen, first = self.seen_input(name, x, scale), self.block.sinks
+        if not first or scale is None or x.shape[-2] not in map(len, self.block.inputs):
+            return seen
+        return torch.cat((x[..., :first, :], seen[..., first:, :]), dim=-2)
+
     def seen_input(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """What the kernels see of a quantized layer's input [..., in], with its static scale."""
         spec = self.scheme_of(name).activations
@@ -291,7 +318,7 @@ def quantized_block(work: BlockWork) -> Iterator[None]:
             def seen(
                 x: Tensor, name: str = name, scale: Tensor | None = layer.input_scale
             ) -> Tensor:
-                return work.seen_input(name, x, scale)
+                return work.seen_row_by_row(name, x, scale)
 
             stack.enter_context(replaced(work.block.linears[name], layer.dequantized(), seen))
         yield

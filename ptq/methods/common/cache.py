@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from formats.cache_scheme import CacheRole, KVCacheSpec
@@ -16,7 +17,9 @@ from kernels.numerics import (
 from kernels.packed_cache import token_scales, turn_size, turned
 
 
-def through_cache(x: Tensor, absmax: Tensor, spec: KVCacheSpec, role: CacheRole) -> Tensor:
+def through_cache(
+    x: Tensor, absmax: Tensor, spec: KVCacheSpec, role: CacheRole, sinks: int = 0
+) -> Tensor:
     """K or V rounded as the cache holds it, static scales by the largest magnitudes.
 
     Args:
@@ -24,10 +27,14 @@ def through_cache(x: Tensor, absmax: Tensor, spec: KVCacheSpec, role: CacheRole)
         absmax: Largest magnitude of each channel over all samples [kv heads, D].
         spec: How the cache is quantized.
         role: Which of the two it is: K alone may have a scale for each channel.
+        sinks: Tokens from the first on that stay as they are.
 
     Returns:
         fp32 [tokens, kv heads, D].
     """
+    if sinks:
+        rounded = through_cache(x[sinks:], absmax, spec, role)
+        return torch.cat((x[:sinks].float(), rounded))
     if role == "k_cache" and spec.rotate_keys:
         size = turn_size(x.shape[-1])
         return turned(_rounded(turned(x.float(), size), absmax, spec, role), size)

@@ -67,7 +67,8 @@ class WeightedMoments:
         """Add the input [tokens, in] of a layer for a sample, by its index among those that run."""
         if name not in self._wanted:
             return
-        tokens, roots = len(x), self._gradients.output(name).weights_of(sample, len(x)).sqrt()
+        tokens = len(x)  # sink tokens, which are not shown, come first
+        roots = self._gradients.output(name).weights_of(sample, tokens)[-tokens:].sqrt()
         if not bool(roots.all()):  # tokens that did not come to an expert
             some = roots.nonzero()[:, 0]
             roots, x = roots[some], x[some.to(x.device)]

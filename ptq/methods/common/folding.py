@@ -201,7 +201,7 @@ class SmoothedGroup:
                     scale = numerics.choose_scale(absmax, numerics.TYPES[scheme.activations.dtype])
 
                 def seen(x: Tensor, name: str = name, scale: Tensor | None = scale) -> Tensor:
-                    return work.seen_input(name, x / divisor, scale)
+                    return work.seen_row_by_row(name, x / divisor, scale)
 
                 smoothed = self._smoothed_weight(linear, folding)
                 stored = rounding.round_weight(smoothed, spec, work.scale_dtype(name))
@@ -221,7 +221,8 @@ class SmoothedGroup:
 
         def stored(_: nn.Module, __: tuple, v: Tensor) -> Tensor:
             heads = v.reshape(-1, *factor.shape) / factor  # [tokens, kv heads, head_dim]
-            return (cache.through_cache(heads, absmax, spec, "v_cache") * factor).reshape(v.shape)
+            held = cache.through_cache(heads, absmax, spec, "v_cache", self.work.block.sinks)
+            return (held * factor).reshape(v.shape)
 
         handle = self.source.register_forward_hook(stored)
         try:
@@ -233,16 +234,16 @@ class SmoothedGroup:
 def trial_error(
     trial: Sequence[tuple[SmoothedGroup, Folding]], reference: Sequence[Tensor]
 ) -> float:
-    """Squared error of the block's outputs on the first samples, groups as their foldings say.
+    """`BlockWork.loss` of the block's outputs on the first samples, groups as their foldings say.
 
     Summed exactly over samples, so that their order does not matter.
     """
     with ExitStack() as stack:
         for group, folding in trial:
             stack.enter_context(group.simulated(folding))
+        work = trial[0][0].work
         return math.fsum(
-            (trial[0][0].work.block.run(sample).double() - y.double()).square().sum().item()
-            for sample, y in enumerate(reference)
+            work.loss(work.block.run(sample), y) for sample, y in enumerate(reference)
         )
 
 

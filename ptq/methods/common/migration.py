@@ -146,7 +146,7 @@ class Migration(Method):
         """Choose the factors of each group on the first `search_samples` samples."""
         self.solved = []
         reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
-        power = math.fsum(y.double().square().sum().item() for y in reference)
+        power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
         for name, groups in self._tied().items():
             each = [SmoothedGroup(work, group) for group in groups]
             self.solved += self._solve_groups(name, each, reference, power)

@@ -1,0 +1,122 @@
+"""Sink tokens: the first tokens of a sequence, where they are unlike all others.
+
+In most decoders the first token, whatever it is, takes the attention that other tokens have no use
+for (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453). Its
+hidden state has a few channels hundreds of times larger than any other token's, from some early
+block to one of the last (Sun et al., "Massive Activations in Large Language Models", arXiv
+2402.17762): one static scale for all tokens would leave the others no steps. So tokens at the first
+n positions are kept apart: out of the statistics, of losses that searches compare and of Hessians,
+and, when the model runs, with static scales of their own and with K and V in float.
+
+n is found as by Chen et al., "PrefixQuant" (arXiv 2410.05265, section 4): a token is an outlier
+where its largest magnitude is more than 64 times the median of all tokens' in the input of some
+layer. Positions count, not tokens: of a model that puts nothing in front of a text, any token can
+be the first, and one put in front for the sake of quantization changes what the model says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calibrate.spread import BlockWorkers, in_order_of_samples, samples_of
+from calibrate.stream import BlockStream
+
+OUTLIER = 64.0  # times the median of tokens' largest magnitudes
+MOST = 4  # positions that are kept apart without being asked for
+SAMPLES, TOKENS = 8, 128  # that are looked at
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """How far single tokens stand out.
+
+    Attributes:
+        ratios: Largest over all layers of a token's largest magnitude over the median of all
+            tokens': fp32 [samples, tokens].
+        layers: In which layer that was, by the full name: as many lists of names.
+    """
+
+    ratios: Tensor
+    layers: Sequence[Sequence[str]]
+
+    @property
+    def sinks(self) -> int:
+        """Positions from the first on at which tokens of at least half of the samples stand out."""
+        share = (self.ratios > OUTLIER).float().mean(dim=0)
+        count = 0
+        while count < min(MOST, len(share)) and share[count] >= 0.5:
+            count += 1
+        return count
+
+    def others(self, sinks: int) -> dict[str, float]:
+        """Layers in which tokens behind the first `sinks` stand out, with the largest ratio."""
+        found: dict[str, float] = {}
+        for sample, token in (self.ratios > OUTLIER).nonzero().tolist():
+            if token >= sinks:
+                name, ratio = self.layers[sample][token], self.ratios[sample, token].item()
+                found[name] = max(ratio, found.get(name, 0.0))
+        return found
+
+
+def find_peaks(
+    stream: BlockStream, sequences: Sequence[Tensor], workers: BlockWorkers | None = None
+) -> Peaks:
+    """Run the beginnings of some samples through a model, and see which tokens stand out.
+
+    Args:
+        stream: Of the model; it is spent.
+        sequences: Token ids of the samples: int64 [tokens].
+        workers: Devices that take the samples between them; the stream's alone by default.
+
+    Raises:
+        RecipeError: activations hold NaN or infinity.
+        CheckpointError: the model is damaged.
+    """
+    workers = workers or BlockWorkers([stream.device])
+    length = min(TOKENS, min(map(len, sequences)))
+    starts = [ids[:length] for ids in sequences[:SAMPLES]]
+    stream.start(starts)
+    largest = torch.zeros(len(starts), length)
+    layers = [[""] * length for _ in starts]
+    for index in range(len(stream.blocks)):
+        block = stream.load(index, index + 1)
+        workers.take(block)
+        peaks, outputs = _block_peaks(workers, len(starts))
+        for name, own in peaks.items():
+            ratios = own / own.median().clamp(min=1e-30)
+            for sample, token in (ratios > largest).nonzero().tolist():
+                layers[sample][token] = name
+            largest = torch.maximum(largest, ratios)
+        stream.advance(block, outputs)
+        workers.leave()
+    return Peaks(largest, layers)
+
+
+def _block_peaks(workers: BlockWorkers, count: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Largest magnitude of each token in each layer's input, fp32 [samples, tokens]; outputs."""
+    seen: list[dict[str, dict[int, Tensor]]] = [{} for _ in workers.devices]
+
+    def run(worker: int) -> list[Tensor]:
+        now = [0]
+
+        def begin(sample: int) -> None:
+            now[0] = sample
+
+        def on_input(name: str, x: Tensor) -> None:
+            peak = torch.linalg.vector_norm(x, torch.inf, dim=1).float()
+            seen[worker].setdefault(name, {})[now[0]] = peak
+
+        chosen = samples_of(worker, count, len(workers))
+        return workers.block(worker).outputs(on_input=on_input, samples=chosen, begin=begin)
+
+    outputs = in_order_of_samples(workers.each("looking for sink tokens", run), count)
+    names = {name for each in seen for name in each}
+    peaks: dict[str, Tensor] = {}
+    for name in sorted(names):
+        own = {sample: peak for each in seen for sample, peak in each.get(name, {}).items()}
+        peaks[name] = torch.stack([own[sample].cpu() for sample in range(count)])
+    return peaks, outputs
