@@ -26,7 +26,7 @@
       attribution: {sequences: 4}           # or false: where the loss comes from
       completions: 3                        # of both models, side by side
       peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.recipe.peers
-      device: cpu                           # or cuda: where the two models run for it
+      device: auto                          # or cpu, cuda: where the two models run for it
 
 A recipe may start from another one, `base: other.yaml`, or from a shipped one by its name, `base:
 a8w8c8`: what it says itself goes over what the base says, mappings key by key, lists and values as
@@ -298,17 +298,10 @@ class ReportSpec(Strict):
     """Prompts from the evaluation text that both models complete, to be read side by side."""
     peers: tuple[PeerChoice, ...] = ()
     """Other tools that quantize the same model, shown beside our run: a name each, or a mapping."""
-    device: Literal["cpu", "cuda"] | DevicesSpec = "cpu"
-    """Where both models run to be compared. `{gpus: 4}` spreads the sequences over four GPUs, each
-    with both models; all else is measured on the first of them.
+    device: Literal["auto", "cpu", "cuda"] | DevicesSpec = "auto"
+    """Where both models run to be compared: `auto` is where blocks are solved. `{gpus: 4}` spreads
+    the sequences over four GPUs, each with both models; all else is measured on the first of them.
     """
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Where they run, by torch's names."""
-        if isinstance(self.device, str):
-            return (self.device,)
-        return tuple(f"cuda:{index}" for index in range(self.device.gpus or 1))
 
     @field_validator("device")
     @classmethod

@@ -28,6 +28,7 @@ from ptq.evaluate.comparison import compare_on
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
+from ptq.plan.devices import report_devices
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import ReportSpec, SpeedSpec
@@ -98,7 +99,7 @@ def measure(
         ),
         scale_table=result.scale_table,
         outliers=tuple(activation_outliers(Statistics.load(statistics))),
-        environment=environment(recipe.report.devices[0]),
+        environment=environment(report_devices(recipe)[0]),
         seconds=seconds,
         recipe=resolved_yaml(recipe),
         budget=None if ordered is None else ordered.record,
@@ -117,13 +118,18 @@ def _run_both(
 ) -> dict[str, Any]:
     """Those fields of the report's data that the two models give, by name."""
     report, sequences = plan.recipe.report, evaluation.sequences()
+    devices = report_devices(plan.recipe)
     config = engine_config(evaluation, report.speed)
     with watch.phase("loading both models"):
-        original, quantized = _both(result, plan, config, report.devices[0])
+        original, quantized = _both(result, plan, config, devices[0])
     with watch.phase("comparison"):
-        load = partial(_known_or_loaded, (original, quantized), result, plan, config)
-        accuracy = known or compare_on(report.devices, load, sequences, progress=progress)
-        del load  # which holds both
+        loaded = {devices[0]: (original, quantized)}
+
+        def load(device: str) -> tuple[Engine, Engine]:
+            return loaded.get(device) or _both(result, plan, config, device)
+
+        accuracy = known or compare_on(devices, load, sequences, progress=progress)
+        loaded.clear()
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
     with watch.phase("completions"):
@@ -169,18 +175,6 @@ def _both(
     return original, Engine.from_pretrained(result.checkpoint, config=config, device=device)
 
 
-def _known_or_loaded(
-    first: tuple[Engine, Engine],
-    result: QuantizationResult,
-    plan: Plan,
-    config: EngineConfig,
-    device: str,
-) -> tuple[Engine, Engine]:
-    """Both models on a device, those of the first device as they are."""
-    is_first = device == plan.recipe.report.devices[0]
-    return first if is_first else _both(result, plan, config, device)
-
-
 def _attribution(
     plan: Plan,
     unrounded: Engine | None,
@@ -197,7 +191,7 @@ def _attribution(
         unrounded: The original, where it is in the checkpoint's own terms; else None.
         quantized: What is judged.
         sequences: Token ids, int64 [T] each.
-        expected: The original's log probabilities of them.
+        expected: The original's logits of them.
         progress: Show a progress bar.
     """
     if plan.family is None:
