@@ -31,12 +31,22 @@ from ptq.peers.measure import PeerRow, measure_peers
 from ptq.plan.devices import report_devices
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
-from ptq.recipe.schema import ReportSpec, SpeedSpec
-from ptq.report.data import KVScales, ReportData, Sizes, SpeedPair, check_thresholds, failure
+from ptq.recipe.schema import AttributionSpec, ReportSpec, SpeedSpec
+from ptq.report.data import (
+    KVScales,
+    ReportData,
+    Sizes,
+    SpeedPair,
+    check_known,
+    check_thresholds,
+    failure,
+)
+from ptq.report.known import nearest
 from ptq.report.measured.attribution import Attribution, attribute, references
 from ptq.report.measured.completions import complete
 from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.outliers import activation_outliers
+from ptq.report.parts.peers import method_names
 from ptq.report.provenance import provenance_of
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 from ptq.search.search import Ordered
@@ -83,6 +93,10 @@ def measure(
     known = None if ordered is None else ordered.accuracy
     measured = _run_both(result, plan, evaluation, watch, known, progress=progress)
     checks = check_thresholds(recipe.report.thresholds, measured["accuracy"])
+    text, known = resolved_yaml(recipe), None
+    if not checks:
+        known = nearest(measured["scheme"], method_names(text), plan.model)
+        checks = () if known is None else (check_known(known, measured["accuracy"]),)
     statistics = result.checkpoint.parent / STATISTICS_FILE
     seconds = watch.seconds()
     seconds.pop("total")
@@ -91,7 +105,7 @@ def measure(
         title=f"{recipe.model.path.name} in {measured['scheme']}",
         passed=all(check.holds for check in checks),
         checks=checks,
-        failures=tuple(failure(check) for check in checks if not check.holds),
+        failures=tuple(failure(check, known) for check in checks if not check.holds),
         model=plan.model,
         evaluation=CalibrationSummary.of(evaluation),
         quantization=QuantizationRecord(
@@ -101,7 +115,8 @@ def measure(
         outliers=tuple(activation_outliers(Statistics.load(statistics))),
         environment=environment(report_devices(recipe)[0]),
         seconds=seconds,
-        recipe=resolved_yaml(recipe),
+        recipe=text,
+        known=known,
         budget=None if ordered is None else ordered.record,
         **measured,
     )
@@ -156,7 +171,7 @@ def _run_both(
     }
     if report.attribution is not None:
         with watch.phase("attribution"):
-            chosen = spread(sequences, report.attribution.sequences)
+            chosen = attributed(sequences, report.attribution)
             expected = references(original, chosen)
             same = is_the_original(plan)
             unrounded = original if same else None
@@ -215,6 +230,11 @@ def spread(sequences: Sequence[Tensor], most: int) -> list[Tensor]:
     """At most so many of some sequences, from the whole of their order."""
     count = min(most, len(sequences))
     return [sequences[i * len(sequences) // count] for i in range(count)]
+
+
+def attributed(sequences: Sequence[Tensor], spec: AttributionSpec) -> list[Tensor]:
+    """The starts of some sequences, on which every part of the loss is measured."""
+    return [ids[: spec.tokens] for ids in spread(sequences, spec.sequences)]
 
 
 def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
