@@ -92,23 +92,27 @@ class Known(Strict):
         return size + (self.family != model.model_type)
 
 
-@cache
-def known_figures(path: Path = TABLE) -> tuple[Known, ...]:
+def known_figures(path: Path | None = None) -> tuple[Known, ...]:
     """All rows of the table."""
+    return _read(path or TABLE)
+
+
+@cache
+def _read(path: Path) -> tuple[Known, ...]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = [{k: v for k, v in row.items() if v != ""} for row in csv.DictReader(file)]
     return tuple(Known.model_validate_strings(row) for row in rows)
 
 
-def write_figures(rows: Iterable[Known], path: Path = TABLE) -> None:
+def write_figures(rows: Iterable[Known], path: Path | None = None) -> None:
     """Write the table: models by size, the least KL divergence of each first."""
     ordered = sorted(rows, key=lambda row: (row.parameters, row.model, row.kl, row.recipe))
     text = io.StringIO()
     writer = csv.DictWriter(text, list(Known.model_fields), lineterminator="\n")
     writer.writeheader()
     writer.writerows(row.model_dump() for row in ordered)
-    replace_file(path, text.getvalue().encode())
-    known_figures.cache_clear()
+    replace_file(path or TABLE, text.getvalue().encode())
+    _read.cache_clear()
 
 
 def nearest(
