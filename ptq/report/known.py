@@ -89,7 +89,7 @@ class Known(Strict):
     def distance(self, model: ModelSummary) -> float:
         """How far off another model is: doublings of the size, and one for another family."""
         size = abs(math.log2(model.parameters / self.parameters))
-        return size + (self.family != model.model_type)
+        return size + len({self.family, model.model_type}) - 1
 
 
 def known_figures(path: Path | None = None) -> tuple[Known, ...]:
