@@ -1,8 +1,9 @@
 """What quantization cost: a quantized engine against the original on the same text.
 
 Both engines score every sequence on their real kernels, cache included; logits are compared in
-fp64, one sequence at a time. For row i of a sequence's logits, with p the original's and q the
-quantized model's distribution over the vocabulary and x the token that follows:
+fp64 where the original's are, a few rows at a time, one sequence after the other. For row i of a
+sequence's logits, with p the original's and q the quantized model's distribution over the
+vocabulary and x the token that follows:
 
     nll_i = -ln p(x)        perplexity = exp(mean nll)        KL_i = sum_v p(v) ln(p(v) / q(v))
 
@@ -15,7 +16,7 @@ what the text itself makes hard cancels out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from formats.scheme import Strict
 RESAMPLES = 4000
 SEED = 0
 TOP = 5
-CHUNK_ELEMENTS = 1 << 22  # logits that are widened to fp64 at a time: 32 MB
+CHUNK_ELEMENTS = 1 << 20  # logits widened to fp64 at a time: 8 MB, which caches hold
 FIRST_BUCKET = 16
 
 Interval = tuple[float, float]
@@ -40,7 +41,7 @@ class Scorer(Protocol):
     """What is needed of an engine; `inference.engine.Engine` is one."""
 
     def score(self, ids: Tensor) -> Tensor:
-        """Logits fp32 [T, vocabulary] of token ids [T]."""
+        """Logits fp32 [T, vocabulary] of token ids [T], on any device."""
         ...
 
 
@@ -104,7 +105,8 @@ class Accuracy(Strict):
 
 @dataclass(frozen=True)
 class SequenceScores:
-    """Results of one sequence of T tokens, each fp64 [T - 1] in the order of its predictions.
+    """Results of one sequence of T tokens, each fp64 [T - 1] in the order of its predictions, on
+    the host.
 
     Attributes:
         nll_original: Negative log-likelihood of the token that follows.
@@ -171,54 +173,85 @@ def score(original: Scorer, quantized: Scorer, ids: Tensor, number: int) -> Sequ
     Raises:
         EngineError: logits hold NaN or infinity, or the vocabularies differ.
     """
+    where = f"sequence {number} ({len(ids)} tokens)"
     both = original.score(ids), quantized.score(ids)
-    _check_logits(*both, where=f"sequence {number} ({len(ids)} tokens)")
-    return compare_logits(*both, ids)
+    if both[0].shape != both[1].shape:
+        raise EngineError(
+            f"{where}: logits are {tuple(both[0].shape)} of the original and "
+            f"{tuple(both[1].shape)} of the quantized model; compare models with one vocabulary"
+        )
+    found = compare_logits(*both, ids)
+    if not torch.isfinite(found.nll_original + found.nll_quantized + found.kl).all():
+        raise EngineError(f"{where}: {_not_finite(*both)}")
+    return found
 
 
 def compare_logits(original: Tensor, quantized: Tensor, ids: Tensor) -> SequenceScores:
-    """Compare two models' logits for one text.
+    """Compare two models' logits for one text; figures of a row are not finite where its are not.
 
     Args:
         original: fp32 [T, vocabulary]; row i predicts token i + 1.
         quantized: Of the quantized model, of the same shape.
         ids: Token ids int64 [T].
     """
-    rows = max(1, CHUNK_ELEMENTS // original.shape[1])
+    targets = ids[1:].to(original.device)
     parts = [
-        _compare_rows(*part)
-        for part in zip(
-            original[:-1].split(rows), quantized[:-1].split(rows), ids[1:].split(rows), strict=True
-        )
+        torch.stack(_compare_rows(p, q, targets[rows]))
+        for rows, p, q in _chunks(original[:-1], quantized[:-1])
     ]
-    return SequenceScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return SequenceScores(*torch.cat(parts, dim=1).cpu())
+
+
+def divergences(original: Tensor, quantized: Tensor) -> Tensor:
+    """KL(p || q) of each row of two models' logits fp32 [n, vocabulary]: fp64 [n]."""
+    return torch.cat([_compared(p, q)[0] for _, p, q in _chunks(original, quantized)])
+
+
+def _chunks(original: Tensor, quantized: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some rows of both at a time, where the original's are."""
+    rows = max(1, CHUNK_ELEMENTS // original.shape[1])
+    for start in range(0, len(original), rows):
+        part = slice(start, start + rows)
+        yield part, original[part], quantized[part].to(original.device)
+
+
+def _compared(original: Tensor, quantized: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(p || q) of some rows of logits, and the logarithms of their sums of exponentials.
+
+    With z_p and z_q for those, KL = sum_v p(v) (x_p(v) - x_q(v)) - z_p + z_q: one exponential a
+    logit. The first sum lacks nothing where two logits differ little, as they are in fp64.
+    """
+    p, q = (x.to(torch.float64, copy=True) for x in (original, quantized))
+    apart = p - q
+    most = [x.amax(-1, keepdim=True) for x in (p, q)]
+    sums = [x.sub_(m).exp_().sum(-1) for x, m in zip((p, q), most, strict=True)]
+    z_p, z_q = (s.log() + m[:, 0] for s, m in zip(sums, most, strict=True))
+    kl = torch.linalg.vecdot(p, apart) / sums[0] - z_p + z_q
+    return kl.clamp(min=0.0), z_p, z_q  # rounding may leave -1e-17
 
 
 def _compare_rows(original: Tensor, quantized: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     """Fields of `SequenceScores` for some rows."""
-    log_p, log_q = (x.double().log_softmax(-1) for x in (original, quantized))
-    nll_p, nll_q = (-x.gather(-1, targets[:, None])[:, 0] for x in (log_p, log_q))
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0.0)  # rounding may leave -1e-17
+    kl, *z = _compared(original, quantized)
+    both = (original, quantized)
+    nll = (s - x.gather(-1, targets[:, None])[:, 0] for s, x in zip(z, both, strict=True))
+    p, q = (x.topk(min(TOP, x.shape[1])).indices for x in both)
     top1 = (original.argmax(-1) == quantized.argmax(-1)).double()
-    top = min(TOP, original.shape[1])
-    p, q = original.topk(top).indices, quantized.topk(top).indices
     common = (p[:, :, None] == q[:, None, :]).any(-1).double().mean(-1)
-    return nll_p, nll_q, kl, top1, common
+    return *nll, kl, top1, common
 
 
-def _check_logits(original: Tensor, quantized: Tensor, *, where: str) -> None:
-    if original.shape != quantized.shape:
-        raise EngineError(
-            f"{where}: logits are {tuple(original.shape)} of the original and "
-            f"{tuple(quantized.shape)} of the quantized model; compare models with one vocabulary"
-        )
-    for name, logits in (("original", original), ("quantized", quantized)):
-        bad = (~torch.isfinite(logits).all(-1)).nonzero()
-        if len(bad):
-            raise EngineError(
-                f"{where}: the {name} model's logits hold NaN or infinity from position "
-                f"{int(bad[0])} on; check its checkpoint with `ptq inspect`"
-            )
+def _not_finite(original: Tensor, quantized: Tensor) -> str:
+    """Which of two models gives no numbers, and from where on."""
+    bad = {
+        name: (~torch.isfinite(logits).all(-1)).nonzero()
+        for name, logits in (("original", original), ("quantized", quantized))
+    }
+    name, rows = next(found for found in bad.items() if len(found[1]))
+    return (
+        f"the {name} model's logits hold NaN or infinity from position {int(rows[0])} on; check "
+        "its checkpoint with `ptq inspect`"
+    )
 
 
 def summarize(scores: Sequence[SequenceScores]) -> Accuracy:

@@ -46,7 +46,7 @@ class Loop(Protocol):
 
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
-        host."""
+        device."""
         ...
 
     def warm_up(self) -> None:

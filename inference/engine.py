@@ -460,7 +460,7 @@ class Engine:
             ids: Token ids [T].
 
         Returns:
-            fp32 [T, vocabulary]; row i predicts token i + 1.
+            fp32 [T, vocabulary], where the model runs; row i predicts token i + 1.
 
         Raises:
             RequestError: as in `add_request`.
@@ -474,7 +474,8 @@ class Engine:
         finite = False
         try:
             self._requests.prepare_cache()
-            logits = torch.cat([self.loop.score(part) for part in self._parts(sequence)])
+            parts = [self.loop.score(part) for part in self._parts(sequence)]
+            logits = parts[0] if len(parts) == 1 else torch.cat(parts)
             finite = bool(torch.isfinite(logits[-1]).all())
             return logits
         finally:

@@ -1,12 +1,15 @@
-"""Run every shipped recipe on a model, and print one table of what each costs.
+"""Run every shipped recipe on models, and print a table for each of what they cost.
 
     python -m recipes.run_all /folder/of/the/model --output output/mine
+    python -m recipes.run_all MODEL OTHER --output output/all --record --text 'English prose'
 
 Each recipe runs as `ptq run` does, in a process of its own, into a folder of its name below the
 output, with what it printed beside it (`NAME.log`). Recipes that have a report there already are
 not run again, so a stopped command goes on where it was. The table is `ptq compare`'s: figures are
-factors of the float model's, KL divergences in nats; a run that misses its thresholds is in it,
-too. Exit codes: 0 where all recipes ran, 2 where some could not.
+factors of the float model's, KL divergences in nats; a run that is red is in it, too. Of several
+models each has a folder of its own below the output. `--record` keeps the figures in
+`measured.csv`, by which other runs are judged, and writes `RESULTS.md` again. Exit codes: 0 where
+all recipes ran, 2 where some could not.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from formats.namespace import ROOT
 from ptq.output import REPORT_FOLDER, is_taken
 from ptq.recipe.shipped import shipped_paths
 from ptq.report import comparison
+from ptq.report.data import ReportData
+from recipes import results
 
 REPORT = Path(REPORT_FOLDER) / "report.json"
 
@@ -41,7 +46,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=usage.strip("\n"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", type=Path, help="folder of a float model")
+    parser.add_argument(
+        "models", nargs="+", type=Path, metavar="MODEL", help="folder of a float model"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder for all runs")
     parser.add_argument("--recipes", nargs="+", metavar="NAME", help="these alone (default: all)")
     parser.add_argument(
@@ -52,7 +59,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="override a setting of every recipe, such as device=cuda; may be repeated",
     )
     parser.add_argument("--jobs", type=int, default=1, help="recipes that run at once")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
+    parser.add_argument("--record", action="store_true", help="keep the figures in measured.csv")
+    parser.add_argument(
+        "--text", default="Python's standard library", help="what they were measured on, in words"
+    )
+    parser.add_argument(
+        "--original-bits",
+        action="append",
+        default=[],
+        metavar="MODEL=BITS",
+        help="bits of a weight in the file that a model was made from, where not 16",
+    )
     return parser.parse_args(argv)
 
 
@@ -69,41 +87,84 @@ def recipes_to_run(wanted: Sequence[str] | None) -> list[str]:
     return list(wanted or names)
 
 
-def run_recipe(name: str, arguments: argparse.Namespace) -> str | None:
+def run_recipe(name: str, model: Path, folder: Path, settings: Sequence[str]) -> str | None:
     """Run one recipe into its folder; says why it has no report, if it has none."""
-    output = arguments.output / name
+    output = folder / name
     if (output / REPORT).exists():
         return None
-    settings = [f"model.path={arguments.model.resolve()}", *arguments.set]
     command = [sys.executable, "-m", "ptq", "run", name, "--output", str(output.resolve())]
-    command += [word for setting in settings for word in ("--set", setting)]
+    for setting in (f"model.path={model.resolve()}", *settings):
+        command += ["--set", setting]
     command += ["--quiet", *(["--force"] if is_taken(output) else [])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     text = done.stdout + done.stderr
-    (arguments.output / f"{name}.log").write_text(text, encoding="utf-8")
+    (folder / f"{name}.log").write_text(text, encoding="utf-8")
     if done.returncode in (0, 1) and (output / REPORT).exists():
         return None
     lines = [line for line in text.splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("error")), (lines or ["no output"])[-1])
 
 
+def bits_of(models: Sequence[Path], given: Sequence[str]) -> dict[str, int]:
+    """Bits of the original weights of each model, by its name.
+
+    Raises:
+        RecipeError: one is given for no model, or is no number.
+    """
+    found = {model.resolve().name: 16 for model in models}
+    for text in given:
+        name, _, bits = text.partition("=")
+        if name not in found or not bits.isdigit():
+            raise RecipeError(
+                f"--original-bits {text}: needed is the name of a model and a number, such as "
+                f"{min(found)}=4"
+            )
+        found[name] = int(bits)
+    return found
+
+
+def run_model(
+    model: Path, folder: Path, names: Sequence[str], arguments: argparse.Namespace
+) -> tuple[list[Path], list[str]]:
+    """Run recipes on a model: outputs of those that ran, and why others did not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = partial(run_recipe, model=model, folder=folder, settings=arguments.set)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        done = tqdm(pool.map(run, names), total=len(names), unit="recipe")
+        found = dict(zip(names, done, strict=True))
+    failed = [f"{n}: {why} (see {folder / n}.log)" for n, why in found.items() if why is not None]
+    return [folder / name for name, why in found.items() if why is None], failed
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what has no report yet, and print the table of all; 2 where a recipe could not run."""
     arguments = parse_args(argv)
-    names = recipes_to_run(arguments.recipes)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        done = pool.map(partial(run_recipe, arguments=arguments), names)
-        found = dict(zip(names, tqdm(done, total=len(names), unit="recipe"), strict=True))
-    ran = [arguments.output / name for name, reason in found.items() if reason is None]
-    if ran:
-        text = comparison.markdown(comparison.table(comparison.load_reports(ran)))
-        print(text, end="")
-        if arguments.markdown is not None:
-            replace_file(arguments.markdown, text.encode())
-    failed = {name: reason for name, reason in found.items() if reason is not None}
-    for name, reason in failed.items():
-        print(f"FAILED: {name}: {reason} (see {arguments.output / name}.log)")
+    names, bits = (
+        recipes_to_run(arguments.recipes),
+        bits_of(arguments.models, arguments.original_bits),
+    )
+    several, tables, failed = len(arguments.models) > 1, list[str](), list[str]()
+    for model in arguments.models:
+        name = model.resolve().name
+        folder = arguments.output / name if several else arguments.output
+        ran, missing = run_model(model, folder, names, arguments)
+        failed += missing
+        if not ran:
+            continue
+        reports = comparison.load_reports(ran)
+        table = comparison.markdown(comparison.table(reports))
+        tables.append(f"{name}\n\n{table}" if several else table)
+        if arguments.record:
+            told = {"model": name, "text": arguments.text, "original_bits": bits[name]}
+            runs = {n: r for n, r in reports.items() if isinstance(r, ReportData)}
+            results.record(results.row_of(n, report, **told) for n, report in runs.items())
+    print("\n".join(tables), end="")
+    if tables and arguments.markdown is not None:
+        replace_file(arguments.markdown, "\n".join(tables).encode())
+    if tables and arguments.record:
+        results.main()
+    for line in failed:
+        print(f"FAILED: {line}")
     return 2 if failed else 0
 
 

@@ -110,7 +110,7 @@ class DeviceLoop:
 
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
-        host."""
+        device."""
         return self.runner.score(work)
 
     def warm_up(self) -> None:

@@ -312,8 +312,10 @@ class GpuRunner:
 
     def score(self, work: Work) -> Tensor:
         """Logits of the tokens of a sequence that is run apart, fp32 [tokens, vocabulary], on the
-        host."""
-        return self.launch(work).logits_of(np.arange(len(work)))
+        device."""
+        logits = self.launch(work).executed.logits
+        assert logits is not None
+        return logits[: work.tokens].clone()  # the next step writes there
 
     def warm_up(self, sequences: int, tokens: int, rows: int = 0) -> None:
         """Compile and capture the steps of up to so many decodes and tokens of prompts.

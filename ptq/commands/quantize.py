@@ -40,7 +40,7 @@ BUDGET = "budget"  # the shipped recipe that a budget alone stands for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Quantize a model and report what it cost; 0 where the recipe's thresholds hold."""
+    """Quantize a model and report what it cost; 0 where its verdict is not red."""
     arguments = _parsed(argv)
     if not is_hub_id(arguments.model):
         locate_model(arguments.model)
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         prog="ptq quantize",
         description="Quantize a model without a recipe of your own, and report what it cost.",
         epilog="What was run is written to OUTPUT/recipe.yaml, which `ptq run` repeats. "
-        "Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
+        "Exit codes: 0 as good as asked or known, 1 red: worse, 2 errors.",
     )
     made.add_argument("model", metavar="MODEL", help="folder, or organization/model on the hub")
     made.add_argument(

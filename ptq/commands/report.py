@@ -4,8 +4,7 @@
 
 `ptq run` ends with the same. Both models run in this project's engine: the original as it came, the
 quantized one with its integer kernels and its quantized cache. The report lies in OUTPUT/report as
-one HTML file, as Markdown and as JSON. Exit codes: 0 where the thresholds of the recipe hold, 1
-where they do not, 2 for errors.
+one HTML file, as Markdown and as JSON. Exit codes: as of `ptq run`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="ptq report",
         description="Measure a finished run again and write its report.",
-        epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
+        epilog="Exit codes: 0 as good as asked or known, 1 red: worse, 2 errors.",
     )
     made.add_argument("output", type=Path, help="output folder of a finished `ptq run`")
     add_quiet(made)
@@ -46,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure a finished run again; 0 where its thresholds hold, 1 where they do not."""
+    """Measure a finished run again; 0 where its verdict is not red, 1 where it is."""
     arguments = parser().parse_args(argv)
     output: Path = arguments.output
     require_run(output)

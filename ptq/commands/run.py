@@ -2,7 +2,8 @@
 
     ptq run recipes/a8w8c8.yaml [--set KEY=VALUE]... [--output DIR] [--force]
 
-Exit codes: 0 where the thresholds of the recipe hold, 1 where they do not, 2 for errors.
+Exit codes: 0 where the thresholds of the recipe hold, or, where it has none, the run loses no more
+than its scheme is known to lose on a model of its size and family; 1 where not (red), 2 for errors.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ summary = later("ptq.search.summary")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a recipe; 0 where its thresholds hold, 1 where they do not."""
+    """Run a recipe; 0 where its verdict is not red, 1 where it is."""
     arguments = parser().parse_args(argv)
     if arguments.quiet:
         hide_progress()
@@ -104,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="ptq run",
         description=summary,
-        epilog="Exit codes: 0 thresholds hold, 1 thresholds missed, 2 errors.",
+        epilog="Exit codes: 0 as good as asked or known, 1 red: worse, 2 errors.",
     )
     add_recipe_arguments(made)
     made.add_argument("--force", action="store_true", help="replace an existing output")

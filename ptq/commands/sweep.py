@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="ptq sweep",
         description=(__doc__ or "").split("\n\n")[0],
-        epilog="Exit codes: 0 all ran and thresholds hold, 1 thresholds missed, 2 a task failed.",
+        epilog="Exit codes: 0 all ran and none is red, 1 one is, 2 a task failed.",
     )
     made.add_argument("spec", type=Path, help="YAML file: models, recipes, output")
     made.add_argument(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ptq.plan.preflight import on_gpu
+from ptq.plan.devices import on_gpu
 from ptq.recipe.schema import Recipe
 
 

@@ -34,6 +34,7 @@ from ptq.methods.registry import view_of
 from ptq.plan import preflight
 from ptq.plan.cache_faults import check_caches
 from ptq.plan.checked_groups import CheckedGroups, checked_groups
+from ptq.plan.devices import check_devices, on_gpu
 from ptq.plan.footprint import Footprint
 from ptq.plan.head import shared_embedding
 from ptq.plan.module_faults import check_modules
@@ -211,7 +212,7 @@ def build_plan(
         *check_modules(recipe, family, modules),
         *check_caches(recipe, family, values, blocks),
         *preflight.check_output(recipe, prediction.disk_bytes, force),
-        *preflight.check_devices(recipe, solves),
+        *check_devices(recipe, solves),
         *check_peers(recipe),
     ]
     if problems:
@@ -244,9 +245,9 @@ def _predict(
     written = {**quantized, **kept_layers(source)}
     size = preflight.predict_checkpoint(source, written, list(map(recipe.cache_of, blocks)))
     sizes = tuple(block_shapes(source, config, shapes, quantized, blocks, smoothed))
-    name, on_gpu = head_name(source.config), preflight.on_gpu(recipe)
+    name = head_name(source.config)
     head = shapes[name] if name in quantized else None
-    footprint = Footprint(recipe, source, sizes, size, on_gpu, head)
+    footprint = Footprint(recipe, source, sizes, size, on_gpu(recipe), head)
     return Prediction(
         checkpoint_bytes=size,
         memory_bytes=footprint.host(),

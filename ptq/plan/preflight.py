@@ -37,13 +37,12 @@ from formats.modeling.layers import (
 from formats.scheme import LayerScheme
 from formats.stored.weights import scale_shape, storage_format
 from formats.tokenizer import VOCABULARIES, has_tokenizer, load_tokenizer
-from kernels.devices import check_device
 from ptq.methods.common.float_model import FloatModel, config_of
 from ptq.methods.common.stored_layers import seen_as_floats
 from ptq.output import is_taken, kept_bytes
 from ptq.plan.head import shared_embedding
 from ptq.recipe.problems import Problem, Where, recipe_error
-from ptq.recipe.schema import DevicesSpec, Recipe
+from ptq.recipe.schema import Recipe
 from ptq.recipe.strict_yaml import Key
 
 MODEL: Key = ("model", "path")
@@ -233,56 +232,6 @@ def _nearest(entry: str, linears: Mapping[str, object]) -> str:
         return f"{by_name}A full name is needed, or `re:` and a pattern for its start"
     by_kind = suggestion(text.rpartition(".")[2], [f"re:.*{kind}" for kind in kinds])
     return f"{by_kind} (a full name, or `re:` and a pattern for its start)"
-
-
-def on_gpu(recipe: Recipe) -> bool:
-    """Whether blocks will be run and solved on a GPU."""
-    if recipe.device == "auto":
-        return torch.cuda.is_available()
-    return not recipe.without_gpu
-
-
-def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
-    """Devices that nothing can run on here: the report's and, if blocks are solved, theirs."""
-    if solves and on_gpu(recipe) and not torch.cuda.is_available():
-        found = repr(recipe.device) if isinstance(recipe.device, str) else "gpus"
-        yield (
-            ("device",),
-            f"found {found}, but {_no_gpu()}; set device: auto, which takes a GPU where there is "
-            "one, or cpu",
-        )
-    elif solves and isinstance(recipe.device, DevicesSpec) and recipe.device.gpus:
-        yield from _check_gpus(recipe.device.gpus)
-    try:
-        for device in recipe.report.devices:
-            check_device(device)
-    except ValueError as error:
-        yield ("report", "device"), str(error)
-
-
-def _check_gpus(wanted: int) -> Iterator[tuple[Key, str]]:
-    """That there are so many GPUs, and that they compute alike."""
-    there = torch.cuda.device_count()
-    if wanted > there:
-        yield (
-            ("device", "gpus"),
-            f"found {wanted}, but torch sees {there} here; give at most {there}",
-        )
-        return
-    kinds = dict.fromkeys(map(torch.cuda.get_device_name, range(wanted)))
-    if len(kinds) > 1:
-        yield (
-            ("device", "gpus"),
-            f"found {wanted}, which are {' and '.join(kinds)}; what comes out would depend on "
-            "which does what: give as many as are of one kind, and show torch these alone "
-            "(CUDA_VISIBLE_DEVICES)",
-        )
-
-
-def _no_gpu() -> str:
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is one without CUDA"
-    return f"torch {torch.__version__} sees no GPU here (`nvidia-smi` tells whether there is one)"
 
 
 def check_output(recipe: Recipe, needed: int, force: bool) -> Iterator[tuple[Key, str]]:

@@ -75,6 +75,9 @@ QUANTIZERS = {
     "gptqmodel-gptq": _quantizer("int4, GPTQ", "gptqmodel", "gptqmodel", in_extra=True),
     "llm-compressor-rtn": _llm_compressor("int4, RTN", rounding="rtn", scheme="W4A16"),
     "llm-compressor-gptq": _llm_compressor("int4, GPTQ", rounding="gptq", scheme="W4A16"),
+    "llm-compressor-gptq-64": _llm_compressor(
+        "int4 in groups of 64, GPTQ", rounding="gptq", scheme="W4A16", group=64
+    ),
     "llm-compressor-awq": _llm_compressor(
         "int4, AWQ, RTN", rounding="rtn", scheme="W4A16", before="awq"
     ),

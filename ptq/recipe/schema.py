@@ -27,7 +27,7 @@
       attribution: {sequences: 4}           # or false: where the loss comes from
       completions: 3                        # of both models, side by side
       peers: [bitsandbytes-nf4]             # other tools beside ours; see ptq.recipe.peers
-      device: cpu                           # or cuda: where the two models run for it
+      device: auto                          # or cpu, cuda: where the two models run for it
 
 A recipe may start from another one, `base: other.yaml`, or from a shipped one by its name, `base:
 a8w8c8`: what it says itself goes over what the base says, mappings key by key, lists and values as
@@ -252,7 +252,8 @@ class OutputSpec(Strict):
 
 
 class ThresholdsSpec(Strict):
-    """What the quantized model must hold against the original; what is null is not checked.
+    """What the quantized model must hold against the original; what is null is not checked. Where
+    all are null, the run is held against what its scheme is known to lose on other models.
 
     YAML: ``thresholds: {perplexity_ratio: 1.01, kl: 0.01, top1_agreement: 0.97}``
     """
@@ -260,8 +261,8 @@ class ThresholdsSpec(Strict):
     perplexity_ratio: Positive | None = None
     """Most that the quantized model's perplexity may be of the original's: 1.01 allows 1% more."""
     kl: Positive | None = None
-    """Most mean KL divergence of the next token's distribution, in nats. On the default model int8
-    recipes stay near 0.006, int4 ones near 0.04.
+    """Most mean KL divergence of the next token's distribution, in nats: `RESULTS.md` tells what
+    recipes lose on which model.
     """
     top1_agreement: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
     """Least share of positions at which both find the same token most likely, from 0 to 1."""
@@ -285,11 +286,13 @@ class AttributionSpec(Strict):
     """How the report finds out where the loss comes from: the original is run with one kind of
     layer quantized at a time, and with one block at a time (in at most 12 groups of blocks).
 
-    YAML: ``attribution: {sequences: 4}``
+    YAML: ``attribution: {sequences: 4, tokens: 256}``
     """
 
     sequences: Count = 4
     """Evaluation sequences that each of these runs scores."""
+    tokens: Annotated[int, Field(ge=2)] = 256
+    """Most tokens of each, from its start: there are about twenty of these runs."""
 
 
 class ReportSpec(Strict):
@@ -299,7 +302,9 @@ class ReportSpec(Strict):
     """
 
     thresholds: ThresholdsSpec = ThresholdsSpec()
-    """Beyond them the run is red, with exit code 1."""
+    """Beyond them the run is red, with exit code 1; without any, where it surely loses more than
+    twice of what its scheme lost on the measured model that is nearest in size and family.
+    """
     speed: SpeedSpec | None = SpeedSpec()
     """What is run to measure speed; `false` (or null) measures none and saves its time."""
     attribution: AttributionSpec | None = AttributionSpec()
@@ -316,17 +321,10 @@ class ReportSpec(Strict):
     """Prompts from the evaluation text that both models complete, to be read side by side."""
     peers: tuple[PeerChoice, ...] = ()
     """Other tools that quantize the same model, shown beside our run: a name each, or a mapping."""
-    device: Literal["cpu", "cuda"] | DevicesSpec = "cpu"
-    """Where both models run to be compared. `{gpus: 4}` spreads the sequences over four GPUs, each
-    with both models; all else is measured on the first of them.
+    device: Literal["auto", "cpu", "cuda"] | DevicesSpec = "auto"
+    """Where both models run to be compared: `auto` is where blocks are solved. `{gpus: 4}` spreads
+    the sequences over four GPUs, each with both models; all else is measured on the first of them.
     """
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Where they run, by torch's names."""
-        if isinstance(self.device, str):
-            return (self.device,)
-        return tuple(f"cuda:{index}" for index in range(self.device.gpus or 1))
 
     @field_validator("device")
     @classmethod

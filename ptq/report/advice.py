@@ -1,242 +1,54 @@
-"""What to try next: a shipped recipe, chosen by rules from what was measured.
+"""What to try next: a shipped recipe, chosen by what recipes are known to cost.
 
-The rules are a table, read from the top; the first that holds decides. Those of `LOSE_LESS` serve a
-run that is not clearly good, those of `SAVE_MORE` one that is. What they know of recipes was
-measured on the default model (`recipes/RESULTS.md`): another model may answer otherwise, so advice
-is something to try.
+Figures are those of the nearest model that was measured (`ptq.report.known`): another one may
+answer otherwise, so advice is something to try. To lose less, the fewest bits more are taken that
+lose clearly less; to save more, of those with fewer bits what loses least. Recipes that lose about
+the same are told apart by the time that they take.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from calibrate.spec import DatasetSpec
 from formats.checkpoint.targets import is_ignored
 from formats.families.registry import find_family
 from formats.namespace import ROOT
+from formats.scheme import Scheme
 from ptq.recipe.reading import load_recipe
+from ptq.recipe.schema import Recipe
 from ptq.recipe.shipped import shipped_paths
 from ptq.recipe.strict_yaml import override_value, parse
 from ptq.report.data import ReportData
+from ptq.report.known import Known, known_figures
 from ptq.report.measured.attribution import Attribution
-from ptq.report.outliers import by_ratio, distinct_inputs
+from ptq.report.parts.peers import method_names
 
-MUCH, MOST = 0.35, 0.5  # shares of the loss
+CLEARLY = 0.8  # of a loss; what loses more is no help
+ALIKE = 1.1  # losses within this factor are about the same
+MUCH = 0.35  # share of the loss
 WEAKEST = 3  # layers that are named
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the rules look at.
-
-    Attributes:
-        weights: Their type, or "" where they stay in float.
-        activations: `static`, `token`, or "" where they stay in float.
-        cache: Its type, or ""; that of values where keys have another.
-        methods: Their names.
-        mixed: Whether single layers have a scheme of their own.
-        budget: Whether a budget chose them.
-        two_level: Whether int4 scales have two levels.
-        group: Inputs that share a scale of a weight; 0 for all of them.
-        per_tensor: Whether a weight has one scale.
-        blocks: Whether fp8 weights have a scale for each block.
-        shares: Part of the loss that each kind of layer, and the cache, makes; empty where it was
-            not measured.
-        outlier: How far the largest channel of an input stands out from the median one.
+class Bits:
+    """What a scheme stores: bits of a weight with its part of a group's scale, and of a cached
+    number; float ones have 16.
     """
 
-    weights: str
-    activations: str
-    cache: str
-    methods: frozenset[str]
-    mixed: bool
-    budget: bool
-    two_level: bool
-    group: int
-    per_tensor: bool
-    blocks: bool
-    shares: dict[str, float]
-    outlier: float
-
-    def share(self, kind: str) -> float:
-        """Part of the loss that a kind makes; 0 where it is not known."""
-        return self.shares.get(kind, 0.0)
+    weights: float
+    cache: float
+    integers: bool  # whether inputs of layers are quantized, too
 
     @property
-    def int8(self) -> bool:
-        """Whether weights and activations are int8."""
-        return self.weights == "int8" and self.activations != ""
-
-    @property
-    def smooths(self) -> bool:
-        """Whether a method evens out the channels of inputs."""
-        return bool({"smoothquant", "awq"} & self.methods)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A recipe to try where facts are such, and why; its text may name them."""
-
-    holds: Callable[[Facts], bool]
-    recipe: str
-    reason: str
-
-
-LOSE_LESS = (
-    Rule(
-        lambda f: f.weights == "" and f.cache == "int4",
-        "c8",
-        "keys and values of 8 bits have 16 times finer steps",
-    ),
-    Rule(
-        lambda f: f.weights == "int4" and f.cache == "int4",
-        "a8w4c8",
-        "keys and values of 8 bits have 16 times finer steps",
-    ),
-    Rule(
-        lambda f: f.weights == "" and "smooth_k" not in f.methods,
-        "c8",
-        "nothing evens out the channels of K; this one does",
-    ),
-    Rule(
-        lambda f: f.share("cache") >= MUCH and f.int8 and "smooth_k" not in f.methods,
-        "a8w8c8_dynamic_down",
-        "the cache makes {cache:.0%} of the loss, and this one evens out the channels of K",
-    ),
-    Rule(
-        lambda f: f.share("cache") >= MUCH and f.int8,
-        "a8w8_dynamic",
-        "the cache makes {cache:.0%} of the loss; this one leaves it in float",
-    ),
-    Rule(
-        lambda f: f.share("cache") >= MUCH and f.weights == "int4",
-        "a8w4",
-        "the cache makes {cache:.0%} of the loss; this one leaves it in float",
-    ),
-    Rule(
-        lambda f: f.share("cache") >= MUCH and f.weights == "fp8_e4m3",
-        "fp8_channel",
-        "the cache makes {cache:.0%} of the loss; this one leaves it in float",
-    ),
-    Rule(
-        lambda f: f.int8 and f.activations == "static" and not f.smooths and f.cache != "",
-        "a8w8c8",
-        "nothing evens out the channels of inputs, of which one stands out {outlier:.0f} times; "
-        "SmoothQuant does",
-    ),
-    Rule(
-        lambda f: f.int8 and f.activations == "static" and not f.smooths,
-        "a8w8",
-        "nothing evens out the channels of inputs, of which one stands out {outlier:.0f} times; "
-        "SmoothQuant does",
-    ),
-    Rule(
-        lambda f: f.int8 and f.activations == "static" and not f.mixed and f.cache != "",
-        "a8w8c8_dynamic_down",
-        "one static scale holds all tokens; this one scales the inputs of down{down} token by "
-        "token, and evens out K",
-    ),
-    Rule(
-        lambda f: f.int8 and f.activations == "static",
-        "a8w8_dynamic",
-        "one static scale holds all tokens; this one scales every token by itself",
-    ),
-    Rule(
-        lambda f: f.int8,
-        "w8_rtn",
-        "int8 weights alone: activations stay in float, which is slower for many requests",
-    ),
-    Rule(
-        lambda f: f.budget,
-        "w8_rtn",
-        "a lower budget gives more layers int8; this one gives it to all of them",
-    ),
-    Rule(
-        lambda f: f.weights == "int4" and not {"gptq", "two_sided"} & f.methods,
-        "w4_gptq",
-        "GPTQ lets later weights make up for the rounding of earlier ones",
-    ),
-    Rule(
-        lambda f: f.two_level,
-        "a8w4",
-        "scales of one level lose about 2% less",
-    ),
-    Rule(
-        lambda f: f.weights == "int4" and "refine" not in f.methods,
-        "w4_best",
-        "gradient descent on roundings and scales, in minutes; activations stay in float",
-    ),
-    Rule(
-        lambda f: f.weights == "int4",
-        "budget",
-        "nothing that ships makes int4 lose less; a budget gives int8 to the layers that need it",
-    ),
-    Rule(
-        lambda f: f.weights == "fp4_e2m1" and f.group == 32,
-        "nvfp4",
-        "groups of 16 have scales of finer steps than the powers of two of groups of 32",
-    ),
-    Rule(
-        lambda f: f.weights == "fp4_e2m1",
-        "budget",
-        "a budget gives 8 bits to the layers that need them, and 4 to the others",
-    ),
-    Rule(
-        lambda f: f.weights == "fp8_e4m3" and f.activations == "",
-        "w8_rtn",
-        "int8 with a scale for each output channel has finer steps than e4m3",
-    ),
-    Rule(
-        lambda f: f.weights == "fp8_e4m3" and f.per_tensor,
-        "fp8_channel",
-        "a scale for each output channel and each token in place of one for all",
-    ),
-    Rule(
-        lambda f: f.weights == "fp8_e4m3" and not f.blocks,
-        "fp8_block",
-        "a scale for each 128 inputs, and GPTQ",
-    ),
-    Rule(
-        lambda f: f.weights == "fp8_e4m3",
-        "a8w8_dynamic",
-        "int8 has finer steps than fp8 where channels have been evened out",
-    ),
-)
-SAVE_MORE = (
-    Rule(
-        lambda f: f.weights == "" and f.cache == "int4",
-        "a8w4c4_two_level",
-        "it has int4 weights, too, and multiplies integers",
-    ),
-    Rule(lambda f: f.weights == "", "a8w8c8", "it halves the weights, too"),
-    Rule(
-        lambda f: (f.int8 or f.weights == "fp8_e4m3") and f.cache != "",
-        "a8w4c8",
-        "it halves the weights again",
-    ),
-    Rule(lambda f: f.int8, "a8w8c8_dynamic_down", "it halves the cache, too"),
-    Rule(lambda f: f.weights == "int8", "w4_best", "it halves the weights again; it takes minutes"),
-    Rule(
-        lambda f: f.weights in ("int4", "fp4_e2m1") and f.cache == "",
-        "a8w4c8",
-        "it halves the cache, too, and multiplies integers",
-    ),
-    Rule(
-        lambda f: f.weights == "int4" and f.cache == "int8",
-        "a8w4c4_two_level",
-        "it halves the cache again",
-    ),
-    Rule(
-        lambda f: f.weights == "fp8_e4m3" and not f.cache,
-        "a8w8c8_fp8",
-        "it halves the cache, too",
-    ),
-)
+    def total(self) -> float:
+        """How much is stored, roughly."""
+        return self.weights + self.cache
 
 
 @dataclass(frozen=True)
@@ -255,47 +67,128 @@ class Advice:
 
 
 def advise(data: ReportData, *, save: bool) -> Advice:
-    """The first rule that holds; without one, to leave the weakest layers in float.
+    """A recipe that loses less, or one that saves more; without one, to leave the weakest layers in
+    float.
 
     Args:
         data: What was measured.
         save: Whether the run is good, so that more can be saved.
     """
-    facts = facts_of(data)
-    known = {kind: facts.share(kind) for kind in ("cache", "down")}
-    down = f", {known['down']:.0%} of the loss," if known["down"] >= MUCH else ""
-    for rule in SAVE_MORE if save else LOSE_LESS:
-        if rule.holds(facts) and _runs(data, rule.recipe):
-            reason = rule.reason.format(cache=known["cache"], down=down, outlier=facts.outlier)
-            return Advice(rule.recipe, reason, _command(data, rule.recipe))
-    if save:
-        return Advice("", "nothing that ships saves more", "")
-    return Advice("", _in_float(data), "")
+    find = _smaller if save else _better
+    for rows in _models(data):
+        own = _own(data, rows)
+        found = find(data, [row for row in rows if row != own and _runs(data, row.recipe)], own)
+        if found is not None:
+            reason = f"on {found.told} it lost {found.kl:g}"
+            if own is not None:
+                reason += f", where this one lost {own.kl:g}"
+            reason += _kept(own_bits(data), recipe_bits(found.recipe))
+            return Advice(found.recipe, reason, _command(data, found.recipe))
+    return Advice("", "nothing that was measured saves more" if save else _in_float(data), "")
 
 
-def facts_of(data: ReportData) -> Facts:
-    """What the rules look at."""
-    recipe = parse(data.recipe).data
-    scheme = recipe["scheme"]
-    weights, activations, cache = (
-        scheme.get(key) or {} for key in ("weights", "activations", "kv_cache")
+def _models(data: ReportData) -> Iterator[list[Known]]:
+    """What was measured on each model, the nearest one first."""
+    rows = [row for row in known_figures() if row.recipe in shipped_paths() and not row.flattered]
+    ranked = sorted(rows, key=lambda row: (row.distance(data.model), row.model))
+    for name in dict.fromkeys(row.model for row in ranked):
+        yield [row for row in ranked if row.model == name]
+
+
+def _own(data: ReportData, rows: Sequence[Known]) -> Known | None:
+    """What this run's scheme and methods lost on one of these models."""
+    own = data.scheme, method_names(data.recipe)
+    return next((row for row in rows if (row.scheme, row.methods) == own), None)
+
+
+def _better(data: ReportData, rows: Sequence[Known], own: Known | None) -> Known | None:
+    """What loses clearly less, with no fewer bits: as few more as there are. Where the cache makes
+    much of the loss, one with more bits there.
+    """
+    mine, loss = own_bits(data), data.accuracy.kl_mean if own is None else own.kl
+    others = [
+        (row, bits)
+        for row in rows
+        if row.kl < CLEARLY * loss
+        and int((bits := recipe_bits(row.recipe)).weights) >= int(mine.weights)
+        and bits.cache >= mine.cache
+    ]
+    if shares_of(data).get("cache", 0.0) >= MUCH:
+        others = [pair for pair in others if pair[1].cache > mine.cache] or others
+    if not others:
+        return None
+    fewest = min(_price(bits, mine) for _, bits in others)
+    return _quickest([row for row, bits in others if _price(bits, mine) == fewest])
+
+
+def _price(bits: Bits, mine: Bits) -> tuple[float, bool]:
+    """What a recipe takes more: bits, and products of floats in the place of integers."""
+    return bits.total, mine.integers and not bits.integers
+
+
+def _smaller(data: ReportData, rows: Sequence[Known], own: Known | None) -> Known | None:
+    """What loses least of those with fewer bits."""
+    del own
+    mine = own_bits(data)
+    others = [
+        row
+        for row in rows
+        if (bits := recipe_bits(row.recipe)).total < mine.total
+        and bits.weights <= mine.weights
+        and bits.cache <= mine.cache
+    ]
+    return _quickest(others) if others else None
+
+
+def _quickest(rows: Sequence[Known]) -> Known:
+    """Of those that lose about the least, the one that takes the least time."""
+    least = min(row.kl for row in rows)
+    alike = [row for row in rows if row.kl <= ALIKE * least]
+    return min(alike, key=lambda row: (row.seconds or 0.0, row.kl))
+
+
+def _kept(mine: Bits, other: Bits) -> str:
+    """How another recipe's bits differ."""
+    what = [
+        f"{name} of {theirs:g} bits in place of {own:g}"
+        for name, own, theirs in (
+            ("weights", mine.weights, other.weights),
+            ("a cache", mine.cache, other.cache),
+        )
+        if own != theirs
+    ]
+    if mine.integers and not other.integers:
+        what.append("inputs of layers in float")
+    return f"; {', '.join(what)}" if what else ""
+
+
+def own_bits(data: ReportData) -> Bits:
+    """What a run's scheme stores."""
+    return bits_of(Scheme.model_validate_json(json.dumps(parse(data.recipe).data["scheme"])))
+
+
+def bits_of(scheme: Scheme) -> Bits:
+    """What a scheme stores; layers and caches with others of their own aside."""
+    spec, kv = scheme.weights, scheme.kv_cache
+    weights = 16.0
+    if spec is not None:
+        scale = 16 if spec.dtype.startswith("int") else 8
+        weights = spec.bits + (scale / spec.group_size if spec.group_size else 0)
+    return Bits(
+        weights=weights,
+        cache=16 if kv is None else (kv.bits_of("k_cache") + kv.bits_of("v_cache")) / 2,
+        integers=scheme.activations is not None,
     )
-    dynamic = activations.get("granularity") in ("per_token", "group")
-    rows = by_ratio(distinct_inputs(data.outliers))
-    return Facts(
-        weights=weights.get("dtype", ""),
-        activations="" if not activations else "token" if dynamic else "static",
-        cache=cache.get("value_dtype") or cache.get("dtype", ""),
-        methods=frozenset(next(iter(method)) for method in recipe.get("methods", [])),
-        mixed=bool(recipe.get("layers")),
-        budget=bool(recipe.get("budget")),
-        two_level=bool(weights.get("two_level")),
-        group=weights.get("group_size") or 0,
-        per_tensor=weights.get("granularity") == "per_tensor",
-        blocks=weights.get("granularity") == "block",
-        shares=shares_of(data),
-        outlier=(rows[0].ratio or math.nan) if rows else math.nan,
-    )
+
+
+def recipe_bits(name: str) -> Bits:
+    """Those of a shipped recipe."""
+    return bits_of(_shipped(name).scheme)
+
+
+@cache
+def _shipped(name: str) -> Recipe:
+    return load_recipe(shipped_paths()[name])
 
 
 def shares_of(data: ReportData) -> dict[str, float]:
@@ -318,8 +211,12 @@ def weakest(data: ReportData) -> list[tuple[str, float]]:
 
 
 def _runs(data: ReportData, name: str) -> bool:
-    """Whether the methods of a shipped recipe know the model, and its `layers` are there."""
-    recipe = load_recipe(shipped_paths()[name])
+    """Whether the methods of a shipped recipe know the model, and its `layers` are there; one with
+    a budget, whose bits follow from the model, is not compared.
+    """
+    recipe = _shipped(name)
+    if recipe.budget is not None:
+        return False
     family = find_family({"model_type": data.model.model_type})
     modules = [row.module for row in data.quantization.modules]
     found = all(

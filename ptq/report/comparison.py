@@ -18,6 +18,14 @@ from ptq.report.parts.peers import method_names
 
 R = TypeVar("R", ReportData, PeersRecord)
 REPORT = "report/report.json"
+CELLS = {  # of what may not have been measured
+    "weights": "x {:.2f}",
+    "cache": "x {:.2f}",
+    "prefill": "x {:.2f}",
+    "decode": "x {:.2f}",
+    "top1": "{:.1%}",
+    "seconds": "{:.0f} s",
+}
 
 
 def load_reports(outputs: Sequence[Path]) -> dict[str, ReportData | PeersRecord]:
@@ -68,7 +76,7 @@ def table(reports: dict[str, ReportData | PeersRecord]) -> pd.DataFrame:
     A row holds figures against the original, and what the run took; sizes and speeds of peers are
     not measured. Of a peer that several of the runs measured, the first one counts.
     """
-    runs = [_row(name, r) for name, r in reports.items() if isinstance(r, ReportData)]
+    runs = [row_of(name, r) for name, r in reports.items() if isinstance(r, ReportData)]
     measured = [row for report in reports.values() for row in report.peers if row.accuracy]
     peers = {(row.name, row.version): row for row in reversed(measured)}
     frame = pd.DataFrame([*runs, *map(_peer_row, peers.values())])
@@ -92,7 +100,8 @@ def _peer_row(peer: PeerRow) -> dict[str, Any]:
     } | dict.fromkeys(unmeasured, math.nan)
 
 
-def _row(name: str, report: ReportData) -> dict[str, Any]:
+def row_of(name: str, report: ReportData) -> dict[str, Any]:
+    """A run's row of the table."""
     accuracy, sizes, speed = report.accuracy, report.sizes, report.speed
     row: dict[str, Any] = {
         "run": name,
@@ -122,9 +131,8 @@ def markdown(frame: pd.DataFrame) -> str:
     several = "model" in frame
     lines = [f"| model {head}" if several else head, "|---" * (11 + several) + "|"]
     for row in frame.to_dict("records"):
-        weights, cache, *speeds = (
-            "" if pd.isna(row[key]) else f"x {row[key]:.2f}"
-            for key in ("weights", "cache", "prefill", "decode")
+        weights, cache, *speeds, top1, seconds = (
+            "" if pd.isna(row[key]) else form.format(row[key]) for key, form in CELLS.items()
         )
         cells = (
             *([row["model"]] if several else []),
@@ -135,9 +143,9 @@ def markdown(frame: pd.DataFrame) -> str:
             cache,
             f"x {row['perplexity']:.4f}",
             f"{row['kl']:.4f}",
-            f"{100 * row['top1']:.1f}%",
+            top1,
             *speeds,
-            f"{row['seconds']:.0f} s",
+            seconds,
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

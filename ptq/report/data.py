@@ -10,6 +10,7 @@ from ptq.evaluate.figures import TaskRow
 from ptq.peers.measure import PeerRow
 from ptq.plan.plan import ModelSummary
 from ptq.recipe.schema import ThresholdsSpec
+from ptq.report.known import MARGIN, Known, least
 from ptq.report.measured.attribution import Attribution
 from ptq.report.measured.completions import Completion
 from ptq.report.outliers import OutlierRow
@@ -19,14 +20,15 @@ from ptq.search.record import BudgetRecord
 
 
 class Check(Strict):
-    """One threshold of the recipe beside what was measured.
+    """One limit beside what was measured.
 
     Attributes:
         name: Its key in the recipe.
         measured: The figure.
-        limit: The threshold.
+        limit: The recipe's threshold, or what its scheme is known to lose with a margin.
         upper: Whether the limit is an upper bound; otherwise it is a lower one.
-        holds: Whether the figure keeps it; a figure that is not a number never does.
+        holds: Whether the figure keeps it, or, of what is known, may do so by its interval; a
+            figure that is not a number never does.
     """
 
     name: str
@@ -78,8 +80,11 @@ class ReportData(Strict):
     Attributes:
         title: Model and scheme.
         provenance: When, where and with what it was measured.
-        passed: Whether every threshold holds; True where the recipe has none.
-        checks: The recipe's thresholds beside what was measured.
+        passed: Whether every limit holds; True where there is none.
+        checks: The recipe's thresholds beside what was measured; where it has none, what its scheme
+            is known to lose.
+        known: Where the latter was measured; None where the recipe has thresholds, or nothing is
+            known of its scheme by its methods.
         failures: Sentences for those that do not hold.
         model: The original.
         scheme: Such as `a8w8c8`.
@@ -125,6 +130,7 @@ class ReportData(Strict):
     completions: tuple[Completion, ...] = ()
     budget: BudgetRecord | None = None
     attribution: Attribution | str = "the recipe says `attribution: false`"
+    known: Known | None = None
 
 
 LABELS = {
@@ -154,9 +160,21 @@ def check_thresholds(thresholds: ThresholdsSpec, accuracy: Accuracy) -> tuple[Ch
     )
 
 
-def failure(check: Check) -> str:
-    """A sentence for a threshold that does not hold."""
+def check_known(known: Known, accuracy: Accuracy) -> Check:
+    """Hold a run against what its scheme lost elsewhere: only what is surely more does not hold."""
+    limit = MARGIN * known.kl
+    holds = least(accuracy) <= limit
+    return Check(name="kl", measured=accuracy.kl_mean, limit=limit, upper=True, holds=holds)
+
+
+def failure(check: Check, known: Known | None = None) -> str:
+    """A sentence for a limit that does not hold."""
     side = "above" if check.upper else "below"
+    if known is not None:
+        return (
+            f"{LABELS[check.name]} {check.measured:.2g} is surely more than {MARGIN:g} x "
+            f"{known.kl:g}, which `{known.recipe}` lost on {known.told}"
+        )
     return (
         f"{LABELS[check.name]} {check.measured:.6g} is {side} the threshold {check.limit:g} "
         f"(report.thresholds.{check.name})"

@@ -28,14 +28,25 @@ from ptq.evaluate.comparison import compare_on
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
+from ptq.plan.devices import report_devices
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
-from ptq.recipe.schema import ReportSpec, SpeedSpec
-from ptq.report.data import KVScales, ReportData, Sizes, SpeedPair, check_thresholds, failure
+from ptq.recipe.schema import AttributionSpec, ReportSpec, SpeedSpec
+from ptq.report.data import (
+    KVScales,
+    ReportData,
+    Sizes,
+    SpeedPair,
+    check_known,
+    check_thresholds,
+    failure,
+)
+from ptq.report.known import nearest
 from ptq.report.measured.attribution import Attribution, attribute, references
 from ptq.report.measured.completions import complete
 from ptq.report.measured.unrounded import UnroundedCheckpoint, is_the_original
 from ptq.report.outliers import activation_outliers
+from ptq.report.parts.peers import method_names
 from ptq.report.provenance import provenance_of
 from ptq.result import CalibrationSummary, QuantizationRecord, QuantizationResult, Stopwatch
 from ptq.search.search import Ordered
@@ -82,6 +93,10 @@ def measure(
     known = None if ordered is None else ordered.accuracy
     measured = _run_both(result, plan, evaluation, watch, known, progress=progress)
     checks = check_thresholds(recipe.report.thresholds, measured["accuracy"])
+    text, known = resolved_yaml(recipe), None
+    if not checks:
+        known = nearest(measured["scheme"], method_names(text), plan.model)
+        checks = () if known is None else (check_known(known, measured["accuracy"]),)
     statistics = result.checkpoint.parent / STATISTICS_FILE
     seconds = watch.seconds()
     seconds.pop("total")
@@ -90,7 +105,7 @@ def measure(
         title=f"{recipe.model.path.name} in {measured['scheme']}",
         passed=all(check.holds for check in checks),
         checks=checks,
-        failures=tuple(failure(check) for check in checks if not check.holds),
+        failures=tuple(failure(check, known) for check in checks if not check.holds),
         model=plan.model,
         evaluation=CalibrationSummary.of(evaluation),
         quantization=QuantizationRecord(
@@ -98,9 +113,10 @@ def measure(
         ),
         scale_table=result.scale_table,
         outliers=tuple(activation_outliers(Statistics.load(statistics))),
-        environment=environment(recipe.report.devices[0]),
+        environment=environment(report_devices(recipe)[0]),
         seconds=seconds,
-        recipe=resolved_yaml(recipe),
+        recipe=text,
+        known=known,
         budget=None if ordered is None else ordered.record,
         **measured,
     )
@@ -117,13 +133,18 @@ def _run_both(
 ) -> dict[str, Any]:
     """Those fields of the report's data that the two models give, by name."""
     report, sequences = plan.recipe.report, evaluation.sequences()
+    devices = report_devices(plan.recipe)
     config = engine_config(evaluation, report.speed)
     with watch.phase("loading both models"):
-        original, quantized = _both(result, plan, config, report.devices[0])
+        original, quantized = _both(result, plan, config, devices[0])
     with watch.phase("comparison"):
-        load = partial(_known_or_loaded, (original, quantized), result, plan, config)
-        accuracy = known or compare_on(report.devices, load, sequences, progress=progress)
-        del load  # which holds both
+        loaded = {devices[0]: (original, quantized)}
+
+        def load(device: str) -> tuple[Engine, Engine]:
+            return loaded.get(device) or _both(result, plan, config, device)
+
+        accuracy = known or compare_on(devices, load, sequences, progress=progress)
+        loaded.clear()
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
     with watch.phase("completions"):
@@ -150,7 +171,7 @@ def _run_both(
     }
     if report.attribution is not None:
         with watch.phase("attribution"):
-            chosen = spread(sequences, report.attribution.sequences)
+            chosen = attributed(sequences, report.attribution)
             expected = references(original, chosen)
             same = is_the_original(plan)
             unrounded = original if same else None
@@ -169,18 +190,6 @@ def _both(
     return original, Engine.from_pretrained(result.checkpoint, config=config, device=device)
 
 
-def _known_or_loaded(
-    first: tuple[Engine, Engine],
-    result: QuantizationResult,
-    plan: Plan,
-    config: EngineConfig,
-    device: str,
-) -> tuple[Engine, Engine]:
-    """Both models on a device, those of the first device as they are."""
-    is_first = device == plan.recipe.report.devices[0]
-    return first if is_first else _both(result, plan, config, device)
-
-
 def _attribution(
     plan: Plan,
     unrounded: Engine | None,
@@ -197,7 +206,7 @@ def _attribution(
         unrounded: The original, where it is in the checkpoint's own terms; else None.
         quantized: What is judged.
         sequences: Token ids, int64 [T] each.
-        expected: The original's log probabilities of them.
+        expected: The original's logits of them.
         progress: Show a progress bar.
     """
     if plan.family is None:
@@ -221,6 +230,11 @@ def spread(sequences: Sequence[Tensor], most: int) -> list[Tensor]:
     """At most so many of some sequences, from the whole of their order."""
     count = min(most, len(sequences))
     return [sequences[i * len(sequences) // count] for i in range(count)]
+
+
+def attributed(sequences: Sequence[Tensor], spec: AttributionSpec) -> list[Tensor]:
+    """The starts of some sequences, on which every part of the loss is measured."""
+    return [ids[: spec.tokens] for ids in spread(sequences, spec.sequences)]
 
 
 def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:

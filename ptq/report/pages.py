@@ -43,6 +43,7 @@ def render_markdown(data: ReportData) -> str:
 def top_of(data: ReportData) -> Top:
     """Verdict, answers and figures on top of the page."""
     verdict = verdict_of(data)
+    limit = "Threshold" if data.known is None else "Known"
     head, *rows = summary_rows(data)
     tables = (*([check_rows(data)] if data.checks else ()), Table(head, rows))
     return Top(
@@ -52,7 +53,7 @@ def top_of(data: ReportData) -> Top:
         light=verdict.light,
         headline=verdict.headline,
         points=(
-            *(Point("Threshold", f"{margin}.") for margin in verdict.margins),
+            *(Point(limit, f"{margin}.") for margin in verdict.margins),
             *(Point("Careful", f"{doubt}.") for doubt in verdict.doubts),
             *_where(data),
             *(

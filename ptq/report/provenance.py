@@ -8,6 +8,7 @@ from pathlib import Path
 
 from formats.scheme import Strict
 from inference.bench.figures import environment
+from ptq.plan.devices import report_devices
 from ptq.recipe.schema import Recipe
 from ptq.version import version
 
@@ -38,7 +39,7 @@ class Provenance(Strict):
 
 def provenance_of(recipe: Recipe, checkpoint: Path) -> Provenance:
     """What a report of this recipe's run is made of, now and here."""
-    machine = environment(recipe.report.devices[0])
+    machine = environment(report_devices(recipe)[0])
     return Provenance(
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         model=recipe.model.told,

@@ -35,9 +35,9 @@ def summary_rows(data: ReportData) -> list[Cells]:
 
 
 def check_rows(data: ReportData) -> Table:
-    """Thresholds beside what was measured."""
+    """Limits beside what was measured."""
     return Table(
-        ("threshold", "measured", "allowed", "verdict"),
+        ("limit" if data.known else "threshold", "measured", "allowed", "verdict"),
         [
             (
                 LABELS[check.name],

@@ -1,9 +1,12 @@
-"""The verdict in words: whether the thresholds hold, by how much, and whether that can be told.
+"""The verdict in words: whether the limits hold, by how much, and whether that can be told.
 
-green   every threshold holds, and lies beyond the 95% interval of its figure
-amber   every threshold holds, but within what chance may do: other text could tell otherwise
-red     a threshold is missed
-grey    the recipe sets none
+Limits are the recipe's thresholds. Where it has none, the limit is what its scheme by its methods
+is known to have lost on the nearest model, with a margin (`ptq.report.known`).
+
+green   every limit holds, and lies beyond the 95% interval of its figure
+amber   every limit holds, but within what chance may do: other text could tell otherwise
+red     a threshold is missed, or the whole interval lies beyond what is known
+grey    the recipe sets no thresholds, and nothing is known of its scheme
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 
 from inference.accuracy import Accuracy, Interval
 from ptq.report.data import LABELS, Check, ReportData
+from ptq.report.known import MARGIN, Known
 
 FEWEST_SEQUENCES, FEWEST_TOKENS = 8, 2000  # below these, intervals themselves are not to be trusted
 
@@ -24,9 +28,9 @@ class Verdict:
 
     Attributes:
         light: `green`, `amber`, `red` or `grey`.
-        outcome: `passed`, `failed`, or `open` where there are no thresholds.
+        outcome: `passed`, `failed`, or `open` where there is no limit.
         headline: In a sentence.
-        margins: For each threshold, whether it holds and by how much.
+        margins: For each limit, whether it holds and by how much.
         doubts: Why the evaluation may be too small to tell.
     """
 
@@ -40,16 +44,23 @@ class Verdict:
 def verdict_of(data: ReportData) -> Verdict:
     """Judge what was measured."""
     intervals = _intervals(data.accuracy)
-    margins = tuple(_margin(check, intervals[check.name]) for check in data.checks)
+    margins = tuple(_margin(check, intervals[check.name], data.known) for check in data.checks)
     unsure = [check for check in data.checks if _is_unsure(check, intervals[check.name])]
     doubts = tuple(_doubts(data, unsure))
     if not data.checks:
-        headline = "No verdict: the recipe sets no thresholds."
+        headline = (
+            "No verdict: the recipe sets no thresholds, and what its scheme loses by these methods "
+            "was not measured on other models."
+        )
         return Verdict("grey", "open", headline, margins, doubts)
     if data.failures:
         missed = f"{len(data.failures)} of {len(data.checks)} thresholds missed"
+        if data.known is not None:
+            missed = f"it loses more than `{data.known.recipe}` is known to lose"
         return Verdict("red", "failed", f"Red: {missed}.", margins, doubts)
     all_hold = "every threshold holds" if len(data.checks) > 1 else "the threshold holds"
+    if data.known is not None:
+        all_hold = f"it loses no more than `{data.known.recipe}` is known to lose"
     if unsure:
         headline = f"Amber: {all_hold}, but by less than the measurement can tell."
         return Verdict("amber", "passed", headline, margins, doubts)
@@ -74,13 +85,18 @@ def _is_unsure(check: Check, ends: Interval | None) -> bool:
     return ends is None or ends[0] <= check.limit <= ends[1]
 
 
-def _margin(check: Check, ends: Interval | None) -> str:
-    """A sentence on a threshold, such as `perplexity ratio 1.0038 (95% interval 1.0023 to 1.0055)
+def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:
+    """A sentence on a limit, such as `perplexity ratio 1.0038 (95% interval 1.0023 to 1.0055)
     keeps the threshold 1.01 by 3.9 times half that interval's width`.
     """
     digits = 4 if abs(check.measured) >= 0.1 else 5
     shown = [f"{x:.{digits}f}" for x in (check.measured, *(ends or ()))]
     interval = f" (95% interval {shown[1]} to {shown[2]})" if ends is not None else ""
+    if known is not None:
+        return (
+            f"{LABELS[check.name]} {shown[0]}{interval}; `{known.recipe}` lost {known.kl:g} on "
+            f"{known.told}, and up to {MARGIN:g} times that is as expected"
+        )
     text = (
         f"{LABELS[check.name]} {shown[0]}{interval} {'keeps' if check.holds else 'misses'} the "
         f"threshold {check.limit:g}"
@@ -106,7 +122,7 @@ def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
     wanted = max(_wanted(check, _intervals(a)[check.name], a.sequences) for check in unsure)
     advice = f"; about {wanted:,} sequences would tell" if wanted else ""
     yield (
-        f"the 95% interval of {names} reaches over the threshold: {a.sequences} sequences cannot "
+        f"the 95% interval of {names} reaches over the limit: {a.sequences} sequences cannot "
         f"tell it from one that is {'kept' if data.failures else 'missed'}{advice}"
     )
 

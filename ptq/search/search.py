@@ -39,6 +39,7 @@ from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.device import device_of
 from ptq.pipeline.key import run_key
+from ptq.plan.devices import report_devices
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.reading import LoadedRecipe, resolved_yaml
@@ -274,7 +275,7 @@ class _Search:
             original = Engine.from_pretrained(recipe.model.folder, config=config, device=device)
             return original, Engine.from_pretrained(checkpoint, config=config, device=device)
 
-        return compare_on(recipe.report.devices, both, sequences, progress=self.progress)
+        return compare_on(report_devices(recipe), both, sequences, progress=self.progress)
 
 
 def choices(

@@ -48,7 +48,7 @@ def describe(tasks: Sequence[Task], outcomes: dict[str, Outcome]) -> str:
         found.append(comparison.markdown(frame))
     missed = [task.name for task in tasks if outcomes[task.name].state == "missed"]
     if missed:
-        found.append(f"Thresholds missed: {', '.join(missed)} (their reports tell which).\n")
+        found.append(f"Red: {', '.join(missed)} (their reports tell why).\n")
     failed = [task for task in tasks if outcomes[task.name].state == "failed"]
     if failed:
         lines = [f"{len(failed)} of {len(tasks)} tasks failed:\n"]

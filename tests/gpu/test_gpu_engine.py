@@ -267,7 +267,7 @@ def test_log_probabilities_are_told_by_the_device():
         assert told is not None
         assert [max(own, key=own.__getitem__) for own in told] == wanted[i]
         assert {len(own) for own in told} == {2 + i}
-        rows = torch.log_softmax(engine.score([*prompts[i], *wanted[i]]), dim=1)[29:-1]
+        rows = torch.log_softmax(engine.score([*prompts[i], *wanted[i]]).cpu(), dim=1)[29:-1]
         found = torch.tensor([own[token] for own, token in zip(told, wanted[i], strict=True)])
         own = rows.gather(1, torch.tensor(wanted[i])[:, None])[:, 0]
         assert (found - own).abs().max() < 0.1

@@ -40,7 +40,7 @@ def is_near(path, dtype: torch.dtype, bound: float) -> None:
     """Logits of a prompt are the CPU's, and so are the likeliest tokens of what a graph decodes."""
     cpu = Engine.from_pretrained(path, config=SIZES)
     gpu = Engine.from_pretrained(path, config=SIZES, device="cuda", dtype=dtype)
-    wanted, found = (engine.score(PROMPTS[1]) for engine in (cpu, gpu))
+    wanted, found = (engine.score(PROMPTS[1]).cpu() for engine in (cpu, gpu))
     assert (found - wanted).norm() / wanted.norm() < bound
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for prompt, out in zip(PROMPTS, gpu.generate(PROMPTS, params), strict=True):

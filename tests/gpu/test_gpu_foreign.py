@@ -26,5 +26,5 @@ def test_logits_are_those_of_the_cpu(layout, tiny_llama, tmp_path, monkeypatch):
     if layout == "act_order":
         folder = turn_inputs(folder, tmp_path / "turned")
     cpu = Engine.from_pretrained(folder).score(IDS)
-    gpu = Engine.from_pretrained(folder, device="cuda").score(IDS)
+    gpu = Engine.from_pretrained(folder, device="cuda").score(IDS).cpu()
     assert distance(gpu.cpu(), cpu) < 0.03

@@ -8,14 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from formats.errors import EngineError, RequestError
 from inference.accuracy import (
     SequenceScores,
     compare,
     compare_logits,
+    divergences,
     percentile_interval,
     resampled_sums,
+    score,
     summarize,
 )
 from inference.config import EngineConfig
@@ -111,6 +114,36 @@ def test_chunks_do_not_change_a_result(monkeypatch):
     parts = compare_logits(logits_of(ids), logits_of(ids, noise=0.3), ids)
     assert torch.allclose(whole.kl, parts.kl, rtol=1e-12)
     assert torch.equal(whole.top5, parts.top5)
+
+
+class Widest(TorchDispatchMode):
+    """The most elements that a tensor of fp64 has had."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float64:
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def test_no_more_is_widened_at_a_time_than_caches_hold():
+    logits = torch.randn(130, 20_000, generator=torch.Generator().manual_seed(6))
+    with Widest() as widest:
+        score(Fake(lambda _: logits), Fake(lambda _: logits + 0.1), torch.arange(130), 0)
+    assert 20_000 <= widest.elements <= 1 << 20
+
+
+def test_divergences_are_those_of_a_comparison():
+    ids = some_sequences((50,))[0]
+    pair = logits_of(ids), logits_of(ids, noise=0.3)
+    assert torch.equal(divergences(*pair)[:-1], compare_logits(*pair, ids).kl)
+    apart = torch.nn.functional.kl_div(
+        *(x.double().log_softmax(-1) for x in reversed(pair)), reduction="none", log_target=True
+    )
+    torch.testing.assert_close(divergences(*pair), apart.sum(-1), rtol=1e-12, atol=1e-15)
 
 
 def test_a_small_vocabulary_has_fewer_than_five_to_agree_on():

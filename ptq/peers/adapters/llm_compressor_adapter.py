@@ -53,24 +53,28 @@ def quantize(job: Any) -> Any:
     return model
 
 
-def modifiers(rounding: str, scheme: str, before: str | None = None) -> list[Any]:
-    """What prepares, where `before` names it, and what rounds."""
+def modifiers(
+    rounding: str, scheme: str, before: str | None = None, group: int | None = None
+) -> list[Any]:
+    """What prepares, where `before` names it, and what rounds; int4 in groups of `group` inputs
+    where the package's own 128 do not divide the model's.
+    """
     first = {
         None: list,
         "awq": lambda: [AWQModifier()],
         "smoothquant": lambda: [SmoothQuantModifier(smoothing_strength=0.8)],
     }[before]
     last = {"rtn": QuantizationModifier, "gptq": GPTQModifier}[rounding]
-    if scheme != "static":
+    if scheme == "static":
+        own = {"weights": _int(8, "channel"), "input_activations": _int(8, "tensor")}
+    elif group is not None:
+        own = {"weights": _int(4, "group", group_size=group)}
+    else:
         return [*first(), last(targets=["Linear"], scheme=scheme, ignore=["lm_head"])]
-    group = QuantizationScheme(
-        targets=["Linear"],
-        weights=_int8(strategy="channel"),
-        input_activations=_int8(strategy="tensor"),
-    )
-    return [*first(), last(config_groups={"group_0": group}, ignore=["lm_head"])]
+    layers = QuantizationScheme(targets=["Linear"], **own)
+    return [*first(), last(config_groups={"group_0": layers}, ignore=["lm_head"])]
 
 
-def _int8(strategy: str) -> Any:
-    settings: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
-    return QuantizationArgs(strategy=strategy, **settings)  # pyright: ignore[reportArgumentType]
+def _int(bits: int, strategy: str, **more: Any) -> Any:
+    settings: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": True}
+    return QuantizationArgs(strategy=strategy, **settings, **more)  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
@@ -23,13 +22,13 @@ from formats.families.names import role_of
 from formats.modeling.layers import head_name
 from formats.progress import bar
 from formats.scheme import Strict
+from inference.accuracy import divergences
 from inference.engine import Engine
 from inference.models.decoder import Decoder
 from inference.models.feed_forward import FeedForward, MixtureOfExperts
 from inference.models.parts import Layer
 
 MOST_GROUPS = 12  # of blocks, each of which is a run
-ROWS = 1 << 24  # logits that are compared at a time: 64 MB
 
 AnyLayer = Layer[Any, Any]
 
@@ -65,8 +64,8 @@ class Attribution(Strict):
 
 
 def references(original: Engine, sequences: Sequence[Tensor]) -> list[Tensor]:
-    """The original's log probabilities for each sequence [T]: fp32 [T - 1, vocabulary]."""
-    return [original.score(ids)[:-1].log_softmax(-1) for ids in sequences]
+    """The original's logits for each sequence [T]: fp32 [T - 1, vocabulary]."""
+    return [original.score(ids)[:-1] for ids in sequences]
 
 
 def attribute(
@@ -100,8 +99,8 @@ def attribute(
         pools = [(quantized if cached(i) else unrounded).pools[i] for i in range(len(layers))]
         engine = around.variant(layers, pools)
         total = sum(
-            _divergence(log_p, engine.score(ids)[:-1])
-            for ids, log_p in zip(sequences, expected, strict=True)
+            divergences(logits, engine.score(ids)[:-1]).sum().item()
+            for ids, logits in zip(sequences, expected, strict=True)
         )
         shown.update()
         return total / tokens
@@ -138,18 +137,6 @@ def attribute(
             ),
             float_cache=loss(ours, lambda _: False, outer) if quantized.quantized_kv else None,
         )
-
-
-def _divergence(log_p: Tensor, logits: Tensor) -> float:
-    """Sum of KL(p || q) over the rows of log probabilities and of logits [n, vocabulary]."""
-    rows = max(1, ROWS // log_p.shape[1])
-    parts = zip(log_p.split(rows), logits.split(rows), strict=True)
-    total = 0.0
-    for expected, found in parts:
-        log_q = found.log_softmax(-1)
-        kl = torch.nn.functional.kl_div(log_q, expected, reduction="none", log_target=True)
-        total += kl.sum(-1, dtype=torch.float64).clamp(min=0.0).sum().item()
-    return total
 
 
 def _groups(blocks: int) -> list[range]:

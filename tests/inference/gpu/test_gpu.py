@@ -183,6 +183,21 @@ def compare(path: str, tolerance: float):
         assert error < tolerance, error
 
 
+@interpreted
+def scored_where_it_runs(path: str):
+    from inference.gpu.runner import Launched
+
+    def moved(*_: object):
+        raise AssertionError("logits were brought to the host")
+
+    Launched.logits_of = moved
+    engine = engine_of(path)
+    logits = engine.score(prompt(20))
+    kept = logits.clone()
+    engine.score(prompt(9))
+    assert torch.equal(logits, kept), "a step writes over none that were given away"
+
+
 def run(path: str, requests: list, *, eager: bool, **config) -> list:
     """Tokens and reasons of requests (prompt, parameters); all arrive at once."""
     from inference.requests.request import SamplingParams
@@ -194,6 +209,10 @@ def run(path: str, requests: list, *, eager: bool, **config) -> list:
         found |= {out.request_id: out for out in engine.step() if out.finished}
         engine.check_integrity()
     return [(found[name].token_ids, found[name].finish_reason) for name in names]
+
+
+def test_logits_of_a_text_stay_where_the_model_runs(tmp_path):
+    scored_where_it_runs(checkpoint_of(tmp_path, "float"))
 
 
 def test_what_attention_does_not_take_is_refused_at_once(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import time
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -392,3 +394,44 @@ def test_the_real_package(name, tmp_path, tiny_llama, original):
     assert row.error is None, (tmp_path / "out" / "peers" / f"{name}.log").read_text()
     assert row.accuracy is not None
     assert 0 < row.accuracy.kl_mean < 2
+
+
+def test_llm_compressor_is_asked_for_what_its_names_say(monkeypatch):
+    """Its package is not here: its classes stand for what they are given."""
+
+    class Module(ModuleType):
+        def __getattr__(self, name: str):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return lambda **given: {"class": name} | given
+
+    names = ["compressed_tensors.quantization", "llmcompressor.modifiers.gptq", "datasets"]
+    names += [f"llmcompressor.modifiers.{name}" for name in ("quantization", "transform.awq")]
+    names += ["llmcompressor.modifiers.transform.smoothquant", "llmcompressor.pipelines.cache"]
+    for name in names:
+        for end in range(1, name.count(".") + 2):
+            part = ".".join(name.split(".")[:end])
+            monkeypatch.setitem(sys.modules, part, Module(part))
+    spec = importlib.util.spec_from_file_location(
+        "adapter", QUANTIZERS["llm-compressor-gptq"].adapter
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    adapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(adapter)
+
+    def asked(name: str):
+        *before, last = adapter.modifiers(**QUANTIZERS[f"llm-compressor-{name}"].options)
+        return [one["class"] for one in before], last
+
+    (before, last), args = asked("gptq-64"), {"class": "QuantizationArgs", "type": "int"}
+    (layers,) = last["config_groups"].values()
+    assert (before, last["class"], last["ignore"]) == ([], "GPTQModifier", ["lm_head"])
+    args |= {"symmetric": True, "num_bits": 4, "strategy": "group", "group_size": 64}
+    assert layers == {"class": "QuantizationScheme", "targets": ["Linear"], "weights": args}
+    before, last = asked("a8w8")
+    (layers,) = last["config_groups"].values()
+    assert before == ["SmoothQuantModifier"]
+    assert layers["weights"]["strategy"] == "channel"
+    assert layers["input_activations"]["strategy"] == "tensor"
+    assert asked("a8w8-dynamic")[1]["scheme"] == "W8A8"

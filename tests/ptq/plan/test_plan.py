@@ -11,6 +11,7 @@ import pytest
 from formats.checkpoint.read import Checkpoint
 from formats.errors import PTQError, RecipeError
 from formats.families.registry import MODEL_TYPES
+from ptq.plan.devices import report_devices
 from ptq.plan.plan import Plan, SmoothingGroup, build_plan, plan_recipe
 from ptq.recipe.reading import load_recipe, read_recipe
 from ptq.recipe.schema import Recipe
@@ -170,6 +171,25 @@ def test_a_gpu_that_is_not_here_is_told_at_its_line(tiny_llama, tmp_path, monkey
     assert solving.startswith("r.yaml:6: device: found 'cuda', but torch ")
     assert "set device: auto" in solving
     assert reporting.startswith("r.yaml:7: report.device: found 'cuda', but torch sees 0 GPUs here")
+
+
+def test_a_report_runs_where_its_blocks_are_solved(tiny_llama, tmp_path, monkeypatch):
+    def runs_on(*overrides: str) -> tuple[str, ...]:
+        return report_devices(plan(tmp_path, tiny_llama, "", *overrides).recipe)
+
+    assert runs_on() == ("cpu",)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _=0: "a GPU")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("kernels.devices.check_triton", lambda: None)
+    monkeypatch.setattr("ptq.plan.devices.read_shape", lambda *_: None)
+    assert runs_on() == ("cuda",)
+    assert runs_on("device=cpu") == runs_on("report.device=cpu") == ("cpu",)
+    assert runs_on("device={gpus: 2}") == ("cuda:0", "cuda:1")
+    assert runs_on("device={gpus: 2}", "report.device=cuda") == ("cuda",)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 5))
+    assert runs_on() == ("cpu",), "older than the engine's kernels run on"
 
 
 def test_ignoring_everything_is_an_error(tiny_llama, tmp_path):

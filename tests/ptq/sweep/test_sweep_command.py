@@ -48,7 +48,7 @@ def test_a_table_of_what_ran_and_apart_from_it_what_failed(spec, tmp_path, capsy
     spec.write_text("\n".join(line for line in spec.read_text().splitlines() if "hun" not in line))
     log = tmp_path / "out/tiny/w8_rtn.log"
     before = log.stat().st_mtime_ns
-    assert sweep.main([str(spec)]) == int("Thresholds missed" in told)
+    assert sweep.main([str(spec)]) == int("Red: " in told)
     told = capsys.readouterr().out
     assert told.startswith("1 of 1 tasks have run before")
     assert rows[0] in told

@@ -1,0 +1,92 @@
+"""Where blocks are solved and where both models run to be compared, and whether that is here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from formats.checkpoint.read import Checkpoint
+from formats.errors import PTQError
+from inference.backend import choose_backend
+from inference.transformers_code.choose import read_shape
+from kernels.devices import check_device
+from ptq.recipe.schema import DevicesSpec, Recipe
+from ptq.recipe.strict_yaml import Key
+
+
+def on_gpu(recipe: Recipe) -> bool:
+    """Whether blocks will be run and solved on a GPU."""
+    if recipe.device == "auto":
+        return torch.cuda.is_available()
+    return not recipe.without_gpu
+
+
+def report_devices(recipe: Recipe) -> tuple[str, ...]:
+    """Where both models run to be compared, by torch's names; `auto` follows the recipe's own
+    device, but for a GPU or a model that the engine's kernels do not take.
+    """
+    chosen = recipe.report.device
+    if chosen == "auto":
+        own = recipe.device
+        chosen = own if isinstance(own, DevicesSpec) else "cuda" if on_gpu(recipe) else "cpu"
+        if chosen == "cuda" and not _runs(recipe):
+            return ("cpu",)
+    if isinstance(chosen, str):
+        return (chosen,)
+    return tuple(f"cuda:{index}" for index in range(chosen.gpus)) if chosen.gpus else ("cpu",)
+
+
+def _runs(recipe: Recipe) -> bool:
+    """Whether the engine runs the recipe's model on a GPU here."""
+    try:
+        checkpoint = Checkpoint.open(recipe.model.folder)
+        read_shape(checkpoint, choose_backend("cuda", checkpoint))
+    except PTQError:
+        return False
+    return True
+
+
+def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
+    """Devices that nothing can run on here: the report's and, if blocks are solved, theirs."""
+    if solves and on_gpu(recipe) and not torch.cuda.is_available():
+        found = repr(recipe.device) if isinstance(recipe.device, str) else "gpus"
+        yield (
+            ("device",),
+            f"found {found}, but {_no_gpu()}; set device: auto, which takes a GPU where there is "
+            "one, or cpu",
+        )
+    elif solves and isinstance(recipe.device, DevicesSpec) and recipe.device.gpus:
+        yield from _check_gpus(recipe.device.gpus)
+    if recipe.report.device == "auto":
+        return
+    try:
+        for device in report_devices(recipe):
+            check_device(device)
+    except ValueError as error:
+        yield ("report", "device"), str(error)
+
+
+def _check_gpus(wanted: int) -> Iterator[tuple[Key, str]]:
+    """That there are so many GPUs, and that they compute alike."""
+    there = torch.cuda.device_count()
+    if wanted > there:
+        yield (
+            ("device", "gpus"),
+            f"found {wanted}, but torch sees {there} here; give at most {there}",
+        )
+        return
+    kinds = dict.fromkeys(map(torch.cuda.get_device_name, range(wanted)))
+    if len(kinds) > 1:
+        yield (
+            ("device", "gpus"),
+            f"found {wanted}, which are {' and '.join(kinds)}; what comes out would depend on "
+            "which does what: give as many as are of one kind, and show torch these alone "
+            "(CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def _no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is one without CUDA"
+    return f"torch {torch.__version__} sees no GPU here (`nvidia-smi` tells whether there is one)"

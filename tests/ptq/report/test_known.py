@@ -1,0 +1,130 @@
+"""What recipes are known to cost, and the verdict that rests on it where a recipe sets no limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from formats.checkpoint.read import Checkpoint
+from ptq.plan.plan import build_plan
+from ptq.recipe.reading import load_recipe
+from ptq.recipe.schema import AttributionSpec, ThresholdsSpec
+from ptq.recipe.shipped import shipped_paths
+from ptq.report import measure as measuring
+from ptq.report.data import ReportData, check_known, failure
+from ptq.report.known import Known, known_figures, nearest, write_figures
+from ptq.report.pages import top_of
+from ptq.report.verdict import verdict_of
+from ptq.result import load_result
+from tests.ptq.quantizing import random_tokens
+
+OWN = ("a8w8c8", "smoothquant, rtn")
+
+
+def row(**values: object) -> Known:
+    first = {"model": "one", "family": "llama", "parameters": 10**8, "recipe": "a8w8c8"}
+    first |= {"scheme": OWN[0], "methods": OWN[1], "perplexity": 1.01, "kl": 0.02}
+    first |= {"text": "prose", "device": "a CPU", "made": "2026-11-25", "version": "1"}
+    return Known.model_validate(first | values)
+
+
+def judged(data: ReportData, known: Known, kl: float, ends: tuple[float, float] | None):
+    accuracy = data.accuracy.model_copy(update={"kl_mean": kl, "kl_mean_ci": ends})
+    check = check_known(known, accuracy)
+    failures = () if check.holds else (failure(check, known),)
+    figures = {"accuracy": accuracy, "known": known, "checks": (check,), "failures": failures}
+    return data.model_copy(update=figures | {"passed": not failures})
+
+
+@pytest.mark.parametrize(
+    ("kl", "ends", "light"),
+    [
+        (0.03, (0.02, 0.035), "green"),
+        (0.039, (0.03, 0.05), "amber"),
+        (0.06, (0.039, 0.08), "amber"),  # it may lose as little as is known
+        (0.06, (0.041, 0.08), "red"),
+        (0.06, None, "red"),
+        (0.03, None, "amber"),
+    ],
+)
+def test_a_run_is_red_where_it_surely_loses_more_than_is_known(made, kl, ends, light):
+    data = judged(made.data, row(), kl, ends)
+    verdict = verdict_of(data)
+    assert verdict.light == light
+    assert data.passed == (light != "red")
+    assert "`a8w8c8` is known to lose" in verdict.headline
+    (margin,) = verdict.margins
+    assert "`a8w8c8` lost 0.02 on one (100 M parameters; prose), and up to 2 times that" in margin
+    labels = [point.label for point in top_of(data).points]
+    assert labels[0] == "Known"
+    if light == "red":
+        assert data.failures == (
+            "mean KL (nats) 0.06 is surely more than 2 x 0.02, which `a8w8c8` lost on one "
+            "(100 M parameters; prose)",
+        )
+
+
+def test_a_report_without_thresholds_says_what_is_known(made, folder, monkeypatch):
+    fields = ("accuracy", "speed", "completions", "tasks", "peers", "scheme", "sizes", "kv_scales")
+    both = {name: getattr(made.data, name) for name in fields}
+    monkeypatch.setattr(measuring, "_run_both", lambda *_, **__: both)
+    recipe = load_recipe(folder / "r.yaml")
+    made_plan = build_plan(recipe, Checkpoint.open(recipe.model.path), force=True)
+    free = recipe.report.model_copy(update={"thresholds": ThresholdsSpec()})
+
+    def report(methods: tuple[object, ...]) -> ReportData:
+        own = recipe.model_copy(update={"report": free, "methods": methods})
+        plan = made_plan.model_copy(update={"recipe": own})
+        tokens = random_tokens(sequences=2, length=16)
+        return measuring.measure(load_result(folder / "out"), plan, tokens, progress=False)
+
+    found = report(recipe.methods)
+    assert found.known == nearest(*OWN, found.model)
+    assert found.known is not None
+    assert [check.limit for check in found.checks] == [2 * found.known.kl]
+    assert verdict_of(found).light != "grey"
+    unknown = report(recipe.methods[:1])
+    assert (unknown.known, unknown.checks, unknown.passed) == (None, (), True)
+    assert verdict_of(unknown).light == "grey"
+    assert "was not measured on other models" in verdict_of(unknown).headline
+
+
+def test_the_nearest_model_counts_and_another_family_is_a_doubling_off(made):
+    model = made.data.model.model_copy(update={"parameters": 10**8})
+    assert model.model_type == "llama"
+    far, near = row(model="far", parameters=10**9), row(model="near", parameters=3 * 10**8)
+    other = row(model="other", parameters=10**8, family="gemma3_text")
+    assert nearest(*OWN, model, [far, near]) == near
+    assert nearest(*OWN, model, [near, other]) == other
+    assert nearest(*OWN, model, [row(model="less", parameters=6 * 10**7), other]) != other
+    assert nearest("w4", "gptq", model, [near]) is None
+
+
+def test_four_bits_of_what_had_four_bits_tell_nothing_of_others(made):
+    rows = [row(scheme="w4", methods="gptq", original_bits=4), row(scheme="nvfp4", original_bits=4)]
+    assert all(one.flattered for one in rows)
+    assert nearest("w4", "gptq", made.data.model, rows) is None
+    assert not row(original_bits=4).flattered
+    assert not row(scheme="w4").flattered
+
+
+def test_the_table_is_read_as_it_was_written(tmp_path):
+    rows = (row(kl=0.01, weights=0.5), row(model="two", parameters=10**9, kl_low=0.01))
+    write_figures(reversed(rows), tmp_path / "t.csv")
+    assert known_figures(tmp_path / "t.csv") == rows
+
+
+def test_shipped_recipes_leave_the_verdict_to_what_is_known():
+    for name, path in shipped_paths().items():
+        assert load_recipe(path).report.thresholds == ThresholdsSpec(), name
+
+
+def test_models_that_were_measured_know_the_main_recipes():
+    for model in {known.model for known in known_figures()}:
+        names = {known.recipe for known in known_figures() if known.model == model}
+        assert {"a8w8c8", "a8w8_dynamic", "w8_rtn", "c8"} <= names, model
+
+
+def test_parts_of_the_loss_are_measured_on_starts_of_sequences():
+    sequences = random_tokens(sequences=6, length=32).sequences()
+    found = measuring.attributed(sequences, AttributionSpec(sequences=3, tokens=20))
+    assert [ids.tolist() for ids in found] == [sequences[i][:20].tolist() for i in (0, 2, 4)]
