@@ -81,7 +81,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     draft.expand()
     for text in overrides:
         draft.override(text)
-    draft.unusable = draft.expand()
+        draft.unusable = draft.expand()  # a later override may go into what a name stands for
     draft.anchor_paths(path.absolute().parent)
     draft.check_model()
     return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))
