@@ -15,12 +15,16 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from formats.scheme import GROUP_SIZES, WeightSpec
 from inference.engine import Engine
+from ptq.methods.costs import fits
+from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.driver import quantize_tokens
+from ptq.pipeline.solvable import solve_notes
 from ptq.plan.describe import describe_plan
 from ptq.plan.plan import Plan, plan_recipe
-from ptq.recipe.reading import read_recipe, resolved_yaml
+from ptq.recipe.reading import load_recipe, read_recipe, resolved_yaml
 from ptq.recipe.shipped import shipped_paths
 from ptq.report.inspection import inspect
+from ptq.search.candidates import candidates
 from tests.ptq.plan.test_layer_schemes import logits, reference
 from tests.ptq.quantizing import random_tokens, write_header
 
@@ -53,11 +57,13 @@ def sized(make_model, tmp_path_factory) -> Callable[[str], Path]:
     return make
 
 
-def planned(model: Path, recipe: str | Path, folder: Path, *settings: str) -> Plan:
+def planned(
+    model: Path, recipe: str | Path, folder: Path, *settings: str, force: bool = False
+) -> Plan:
     output = f"output.path={folder / 'out'}"
     lengths = [f"dataset.{kind}.sequence_length=64" for kind in ("calibration", "evaluation")]
     own = [f"model.path={model}", output, "report.speed=false", "report.peers=[]", *lengths]
-    return plan_recipe(read_recipe(recipe, [*own, *settings]))
+    return plan_recipe(read_recipe(recipe, [*own, *settings]), force=force)
 
 
 def group_sizes(made: Plan) -> set[object]:
@@ -203,3 +209,31 @@ def test_a_model_that_32_does_not_divide_runs_as_its_dequantized_weights_do(
         pytest.importorskip("compressed_tensors")
         opened = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
         torch.testing.assert_close(logits(opened, ids), logits(exact, ids), rtol=1e-3, atol=1e-3)
+
+
+def test_solving_in_another_scheme_tells_that_layers_keep_theirs(make_model, tmp_path):
+    model = make_model("llama", intermediate_size=192)
+    quantize_tokens(planned(model, "w4_rtn", tmp_path), random_tokens(), progress=False)
+    seen, run = Artifact.load(tmp_path / "out"), tmp_path / "run.yaml"
+    run.write_text(resolved_yaml(planned(model, "w4_rtn", tmp_path, force=True).recipe))
+    assert list(solve_notes(seen, load_recipe(run))) == []
+    changed = "scheme=a8w4"
+    (note,) = solve_notes(seen, planned(model, run, tmp_path, changed, force=True).recipe)
+    assert "keep what they had in that run (int4 weights group of 64)" in note
+    whole = planned(model, run, tmp_path, changed, "layers=[]", force=True)
+    assert list(solve_notes(seen, whole.recipe)) == []
+    assert {scheme.activations is None for scheme in whole.schemes.values()} == {False}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fitting"),
+    [
+        (256, ["w4", "w4_g64", "w4_g32", "w8"]),
+        (576, ["w4_g64", "w4_g32", "w8"]),
+        (176, ["w4_per_channel", "w8"]),
+    ],
+)
+def test_a_budget_chooses_among_what_fits_a_layer(inputs, fitting):
+    schemes = candidates(load_recipe("budget").scheme, "cpu")
+    weight = torch.zeros(8, inputs)
+    assert [name for name, scheme in schemes.items() if fits(scheme, weight)] == fitting
