@@ -10,7 +10,7 @@ channel of a weight `[out, in]`; `per_token` one for each row of an activation `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -24,6 +24,7 @@ ScaleType = Literal["float", "e8m0", "e4m3"]
 BLOCK = 128  # rows and columns of a block, and elements of a group of activations
 MX_GROUP = 32  # weights that share a power of two in MXFP4 and MXFP8
 NV_GROUP = 16  # weights that share an e4m3 scale in NVFP4
+AUTO = "auto"  # the group size that each layer's inputs settle
 
 
 _GRANULARITIES = {
@@ -40,13 +41,13 @@ GROUP_SIZES: dict[WeightType, tuple[int, ...]] = {
 }
 
 
-def _either(names: Sequence[object]) -> str:
-    """`a, b or c`."""
+def either(names: Sequence[object]) -> str:
+    """`a, b or c`, for a message."""
     return " or ".join(filter(None, (", ".join(map(str, names[:-1])), str(names[-1]))))
 
 
 def _sizes(dtype: WeightType) -> str:
-    return _either(GROUP_SIZES[dtype])
+    return either(GROUP_SIZES[dtype])
 
 
 FORMATS: dict[tuple[str, int | None], str] = {  # by element type and group
@@ -73,12 +74,14 @@ class WeightSpec(Strict):
     neighbouring inputs of it (`group`; int4's usual), of 128 x 128 weights (`block`, fp8), or all
     (`per_tensor`, fp8). Finer is more accurate and stores more scales.
     """
-    group_size: Literal[16, 32, 64, 128] | None = None
-    """Inputs that share a scale where granularity is `group`, null elsewhere. It must divide the
-    layer's inputs. Integers have groups of 32, 64 or 128: 32 costs half a bit a weight, 128 an
-    eighth. Of floats it tells the type of the scales, of 8 bits each: 16 is NVFP4, whose scales are
-    e4m3 times one number a tensor; 32 is MXFP4 and (`fp8_e4m3`) MXFP8, whose scales are powers of
-    two.
+    group_size: Literal[16, 32, 64, 128, "auto"] | None = None
+    """Inputs that share a scale where granularity is `group`, null elsewhere. A number must divide
+    the inputs of every layer. `auto`, which is meant where nothing is said, is the largest of the
+    type that divides a layer's own inputs; where none does, integers and `fp8_e4m3` have one scale
+    for each output channel. Integers have groups of 32, 64 or 128: 32 costs half a bit a weight,
+    128 an eighth. Of floats it tells the type of the scales, of 8 bits each: 16 is NVFP4, whose
+    scales are e4m3 times one number a tensor; 32 is MXFP4 and (`fp8_e4m3`) MXFP8, whose scales are
+    powers of two.
     """
     symmetric: bool = True
     """Whether zero is stored as zero. `false` gives each scale a zero point, for integer weights
@@ -90,24 +93,31 @@ class WeightSpec(Strict):
     are, and cost about 2% of the KL divergence.
     """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _left_to_layers(cls, data: Any) -> Any:
+        """A size that nobody gave is `auto` where there are groups, and null elsewhere."""
+        if not isinstance(data, dict) or data.get("group_size") not in (None, AUTO):
+            return data
+        return data | {"group_size": AUTO if data.get("granularity") == "group" else None}
+
     @model_validator(mode="after")
     def _is_run_somewhere(self) -> WeightSpec:
         floating = self.dtype.startswith("fp")
-        if (self.group_size is not None) != (self.granularity == "group"):
+        if self.group_size is not None and self.granularity != "group":
             raise ValueError(
-                f"found granularity {self.granularity} with group_size {self.group_size}; "
-                f"granularity group needs a group_size of {_sizes(self.dtype)}, the others have "
-                "none"
+                f"found granularity {self.granularity} with group_size {self.group_size}; only "
+                "granularity: group has one: set it, or group_size: null"
             )
         if self.granularity not in _GRANULARITIES[self.dtype]:
             raise ValueError(
                 f"{self.dtype} weights {self.granularity} are not supported; use "
-                f"{_either(_GRANULARITIES[self.dtype])}"
+                f"{either(_GRANULARITIES[self.dtype])}"
             )
-        if self.group_size is not None and self.group_size not in GROUP_SIZES[self.dtype]:
+        if self.group_size not in (None, AUTO, *GROUP_SIZES[self.dtype]):
             raise ValueError(
                 f"{self.dtype} weights in groups of {self.group_size} are not supported; set "
-                f"group_size: {_sizes(self.dtype)}"
+                f"group_size: {_sizes(self.dtype)}, or auto"
             )
         if floating and not self.symmetric:
             raise ValueError(f"{self.dtype} weights have no zero point; set symmetric: true")
@@ -125,10 +135,40 @@ class WeightSpec(Strict):
         return BITS[self.dtype]
 
     @property
+    def opened(self) -> WeightSpec:
+        """The same for layers of any size: the largest groups of its type become `auto`."""
+        if self.group_size != max(GROUP_SIZES[self.dtype]):
+            return self
+        return self.model_copy(update={"group_size": AUTO})
+
+    @property
+    def widest(self) -> WeightSpec:
+        """The inverse: `auto` becomes the largest groups of its type."""
+        if self.group_size != AUTO:
+            return self
+        return self.model_copy(update={"group_size": max(GROUP_SIZES[self.dtype])})
+
+    def fitted(self, inputs: int) -> WeightSpec:
+        """The same for a layer of so many inputs: with the largest groups that divide them.
+
+        Where none does, each output channel has one scale: readers of checkpoints take neither a
+        last group that is shorter, nor integers in groups of less than 32. fp4 knows no scales of
+        channels and has its smallest groups, which do not fit.
+        """
+        if self.group_size != AUTO:
+            return self
+        fits = [size for size in GROUP_SIZES[self.dtype] if inputs % size == 0]
+        if not fits and "per_channel" in _GRANULARITIES[self.dtype]:
+            return WeightSpec(dtype=self.dtype, symmetric=self.symmetric)
+        size = max(fits, default=min(GROUP_SIZES[self.dtype]))
+        return self.model_copy(update={"group_size": size})
+
+    @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; -1 for all."""
+        """Rows and columns that share a scale; -1 for all, the most where layers settle it."""
         blocks = {"per_tensor": (-1, -1), "per_channel": (1, -1), "block": (BLOCK, BLOCK)}
-        return blocks.get(self.granularity, (1, self.group_size or -1))
+        size = max(GROUP_SIZES[self.dtype]) if self.group_size == AUTO else self.group_size
+        return blocks.get(self.granularity, (1, size or -1))
 
     @property
     def scale_type(self) -> ScaleType:
@@ -140,12 +180,13 @@ class WeightSpec(Strict):
     @property
     def format_name(self) -> str | None:
         """The name of a small float format with scales of groups; None for other weights."""
-        return FORMATS.get((self.dtype, self.group_size))
+        return FORMATS.get((self.dtype, self.block[1]))
 
     @property
     def text(self) -> str:
         """A few words for a person."""
-        size = f" of {self.group_size}" if self.group_size else ""
+        most = f" of {self.block[1]} or the largest that fits"
+        size = {None: "", AUTO: most}.get(self.group_size, f" of {self.group_size}")
         kind = "" if self.symmetric else ", asymmetric"
         levels = ", two-level scales" if self.two_level else ""
         return f"{self.dtype} weights {self.granularity}{size}{kind}{levels}"
@@ -222,6 +263,20 @@ class LayerScheme(Strict):
         return LayerScheme(weights=spec)
 
     @property
+    def opened(self) -> Self:
+        """The same for layers of any size; see `WeightSpec.opened`."""
+        return self.model_copy(update={"weights": self.weights and self.weights.opened})
+
+    @property
+    def widest(self) -> Self:
+        """The inverse; see `WeightSpec.widest`."""
+        return self.model_copy(update={"weights": self.weights and self.weights.widest})
+
+    def fitted(self, inputs: int) -> Self:
+        """The same for a layer of so many inputs; see `WeightSpec.fitted`."""
+        return self.model_copy(update={"weights": self.weights and self.weights.fitted(inputs)})
+
+    @property
     def static_input(self) -> bool:
         """Whether the input has a calibrated scale."""
         return self.activations is not None and not self.activations.dynamic
@@ -271,7 +326,7 @@ class Scheme(LayerScheme):
         if weights is not None:
             usual = (1, BLOCK if weights.dtype == "int4" else -1)
             if weights.block != usual and weights.format_name is None:
-                yield f"g{weights.group_size}" if weights.group_size else weights.granularity
+                yield f"g{weights.block[1]}" if weights.group_size else weights.granularity
             if not weights.symmetric:
                 yield "asymmetric"
             if weights.two_level:

@@ -24,7 +24,7 @@ from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.documents import check_values
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
-from formats.scheme import BLOCK, ActivationSpec, LayerScheme, WeightSpec
+from formats.scheme import AUTO, BLOCK, ActivationSpec, LayerScheme, WeightSpec
 from formats.stored.weights import storage_format
 
 METHOD = "compressed-tensors"
@@ -109,6 +109,7 @@ def _group(scheme: LayerScheme, tied: bool, targets: list[str]) -> dict[str, Any
 
 
 def _weight_args(spec: WeightSpec) -> dict[str, Any]:
+    assert spec.group_size != AUTO, "the plan settles it"
     args: dict[str, Any] = {
         "num_bits": spec.bits,
         "type": "float" if spec.dtype.startswith("fp") else "int",
@@ -251,11 +252,13 @@ def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
         raise KeyError("dynamic or act-order weights")
     if strategy == "block" and list(args.get("block_structure") or ()) != [BLOCK, BLOCK]:
         raise KeyError("block structure")
-    extra = args.get("observer_kwargs")
+    extra, size = args.get("observer_kwargs"), args.get("group_size")
+    if strategy == "group" and size is None:
+        raise KeyError("groups of no size")
     spec = WeightSpec(
         dtype=_dtype(args),
         granularity=strategy,
-        group_size=args.get("group_size") if strategy == "group" else None,
+        group_size=size if strategy == "group" else None,
         symmetric=bool(args.get("symmetric", True)),
         two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
     )

@@ -43,7 +43,7 @@ PLACE = tuple(ORDER.index(i) for i in range(8))
 
 def awq_layout(spec: WeightSpec) -> Layout:
     """The layout of weights of a specification that `refuse_awq` accepts."""
-    size = spec.group_size or -1
+    size = spec.block[1]
     return Layout(
         name="awq",
         leaves=LEAVES,

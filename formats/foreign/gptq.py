@@ -51,7 +51,7 @@ def gptq_layout(spec: WeightSpec, version: Version, *, g_idx: bool = True) -> La
         version: How zero points are stored.
         g_idx: Whether layers have it.
     """
-    size, bits = spec.group_size or -1, spec.bits
+    size, bits = spec.block[1], spec.bits
     return replace(
         gptq_values(bits, size, version, g_idx=g_idx),
         pack=partial(pack_gptq, group_size=size, bits=bits, version=version),

@@ -64,9 +64,11 @@ class RandomCheckpoint(Checkpoint):
         if self._shares_head:
             self._shapes[f"{HEAD}.weight"] = self._shapes.pop(f"{EMBEDDING}.weight")
         rest = {HEAD: of_head} if quantize_head else {}
-        self.layers = quantized_layers(self._shapes, self.scheme, experts) | rest
-        if experts is not None and self.scheme.weights is None:  # only they are
-            self.scheme = self.scheme.model_copy(update={"weights": experts.weights})
+        layers = quantized_layers(self._shapes, self.scheme, experts)
+        if layers and self.scheme.of_layers not in layers.values():  # only experts, or no 128 fits
+            first = next(iter(layers.values()))
+            self.scheme = self.scheme.model_copy(update={"weights": first.weights})
+        self.layers = layers | rest
         self.quantized_modules, self.scale_table = tuple(sorted(self.layers)), None
         self.kv_scales = kv_scales(config, self.scheme)
         self.kv_offsets = kv_offsets(config, self.scheme)

@@ -7,7 +7,7 @@ nothing, its times are those of a real one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -50,15 +50,20 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def quantized_layers(
-    tensors: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
     scheme: Scheme,
     experts: LayerScheme | None = None,
 ) -> dict[str, LayerScheme]:
-    """Schemes of the blocks' quantized layers; `experts` have one of their own, or None."""
-    modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    """Schemes of the blocks' quantized layers, in the largest groups that fit them.
+
+    `experts` have one of their own, or None.
+    """
+    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
     own = scheme.of_layers
     layers = {
-        m: own.weights_alone if is_weight_only(m) else own
+        m: (own.weights_alone if is_weight_only(m) else own).opened.fitted(
+            shapes[f"{m}.weight"][-1]
+        )
         for m in modules
         if own.weights and is_projection(m)
     }

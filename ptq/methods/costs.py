@@ -24,7 +24,7 @@ from pydantic import Field
 from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.families.groups import SmoothingGroup
 from formats.later import later
-from formats.scheme import LayerScheme
+from formats.scheme import LayerScheme, WeightSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.method import Method
 from ptq.methods.common.spec import FLOAT, BlockSizes, MethodSpec, Stage
@@ -152,9 +152,12 @@ def rounding_costs(work: BlockWork, scheme: LayerScheme, rounding: MethodSpec) -
 
 
 def fits(scheme: LayerScheme, weight: Tensor) -> bool:
-    """Whether a weight [out, in] is cut into whole groups."""
-    size = scheme.weights.group_size if scheme.weights is not None else None
-    return size is None or weight.shape[1] % size == 0
+    """Whether a weight [out, in] is cut into whole groups; int4 has channels where it cannot be."""
+    spec, inputs = scheme.weights, weight.shape[1]
+    if spec is None or spec.granularity == "group":
+        return spec is None or inputs % spec.block[1] == 0
+    grouped = WeightSpec(dtype=spec.dtype, granularity="group") if spec.dtype == "int4" else spec
+    return grouped.fitted(inputs) == spec
 
 
 class RoundedSamples:

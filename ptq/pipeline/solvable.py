@@ -35,8 +35,15 @@ def check_solvable(artifact: Artifact, plan: Plan) -> None:
 
 
 def solve_notes(artifact: Artifact, recipe: Recipe) -> Iterator[str]:
-    """What a person should know of where the factors and ranges of a solve come from."""
+    """What a person should know of where the factors, ranges and schemes of a solve come from."""
     differ = artifact.found.differing(recipe)
+    own, before = recipe.scheme.of_layers.model_dump(mode="json"), artifact.found.settings["scheme"]
+    if recipe.layers and "layers" not in differ and any(before[key] != own[key] for key in own):
+        texts = "; ".join(dict.fromkeys(entry.scheme.text for entry in recipe.layers))
+        yield (
+            f"layers: those that it names keep what they had in that run ({texts}); add "
+            "--set 'layers=[]' for one scheme in all"
+        )
     for name in artifact.found.recalled(recipe):
         other = f", searched for its own {' and '.join(differ)}" if differ else ""
         yield f"{name}: as that run found it{other}"

@@ -28,6 +28,7 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
     yield f"scheme       {scheme.wac}{_other_layers(plan)}"
     for row in group_modules(plan):
         yield f"  {row}"
+    yield from (f"  {line}" for line in plan.groups)
     if plan.shared is not None:
         yield f"  {plan.head} is the embedding, too: one tensor for both, which runs here alone"
     counts = Counter(recipe.cache_of(block) for block in plan.blocks)

@@ -121,21 +121,20 @@ def _check_divisible(recipe: Recipe, modules: Sequence[ModulePlan]) -> Iterator[
 def _check_groups(
     key: Key, spec: WeightSpec, members: Sequence[ModulePlan]
 ) -> Iterator[tuple[Key, str]]:
-    size = spec.group_size
-    uneven = [m for m in members if size is not None and m.shape[1] % size]
+    size = spec.block[1]
+    uneven = [m for m in members if spec.granularity == "group" and m.shape[1] % size]
     if not uneven:
         return
     fits = [n for n in GROUP_SIZES[spec.dtype] if not any(m.shape[1] % n for m in members)]
     names = _some([f"{m.name} ({m.shape[1]})" for m in uneven])
-    remedy = (
-        f"{' and '.join(map(str, fits))} {'divides' if len(fits) == 1 else 'divide'} all inputs"
-        if fits
-        else f"no group size divides all inputs: {_ignoring(uneven)}"
-    )
+    ways = ["auto takes what fits each layer"] if fits or spec.dtype != "fp4_e2m1" else []
+    ways += [] if fits else [_ignoring(uneven)]
+    verb = "divides" if len(fits) == 1 else "divide"
     yield (
         (*key, "group_size"),
         f"{size} does not divide the inputs of {len(uneven)} of {len(members)} layers: {names}; "
-        f"{remedy}",
+        f"{' and '.join(map(str, fits)) or 'no group size'} {verb if fits else 'divides'} all "
+        f"inputs: {', or '.join(ways)}",
     )
 
 

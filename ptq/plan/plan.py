@@ -25,7 +25,13 @@ from formats.families.groups import (
 )
 from formats.families.names import by_block
 from formats.families.registry import BY_TYPE, find_family
-from formats.modeling.layers import attention_names, block_names, head_name, structure_of
+from formats.modeling.layers import (
+    attention_names,
+    block_names,
+    embedding_name,
+    head_name,
+    structure_of,
+)
 from formats.modeling.model import meta_model
 from formats.scheme import LayerScheme, Strict
 from ptq.methods.common.float_model import FloatModel, FloatModelView
@@ -36,6 +42,7 @@ from ptq.plan.cache_faults import check_caches
 from ptq.plan.checked_groups import CheckedGroups, checked_groups
 from ptq.plan.devices import check_devices, on_gpu
 from ptq.plan.footprint import Footprint
+from ptq.plan.group_sizes import settle_groups
 from ptq.plan.head import shared_embedding
 from ptq.plan.module_faults import check_modules
 from ptq.plan.modules import ModulePlan, layer_shapes, plan_modules
@@ -93,6 +100,7 @@ class Plan(Strict):
         left: Where nothing is declared, what was tried for smoothing and is left alone.
         head: Full name of the layer that gives logits, where it is quantized.
         shared: Name of the embedding's tensor, where the quantized head is the embedding, too.
+        groups: Of each group size that is smaller than the recipe would have it: where, and why.
     """
 
     recipe: Recipe
@@ -106,6 +114,7 @@ class Plan(Strict):
     left: tuple[str, ...] = ()
     head: str | None = None
     shared: str | None = None
+    groups: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -190,6 +199,9 @@ def build_plan(
     floats = seen_as_floats(checkpoint)
     kept = kept_layers(floats)
     modules = tuple(plan_modules(recipe, values, blocks, shapes, names, kept))
+    dtype = floats.dtype(f"{embedding_name(values)}.weight")
+    settled = settle_groups(recipe, modules, dtype)
+    recipe, modules = settled.recipe, settled.modules
     quantized = {m.name: recipe.scheme_of(m.name) for m in modules if m.action == "quantize"}
     tensors = list(preflight.check_tensors(floats, model))
     undeclared = list(preflight.check_declared(recipe, values))
@@ -229,6 +241,7 @@ def build_plan(
         left=smoothed.left,
         head=head_name(values) if head_name(values) in quantized else None,
         shared=shared_embedding(source, quantized),
+        groups=settled.told,
     )
 
 

@@ -78,10 +78,10 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     if not isinstance(draft.data, dict):
         empty = draft.at((), "found no keys; a recipe needs model, scheme and output")
         raise recipe_error(draft.problems or [empty])
-    draft.expand()
+    draft.unusable = draft.expand()
     for text in overrides:
         draft.override(text)
-    draft.unusable = draft.expand()
+        draft.unusable = draft.expand()  # the next may go into what a name stands for
     draft.anchor_paths(path.absolute().parent)
     draft.check_model()
     return LoadedRecipe(draft.validate(Recipe), Where(draft.origins))

@@ -1,6 +1,7 @@
 """Short forms of a recipe's values: names of presets, methods and peers; true or false.
 
-    scheme: a8w8c8                     # what `formats.scheme.PRESETS` holds under that name
+    scheme: a8w8c8                     # what `formats.scheme.PRESETS` holds under that name, in
+                                       # the largest groups that fit each layer
     layers: [{match: [...], scheme: w8}]
     methods: [rtn, {smoothquant: {}}]  # a name, or a mapping of it to its options
     report: {speed: true, peers: [autoround]}
@@ -37,7 +38,7 @@ def expand(data: dict[str, Any]) -> Iterator[tuple[Key, str]]:
     report: Any = data.get("report")
     if isinstance(scheme, str):
         if scheme in PRESETS:
-            data["scheme"] = PRESETS[scheme].model_dump(mode="json")
+            data["scheme"] = PRESETS[scheme].opened.model_dump(mode="json")
         else:
             yield ("scheme",), _unknown_scheme(scheme, list(PRESETS))
     yield from _expand_layers(data.get("layers"))
@@ -78,7 +79,7 @@ def _expand_layers(layers: Any) -> Iterator[tuple[Key, str]]:
     for i, entry in enumerate(layers if isinstance(layers, list) else ()):
         scheme, key = child(entry, "scheme"), ("layers", i, "scheme")
         if isinstance(scheme, str) and scheme in PRESETS:
-            entry["scheme"] = scheme = PRESETS[scheme].model_dump(mode="json")
+            entry["scheme"] = scheme = PRESETS[scheme].opened.model_dump(mode="json")
             if scheme["kv_cache"] is None:
                 del scheme["kv_cache"]
         elif isinstance(scheme, str):

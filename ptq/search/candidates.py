@@ -8,6 +8,8 @@
 | fp8    | not `cpu`: int4 in groups, inputs float;    | the same                       |
 |        | fp8 as the scheme says                      |                                |
 
+Where no such groups divide a layer's inputs, int4 has one scale for each output channel.
+
 Each has a kernel of its own there (`kernels.triton.linear.dispatch`; vLLM's Marlin and CUTLASS
 kernels behind compressed-tensors), so that layers of several schemes stand side by side at full
 speed. What a kernel would compute as floats is no candidate.
@@ -50,6 +52,7 @@ def _candidates(scheme: LayerScheme, target: Target) -> Iterator[LayerScheme]:
     for size in GROUPS:
         spec = WeightSpec(dtype="int4", granularity="group", group_size=size, two_level=two_level)
         yield LayerScheme(weights=spec, activations=token)
+    yield LayerScheme(weights=WeightSpec(dtype="int4"), activations=token)
     if inputs is None or weights is None:
         yield LayerScheme(weights=WeightSpec())
     elif weights.bits == 8:

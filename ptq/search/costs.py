@@ -191,10 +191,12 @@ def gather(
     )
     alone += 0 if head is None else head.candidates[0].nbytes
     heads = {} if head is None else {c.scheme: SCHEMES[c.scheme] for c in head.candidates}
+    fitting = {cost.scheme for group in groups for cost in group.candidates}
     return Costs(
         key=key,
         rounding=spec.rounding,
-        schemes=heads | dict(zip(names, spec.schemes, strict=True)),
+        schemes=heads
+        | {name: s for name, s in zip(names, spec.schemes, strict=True) if name in fitting},
         fixed_bytes=predict_checkpoint(model, {}, caches) - alone,
         head=None if head is None else head.label,
         groups=groups if head is None else (*groups, head),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from calibrate.gradients import BlockGradients
 from calibrate.spec import DatasetSpec, SplitSpec
 from calibrate.stream import BlockStream
 from formats.checkpoint.read import Checkpoint
+from formats.modeling.model import meta_model
 from formats.scheme import PRESETS, Scheme, WeightSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.folding import Folding, SmoothedGroup
@@ -67,6 +69,19 @@ def make_plan(
         report=ReportSpec(speed=None),
     )
     return build_plan(recipe, Checkpoint.open(model), force=True)
+
+
+def write_header(folder: Path) -> None:
+    """The file of a model's weights without its bytes: a hole as long as they are."""
+    config = AutoConfig.from_pretrained(folder)
+    header, end = {}, 0
+    for name, tensor in meta_model(config).state_dict().items():
+        start, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 def random_tokens(sequences: int = 6, length: int = 40, vocabulary: int = 384) -> TokenSet:

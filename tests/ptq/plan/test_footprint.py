@@ -11,14 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
-from formats.modeling.model import meta_model
 from ptq.plan.describe import describe_prediction
 from ptq.plan.plan import Plan, Prediction, build_plan, preflight
 from ptq.recipe.reading import read_recipe
+from tests.ptq.quantizing import write_header
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = """\
@@ -156,19 +155,6 @@ def llama_8b(make_model, tmp_path_factory):
         return folder
 
     return make
-
-
-def write_header(folder: Path) -> None:
-    """The file of a model's weights without its bytes: a hole as long as they are."""
-    config = AutoConfig.from_pretrained(folder)
-    header, end = {}, 0
-    for name, tensor in meta_model(config).state_dict().items():
-        start, end = end, end + 2 * tensor.numel()
-        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
 
 
 GIB = 1 << 30

@@ -150,18 +150,20 @@ def test_fused_layers_stay_together(tiny_llama, tmp_path):
 
 def test_groups_that_do_not_divide_are_told_once(make_model, tmp_path):
     model = make_model("llama", hidden_size=192, intermediate_size=480, num_hidden_layers=3)
-    (line,) = problems(tmp_path, model, "", "scheme=w4")
-    assert line.startswith(
-        "--set scheme=w4: scheme.weights.group_size: 128 does not divide the inputs of "
-    )
+    given = "scheme=w4", "scheme.weights.group_size=128"
+    (line,) = problems(tmp_path, model, "", *given)
+    assert line.startswith(f"--set {given[1]}: scheme.weights.group_size: 128 does not divide ")
     assert " of 21 layers: model.layers.0.self_attn.q_proj (192), " in line
-    assert line.endswith("more; 32 divides all inputs")
+    assert line.endswith("more; 32 divides all inputs: auto takes what fits each layer")
     model = make_model("llama", intermediate_size=168)
-    (line,) = problems(tmp_path, model, "", "scheme=w4")
+    (line,) = problems(tmp_path, model, "", *given)
     assert (
         "the inputs of 2 of 14 layers: model.layers.0.mlp.down_proj (168), model.layers.1" in line
     )
-    assert line.endswith("; no group size divides all inputs: add 're:.*down_proj' to ignore")
+    assert line.endswith(
+        "; no group size divides all inputs: auto takes what fits each layer, or add "
+        "'re:.*down_proj' to ignore"
+    )
 
 
 def test_a_gpu_that_is_not_here_is_told_at_its_line(tiny_llama, tmp_path, monkeypatch):

@@ -40,9 +40,8 @@ def test_the_resolved_recipe_says_the_same_and_nothing_where_there_are_none(tiny
     path = tmp_path / "resolved.yaml"
     path.write_text(resolved_yaml(made))
     assert load_recipe(path) == made
-    assert load_recipe(path, ["layers.0.scheme=a8w4"]).layers[0].scheme.weights == (
-        PRESETS["w4"].weights
-    )
+    again = load_recipe(path, ["layers.0.scheme=a8w4"]).layers[0].scheme
+    assert again == PRESETS["a8w4"].of_layers.opened
     assert "layers:" not in resolved_yaml(plan(tmp_path, tiny_llama).recipe)
 
 

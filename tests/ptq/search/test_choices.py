@@ -109,17 +109,17 @@ def test_a_budget_that_nothing_keeps_is_refused_with_what_is_least(budget, told)
 
 
 def test_candidates_are_what_the_target_multiplies_fast():
-    weights = ["w4", "w4_g64", "w4_g32", "w8"]
+    weights = ["w4", "w4_g64", "w4_g32", "w4_per_channel", "w8"]
     for target in ("cpu", "gpu", "vllm"):
         assert list(candidates(PRESETS["w4"].of_layers, target)) == weights
-    inputs = ["a8w4", "a8w4_g64", "a8w4_g32", "a8w8_dynamic"]
+    inputs = ["a8w4", "a8w4_g64", "a8w4_g32", "a8w4_per_channel", "a8w8_dynamic"]
     assert list(candidates(PRESETS["a8w4"], "cpu")) == inputs
     assert list(candidates(PRESETS["a8w8"], "gpu"))[-1] == "a8w8"
-    assert list(candidates(PRESETS["a8w8_dynamic"], "vllm")) == [*weights[:3], "a8w8_dynamic"]
+    assert list(candidates(PRESETS["a8w8_dynamic"], "vllm")) == [*weights[:4], "a8w8_dynamic"]
     assert all(
         s.weights.two_level for s in list(candidates(PRESETS["a8w4_two_level"], "gpu").values())[:3]
     )
-    assert list(candidates(PRESETS["fp8_channel"], "gpu")) == [*weights[:3], "af8wf8"]
+    assert list(candidates(PRESETS["fp8_channel"], "gpu")) == [*weights[:4], "af8wf8"]
     with pytest.raises(RecipeError, match="multiplies no fp8"):
         candidates(PRESETS["fp8_channel"], "cpu")
 
