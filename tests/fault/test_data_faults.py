@@ -64,7 +64,7 @@ def test_absent(tokenizer, tmp_path, name):
 
 def test_a_folder_without_data(tokenizer, tmp_path):
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "x.csv").write_text("a")
+    (tmp_path / "d" / "x.pdf").write_text("a")
     refused(tokenizer, tmp_path, ".jsonl", name="d")
 
 
@@ -101,9 +101,9 @@ def test_rows_whose_column_cannot_be_guessed(tmp_path, row):
 
 
 def test_a_table_of_a_kind_that_is_not_read_is_told_what_to_make_of_it(tmp_path):
-    (tmp_path / "d.csv").write_text("text\nx\n")
-    with pytest.raises(RecipeError, match=r"d\.csv.*Known: .*\.jsonl.* make JSON lines"):
-        guess_columns(tmp_path / "d.csv")
+    (tmp_path / "d.xlsx").write_text("text\nx\n")
+    with pytest.raises(RecipeError, match=r"d\.xlsx.*Known: .*\.jsonl.* make JSON lines"):
+        guess_columns(tmp_path / "d.xlsx")
 
 
 def test_a_speaker_that_is_not_known(tokenizer, tmp_path):
