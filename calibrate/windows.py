@@ -17,7 +17,7 @@ import torch
 from calibrate.as_chats import PASSAGES, as_chats
 from calibrate.spec import SplitSpec
 from formats.chat_template import has_chat_template, render_chat
-from formats.tokenizer import leading_tokens, text_tokens
+from formats.text_tokens import leading_tokens, text_tokens
 
 CHARACTERS_PER_TOKEN = 64  # read for each token asked for: far more than any tokenizer needs
 FEWEST_CHARACTERS = 4 << 20  # a source up to here is tokenized whole
@@ -29,7 +29,7 @@ Encode = Callable[[str, int | None], list[int]]  # text, most tokens -> ids
 
 
 def cut_windows(
-    documents: Sequence[str],
+    documents: list[str],
     amount: SplitSpec,
     tokenizer: Any,
     *,
@@ -162,7 +162,7 @@ def _encoder(tokenizer: Any, *, special_tokens: bool) -> Encode:
     return encode
 
 
-def _enough(documents: Sequence[str], amount: SplitSpec) -> Sequence[str]:
+def _enough(documents: list[str], amount: SplitSpec) -> list[str]:
     """All documents, or of a large source as many, chosen by the seed, as can be needed."""
     wanted = CHARACTERS_PER_TOKEN * amount.samples * amount.sequence_length
     most = max(FEWEST_CHARACTERS, wanted)

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, and the tokens that begin and end its texts."""
+"""The tokenizer of a checkpoint, and the tokens that end its texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ GENERATION = "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 SUFFIXES = (".model", ".tiktoken")
 REMEDY = "Copy it again from the original model"
-MOST_LEADING = 4  # tokens that any tokenizer puts before a text
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -91,27 +90,6 @@ def _unusable(folder: Path, reason: str) -> CheckpointError:
         "tokenizer.json and tokenizer_config.json, beside the weights "
         f"({' '.join(reason.split())[:200]})"
     )
-
-
-def text_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text, with the special tokens that the tokenizer adds.
-
-    A text that begins with those itself, as one does that a chat template has rendered, does not
-    get them a second time.
-    """
-    ids = list(tokenizer(text, verbose=False)["input_ids"])  # no word on its length
-    if not ids or ids[0] not in ids[1 : MOST_LEADING + 1]:
-        return ids
-    lead = leading_tokens(tokenizer)
-    return ids[len(lead) :] if lead and ids[: 2 * len(lead)] == 2 * lead else ids
-
-
-def leading_tokens(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text, such as a BOS token; many put nothing there."""
-    ids = list(tokenizer("a")["input_ids"])
-    plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    places = range(len(ids) - len(plain) + 1)
-    return ids[: next((i for i in places if ids[i : i + len(plain)] == plain), 0)]
 
 
 def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:

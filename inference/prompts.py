@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.chat_template import has_chat_template, render_chat
 from formats.errors import RequestError
-from formats.tokenizer import text_tokens
+from formats.text_tokens import text_tokens
 
 Messages = Sequence[Mapping[str, Any]]
 

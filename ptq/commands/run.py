@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     watch = results.Stopwatch()
     with watch.phase("data"):  # of both splits: a fault of the second shows before hours of work
         data = preflight.read_data(plan.recipe)
-    for line in preflight.describe_shortfalls(plan.recipe, data):
+    for line in preflight.describe_data(plan.recipe, data):
         print(line)
     force, progress = arguments.force, not arguments.quiet
     make_report = reporting.make_report  # imported now: what it lacks shows before hours of work
@@ -76,7 +76,10 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
                 plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
             )
         shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
-        report = make_report(result, plan, data["evaluation"], ordered=ordered, progress=progress)
+        evaluation, also = data["evaluation"], data.get("also")
+        report = make_report(
+            result, plan, evaluation, also=also, ordered=ordered, progress=progress
+        )
     resume.discard(output)
     print()
     print(format_table(report.summary_rows))

@@ -17,7 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from formats.errors import RequestError
 from formats.progress import bar
-from formats.tokenizer import text_tokens
+from formats.text_tokens import text_tokens
 from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams
 

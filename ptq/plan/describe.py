@@ -51,6 +51,9 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
             f"{split:<13}{tokens.source}: {len(tokens.ids)} sequences, {tokens.tokens} tokens, "
             f"fingerprint {tokens.fingerprint[:12]}"
         )
+        yield from (f"  {note}" for note in tokens.notes)
+        if tokens.warning:
+            yield f"  careful: {tokens.warning}"
     yield from describe_prediction(plan)
     taken = " (exists: run with --force)" if is_taken(recipe.output.path) else ""
     yield f"output       {recipe.output.path}{taken}"
