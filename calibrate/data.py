@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ class TokenSet:
         kind: What the data are: chats in the model's template, or other text.
         notes: What was read of the source, for a person.
         warning: In what they are not what the model will meet; "" where nothing is known.
+        also: Beside an evaluation's, text of the other kind that models are compared on.
     """
 
     ids: Tensor
@@ -73,6 +74,7 @@ class TokenSet:
     kind: Kind = "prose"
     notes: tuple[str, ...] = ()
     warning: str = ""
+    also: TokenSet | None = None
 
     @property
     def tokens(self) -> int:
@@ -98,7 +100,7 @@ def load_tokens(
     """Read, tokenize and cut one split.
 
     Where the tokenizer has a chat template and the data are no chats, some sequences of calibration
-    hold their text in it: `DatasetSpec.in_template`.
+    hold their text in it (`DatasetSpec.in_template`), and an evaluation has its text in it as well.
 
     Args:
         spec: What to read.
@@ -109,9 +111,18 @@ def load_tokens(
     Raises:
         RecipeError: the source is missing, empty, unreadable or too short.
     """
+    root = root or Path.cwd()
+    tokens = _load(spec, tokenizer, split, root)
+    if split == "calibration":
+        return tokens
+    return replace(tokens, also=_other_kind(spec, tokenizer, tokens, root))
+
+
+def _load(spec: DatasetSpec, tokenizer: Any, split: Split, root: Path) -> TokenSet:
+    """One split, of the data's own kind."""
     amount = spec.calibration if split == "calibration" else spec.evaluation
     source = (spec.evaluation_name if split == "evaluation" else None) or spec.name
-    texts, notes = _documents(spec, split, root or Path.cwd(), tokenizer)
+    texts, notes = _documents(spec, split, root, tokenizer)
     templated = spec.messages_column is not None
     chats = templated or are_rendered(texts, tokenizer)
     wrapped, warning = list[list[int]](), ""
@@ -144,25 +155,18 @@ def load_tokens(
     return TokenSet(ids, mask, source, split, "chat" if chats else "prose", notes, warning)
 
 
-def load_other_kind(
-    spec: DatasetSpec, tokenizer: Any, evaluation: TokenSet, root: Path | None = None
+def _other_kind(
+    spec: DatasetSpec, tokenizer: Any, evaluation: TokenSet, root: Path
 ) -> TokenSet | None:
-    """Evaluation text of the other kind than the evaluation's own.
-
-    It is what `dataset.also` names. Else, of a model with a chat template and text that is no
-    chats, it is that text in the template. None where there is none.
-
-    Raises:
-        RecipeError: the source cannot be read, or is too short.
-    """
+    """What `dataset.also` names; or text that is no chats, in the template; None without one."""
     samples = min(len(evaluation.ids), max(FEWEST_OTHER, len(evaluation.ids) // 4))
     amount = spec.evaluation.model_copy(update={"samples": samples})
     if spec.also is not None:
         own = DatasetSpec(**dict(spec.also), pack=spec.pack, fewer=True, evaluation=amount)
-        return load_tokens(own, tokenizer, "evaluation", root)
+        return _load(own, tokenizer, "evaluation", root)
     if evaluation.kind == "chat" or not has_chat_template(tokenizer):
         return None
-    texts, _ = _documents(spec, "evaluation", root or Path.cwd(), tokenizer)
+    texts, _ = _documents(spec, "evaluation", root, tokenizer)
     try:
         made = windows_in_template(texts, amount, tokenizer, pack=spec.pack)
     except ValueError:

@@ -76,10 +76,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
                 plan, data["calibration"], force=force, progress=progress, keep=True, watch=watch
             )
         shutil.rmtree(output / REPORT_FOLDER, ignore_errors=True)  # it tells of the run before
-        evaluation, also = data["evaluation"], data.get("also")
-        report = make_report(
-            result, plan, evaluation, also=also, ordered=ordered, progress=progress
-        )
+        report = make_report(result, plan, data["evaluation"], ordered=ordered, progress=progress)
     resume.discard(output)
     print()
     print(format_table(report.summary_rows))

@@ -18,7 +18,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PretrainedConfig
 
-from calibrate.data import TokenSet, load_other_kind, load_tokens
+from calibrate.data import TokenSet, load_tokens
+from calibrate.spec import SplitSpec
 from formats.cache_scheme import CacheRole, KVCacheSpec
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.targets import is_ignored
@@ -151,18 +152,14 @@ def check_data(recipe: Recipe) -> Iterator[tuple[Key, str]]:
 def read_data(recipe: Recipe) -> dict[str, TokenSet]:
     """Tokens of both splits, so that a fault of the evaluation data shows before calibration.
 
-    Beside them, as `also`, those of the other kind that both models are compared on, if any.
-
     Raises:
         RecipeError: a source is missing, empty, unreadable or too short.
     """
     tokenizer = load_tokenizer(recipe.model.folder)
-    data = {
+    return {
         "calibration": load_tokens(recipe.dataset, tokenizer, "calibration"),
         "evaluation": load_tokens(recipe.dataset, tokenizer, "evaluation"),
     }
-    also = load_other_kind(recipe.dataset, tokenizer, data["evaluation"])
-    return data if also is None else data | {"also": also}
 
 
 def describe_data(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]:
@@ -172,9 +169,8 @@ def describe_data(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]
     told = ((tokens.source, note) for tokens in data.values() for note in tokens.notes)
     yield from (f"{source}: {note}" for source, note in dict.fromkeys(told))
     yield from (f"careful: {tokens.warning}" for tokens in data.values() if tokens.warning)
-    for split in ("calibration", "evaluation"):
-        tokens, wanted = data[split], recipe.dataset.calibration
-        wanted = recipe.dataset.evaluation if split == "evaluation" else wanted
+    for split, tokens in data.items():
+        wanted: SplitSpec = getattr(recipe.dataset, split)
         if len(tokens.ids) < wanted.samples:
             yield (
                 f"{split}: {tokens.source} gives {len(tokens.ids)} x {tokens.ids.shape[1]} tokens; "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from calibrate.data import TokenSet, load_other_kind, load_tokens
+from calibrate.data import TokenSet, load_tokens
 from calibrate.statistics import Statistics
 from formats.cache_scheme import CacheRole
 from formats.checkpoint.read import Checkpoint
@@ -66,7 +66,6 @@ def measure(
     plan: Plan,
     evaluation: TokenSet | None = None,
     *,
-    also: TokenSet | None = None,
     ordered: Ordered | None = None,
     progress: bool = True,
 ) -> ReportData:
@@ -75,8 +74,7 @@ def measure(
     Args:
         result: The finished quantization.
         plan: What it followed; its recipe says what is measured.
-        evaluation: The recipe's evaluation tokens; None reads them, and those of another kind.
-        also: Those of another kind, if any.
+        evaluation: The recipe's evaluation tokens; None reads them.
         ordered: What a search for a budget has found, and measured on them.
         progress: Show progress bars.
 
@@ -89,9 +87,8 @@ def measure(
     if evaluation is None:
         tokenizer = load_tokenizer(recipe.model.folder)
         evaluation = load_tokens(recipe.dataset, tokenizer, "evaluation")
-        also = load_other_kind(recipe.dataset, tokenizer, evaluation)
     known = None if ordered is None else ordered.accuracy
-    measured = _run_both(result, plan, evaluation, also, watch, known, progress=progress)
+    measured = _run_both(result, plan, evaluation, watch, known, progress=progress)
     checks = check_thresholds(recipe.report.thresholds, measured["accuracy"])
     statistics = result.checkpoint.parent / STATISTICS_FILE
     seconds = watch.seconds()
@@ -121,7 +118,6 @@ def _run_both(
     result: QuantizationResult,
     plan: Plan,
     evaluation: TokenSet,
-    also: TokenSet | None,
     watch: Stopwatch,
     known: Accuracy | None,
     *,
@@ -129,16 +125,17 @@ def _run_both(
 ) -> dict[str, Any]:
     """Those fields of the report's data that the two models give, by name."""
     report, sequences = plan.recipe.report, evaluation.sequences()
-    config = engine_config(evaluation, report.speed, also)
+    config = engine_config(evaluation, report.speed)
     with watch.phase("loading both models"):
         original, quantized = _both(result, plan, config, report.devices[0])
     with watch.phase("comparison"):
         load = partial(_known_or_loaded, (original, quantized), result, plan, config)
         accuracy = known or compare_on(report.devices, load, sequences, progress=progress)
-        other = None
-        if also is not None:
-            found = compare_on(report.devices, load, also.sequences(), progress=progress)
-            other = AlsoMeasured(text=CalibrationSummary.of(also), accuracy=found)
+        also = None
+        if evaluation.also is not None:
+            other = evaluation.also
+            found = compare_on(report.devices, load, other.sequences(), progress=progress)
+            also = AlsoMeasured(text=CalibrationSummary.of(other), accuracy=found)
         del load  # which holds both
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
@@ -156,7 +153,7 @@ def _run_both(
     mixed = ", mixed" if quantized.checkpoint.own_schemes else ""
     measured: dict[str, Any] = {
         "accuracy": accuracy,
-        "also": other,
+        "also": also,
         "speed": speed,
         "completions": completions,
         "tasks": tasks,
@@ -240,11 +237,10 @@ def spread(sequences: Sequence[Tensor], most: int) -> list[Tensor]:
     return [sequences[i * len(sequences) // count] for i in range(count)]
 
 
-def engine_config(
-    evaluation: TokenSet, speed: SpeedSpec | None, also: TokenSet | None = None
-) -> EngineConfig:
+def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
     """Room for the longest sequence, and for the measurement of speed at once."""
-    longest = max(2, *(tokens.ids.shape[1] for tokens in (evaluation, also or evaluation)))
+    both = (evaluation, evaluation.also or evaluation)
+    longest = max(2, *(tokens.ids.shape[1] for tokens in both))
     places, blocks = 1, 1
     if speed is not None:
         total = speed.prompt_tokens + speed.new_tokens

@@ -53,7 +53,6 @@ def make_report(
     plan: Plan,
     evaluation: TokenSet | None = None,
     *,
-    also: TokenSet | None = None,
     ordered: Ordered | None = None,
     progress: bool = True,
 ) -> Report:
@@ -62,8 +61,7 @@ def make_report(
     Args:
         result: The finished quantization.
         plan: What it followed; its recipe says what is measured and where the output lies.
-        evaluation: The recipe's evaluation tokens; None reads them, and those of another kind.
-        also: Those of another kind, if any.
+        evaluation: The recipe's evaluation tokens; None reads them.
         ordered: What a search for a budget has found, and measured on them.
         progress: Show progress bars.
 
@@ -72,7 +70,7 @@ def make_report(
         CheckpointError: a checkpoint is damaged, or the report cannot be written.
         EngineError: a model gives NaN or infinity.
     """
-    data = measure(result, plan, evaluation, also=also, ordered=ordered, progress=progress)
+    data = measure(result, plan, evaluation, ordered=ordered, progress=progress)
     folder = plan.recipe.output.path / REPORT_FOLDER
     write_report(data, folder)
     rows = tuple(summary_rows(data))

@@ -8,7 +8,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from calibrate.data import load_other_kind, load_tokens
+from calibrate.data import load_tokens
 from calibrate.spec import DatasetSpec, SourceSpec, SplitSpec
 
 BOS, TURN = "<|bos|>", "<|turn|>"
@@ -112,16 +112,15 @@ def test_of_text_a_share_is_put_in_the_template(tokenizer, tmp_path):
     assert "none of the template's tokens" in plain.warning
     tokenizer.chat_template = "{{ raise_exception('never') }}"
     assert "never" in load_tokens(spec, tokenizer, "calibration", tmp_path).warning
-    evaluation = load_tokens(spec, tokenizer, "evaluation", tmp_path)
-    assert load_other_kind(spec, tokenizer, evaluation, tmp_path) is None
+    assert load_tokens(spec, tokenizer, "evaluation", tmp_path).also is None
 
 
 def test_text_is_measured_in_the_template_as_well(tokenizer, tmp_path):
     spec = write(tmp_path, prose())
-    evaluation = load_tokens(spec, tokenizer, "evaluation", tmp_path)
-    assert load_other_kind(spec, tokenizer, evaluation, tmp_path) is None
+    assert load_tokens(spec, tokenizer, "evaluation", tmp_path).also is None
     tokenizer.chat_template = TEMPLATE
-    other = load_other_kind(spec, tokenizer, evaluation, tmp_path)
+    evaluation = load_tokens(spec, tokenizer, "evaluation", tmp_path)
+    other = evaluation.also
     assert other is not None
     assert (evaluation.kind, other.kind, len(other.ids)) == ("prose", "chat", 6)
     assert "in the chat template" in other.source
@@ -138,10 +137,10 @@ def test_another_source_is_measured_as_well(tokenizer, tmp_path):
     tokenizer.chat_template = TEMPLATE
     spec = write(tmp_path, chats()).model_copy(update={"messages_column": "messages"})
     write(tmp_path, prose(), "prose.jsonl")
-    evaluation = load_tokens(spec, tokenizer, "evaluation", tmp_path)
-    assert load_other_kind(spec, tokenizer, evaluation, tmp_path) is None
+    assert load_tokens(spec, tokenizer, "evaluation", tmp_path).also is None
     named = spec.model_copy(update={"also": SourceSpec(name="prose.jsonl")})
-    other = load_other_kind(named, tokenizer, evaluation, tmp_path)
+    evaluation = load_tokens(named, tokenizer, "evaluation", tmp_path)
+    other = evaluation.also
     assert other is not None
     assert (evaluation.kind, other.kind, other.source) == ("chat", "prose", "prose.jsonl")
     assert "Text 1" in tokenizer.decode(other.ids.flatten())
