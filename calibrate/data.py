@@ -1,10 +1,12 @@
 """Text for calibration and evaluation: from any source to token sequences with masks.
 
+How texts become sequences is told in `calibrate.windows`.
+
 Sources, by `DatasetSpec.name`:
 
 - `stdlib`: source files of the running interpreter's standard library, two fixed disjoint lists
   of modules for calibration and evaluation;
-- a path to a text (.txt, .md, .py), JSON lines, Parquet or Arrow file, or a folder of them;
+- a path to a text (.txt, .md, .py), JSON, Parquet, Arrow or CSV file, or a folder of them;
 - anything else: a name for `datasets.load_dataset`.
 
 No document serves both splits. A source that serves both is divided: its distinct documents, in the
@@ -16,16 +18,17 @@ also has are left out of it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from calibrate.sources import (
     Convert,
+    are_tables,
     chat_text,
     divided,
     local_documents,
@@ -33,13 +36,20 @@ from calibrate.sources import (
     plain_text,
     stdlib_documents,
 )
-from calibrate.spec import TABLES, TEXT, DatasetSpec, Split, SplitSpec
+from calibrate.spec import TABLES, TEXT, DatasetSpec, Split
+from calibrate.windows import are_rendered, cut_windows, windows_in_template
+from formats.chat_template import has_chat_template
 from formats.errors import RecipeError
 
-CHARACTERS_PER_TOKEN = 64  # read for each token asked for: far more than any tokenizer needs
-FEWEST_CHARACTERS = 4 << 20  # a source up to here is tokenized whole
+FEWEST_OTHER = 8  # sequences of the other kind of text that models are measured on
+NO_CHATS = (
+    "the model has a chat template, and these data are no chats: {share}. Better are chats like "
+    "those that it will meet: rows with a column of messages (dataset.messages_column)"
+)
+NO_SHARE = "what calibration sees has none of the template's tokens"
+SHARE = "{count} of {samples} sequences hold their text as chats in that template"
 
-Encode = Callable[[str, int | None], list[int]]  # text, most tokens -> ids
+Kind = Literal["prose", "chat"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +61,20 @@ class TokenSet:
         mask: bool [sequences, length], True where a token is real.
         source: Name of the source.
         split: `calibration` or `evaluation`.
+        kind: What the data are: chats in the model's template, or other text.
+        notes: What was read of the source, for a person.
+        warning: In what they are not what the model will meet; "" where nothing is known.
+        also: Beside an evaluation's, text of the other kind that models are compared on.
     """
 
     ids: Tensor
     mask: Tensor
     source: str
     split: Split
+    kind: Kind = "prose"
+    notes: tuple[str, ...] = ()
+    warning: str = ""
+    also: TokenSet | None = None
 
     @property
     def tokens(self) -> int:
@@ -81,8 +99,8 @@ def load_tokens(
 ) -> TokenSet:
     """Read, tokenize and cut one split.
 
-    Plain documents are tokenized as a prompt is, with the special tokens that the tokenizer adds;
-    rendered chats bring their own.
+    Where the tokenizer has a chat template and the data are no chats, some sequences of calibration
+    hold their text in it (`DatasetSpec.in_template`), and an evaluation has its text in it as well.
 
     Args:
         spec: What to read.
@@ -93,142 +111,152 @@ def load_tokens(
     Raises:
         RecipeError: the source is missing, empty, unreadable or too short.
     """
+    root = root or Path.cwd()
+    tokens = _load(spec, tokenizer, split, root)
+    if split == "calibration":
+        return tokens
+    return replace(tokens, also=_other_kind(spec, tokenizer, tokens, root))
+
+
+def _load(spec: DatasetSpec, tokenizer: Any, split: Split, root: Path) -> TokenSet:
+    """One split, of the data's own kind."""
     amount = spec.calibration if split == "calibration" else spec.evaluation
     source = (spec.evaluation_name if split == "evaluation" else None) or spec.name
-    documents = _documents(spec, split, root or Path.cwd(), tokenizer)
-    encode = _encoder(tokenizer, special_tokens=spec.messages_column is None)
-    if spec.pack:
-        sequences, found = _packed(
-            documents, amount, encode, tokenizer.eos_token_id, shorter=spec.fewer
-        )
-        needed, unit = f" of {amount.sequence_length} tokens each", "tokens"
-    else:
-        sequences, found = _unpacked(documents, amount, encode)
-        needed, unit = ", one document each", "documents with text"
+    texts, notes = _documents(spec, split, root, tokenizer)
+    templated = spec.messages_column is not None
+    chats = templated or are_rendered(texts, tokenizer)
+    wrapped, warning = list[list[int]](), ""
+    if split == "calibration" and has_chat_template(tokenizer) and not chats:
+        wrapped, warning = _in_template(spec, texts, tokenizer)
+    needed = amount.samples - len(wrapped)
+    sequences, found = cut_windows(
+        texts,
+        amount.model_copy(update={"samples": needed}),
+        tokenizer,
+        templated=templated,
+        chats=chats,
+        pack=spec.pack,
+        shorter=spec.fewer,
+    )
     if found == 0:
         raise RecipeError(
-            f"dataset {source!r}: its {split} documents hold no text ({len(documents)} documents, "
+            f"dataset {source!r}: its {split} documents hold no text ({len(texts)} documents, "
             "all empty or padding). Check the column and the file's content"
         )
-    if len(sequences) < (1 if spec.fewer else amount.samples):
+    if len(sequences) < (1 if spec.fewer and needed else needed):
+        size = f" of {amount.sequence_length} tokens each" if spec.pack else ", one document each"
         raise RecipeError(
-            f"dataset {source!r}: {split} needs {amount.samples} samples{needed}; found {found} "
-            f"{unit}, enough for {len(sequences)}. Lower dataset.{split}.samples, set "
-            f"dataset.fewer, give more text{', or lower sequence_length' if spec.pack else ''}"
+            f"dataset {source!r}: {split} needs {amount.samples} samples{size}; found {found} "
+            f"{'tokens' if spec.pack else 'documents with text'}, enough for {len(sequences)}. "
+            f"Lower dataset.{split}.samples, set dataset.fewer, give more text"
+            f"{', or lower sequence_length' if spec.pack else ''}"
         )
-    return _padded(sequences, tokenizer.pad_token_id or 0, source, split)
+    ids, mask = _padded([*wrapped, *sequences], tokenizer.pad_token_id or 0)
+    return TokenSet(ids, mask, source, split, "chat" if chats else "prose", notes, warning)
 
 
-def _padded(sequences: list[list[int]], pad: int, source: str, split: Split) -> TokenSet:
+def _other_kind(
+    spec: DatasetSpec, tokenizer: Any, evaluation: TokenSet, root: Path
+) -> TokenSet | None:
+    """What `dataset.also` names; or text that is no chats, in the template; None without one."""
+    samples = min(len(evaluation.ids), max(FEWEST_OTHER, len(evaluation.ids) // 4))
+    amount = spec.evaluation.model_copy(update={"samples": samples})
+    if spec.also is not None:
+        own = DatasetSpec(**dict(spec.also), pack=spec.pack, fewer=True, evaluation=amount)
+        return _load(own, tokenizer, "evaluation", root)
+    if evaluation.kind == "chat" or not has_chat_template(tokenizer):
+        return None
+    texts, _ = _documents(spec, "evaluation", root, tokenizer)
+    try:
+        made = windows_in_template(texts, amount, tokenizer, pack=spec.pack)
+    except ValueError:
+        return None
+    if not made:
+        return None
+    source = f"{evaluation.source}, in the chat template"
+    return TokenSet(*_padded(made, tokenizer.pad_token_id or 0), source, "evaluation", "chat")
+
+
+def _in_template(
+    spec: DatasetSpec, texts: list[str], tokenizer: Any
+) -> tuple[list[list[int]], str]:
+    """Those sequences of calibration that hold text as chats; and what a person should know."""
+    samples = spec.calibration.samples
+    amount = spec.calibration.model_copy(update={"samples": round(spec.in_template * samples)})
+    try:
+        made = windows_in_template(texts, amount, tokenizer, pack=spec.pack)
+    except ValueError as error:
+        return [], NO_CHATS.format(share=f"{NO_SHARE} ({error})")
+    share = SHARE.format(count=len(made), samples=samples) if made else NO_SHARE
+    return made, NO_CHATS.format(share=share)
+
+
+def _padded(sequences: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask: [sequences, longest]."""
     ids = torch.full((len(sequences), max(map(len, sequences))), pad, dtype=torch.int64)
     mask = torch.zeros(ids.shape, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = torch.tensor(sequence)
         mask[row, : len(sequence)] = True
-    return TokenSet(ids, mask, source, split)
+    return ids, mask
 
 
-def _packed(
-    documents: list[str], amount: SplitSpec, encode: Encode, eos: int | None, *, shorter: bool
-) -> tuple[list[list[int]], int]:
-    """Windows of the joined documents, chosen by the seed; and the tokens there are.
-
-    With `shorter`, what is not enough for one window makes one.
-    """
-    stream: list[int] = []
-    for text in _enough(documents, amount):
-        ids = encode(text, None)
-        stream += ids if not ids or eos is None or ids[-1] == eos else [*ids, eos]
-    length = amount.sequence_length
-    length = min(length, max(2, len(stream))) if shorter else length
-    order = _permutation(len(stream) // length, amount)[: amount.samples]
-    return [stream[i * length : (i + 1) * length] for i in order], len(stream)
+Documents = tuple[list[str], tuple[str, ...]]  # texts, and what a person should know of them
 
 
-def _unpacked(
-    documents: list[str], amount: SplitSpec, encode: Encode
-) -> tuple[list[list[int]], int]:
-    """Documents chosen by the seed, cut at the sequence length; and how many were found."""
-    length, sequences = amount.sequence_length, []
-    for i in _permutation(len(documents), amount):
-        ids = encode(documents[i][: CHARACTERS_PER_TOKEN * length], length)
-        sequences += [ids] if ids else []
-        if len(sequences) == amount.samples:
-            break
-    return sequences, len(sequences)
-
-
-def _enough(documents: list[str], amount: SplitSpec) -> list[str]:
-    """All documents, or of a large source as many, chosen by the seed, as can be needed."""
-    wanted = CHARACTERS_PER_TOKEN * amount.samples * amount.sequence_length
-    most = max(FEWEST_CHARACTERS, wanted)
-    if sum(map(len, documents)) <= most:
-        return documents
-    chosen, held = [], 0
-    for i in _permutation(len(documents), amount):
-        chosen.append(i)
-        held += len(documents[i])
-        if held >= most:
-            break
-    return [documents[i][:most] for i in sorted(chosen)]
-
-
-def _permutation(count: int, amount: SplitSpec) -> list[int]:
-    generator = torch.Generator().manual_seed(amount.seed)
-    return torch.randperm(count, generator=generator).tolist()
-
-
-def _encoder(tokenizer: Any, *, special_tokens: bool) -> Encode:
-    """Text to its token ids; none where there is no more than special tokens, or a single one."""
-    special = set(tokenizer.all_special_ids)
-
-    def encode(text: str, most: int | None) -> list[int]:
-        options = {"add_special_tokens": special_tokens, "verbose": False}  # no word on its length
-        ids = tokenizer(text, **options)["input_ids"][:most]
-        return ids if len(ids) > 1 and not special.issuperset(ids) else []
-
-    return encode
-
-
-def _documents(spec: DatasetSpec, split: Split, root: Path, tokenizer: Any) -> list[str]:
+def _documents(spec: DatasetSpec, split: Split, root: Path, tokenizer: Any) -> Documents:
     """Texts of one split; none of the other split's."""
     chats = spec.messages_column is not None
     convert = chat_text(tokenizer, spec.chat_template_kwargs) if chats else plain_text
 
-    def read(source: str, part: str) -> list[str]:
+    def read(source: str, part: str) -> Documents:
         return _read(spec, source, part, split, root, convert)
 
     other = spec.evaluation_name if spec.evaluation_name != spec.name else None
     if other is None and spec.evaluation_split is None:
-        documents = read(spec.name, spec.split)
-        return documents if spec.name == "stdlib" else divided(documents, split)
+        texts, notes = read(spec.name, spec.split)
+        return texts if spec.name == "stdlib" else divided(texts, split), notes
     if split == "calibration":
         return read(spec.name, spec.split)
-    documents = read(other or spec.name, spec.evaluation_split or spec.split)
-    used = set(_documents(spec, "calibration", root, tokenizer))
-    unseen = [text for text in documents if text not in used]
-    if documents and not unseen:
+    texts, notes = read(other or spec.name, spec.evaluation_split or spec.split)
+    used = set(_documents(spec, "calibration", root, tokenizer)[0])
+    unseen = [text for text in texts if text not in used]
+    if texts and not unseen:
         raise RecipeError(
             f"dataset {other or spec.name!r}: evaluation would use the documents of calibration. "
             "Set dataset.evaluation_name or dataset.evaluation_split to other ones, or leave both "
             "out, and one source is divided"
         )
-    return unseen
+    return unseen, notes
 
 
 def _read(
     spec: DatasetSpec, source: str, part: str, split: Split, root: Path, convert: Convert
-) -> list[str]:
+) -> Documents:
     """Texts of a source."""
     column = spec.messages_column or spec.column
     path = root / Path(source).expanduser()
-    if source == "stdlib" or path.exists():
+    if source == "stdlib":
         _refuse_parts(spec, source)
-        stdlib = source == "stdlib"
-        return stdlib_documents(split) if stdlib else local_documents(path, column, convert)
-    if path.suffix in (*TEXT, *TABLES) or source.startswith((".", "/", "~")):
+        return stdlib_documents(split), ()
+    if path.exists():
+        _refuse_parts(spec, source)
+        texts = local_documents(path, column, convert)
+    elif path.suffix in (*TEXT, *TABLES) or source.startswith((".", "/", "~")):
         raise RecipeError(f"dataset {source!r}: {path} does not exist. Give an existing file")
-    return named_documents(source, spec.config, part, column, convert)
+    else:
+        texts = named_documents(source, spec.config, part, column, convert)
+    return texts, tuple(_notes(spec, path, texts))
+
+
+def _notes(spec: DatasetSpec, path: Path, texts: list[str]) -> Iterator[str]:
+    """What was taken of a source, and what was left out."""
+    if not path.exists() or are_tables(path):
+        name = spec.messages_column
+        yield f"chats of the column {name!r}" if name else f"text of the column {spec.column!r}"
+    blank = sum(not text.strip() for text in texts)
+    if blank:
+        yield f"{blank} of {len(texts)} documents are blank, null or empty chats: left out"
 
 
 def _refuse_parts(spec: DatasetSpec, source: str) -> None:

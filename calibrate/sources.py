@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.spec import TABLES, TEXT, Split
-from calibrate.tables import check_column, column_values, first_row, likely_columns, read_text
+from calibrate.tables import check_column, column_values, first_rows, likely_columns, read_text
 from formats.chat_template import has_chat_template, read_messages, render_chat
 from formats.errors import RecipeError
 
 Convert = Callable[[Any], str]  # a column's value to text; ValueError says why it cannot
+
+# What a folder is read for, by what it holds: of these pairs, the first that is there
+KINDS = (
+    (TABLES[:-1], TABLES[:-1]),
+    ((".txt", ".py"), TEXT),
+    ((".json",), (".json",)),
+    (TEXT, TEXT),
+)
 
 # Modules that every Python from 3.11 to 3.14 has as one file. The lists never change: they are
 # what a fingerprint of `stdlib` stands for.
@@ -56,8 +64,9 @@ def stdlib_documents(split: Split) -> list[str]:
 def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
     """Documents of a file or folder.
 
-    A text file is one document, a table's row is one. A folder is read with its subfolders, hidden
-    ones aside; where it holds tables, its text files are left out: they tell about the data.
+    A text file is one document, a table's row is one, a blank one where it is null or an empty
+    chat. A folder is read with its subfolders, hidden ones aside; where it holds tables, its text
+    files are left out: they tell about the data. So does JSON beside other files.
 
     Args:
         path: A file of `TEXT` or `TABLES`, or a folder with some.
@@ -77,7 +86,7 @@ def local_documents(path: Path, column: str, convert: Convert) -> list[str]:
 
 
 def guess_columns(path: Path) -> dict[str, str]:
-    """The dataset's settings that read a file or folder, told by the first row of its first table.
+    """The dataset's settings that read a file or folder, told by the first rows of its first table.
 
     Returns:
         `{"column": NAME}` or `{"messages_column": NAME}`; nothing for files of text.
@@ -86,7 +95,12 @@ def guess_columns(path: Path) -> dict[str, str]:
         RecipeError: there is no such file, it cannot be read, or no column of it is a likely one.
     """
     file = _files(path)[0]
-    return {} if file.suffix in TEXT else likely_columns(first_row(file), str(file))
+    return {} if file.suffix in TEXT else likely_columns(first_rows(file), str(file))
+
+
+def are_tables(path: Path) -> bool:
+    """Whether a file, or what of a folder is read, is a table."""
+    return _files(path)[0].suffix in TABLES
 
 
 def _files(path: Path) -> list[Path]:
@@ -95,7 +109,9 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         inside = sorted(file for file in path.rglob("*") if file.is_file())
         inside = [f for f in inside if not any(p[0] == "." for p in f.relative_to(path).parts)]
-        files = [f for f in inside if f.suffix in TABLES] or [f for f in inside if f.suffix in TEXT]
+        found = {file.suffix for file in inside}
+        kinds = next((kinds for marks, kinds in KINDS if found.intersection(marks)), ())
+        files = [file for file in inside if file.suffix in kinds]
     if not files or files[0].suffix not in (*TEXT, *TABLES):
         raise RecipeError(
             f"dataset {str(path)!r}: found no file of a known kind. Known: "
@@ -178,7 +194,8 @@ def _texts(values: Iterable[Any], source: str, convert: Convert) -> list[str]:
     texts = []
     for number, value in enumerate(values, 1):
         try:
-            text = convert(value)
+            blank = value is None or (isinstance(value, Sequence) and not value)
+            text = "" if blank else convert(value)
             text.encode()  # JSON can spell lone surrogates, which are no text
         except ValueError as error:
             raise RecipeError(f"dataset {source!r}, row {number}: {error}") from error

@@ -11,8 +11,8 @@ from formats.scheme import Strict
 Split = Literal["calibration", "evaluation"]
 # local files by their suffix: those of text, and those of tables
 TEXT = (".txt", ".md", ".py")
-TABLES = (".jsonl", ".parquet", ".arrow")
-NOT_READ = (".json", ".csv", ".tsv", ".gz", ".zst", ".zip")  # no name on the hub ends so, either
+TABLES = (".jsonl", ".parquet", ".arrow", ".csv", ".tsv", ".json")
+NOT_READ = (".xlsx", ".gz", ".zst", ".zip")  # no name on the hub ends so, either
 
 
 class SplitSpec(Strict):
@@ -32,6 +32,24 @@ class SplitSpec(Strict):
     """Which sequences are taken where the source has more than are asked for."""
 
 
+class SourceSpec(Strict):
+    """Text beside the dataset's own, that the report measures as well.
+
+    YAML: ``also: {name: data/chats.jsonl, messages_column: messages}``
+    """
+
+    name: str
+    """Source, named as the dataset's."""
+    config: str | None = None
+    """Configuration of a `datasets` name."""
+    split: str = "train"
+    """Split of a `datasets` name."""
+    column: str = "text"
+    """Column of a table that holds the text."""
+    messages_column: str | None = None
+    """Column of chats instead; null reads `column`."""
+
+
 class DatasetSpec(Strict):
     """Text to calibrate on and to evaluate with.
 
@@ -44,9 +62,9 @@ class DatasetSpec(Strict):
     """
 
     name: str = "stdlib"
-    """Source: `stdlib` (source files of the Python at hand), a local .txt, .md, .py, .jsonl,
-    .parquet or .arrow file or a folder of them, relative to the recipe's folder, or a name for
-    `datasets.load_dataset`.
+    """Source: `stdlib` (source files of the Python at hand), a local .txt, .md, .py, .jsonl, .json,
+    .csv, .tsv, .parquet or .arrow file or a folder of them, relative to the recipe's folder, or a
+    name for `datasets.load_dataset`.
     """
     config: str | None = None
     """Configuration of a `datasets` name, such as `wikitext-2-raw-v1`."""
@@ -64,9 +82,19 @@ class DatasetSpec(Strict):
     """
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Variables for that template, such as `{enable_thinking: false}`. Needs `messages_column`."""
+    in_template: float = Field(default=0.25, ge=0, le=1)
+    """Of a model with a chat template and data that are no chats: the share of the calibration's
+    sequences that hold their text as chats in that template, as the model meets it when it is
+    served. 0 leaves it off.
+    """
+    also: SourceSpec | None = None
+    """Text of another kind, such as chats beside prose, that both models are compared on as well.
+    Null takes, of a model with a chat template and data that are no chats, these in the template.
+    """
     pack: bool = True
-    """Join documents with the end-of-text token and cut the stream into full sequences; otherwise
-    one document a sequence, cut at its length and padded.
+    """Fill every sequence: text is joined with the end-of-text token and cut anywhere, behind the
+    BOS token of a tokenizer that has one; of chats a sequence begins with one and is filled with
+    whole ones. Otherwise one document a sequence, cut at its length and padded.
     """
     fewer: bool = False
     """Take what there is where the source holds fewer samples, or not one of full length, instead

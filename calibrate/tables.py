@@ -1,35 +1,48 @@
-"""Tables in local files: JSON lines, Parquet, Arrow; and which of their columns is read."""
+"""Tables in local files: JSON, Parquet, Arrow, CSV; and which of their columns is read."""
 
 from __future__ import annotations
 
 import difflib
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from formats.chat_template import looks_like_chat
 from formats.errors import RecipeError
 
 if TYPE_CHECKING:
+    import pandas as pd
     import pyarrow
 
 CHATS = ("messages", "conversations", "conversation")  # names that columns of chats usually have
-TEXTS = ("text", "content", "src")  # and those of text; `src` is the prompt in rows of {src, tgt}
+# and those of text; `src` is the prompt in rows of {src, tgt}
+TEXTS = ("text", "content", "document", "article", "passage", "story", "code", "src")
+JSON = (".jsonl", ".json")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+FIRST = 32  # rows that a table's columns are known by
 
 
 def column_values(file: Path, column: str) -> list[Any]:
-    """All values of a table's column.
+    """All values of a table's column; None where a row has none.
 
     Raises:
         RecipeError: the file cannot be read, or has no such column.
     """
-    if file.suffix == ".jsonl":
+    if file.suffix in JSON:
         values = []
         for place, row in _json_rows(file):
-            check_column(column, list(row), place)
-            values.append(row[column])
+            if row is not None:
+                check_column(column, list(row), place)
+            values.append(None if row is None else row[column])
         return values
+    if file.suffix in SEPARATORS:
+        rows = _separated_rows(file)
+        check_column(column, list(rows), str(file))
+        return rows[column].tolist()
     with _pyarrow_errors(file):
         if file.suffix == ".parquet":
             import pyarrow.parquet as pq
@@ -41,24 +54,24 @@ def column_values(file: Path, column: str) -> list[Any]:
         return table.column(column).to_pylist()
 
 
-def first_row(file: Path) -> dict[str, Any]:
-    """The first row of a table; empty where it has none.
+def first_rows(file: Path) -> list[dict[str, Any]]:
+    """The first rows of a table, those that are null left out.
 
     Raises:
         RecipeError: the file cannot be read.
     """
-    if file.suffix == ".jsonl":
-        return next((row for _, row in _json_rows(file)), {})
+    if file.suffix in JSON:
+        return list(islice((row for _, row in _json_rows(file) if row is not None), FIRST))
+    if file.suffix in SEPARATORS:
+        return _separated_rows(file).head(FIRST).to_dict("records")
     with _pyarrow_errors(file):
         if file.suffix == ".parquet":
             import pyarrow.parquet as pq
 
             with pq.ParquetFile(file) as parquet:
-                batches = parquet.iter_batches(batch_size=1)
-                rows = next((batch.to_pylist() for batch in batches), [])
-        else:
-            rows = _arrow_table(file).slice(0, 1).to_pylist()
-    return rows[0] if rows else {}
+                batches = parquet.iter_batches(batch_size=FIRST)
+                return next((batch.to_pylist() for batch in batches), [])
+        return _arrow_table(file).slice(0, FIRST).to_pylist()
 
 
 def check_column(column: str, found: Sequence[str], source: str) -> None:
@@ -83,14 +96,15 @@ def check_column(column: str, found: Sequence[str], source: str) -> None:
     )
 
 
-def likely_columns(row: Mapping[str, Any], source: str) -> dict[str, str]:
-    """The dataset's settings that read rows like this one.
+def likely_columns(rows: Sequence[Mapping[str, Any]], source: str) -> dict[str, str]:
+    """The dataset's settings that read rows like these.
 
-    In this order: a column of text named `text`; one of chats, by the names in `CHATS`; one of text
-    named `content` or `src`; the only column of text.
+    In this order: a column of text named `text`; one of chats, by the names in `CHATS`; the only
+    one that holds chats, whatever its name, or of preferences what was chosen; one of text by the
+    names in `TEXTS`; text in a table's only column.
 
     Args:
-        row: The first row of a table.
+        rows: The first ones of a table.
         source: The table's name, for the error.
 
     Returns:
@@ -99,23 +113,60 @@ def likely_columns(row: Mapping[str, Any], source: str) -> dict[str, str]:
     Raises:
         RecipeError: none of them is there.
     """
-    if not row:
+    if not any(rows):
         raise RecipeError(
             f"dataset {source!r}: cannot tell which column to read: it holds no rows. Give a file "
             "with text in it"
         )
-    texts = [name for name, value in row.items() if isinstance(value, str)]
-    chats = [name for name in CHATS if isinstance(row.get(name), list)]
-    if chats and "text" not in texts:
-        return {"messages_column": chats[0]}
-    named = [name for name in TEXTS if name in texts]
-    if named or len(texts) == 1:
-        return {"column": (named or texts)[0]}
+    columns = {name: next(filter(None, (row.get(name) for row in rows)), None) for name in rows[0]}
+    texts = [name for name, value in columns.items() if isinstance(value, str)]
+    chats = [name for name, value in columns.items() if looks_like_chat(value)]
+    found = _named(("text",), texts)
+    if found is not None:
+        return {"column": found}
+    parts = ("prompt", "rejected") if "chosen" in columns else ()
+    found = _named(CHATS, chats) or _only([name for name in chats if name not in parts])
+    if found is not None:
+        return {"messages_column": found}
+    found = _named(TEXTS, texts) or (_only(texts) if len(columns) == 1 else None)
+    if found is not None:
+        return {"column": found}
     raise RecipeError(
         f"dataset {source!r}: cannot tell which column to read. Found: "
-        f"{', '.join(row)}. Name the column of text `text`, or that of chats `messages`; "
-        "or set dataset.column or dataset.messages_column in a recipe"
+        f"{', '.join(f'{name} ({_kind(value)})' for name, value in columns.items())}. "
+        f"{_settings(texts, chats)}; or name the column of text `text`, or that of chats "
+        f"`messages`{PREFERENCES if {'chosen', 'rejected'} <= columns.keys() else ''}"
     )
+
+
+PREFERENCES = (
+    ". Where these are preferences whose prompt and answer are apart, put prompt and chosen answer "
+    'together: {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]} each'
+)
+
+
+def _named(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    """The column that has the first of some names, in whatever case."""
+    known = {column.lower(): column for column in reversed(columns)}
+    return next((known[name] for name in names if name in known), None)
+
+
+def _only(columns: Sequence[str]) -> str | None:
+    return columns[0] if len(columns) == 1 else None
+
+
+def _kind(value: Any) -> str:
+    if looks_like_chat(value):
+        return "chats"
+    return "text" if isinstance(value, str) else "empty" if value is None else type(value).__name__
+
+
+def _settings(texts: Sequence[str], chats: Sequence[str]) -> str:
+    """How to say which column is read."""
+    keys = [f"dataset.messages_column={name}" for name in chats]
+    keys += [f"dataset.column={name}" for name in texts]
+    given = " or ".join(f"`--set {key}`" for key in keys)
+    return f"Give {given}" if given else "None of them holds text"
 
 
 def read_text(file: Path) -> str:
@@ -137,19 +188,47 @@ def read_text(file: Path) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its place, `FILE:LINE`; empty lines are skipped."""
-    for number, line in enumerate(read_text(file).split("\n"), 1):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise RecipeError(f"{place}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise RecipeError(f"{place}: a row is an object of columns, found {line[:40]}")
-        yield place, row
+def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each row with its place, such as `FILE:LINE`; empty lines are skipped, null is None."""
+    text = read_text(file)
+    if file.suffix == ".json" and text.lstrip()[:1] == "[":
+        for number, row in enumerate(_parsed(text, str(file)), 1):
+            place = f"{file}, row {number}"
+            yield place, {"text": row} if isinstance(row, str) else _checked(row, place)
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            place = f"{file}:{number}"
+            yield place, _checked(_parsed(line, place), place)
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{place}: not JSON ({error})") from error
+
+
+def _checked(row: Any, place: str) -> dict[str, Any] | None:
+    if row is not None and not isinstance(row, dict):
+        raise RecipeError(f"{place}: a row is an object of columns, found {json.dumps(row)[:40]}")
+    return row
+
+
+def _separated_rows(file: Path) -> pd.DataFrame:
+    """A table whose first line names its columns; all of its values are text."""
+    import pandas as pd
+
+    try:
+        return pd.read_csv(
+            io.StringIO(read_text(file)),
+            sep=SEPARATORS[file.suffix],
+            dtype=str,
+            keep_default_na=False,
+        )
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{file}: not a readable {file.suffix[1:]} file ({reason})") from error
 
 
 @contextmanager

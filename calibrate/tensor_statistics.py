@@ -48,7 +48,9 @@ class TensorStatistics:
         self.sample_absmax = torch.zeros(0, self.heads)
         self.channel_sum: Tensor | None = None
         self.peak_position = -1
-        self._token_bins = torch.empty(0, dtype=torch.int64)  # of tokens' largest magnitudes, sorted
+        self._token_bins = torch.empty(
+            0, dtype=torch.int64
+        )  # of tokens' largest magnitudes, sorted
         self._token_counts = torch.empty(0, dtype=torch.int64)
         self._bins = torch.empty(0, dtype=torch.int64)  # head * BINS + bin, sorted
         self._counts = torch.empty(0, dtype=torch.int64)

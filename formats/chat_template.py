@@ -49,6 +49,18 @@ def read_messages(chat: Any) -> list[dict[str, Any]]:
     return [_read_message(message, place) for place, message in enumerate(chat, 1)]
 
 
+def looks_like_chat(value: Any) -> bool:
+    """Whether a value is spelled as a whole chat is: it begins with a message, no answer."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    first = value[0]
+    if not isinstance(first, Mapping):
+        return False
+    speaker = first.get("role", first.get("from"))
+    whole = isinstance(speaker, str) and ROLES.get(speaker) != "assistant"
+    return whole and bool({"content", "value"} & first.keys())
+
+
 def _read_message(message: Any, place: int) -> dict[str, Any]:
     if isinstance(message, Mapping):
         if isinstance(message.get("role"), str) and {"content", "tool_calls"} & message.keys():

@@ -1,7 +1,8 @@
 """From text or messages to the token ids of a prompt, through the chat template or without it.
 
 A template writes all special tokens that a prompt has, its BOS token included: what it renders is
-tokenized without adding any. Text that no template renders gets those that the tokenizer adds.
+tokenized without adding any. Text that no template renders gets those that the tokenizer adds, but
+for those that it begins with already.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from formats.chat_template import has_chat_template, render_chat
 from formats.errors import RequestError
+from formats.text_tokens import text_tokens
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -111,5 +113,7 @@ class PromptFormat:
                 "give Unicode text",
                 "prompt",
             )
-        options = {"add_special_tokens": special_tokens, "verbose": False}  # no word on its length
+        if special_tokens:
+            return text_tokens(self.tokenizer, text)
+        options = {"add_special_tokens": False, "verbose": False}  # no word on its length
         return list(self.tokenizer(text, **options)["input_ids"])

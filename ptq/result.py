@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from calibrate.data import TokenSet
+from calibrate.data import Kind, TokenSet
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.scale_table import ScaleTable
@@ -52,13 +52,16 @@ class BlockRow(Strict):
 
 
 class CalibrationSummary(Strict):
-    """The tokens that the statistics were taken from."""
+    """The tokens that the statistics were taken from; the last three as `TokenSet` has them."""
 
     source: str
     split: str
     sequences: int
     tokens: int
     fingerprint: str
+    kind: Kind = "prose"
+    notes: tuple[str, ...] = ()
+    warning: str = ""
 
     @classmethod
     def of(cls, tokens: TokenSet) -> CalibrationSummary:
@@ -69,6 +72,9 @@ class CalibrationSummary(Strict):
             sequences=len(tokens.ids),
             tokens=tokens.tokens,
             fingerprint=tokens.fingerprint,
+            kind=tokens.kind,
+            notes=tokens.notes,
+            warning=tokens.warning,
         )
 
 

@@ -48,7 +48,7 @@ FLOORS = {
     "formats": """
         errors strict
         cache_scheme
-        namespace command later links memory parent files pack fp4 scheme chat_template hadamard
+        namespace command later links memory parent files pack fp4 scheme chat_template text_tokens hadamard
         documents lock progress residual_rotation
         scale_table families
         published
@@ -105,6 +105,7 @@ CALIBRATE_MAY_USE = {
     "formats.cache_scheme",
     "formats.scheme",
     "formats.strict",
+    "formats.text_tokens",
     "kernels.numerics",
     "kernels.packed_cache",
     "formats.later",

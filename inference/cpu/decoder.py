@@ -169,9 +169,7 @@ def _gated(own: GatedMLP[Linear], x: Tensor, sinks: Tensor | None) -> Tensor:
     return own.down(gated_product(gate, up, own.activation), sinks)
 
 
-def _mixture(
-    own: MixtureOfExperts[Linear, CpuExperts], x: Tensor, sinks: Tensor | None
-) -> Tensor:
+def _mixture(own: MixtureOfExperts[Linear, CpuExperts], x: Tensor, sinks: Tensor | None) -> Tensor:
     def run(expert: GatedMLP[Linear], tokens: Tensor) -> Tensor:
         return _gated(expert, x[tokens], None if sinks is None else sinks[tokens])
 

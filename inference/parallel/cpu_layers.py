@@ -32,6 +32,7 @@ from kernels.reference import RUN
 
 StaticScales = tuple[Tensor | None, Tensor | None]  # of most rows, and of those of sink tokens
 
+
 @dataclass(frozen=True)
 class SummedLinear:
     """A row-parallel layer: each rank has some of its inputs.

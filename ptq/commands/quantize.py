@@ -129,8 +129,9 @@ def parser() -> argparse.ArgumentParser:
         "--data",
         type=Path,
         metavar="DATA",
-        help="text to calibrate and to measure on, half of it each: a .jsonl, .parquet, .arrow or "
-        ".txt file, a folder of them, or a name of `datasets` (default: Python's own source)",
+        help="text to calibrate and to measure on, half of it each: a .jsonl, .json, .csv, .tsv, "
+        ".parquet, .arrow or .txt file, a folder of them, or a name of `datasets`; of a table the "
+        "column whose name or shape tells that it holds text or chats (default: Python code)",
     )
     made.add_argument("--revision", help="branch, tag or commit of a model on the hub")
     add_settings(made, output="default output/MODEL-SCHEME")

@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     watch = results.Stopwatch()
     with watch.phase("data"):  # of both splits: a fault of the second shows before hours of work
         data = preflight.read_data(plan.recipe)
-    for line in preflight.describe_shortfalls(plan.recipe, data):
+    for line in preflight.describe_data(plan.recipe, data):
         print(line)
     force, progress = arguments.force, not arguments.quiet
     make_report = reporting.make_report  # imported now: what it lacks shows before hours of work

@@ -17,6 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from formats.errors import RequestError
 from formats.progress import bar
+from formats.text_tokens import text_tokens
 from inference.engine import Engine
 from inference.requests.request import RequestOutput, SamplingParams
 
@@ -62,11 +63,9 @@ class EngineLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Token ids of a text; a text that brings the first special token gets no second one."""
-        begin = self.tokenizer.bos_token
-        if add_special_tokens is None and begin and string.startswith(begin):
-            add_special_tokens = False
-        more = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, **more))
+        if add_special_tokens is False:
+            return list(self.tokenizer.encode(string, add_special_tokens=False))
+        return text_tokens(self.tokenizer, string)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -108,6 +107,7 @@ class EngineLM(TemplateLM):
         windows, owners = [], []
         for i, (text,) in enumerate(request.args for request in requests):
             tokens = self.tok_encode(text, add_special_tokens=False)
+            tokens = tokens[tokens[:1] == [self.prefix_token_id] :]  # which is put before it
             own = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             windows += [(None, *make_disjoint_window(pair)) for pair in own]
             owners += [i] * (len(windows) - len(owners))

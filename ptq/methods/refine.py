@@ -212,7 +212,10 @@ class Cost:
         if self.factor is None:
             return error
         parts = gradients.in_blocks(error.reshape(-1, error.shape[-1]), self.factor.shape[1])
-        return torch.einsum("tbi,bij->tbj", parts, self.factor).flatten(1) * self.tokens[sample][self.sinks :]
+        return (
+            torch.einsum("tbi,bij->tbj", parts, self.factor).flatten(1)
+            * self.tokens[sample][self.sinks :]
+        )
 
 
 class Refine(Method):

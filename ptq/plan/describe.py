@@ -47,11 +47,15 @@ def describe_plan(plan: Plan, data: Mapping[str, TokenSet]) -> Iterator[str]:
     if plan.family is None and (plan.smoothing or plan.left):
         yield from (f"  found on the blocks: {line}" for line in _found_groups(plan))
         yield from (f"  left alone: {line}" for line in plan.left)
-    for split, tokens in data.items():
+    also = data["evaluation"].also if data else None
+    for split, tokens in (*data.items(), *([("also", also)] if also is not None else [])):
         yield (
             f"{split:<13}{tokens.source}: {len(tokens.ids)} sequences, {tokens.tokens} tokens, "
             f"fingerprint {tokens.fingerprint[:12]}"
         )
+        yield from (f"  {note}" for note in tokens.notes)
+        if tokens.warning:
+            yield f"  careful: {tokens.warning}"
     yield from describe_prediction(plan)
     taken = " (exists: run with --force)" if is_taken(recipe.output.path) else ""
     yield f"output       {recipe.output.path}{taken}"

@@ -161,8 +161,13 @@ def read_data(recipe: Recipe) -> dict[str, TokenSet]:
     }
 
 
-def describe_shortfalls(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]:
-    """A line for each split that has fewer samples than were asked for, which `fewer` allows."""
+def describe_data(recipe: Recipe, data: Mapping[str, TokenSet]) -> Iterator[str]:
+    """What a person should know of the data, a line each: what was taken, and what speaks against
+    it; and which split has fewer samples than were asked for, which `fewer` allows.
+    """
+    told = ((tokens.source, note) for tokens in data.values() for note in tokens.notes)
+    yield from (f"{source}: {note}" for source, note in dict.fromkeys(told))
+    yield from (f"careful: {tokens.warning}" for tokens in data.values() if tokens.warning)
     for split, tokens in data.items():
         wanted: SplitSpec = getattr(recipe.dataset, split)
         if len(tokens.ids) < wanted.samples:

@@ -74,6 +74,13 @@ class KVScales(Strict):
     v: tuple[float, ...]
 
 
+class AlsoMeasured(Strict):
+    """Accuracy on text of another kind: chats where the evaluation's own is none, or prose."""
+
+    text: CalibrationSummary
+    accuracy: Accuracy
+
+
 class ReportData(Strict):
     """Everything that was measured, and the verdict.
 
@@ -105,6 +112,7 @@ class ReportData(Strict):
         completions: What both models make of the same prompts.
         budget: What was chosen for a budget, and from what; None where the recipe has none.
         attribution: Where the loss comes from, or why that was not measured.
+        also: Accuracy on text of another kind; None where there is none.
     """
 
     title: str
@@ -131,6 +139,7 @@ class ReportData(Strict):
     budget: BudgetRecord | None = None
     attribution: Attribution | str = "the recipe says `attribution: false`"
     known: Known | None = None
+    also: AlsoMeasured | None = None
 
 
 LABELS = {

@@ -33,6 +33,7 @@ from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import AttributionSpec, ReportSpec, SpeedSpec
 from ptq.report.data import (
+    AlsoMeasured,
     KVScales,
     ReportData,
     Sizes,
@@ -144,6 +145,11 @@ def _run_both(
             return loaded.get(device) or _both(result, plan, config, device)
 
         accuracy = known or compare_on(devices, load, sequences, progress=progress)
+        also = None
+        if evaluation.also is not None:
+            other = evaluation.also
+            found = compare_on(devices, load, other.sequences(), progress=progress)
+            also = AlsoMeasured(text=CalibrationSummary.of(other), accuracy=found)
         loaded.clear()
     with watch.phase("speed"):
         speed = _measure_speed(original, quantized, report.speed)
@@ -161,6 +167,7 @@ def _run_both(
     mixed = ", mixed" if quantized.checkpoint.own_schemes else ""
     measured: dict[str, Any] = {
         "accuracy": accuracy,
+        "also": also,
         "speed": speed,
         "completions": completions,
         "tasks": tasks,
@@ -239,7 +246,9 @@ def attributed(sequences: Sequence[Tensor], spec: AttributionSpec) -> list[Tenso
 
 def engine_config(evaluation: TokenSet, speed: SpeedSpec | None) -> EngineConfig:
     """Room for the longest sequence, and for the measurement of speed at once."""
-    longest, places, blocks = max(evaluation.ids.shape[1], 2), 1, 1
+    both = (evaluation, evaluation.also or evaluation)
+    longest = max(2, *(tokens.ids.shape[1] for tokens in both))
+    places, blocks = 1, 1
     if speed is not None:
         total = speed.prompt_tokens + speed.new_tokens
         longest, places = max(longest, total), speed.batch

@@ -23,6 +23,7 @@ def summary_rows(data: ReportData) -> list[Cells]:
             f"x {a.perplexity_ratio:.4f}",
         ),
         ("mean KL (nats)", "", f"{a.kl_mean:.2g}", ""),
+        *_also_rows(data),
         ("top-1 agreement", "", percent(a.top1_agreement), ""),
         ("top-5 agreement", "", percent(a.top5_agreement), ""),
     ]
@@ -32,6 +33,13 @@ def summary_rows(data: ReportData) -> list[Cells]:
             before, after = getattr(o, key).median, getattr(q, key).median
             rows.append(_ratio_row(f"{phase} tokens/s", before, after, lambda x: f"{x:.0f}"))
     return rows
+
+
+def _also_rows(data: ReportData) -> list[Cells]:
+    """The same of text of another kind, if there is one."""
+    if data.also is None:
+        return []
+    return [(f"mean KL, {data.also.text.kind}", "", f"{data.also.accuracy.kl_mean:.2g}", "")]
 
 
 def check_rows(data: ReportData) -> Table:

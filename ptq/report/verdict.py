@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from inference.accuracy import Accuracy, Interval
-from ptq.report.data import LABELS, Check, ReportData
+from ptq.report.data import LABELS, AlsoMeasured, Check, ReportData
 from ptq.report.known import MARGIN, Known
 
+UNEVEN = 1.5  # times as much, which one kind of text may lose
 FEWEST_SEQUENCES, FEWEST_TOKENS = 8, 2000  # below these, intervals themselves are not to be trusted
 
 
@@ -109,6 +110,10 @@ def _margin(check: Check, ends: Interval | None, known: Known | None) -> str:
 
 def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
     a = data.accuracy
+    if data.quantization.calibration.warning:
+        yield data.quantization.calibration.warning
+    if data.also is not None:
+        yield from _other_kind(data.also, data)
     few = a.sequences < FEWEST_SEQUENCES or a.tokens < FEWEST_TOKENS
     if few:
         yield (
@@ -125,6 +130,17 @@ def _doubts(data: ReportData, unsure: list[Check]) -> Iterator[str]:
         f"the 95% interval of {names} reaches over the limit: {a.sequences} sequences cannot "
         f"tell it from one that is {'kept' if data.failures else 'missed'}{advice}"
     )
+
+
+def _other_kind(also: AlsoMeasured, data: ReportData) -> Iterator[str]:
+    """That one kind of text loses far more than the other."""
+    figures = {data.evaluation.kind: data.accuracy.kl_mean, also.text.kind: also.accuracy.kl_mean}
+    (worse, most), (better, least) = sorted(figures.items(), key=lambda row: -row[1])
+    if len(figures) > 1 and most > UNEVEN * least:
+        yield (
+            f"{worse} loses {most / least:.1f} times what {better} does (mean KL {most:.2g} and "
+            f"{least:.2g}); calibrate on text like that which the model will meet"
+        )
 
 
 def _wanted(check: Check, ends: Interval | None, sequences: int) -> int:

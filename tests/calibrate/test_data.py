@@ -57,7 +57,10 @@ def test_the_seed_chooses_the_windows(tokenizer):
     assert load_tokens(spec, tokenizer, "calibration").fingerprint != first.fingerprint
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "folder"])
+@pytest.mark.parametrize(
+    "kind",
+    ["jsonl", "parquet", "arrow", "folder", "csv", "tsv", "json", "strings.json", "lines.json"],
+)
 def test_local_files_give_the_same_tokens(tokenizer, tmp_path, kind):
     import pandas as pd
     import pyarrow as pa
@@ -72,6 +75,13 @@ def test_local_files_give_the_same_tokens(tokenizer, tmp_path, kind):
         table = pa.table({"text": texts})
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
+    elif kind in ("csv", "tsv"):
+        frame = pd.DataFrame({"id": range(len(texts)), "text": texts})
+        frame.to_csv(path, sep="," if kind == "csv" else "\t", index=False)
+    elif kind.endswith("json"):
+        rows = [{"text": text} for text in texts]
+        whole = json.dumps(texts if kind == "strings.json" else rows, indent=1)
+        path.write_text("\n".join(map(json.dumps, rows)) if kind == "lines.json" else whole)
     else:
         path.mkdir()
         for i, text in enumerate(texts):
@@ -195,6 +205,14 @@ CHAT = [{"role": "user", "content": "hello"}]
         ),
         ({"src": "a prompt", "tgt": "its answer"}, {"column": "src"}),
         ({"id": 5, "story": "once"}, {"column": "story"}),
+        ({"id": "x", "Text": "hello"}, {"column": "Text"}),
+        ({"sentence": "the only column"}, {"column": "sentence"}),
+        ({"id": "x", "dialogue": CHAT}, {"messages_column": "dialogue"}),
+        (
+            {"id": "x", "turns": [{"from": "human", "value": "x"}]},
+            {"messages_column": "turns"},
+        ),
+        ({"prompt": "a", "chosen": CHAT, "rejected": CHAT}, {"messages_column": "chosen"}),
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
@@ -212,6 +230,30 @@ def test_settings_are_guessed_from_the_first_row(tmp_path, row, settings, kind):
             writer.write_table(table)
     (tmp_path / "about.txt").write_text("words")
     assert guess_columns(path) == guess_columns(tmp_path) == settings
+
+
+@pytest.mark.parametrize("first", ["null", '{"dialogue": null}', '{"dialogue": []}'])
+def test_settings_are_guessed_though_the_first_row_is_blank(tmp_path, first):
+    (tmp_path / "d.jsonl").write_text(f"{first}\n" + json.dumps({"dialogue": CHAT}))
+    assert guess_columns(tmp_path / "d.jsonl") == {"messages_column": "dialogue"}
+
+
+def test_what_a_folder_is_read_for(tmp_path):
+    """Tables before text, and JSON only where nothing else is: settings lie beside data."""
+    for name, expected in (
+        ("README.md", ["README.md"]),
+        ("rows.json", ["rows.json"]),
+        ("a.txt", ["README.md", "a.txt"]),
+        ("b.csv", ["b.csv"]),
+    ):
+        text = "text\nb.csv\n" if name == "b.csv" else name
+        (tmp_path / name).write_text('["rows.json"]' if name == "rows.json" else text)
+        found = local_documents(tmp_path, "text", plain_text)
+        assert found == expected
+
+
+def test_files_of_text_have_no_columns(tmp_path):
+    (tmp_path / "about.txt").write_text("words")
     assert guess_columns(tmp_path / "about.txt") == {}
 
 
@@ -244,10 +286,14 @@ def test_special_tokens_are_added_to_documents_but_not_to_chats(tiny_llama, tmp_
         spec = small(name="d.jsonl", pack=False, **values)
         for ids in load_tokens(spec, tokenizer, "calibration", tmp_path).sequences():
             assert (ids == 0).nonzero().flatten().tolist() == [0]
+    tokenizer.chat_template = None
     spec = small(name="d.jsonl", calibration=SplitSpec(samples=8, sequence_length=64))
-    packed = load_tokens(spec, tokenizer, "calibration", tmp_path).ids.flatten()
-    ends = (packed[:-1] == 0).nonzero().flatten()
-    assert (packed[ends + 1] == 0).any()  # the end of one document, the beginning of the next
+    for ids in load_tokens(spec, tokenizer, "calibration", tmp_path).sequences():
+        assert len(ids) == 64
+        assert ids[0] == 0
+        inside = (ids[1:] == 0).nonzero().flatten()
+        assert len(inside) > 0
+        assert (inside.diff() > 1).all()  # ends of documents alone
 
 
 def test_a_name_that_datasets_reads(tokenizer, tmp_path, monkeypatch):
@@ -263,7 +309,7 @@ def test_a_name_that_datasets_reads(tokenizer, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="did you mean 'content'"):
         named_documents(str(folder), None, "train", "contents", plain_text)
     monkeypatch.setattr(
-        data, "_read", lambda spec, source, part, *_: documents(40 if part == "train" else 60)
+        data, "_read", lambda spec, source, part, *_: (documents(40 if part == "train" else 60), ())
     )
     spec = small(name="some/name", evaluation_split="test", pack=False)
     wide = spec.model_copy(update={"evaluation": SplitSpec(samples=20, sequence_length=64)})
@@ -288,9 +334,9 @@ def test_a_single_line_is_cut_at_a_space():
 
 
 def test_of_a_large_source_only_a_part_is_tokenized(tokenizer, tmp_path, monkeypatch):
-    from calibrate import data
+    from calibrate import windows
 
-    monkeypatch.setattr(data, "FEWEST_CHARACTERS", 0)
+    monkeypatch.setattr(windows, "FEWEST_CHARACTERS", 0)
     (tmp_path / "d.jsonl").write_text(
         "\n".join(json.dumps({"text": text * 20}) for text in documents(400))
     )

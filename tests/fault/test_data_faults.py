@@ -64,7 +64,7 @@ def test_absent(tokenizer, tmp_path, name):
 
 def test_a_folder_without_data(tokenizer, tmp_path):
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "x.csv").write_text("a")
+    (tmp_path / "d" / "x.pdf").write_text("a")
     refused(tokenizer, tmp_path, ".jsonl", name="d")
 
 
@@ -100,10 +100,59 @@ def test_rows_whose_column_cannot_be_guessed(tmp_path, row):
     assert ("it holds no rows" in str(caught.value)) == (not row)
 
 
+ANSWER = [{"role": "assistant", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"prompt": "x", "chosen": "good", "rejected": "bad"},
+            (
+                "prompt (text), chosen (text)",
+                "`--set dataset.column=chosen`",
+                "put prompt and chosen",
+            ),
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "x"}], "chosen": ANSWER, "rejected": ANSWER},
+            ("prompt (chats), chosen (list)", "put prompt and chosen answer together"),
+        ),
+        ({"id": "sample-1", "n": 3}, ("id (text), n (int)", "`--set dataset.column=id`")),
+        (
+            {"a": [{"role": "user", "content": "x"}], "b": [{"role": "user", "content": "y"}]},
+            ("`--set dataset.messages_column=a` or `--set dataset.messages_column=b`",),
+        ),
+        ({"id": 1, "n": 3}, ("None of them holds text",)),
+    ],
+)
+def test_columns_that_could_be_anything_are_not_taken(tmp_path, row, words):
+    """Neither name nor shape says what they are: a person says it, and reads how."""
+    (tmp_path / "d.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    with pytest.raises(RecipeError, match="cannot tell which column to read") as caught:
+        guess_columns(tmp_path / "d.jsonl")
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("d.json", "[1]", ("row 1", "a row is an object")),
+        ("d.json", '[{"text": "x"}', ("d.json: not JSON",)),
+        ("d.csv", 'text\n"open', ("not a readable csv file",)),
+        ("d.csv", "", ("not a readable csv file",)),
+        ("d.tsv", "other\nx\n", ("no column 'text'", "other")),
+    ],
+)
+def test_damaged_json_and_csv(tokenizer, tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    refused(tokenizer, tmp_path, *words, name=name)
+
+
 def test_a_table_of_a_kind_that_is_not_read_is_told_what_to_make_of_it(tmp_path):
-    (tmp_path / "d.csv").write_text("text\nx\n")
-    with pytest.raises(RecipeError, match=r"d\.csv.*Known: .*\.jsonl.* make JSON lines"):
-        guess_columns(tmp_path / "d.csv")
+    (tmp_path / "d.xlsx").write_text("text\nx\n")
+    with pytest.raises(RecipeError, match=r"d\.xlsx.*Known: .*\.jsonl.* make JSON lines"):
+        guess_columns(tmp_path / "d.xlsx")
 
 
 def test_a_speaker_that_is_not_known(tokenizer, tmp_path):

@@ -67,6 +67,15 @@ def test_the_chat_template_makes_the_prompt(chat_model, capsys, options, prompt,
     assert note in captured.err
 
 
+def test_text_that_a_template_has_rendered_gets_no_second_bos(chat_model):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    prompts = PromptFormat.of(tokenizer, raw=True)
+    rendered = "<|endoftext|><user>hi<assistant>"
+    assert prompts.tokens(rendered) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert prompts.tokens("hi") == [0, *prompts.continuation_tokens("hi")]
+    assert prompts.continuation_tokens(rendered) == prompts.tokens(rendered)
+
+
 def test_without_a_template_the_note_says_so(model, capsys):
     assert predict.main([str(model), "--prompt", "hi", *SHORT]) == 0
     assert "note: the model has no chat template" in capsys.readouterr().err

@@ -242,9 +242,7 @@ def trial_error(
         for group, folding in trial:
             stack.enter_context(group.simulated(folding))
         work = trial[0][0].work
-        return math.fsum(
-            work.loss(work.block.run(sample), y) for sample, y in enumerate(reference)
-        )
+        return math.fsum(work.loss(work.block.run(sample), y) for sample, y in enumerate(reference))
 
 
 def power_of_two(scale: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ptq.report.data import ReportData
 from ptq.report.page.figure import LIMIT, ORIGINAL, QUANTIZED, draw_dot, new_panel
 from ptq.report.page.format import interval_text
 from ptq.report.page.section import Plot, Section, Table
+from ptq.result import CalibrationSummary
 from ptq.text import percent
 
 APART = 0.16  # of an axis' length: labels of ticks that are nearer would run into each other
@@ -73,6 +74,20 @@ def divergence_section(data: ReportData) -> Section:
         "By position in the sequence: perplexities, KL divergence and agreement",
         folded=True,
     )
+    kinds = Table(
+        ("text", "predictions", "perplexity ratio", "mean KL", "95% interval", "top-1"),
+        [
+            (
+                text.kind,
+                f"{b.tokens:,}",
+                f"{b.perplexity_ratio:.4f}",
+                f"{b.kl_mean:.3g}",
+                interval_text(b.kl_mean_ci, 3, "g"),
+                percent(b.top1_agreement),
+            )
+            for text, b in ((data.evaluation, a), *_also(data))
+        ],
+    )
     shown = "KL divergence: percentiles, mean by position, and top-1 agreement by position"
     return Section(
         "Divergence and agreement",
@@ -82,8 +97,12 @@ def divergence_section(data: ReportData) -> Section:
         "share of the original's five most likely tokens that are among the quantized model's "
         "five. An error that grows along the sequence points at the cache.",
         (Plot("divergence", shown, partial(_draw_divergence, a)),),
-        (figures, positions),
+        (figures, *([kinds] if data.also is not None else []), positions),
     )
+
+
+def _also(data: ReportData) -> list[tuple[CalibrationSummary, Accuracy]]:
+    return [] if data.also is None else [(data.also.text, data.also.accuracy)]
 
 
 def _percents(ends: Interval | None) -> str:

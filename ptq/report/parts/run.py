@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ptq.report.data import ReportData
 from ptq.report.page.section import Section, Table
-from ptq.result import BlockRow
+from ptq.result import BlockRow, CalibrationSummary
 from ptq.text import decibel, percent, scale_text, size_text
 
 
@@ -19,10 +19,10 @@ def run_section(data: ReportData) -> Section:
     times += [(name, f"{s:.1f} s") for name, s in data.seconds.items()]
     times += [("peak memory of quantization", size_text(run.peak_rss_bytes))]
     texts = Table(
-        ("split", "sequences", "tokens", "fingerprint"),
+        ("split", "kind", "sequences", "tokens", "fingerprint"),
         [
-            (t.split, f"{t.sequences:,}", f"{t.tokens:,}", t.fingerprint[:16])
-            for t in (run.calibration, data.evaluation)
+            (t.split, t.kind, f"{t.sequences:,}", f"{t.tokens:,}", t.fingerprint[:16])
+            for t in _texts(data)
         ],
     )
     events = tuple(f"{event.module}: {event.message} ({event.kind})" for event in run.events)
@@ -35,6 +35,12 @@ def run_section(data: ReportData) -> Section:
         tables=(Table(("phase", "cost"), times), texts, *_block_costs(run.blocks)),
         notes=events,
     )
+
+
+def _texts(data: ReportData) -> list[CalibrationSummary]:
+    """All that was read: to calibrate, and to measure."""
+    also = [] if data.also is None else [data.also.text]
+    return [data.quantization.calibration, data.evaluation, *also]
 
 
 def _block_costs(rows: Sequence[BlockRow]) -> Iterator[Table]:
@@ -78,8 +84,7 @@ def provenance_section(data: ReportData) -> Section:
         ("versions", versions),
         ("device", f"{made.device}, {made.threads} threads"),
         ("model", made.model),
-        ("calibration text", data.quantization.calibration.source),
-        ("evaluation text", data.evaluation.source),
+        *((f"{t.split} text", "; ".join((t.source, *t.notes))) for t in _texts(data)),
         ("checkpoint", made.checkpoint),
     )
     return Section(

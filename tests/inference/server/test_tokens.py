@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from inference.server.generation.token_text import TokenTexts
 from tests.inference.server.http_client import TEMPLATE, ask, post, tokenizer
@@ -21,6 +24,19 @@ def test_texts_and_chats_become_tokens_and_tokens_texts():
     assert chat["token_strs"] is None
     for body in ({}, {"prompt": "a", "messages": []}):
         assert post("/tokenize", body).status_code == 400
+
+
+def test_a_rendered_text_gets_no_second_bos():
+    def begins() -> Any:
+        made = tokenizer()
+        made.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+        return made
+
+    for text in ("hello", "<|endoftext|>hello"):
+        told = post("/tokenize", {"prompt": text}, load_tokenizer=begins).json()["tokens"]
+        assert told == [0, *tokenizer()("hello")["input_ids"]]
 
 
 def test_an_evaluation_harness_finds_what_it_reads():

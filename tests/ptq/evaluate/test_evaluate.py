@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from itertools import islice
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 from formats.errors import RequestError
@@ -79,6 +81,22 @@ def test_an_empty_context_is_the_beginning_of_a_text(lm, transformers_model):
     (found,) = lm.loglikelihood(ask("loglikelihood", ("", "import os")))
     expected = likelihood(transformers_model, [lm.prefix_token_id], lm.tok_encode("import os"))
     assert found[0] == pytest.approx(expected[0], abs=1e-4)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(engine, lm, monkeypatch):
+    """As one that a chat template has rendered; also where it is scored as a whole."""
+    bos, text = lm.prefix_token_id, "import os"
+    rolling = [("loglikelihood_rolling", (t,)) for t in (text, f"{lm.tokenizer.bos_token}{text}")]
+    plain, begun = (lm.loglikelihood_rolling(ask(kind, args))[0] for kind, args in rolling)
+    assert plain == begun
+    tokenizer = deepcopy(lm.tokenizer)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", bos)]
+    )
+    monkeypatch.setattr(lm, "tokenizer", tokenizer)
+    both = lm.tok_encode(text), lm.tok_encode(f"<|endoftext|>{text}")
+    assert both[0] == both[1]
+    assert both[0].count(bos) == 2  # at the beginning and at the end
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows(transformers_model):

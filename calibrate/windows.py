@@ -1,0 +1,182 @@
+"""From texts to token sequences, each of which begins as a prompt does that the model is served.
+
+Text is one stream of documents, each closed by the end-of-text token, that is cut at full
+sequences: before each of them stands what the tokenizer puts before a text (BOS, or nothing), and
+nowhere else. Chats are not cut into: a sequence begins with a chat's beginning and is filled with
+whole ones, the last of them cut at the sequence's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from calibrate.as_chats import PASSAGES, as_chats
+from calibrate.spec import SplitSpec
+from formats.chat_template import has_chat_template, render_chat
+from formats.text_tokens import leading_tokens, text_tokens
+
+CHARACTERS_PER_TOKEN = 64  # read for each token asked for: far more than any tokenizer needs
+FEWEST_CHARACTERS = 4 << 20  # a source up to here is tokenized whole
+CHAT_CHARACTERS = 8  # of text for each token of chats that are made of it
+LONGEST = 2 * max(PASSAGES)
+LOOKED_AT, BEGINNING = 32, 400  # documents, and characters of each, that tell what a text is
+
+Encode = Callable[[str, int | None], list[int]]  # text, most tokens -> ids
+
+
+def cut_windows(
+    documents: list[str],
+    amount: SplitSpec,
+    tokenizer: Any,
+    *,
+    templated: bool,
+    chats: bool,
+    pack: bool,
+    shorter: bool,
+) -> tuple[list[list[int]], int]:
+    """Sequences of documents, chosen by the seed; and how many tokens or documents there are.
+
+    Args:
+        documents: Texts; blank ones give nothing.
+        amount: How many sequences, and how long.
+        tokenizer: A transformers tokenizer.
+        templated: Whether a template has written all special tokens of the documents.
+        chats: Whether each is a chat.
+        pack: Fill sequences with documents; otherwise one document each.
+        shorter: Let what is not enough for one sequence make one.
+    """
+    encode, length = _encoder(tokenizer, special_tokens=not templated), amount.sequence_length
+    if not pack:
+        parts = (documents[i] for i in _permutation(len(documents), amount))
+        encoded = (encode(text[: CHARACTERS_PER_TOKEN * length], length) for text in parts)
+        cut = list(islice(filter(None, encoded), amount.samples))
+        return cut, len(cut)
+    encoded = [ids for text in _enough(documents, amount) if (ids := encode(text, None))]
+    end = None if chats else tokenizer.eos_token_id
+    if end is not None:
+        encoded = [ids if ids[-1] == end else [*ids, end] for ids in encoded]
+    cut = list(_packed(encoded, length, leading_tokens(tokenizer), chats=chats))
+    if encoded and not cut and shorter:
+        cut = [[token for ids in encoded for token in ids][:length]]
+    order = _permutation(len(cut), amount)[: amount.samples]
+    return [cut[i] for i in order], sum(map(len, encoded))
+
+
+def windows_in_template(
+    documents: Sequence[str], amount: SplitSpec, tokenizer: Any, *, pack: bool
+) -> list[list[int]]:
+    """Sequences of chats that are made of plain documents and rendered by the template.
+
+    Documents are chosen by the seed; fewer sequences come of it where they are too short.
+
+    Raises:
+        ValueError: the template refuses chats of a user and an assistant.
+    """
+    length, encode = amount.sequence_length, _encoder(tokenizer, special_tokens=False)
+    wanted = CHAT_CHARACTERS * length * amount.samples
+    most = max(LONGEST, wanted // max(1, len(documents)))  # of each: from as many as there are
+    parts = (_inside(documents[i], most) for i in _permutation(len(documents), amount))
+    rendered = (render_chat(tokenizer, chat) for chat in as_chats(parts))
+    encoded = filter(None, (encode(text, None if pack else length) for text in rendered))
+    cut = _packed(encoded, length, leading_tokens(tokenizer), chats=True) if pack else encoded
+    return list(islice(cut, amount.samples))
+
+
+def _inside(text: str, most: int) -> str:
+    """At most so many characters from a text's middle, from a line's beginning on."""
+    start = max(0, (len(text) - most) // 2)
+    start = text.find("\n", start, start + most // 2) + 1 or start
+    return text[start : start + most] if len(text) > most else text
+
+
+def are_rendered(documents: Sequence[str], tokenizer: Any) -> bool:
+    """Whether texts are chats that the tokenizer's template has rendered already.
+
+    They are where most of the first ones begin as its chats do.
+    """
+    opening = _opening(tokenizer)
+    if not opening:
+        return False
+    first = islice(filter(str.strip, documents), LOOKED_AT)
+    begin = [_without_lead(text_tokens(tokenizer, text[:BEGINNING]), tokenizer) for text in first]
+    return 2 * sum(ids[: len(opening)] == opening for ids in begin) > len(begin)
+
+
+def _opening(tokenizer: Any) -> list[int]:
+    """What the template writes before a user's words: its first token where that is a special one.
+
+    A system message that others have otherwise may follow it.
+    """
+    if not has_chat_template(tokenizer):
+        return []
+    try:
+        both = [render_chat(tokenizer, [{"role": "user", "content": word}]) for word in "ab"]
+    except ValueError:
+        return []
+    same = next((i for i, (one, other) in enumerate(zip(*both, strict=False)) if one != other), 0)
+    text = both[0][:same]
+    ids = _without_lead(tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer)
+    return ids[:1] if ids and ids[0] in tokenizer.added_tokens_decoder else ids
+
+
+def _without_lead(ids: list[int], tokenizer: Any) -> list[int]:
+    lead = leading_tokens(tokenizer)
+    return ids[len(lead) :] if ids[: len(lead)] == lead else ids
+
+
+def _packed(
+    encoded: Iterable[list[int]], length: int, lead: list[int], *, chats: bool
+) -> Iterator[list[int]]:
+    """Full sequences of documents, in their order; what is left at the end is dropped."""
+    window: list[int] = []
+    for ids in encoded:
+        place = len(lead) if window and ids[: len(lead)] == lead else 0
+        while place < len(ids):
+            if not window and place:  # it begins within a document
+                window = list(lead)
+            taken = ids[place : place + length - len(window)]
+            window, place = window + taken, place + len(taken)
+            if len(window) < length:
+                break
+            yield window
+            window = []
+            if chats:
+                break
+
+
+def _encoder(tokenizer: Any, *, special_tokens: bool) -> Encode:
+    """Text to its token ids; none where there is no more than special tokens, or a single one."""
+    special = set(tokenizer.all_special_ids)
+
+    def encode(text: str, most: int | None) -> list[int]:
+        if special_tokens:
+            ids = text_tokens(tokenizer, text)[:most]
+        else:  # no word on its length
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][:most]
+        return ids if len(ids) > 1 and not special.issuperset(ids) else []
+
+    return encode
+
+
+def _enough(documents: list[str], amount: SplitSpec) -> list[str]:
+    """All documents, or of a large source as many, chosen by the seed, as can be needed."""
+    wanted = CHARACTERS_PER_TOKEN * amount.samples * amount.sequence_length
+    most = max(FEWEST_CHARACTERS, wanted)
+    if sum(map(len, documents)) <= most:
+        return documents
+    chosen, held = [], 0
+    for i in _permutation(len(documents), amount):
+        chosen.append(i)
+        held += len(documents[i])
+        if held >= most:
+            break
+    return [documents[i][:most] for i in sorted(chosen)]
+
+
+def _permutation(count: int, amount: SplitSpec) -> list[int]:
+    generator = torch.Generator().manual_seed(amount.seed)
+    return torch.randperm(count, generator=generator).tolist()
