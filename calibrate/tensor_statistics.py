@@ -2,10 +2,10 @@
 
 What is kept of a tensor is its largest magnitudes, by channel and by sample, and a histogram of
 |x| over the 32,768 values of bf16's exponent and mantissa: an integer count for each, with nothing
-to configure and no range to guess. So are the tokens' own largest magnitudes. Maxima and integer sums do not depend on batch size, order or
-number of ranks, so neither does anything derived from them. A bin is at most 2^-7 wide relative to
-its value: magnitudes are known to about one per cent, those of bf16 data exactly. The largest
-magnitudes are kept apart, exact.
+to configure and no range to guess; so are the tokens' own largest magnitudes. Maxima and integer
+sums do not depend on batch size, order or number of ranks, so neither does anything derived from
+them. A bin is at most 2^-7 wide relative to its value: magnitudes are known to about one per cent,
+those of bf16 data exactly. The largest magnitudes are kept apart, exact.
 """
 
 from __future__ import annotations

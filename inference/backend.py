@@ -71,9 +71,11 @@ class Backend(LayerFactory[L_co, X_co], Protocol[L_co, X_co]):
 
     Attributes:
         runs_drafters: Whether networks that draft run there, beside the model.
+        float_sinks: Whether its kernels read K and V of sink tokens in floats.
     """
 
     runs_drafters: bool
+    float_sinks: bool
 
     def loading(self, nbytes: int) -> AbstractContextManager[object]:
         """Tell where memory runs out while weights of so many bytes are loaded.

@@ -1,7 +1,7 @@
 """What a checkpoint says of sink tokens: how many there are, and the static scales of their rows.
 
-    quant/sink_scales.safetensors   X.input_sink_scale [1], fp32, of each linear layer X whose input
-                                    has a static scale
+    quant/sink_scales.safetensors   X.input_sink_scale [1], fp32, of those linear layers X with a
+                                    static input scale that sink tokens leave
     config.json                     `ptq: {sink_tokens: n}`
 
 The first tokens of a sequence can have activations hundreds of times larger than all others, and
@@ -38,7 +38,8 @@ class Sinks:
     Attributes:
         tokens: How many there are at the beginning of every sequence.
         files: Where each tensor is read from, by `X.input_sink_scale`.
-        scales: Of the rows of sink tokens, fp32 [1], by the layer's full name.
+        scales: Of the rows of sink tokens, fp32 [1], by the layer's full name; others have that of
+            all tokens.
     """
 
     tokens: int = 0
@@ -58,14 +59,13 @@ def read_sinks(path: Path, own: OwnPart | None, static: Collection[str]) -> Sink
         CheckpointError: scales are missing, extra, damaged or of another shape.
     """
     tokens, beside = 0 if own is None else own.sink_tokens, find_file(path, SINK_SCALES)
-    if not tokens or not static:
+    if not tokens:
         if beside is not None:
             raise CheckpointError(
-                f"{path}: found {SINK_SCALES}, but by config.json there are {tokens} sink tokens "
-                f"and {len(static)} layers with static input scales. Copy the checkpoint again as "
-                "a whole"
+                f"{path}: found {SINK_SCALES}, but config.json says of no sink tokens. Copy the "
+                "checkpoint again as a whole"
             )
-        return Sinks(tokens)
+        return Sinks()
     if beside is None:
         raise CheckpointError(
             f"{path}: config.json says that {tokens} sink tokens have scales of their own, but "
@@ -73,10 +73,11 @@ def read_sinks(path: Path, own: OwnPart | None, static: Collection[str]) -> Sink
         )
     file = SafetensorsFile(beside)
     files = dict.fromkeys(file.tensors, file)
-    same_names({f"{name}.{LEAF}" for name in static}, set(files), f"{SINK_SCALES}: ")
+    wanted = {f"{name}.{LEAF}" for name in static}
+    same_names(wanted & set(files), set(files), f"{SINK_SCALES}: ")
     scales = {}
-    for name in static:
-        tensor = f"{name}.{LEAF}"
+    for tensor in files:
+        name = tensor.removesuffix(f".{LEAF}")
         scale = read_elements(files, [tensor]).reshape(file.tensors[tensor][1])
         check_scale(tensor, scale, ((1,),))
         scales[name] = scale.float()

@@ -251,7 +251,7 @@ class CheckpointWriter:
             write_bytes(path, data)
         if own.any:
             write_tensors(self._folder / KV_SCALES, self._kv_scales, cache_metadata(own))
-        if self._sink_scales:
+        if self._sink_tokens:
             write_tensors(self._folder / SINK_SCALES, self._sink_scales)
 
     def _write_manifest(self, known: Mapping[str, str]) -> None:

@@ -47,7 +47,7 @@ class TritonBackend:
         dtype: Of activations and of float weights: fp16 or bf16.
     """
 
-    runs_drafters = True
+    runs_drafters, float_sinks = True, False
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype

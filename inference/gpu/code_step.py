@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from inference.gpu.decoder import GpuBatch
+from inference.gpu.decoder import GpuBatch, sinks_of
 from inference.gpu.layers import workspace_on
 from inference.transformers_code.attention import Query, widened
 from inference.transformers_code.model import CodeModel
@@ -36,6 +36,10 @@ class CodeStep:
         self._pools, self._batch = pools, batch
         self.ids, self.positions, self.rows = batch.ids, batch.positions, batch.rows
         self._unturned = torch.zeros_like(batch.positions)  # all tokens at position 0
+
+    def sinks(self, count: int) -> Tensor | None:
+        """Which tokens are at the first `count` positions: int32 [T]; None for no count."""
+        return sinks_of(self.positions, count)
 
     def attend(self, layer: int, own: Query) -> Tensor:
         """Put keys and values into a layer's cache and attend: [T, Hq, Dv]."""

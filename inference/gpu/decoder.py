@@ -25,7 +25,7 @@ from torch import Tensor
 from inference.gpu.experts import GpuExperts
 from inference.gpu.feed_forward import feed_forward, inputs_of
 from inference.gpu.latent import attend_latents
-from inference.gpu.layers import GpuLinear, workspace_on
+from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
 from inference.gpu.ranks import Partial
 from inference.models.config import ModelConfig
 from inference.models.decoder import Decoder
@@ -86,6 +86,7 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     c, total = model.config, model.embed(batch.ids)
     if c.embedding_scale != 1:
         total = total * c.embedding_scale
+    sinks = sinks_of(batch.positions, model.sink_tokens)
     delta: Tensor | Partial | None = None  # what the sub-layer before adds
     after = None  # and the norm of that
     taps = batch.reads.blocks if batch.reads is not None else ()
@@ -93,15 +94,15 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     for i, (layer, pool, window) in enumerate(zip(model.layers, pools, c.windows, strict=True)):
         project, own = layer.qkv, layer.feed_forward
         before = layer.before_attention
-        rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows)
+        rows, scales, total = _norm(total, delta, after, before, c.eps, project.rows, sinks)
         if i in taps:
             hidden[i] = total
         qkv = project.run(rows, scales, model.dtype)
-        delta = _attend(c, model.query_growth, model.dtype, layer, qkv, batch, pool, window)
+        delta = _attend(c, model.query_growth, model.dtype, layer, qkv, batch, pool, window, sinks)
         after = layer.after_attention
         before, wanted = layer.before_feed_forward, inputs_of(own, model.dtype)
-        rows, scales, total = _norm(total, delta, after, before, c.eps, wanted)
-        delta = feed_forward(own, rows, scales, model.dtype, batch.padded)
+        rows, scales, total = _norm(total, delta, after, before, c.eps, wanted, sinks)
+        delta = feed_forward(own, rows, scales, model.dtype, batch.padded, sinks)
         after = layer.after_feed_forward
     head, every = model.head, len(model.layers) in taps  # then of all rows the sum is read
     if batch.rows is not None and not every:
@@ -119,6 +120,11 @@ def forward(model: GpuDecoder, pools: Sequence[KVPool], batch: GpuBatch) -> Tens
     return logits if c.logits_softcap is None else softcap_logits(logits, c.logits_softcap)
 
 
+def sinks_of(positions: Tensor, count: int) -> Tensor | None:
+    """Which tokens are at the first `count` positions: int32 [T], 1 for these; None for count 0."""
+    return (positions < count).to(torch.int32) if count else None
+
+
 def _norm(
     total: Tensor,
     delta: Tensor | Partial | None,
@@ -126,6 +132,7 @@ def _norm(
     before: Tensor | None,
     eps: float,
     wanted: InputFormat,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The sum of the residual stream and what a sub-layer adds, and its norm.
 
@@ -136,15 +143,22 @@ def _norm(
         before: The weight of the norm of what the next layer reads, if there is one.
         eps: Added to mean squares.
         wanted: How that layer wants its rows.
+        sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
 
     Returns:
         (rows, their scales, the sum).
     """
+    scale, by = wanted.scales_of(sinks)
+    if isinstance(delta, Partial) and by is not None:  # which the sum over ranks does not know
+        rows, _, total = delta.add_rms_norm(total, before, eps, InputFormat(total.dtype), after)
+        return *as_wanted(rows, wanted, by), total
     if isinstance(delta, Partial):
         return delta.add_rms_norm(total, before, eps, wanted, after)
     x, residual = (total, None) if delta is None else (delta, total)
-    rest = (wanted.scale, wanted.dtype, wanted.group)
-    return add_rms_norm(x, residual, before, eps, *rest, residual_ready=True, after=after)
+    rest = (scale, wanted.dtype, wanted.group)
+    return add_rms_norm(
+        x, residual, before, eps, *rest, residual_ready=True, after=after, experts=by
+    )
 
 
 @torch.no_grad()
@@ -170,7 +184,7 @@ def run_block(
         pool: Its cache.
         window: Positions that a query sees, or None for all.
     """
-    qkv, own = layer.qkv(read, dtype), layer.feed_forward
+    qkv, own = layer.qkv(read, dtype=dtype), layer.feed_forward
     delta = _attend(config, None, dtype, layer, qkv, batch, pool, window)
     before, wanted = layer.before_feed_forward, inputs_of(own, dtype)
     rows, scales, total = _norm(x, delta, layer.after_attention, before, config.eps, wanted)
@@ -188,6 +202,7 @@ def _attend(
     batch: GpuBatch,
     pool: KVPool,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor | Partial:
     """Attention and the o layer: [T, (Hq + 2 Hkv) D] to [T, H], or a rank's part of that."""
     q_norm, k_norm = layer.q_norm, layer.k_norm
@@ -203,7 +218,8 @@ def _attend(
     )
     if layer.latent is not None:
         turn, places = (layer.cos, layer.sin), (batch.positions, batch.slots)
-        return layer.o(attend_latents(c, layer.latent, qkv, turn, places, inputs, batch.decodes))
+        heads = attend_latents(c, layer.latent, qkv, turn, places, inputs, batch.decodes, sinks)
+        return layer.o(heads, sinks)
     if c.qk_norm == "projection" and q_norm is not None and k_norm is not None:
         qkv, q_norm, k_norm = norm_projections(qkv, q_norm, k_norm, c.eps), None, None
     heads = qkv.unflatten(1, (-1, c.head_dim))
@@ -215,7 +231,8 @@ def _attend(
     output = layer.o
     wanted = output.rows
     fused: dict[str, Any] = {}
-    if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
+    one_scale = wanted.scale is not None and wanted.scales_of(sinks)[1] is None
+    if one_scale and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     starts, workspace = batch.query_start, workspace_on(q.device)
     if batch.invariant:
@@ -225,4 +242,4 @@ def _attend(
     else:
         y = prefill_attention(q, inputs, workspace, batch.decodes, **fused)
     y = y.flatten(1)
-    return output.run(y, wanted.scale, dtype) if fused else output(y)
+    return output.run(y, wanted.scale, dtype) if fused else output(y, sinks)

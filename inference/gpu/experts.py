@@ -11,6 +11,7 @@ from torch import Tensor
 
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
 from kernels.triton.experts.sorting import SortedRows
+from kernels.triton.fused import quantize_rows
 from kernels.triton.linear.weight import GpuWeight, InputFormat
 
 log = logging.getLogger("ptq.inference")
@@ -29,14 +30,33 @@ class MergedExperts:
     weight: GpuWeight
     rows: InputFormat
 
-    def scaled_by(self, chosen: Tensor) -> Tensor | None:
-        """`chosen`, the experts of pairs, where each has an input scale of its own."""
-        scale = self.rows.scale
-        return chosen if scale is not None and scale.numel() > 1 else None
+    def scaled_by(
+        self, chosen: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Scales of the inputs of pairs, and which of them is each one's; see `InputFormat`.
 
-    def quantized(self, x: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
+        Args:
+            chosen: int32 [P], the experts of pairs, token by token.
+            sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
+        """
+        scale, both = self.rows.scale, self.rows.both
+        if both is not None and sinks is not None:
+            own = sinks.repeat_interleave(
+                len(chosen) // len(sinks), output_size=len(chosen)
+            )  # of each pair
+            each = both.numel() // 2
+            return both, own if each == 1 else chosen + each * own
+        return scale, chosen if scale is not None and scale.numel() > 1 else None
+
+    def quantized(
+        self, x: Tensor, chosen: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Rows [T, K] as `run` takes them, or [P, K] where experts scale them, and their scales."""
-        return as_wanted(x, self.rows, self.scaled_by(chosen))
+        own = self.rows
+        if own.dtype == x.dtype or own.scale is None or own.scale.numel() == 1:
+            return as_wanted(x, own, sinks)
+        scale, by = self.scaled_by(chosen, sinks)
+        return quantize_rows(x.contiguous(), scale, own.dtype, own.group, by)
 
     def run(
         self, rows: Tensor, scales: Tensor | None, sorted_rows: SortedRows, dtype: torch.dtype
@@ -75,7 +95,7 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
     """
     layers: list[GpuLinear] = []
     memory: dict[str, Tensor] = {}
-    form, scales, first_name, why = [], [], "", ""
+    form, first_name, why = [], "", ""
     for stack, name in stacks:
         first_name = first_name or name
         size = len(next(iter(stack.weight.tensors().values())))
@@ -88,7 +108,6 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
             places = {key: room[len(layers) : len(layers) + size] for key, room in memory.items()}
             stack = _moved(stack, places)
         layers += _apart(stack, size)
-        scales.append(stack.rows.scale)
     first = layers[0]
     if not why and first.order is not None:
         why = "each takes its inputs in an order of its own (act-order)"
@@ -100,7 +119,7 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
             first_name, count - 1, why,
         )  # fmt: skip
         return GpuExperts(layers, None)
-    return GpuExperts(layers, MergedExperts(first.weight, _rows(first.rows, scales)))
+    return GpuExperts(layers, MergedExperts(first.weight, _rows([own.rows for own in layers])))
 
 
 def _room_for(stack: Tensor, count: int) -> Tensor:
@@ -119,10 +138,14 @@ def _moved(stack: GpuLinear, places: Mapping[str, Tensor]) -> GpuLinear:
 def _apart(stack: GpuLinear, size: int) -> list[GpuLinear]:
     """The layers of a stack, each of which sees its own part of every tensor."""
     parts = {key: tensor.unbind() for key, tensor in stack.weight.tensors().items()}
-    scale = stack.rows.scale
+    scale, both = stack.rows.scale, stack.rows.both
     rows = [stack.rows] * size
     if scale is not None:
-        rows = [replace(stack.rows, scale=own) for own in scale.unbind()]
+        pairs = [None] * size if both is None else both.unbind()
+        rows = [
+            replace(stack.rows, scale=own, both=pair)
+            for own, pair in zip(scale.unbind(), pairs, strict=True)
+        ]
     orders = [None] * size if stack.order is None else stack.order.unbind()
     return [
         GpuLinear(
@@ -141,9 +164,20 @@ def _form(stack: GpuLinear) -> list:
     return [type(stack.weight), forms, own.dtype, own.group, own.scale is None, ordered]
 
 
-def _rows(first: InputFormat, scales: list[Tensor]) -> InputFormat:
+def _rows(each: Sequence[InputFormat]) -> InputFormat:
     """How all want their input: a scale for each expert becomes one where it is the same."""
-    if first.scale is None:
+    first, scales = each[0], [own.scale for own in each if own.scale is not None]
+    if not scales:
         return first
-    each = torch.cat(scales)
-    return first if bool((each == each[0]).all()) else replace(first, scale=each)
+    pairs = [
+        scale.reshape(1) if own.both is None else own.both
+        for own, scale in zip(each, scales, strict=True)
+    ]
+    if all(torch.equal(pair, pairs[0]) for pair in pairs):
+        return first
+    both = None
+    if any(own.both is not None for own in each):
+        both = torch.cat(
+            [torch.stack([pair[0] for pair in pairs]), torch.stack([pair[-1] for pair in pairs])]
+        )
+    return replace(first, scale=torch.stack([pair[0] for pair in pairs]), both=both)

@@ -48,7 +48,12 @@ def inputs_of(own: GpuFeedForward, dtype: torch.dtype) -> InputFormat:
 
 
 def feed_forward(
-    own: GpuFeedForward, rows: Tensor, scales: Tensor | None, dtype: torch.dtype, padded: bool
+    own: GpuFeedForward,
+    rows: Tensor,
+    scales: Tensor | None,
+    dtype: torch.dtype,
+    padded: bool,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The layer on rows that are as it wants them: [T, H] in `dtype`.
 
@@ -58,28 +63,32 @@ def feed_forward(
         scales: Of the rows, where they are quantized.
         dtype: The model's float type.
         padded: Whether the step may be captured.
+        sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
     """
     if isinstance(own, GatedMLP):
-        return _down(own, own.gate_up.run(rows, scales, dtype))
-    return _mixture(own, rows, padded)
+        return _down(own, own.gate_up.run(rows, scales, dtype), sinks)
+    return _mixture(own, rows, padded, sinks)
 
 
-def _on_floats(own: GatedMLP[GpuLinear], x: Tensor) -> Tensor:
-    return _down(own, own.gate_up(x))
+def _on_floats(own: GatedMLP[GpuLinear], x: Tensor, sinks: Tensor | None) -> Tensor:
+    return _down(own, own.gate_up(x, sinks), sinks)
 
 
-def _down(own: GatedMLP[GpuLinear], y: Tensor) -> Tensor:
+def _down(own: GatedMLP[GpuLinear], y: Tensor, sinks: Tensor | None) -> Tensor:
     """The layer from what gate and up say on."""
     wanted = own.down.rows
+    scale, by = wanted.scales_of(sinks)
     rows, scales = gated_product(
-        y, wanted.scale, wanted.dtype, wanted.group, activation=own.activation
+        y, scale, wanted.dtype, wanted.group, by, activation=own.activation
     )
     return own.down.run(rows, scales, y.dtype)
 
 
-def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bool) -> Tensor:
+def _mixture(
+    own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bool, sinks: Tensor | None
+) -> Tensor:
     routing = own.routing
-    logits = own.router(x, torch.float32)
+    logits = own.router(x, dtype=torch.float32)
     weights, chosen = route(
         logits, routing.chosen, routing.normalized, sigmoid=routing.scores == "sigmoid",
         correction=own.correction, groups=routing.groups, chosen_groups=routing.chosen_groups,
@@ -89,13 +98,17 @@ def _mixture(own: MixtureOfExperts[GpuLinear, GpuExperts], x: Tensor, padded: bo
     if gate_up is None or down is None or not (padded or as_one(own, len(x))):
         pairs = zip(own.gate_up.each, own.down.each, strict=True)
         experts = [GatedMLP(*pair, own.activation) for pair in pairs]
-        y = by_expert(x, chosen, experts, lambda own, rows: _on_floats(own, x[rows])).flatten(0, 1)
+
+        def run(expert: GatedMLP[GpuLinear], tokens: Tensor) -> Tensor:
+            return _on_floats(expert, x[tokens], None if sinks is None else sinks[tokens])
+
+        y = by_expert(x, chosen, experts, run).flatten(0, 1)
     else:
-        y = _all_at_once(gate_up, down, x, chosen, routing.experts, own.activation)
+        y = _all_at_once(gate_up, down, x, chosen, routing.experts, own.activation, sinks)
     if own.shared is None:
         return combine(y, weights)
     gate = None if own.shared_gate is None else own.shared_gate(x)
-    return combine(y, weights, _on_floats(own.shared, x), gate)
+    return combine(y, weights, _on_floats(own.shared, x, sinks), gate)
 
 
 def _all_at_once(
@@ -105,18 +118,18 @@ def _all_at_once(
     chosen: Tensor,
     experts: int,
     activation: Activation = "silu",
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What the experts of each pair say: [T k, H]."""
     tallest = min(gate_up.weight.tallest_tile, down.weight.tallest_tile)
     height = tile_height(chosen.numel(), experts, tallest)
     pairs, numbers = sort_by_expert(chosen, experts, height), chosen.view(-1)
     ready = replace(pairs, metadata_ready=True)
-    rows, scales = gate_up.quantized(x, numbers)
+    rows, scales = gate_up.quantized(x, numbers, sinks)
     y = gate_up.run(rows, scales, pairs if rows is x else ready, x.dtype)
-    wanted, by = down.rows, down.scaled_by(numbers)
-    rows, scales = gated_product(
-        y, wanted.scale, wanted.dtype, wanted.group, by, activation=activation
-    )
+    wanted = down.rows
+    scale, by = down.scaled_by(numbers, sinks)
+    rows, scales = gated_product(y, scale, wanted.dtype, wanted.group, by, activation=activation)
     return down.run(rows, scales, ready, x.dtype)
 
 

@@ -28,6 +28,7 @@ def attend_latents(
     places: tuple[Tensor, Tensor],
     inputs: AttentionInputs,
     decodes: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """What the heads of latent attention give.
 
@@ -39,6 +40,7 @@ def attend_latents(
         places: The tokens' positions, and where they go in the cache, int64 [T] both.
         inputs: What the queries see.
         decodes: Sequences that have one token, first in the batch, where others have more.
+        sinks: int32 [T], 1 for the rows of sink tokens; None where none is.
 
     Returns:
         [T, heads * value] in the type of `read`.
@@ -50,8 +52,11 @@ def attend_latents(
     q, cached = read[:, :start], read[:, start:]
     if own.q_b is not None and own.q_norm is not None:
         wanted = own.q_b.rows
-        rest = (wanted.scale, wanted.dtype, wanted.group)
-        rows, scales, _ = add_rms_norm(q.contiguous(), None, own.q_norm, names.norm_eps, *rest)
+        scale, by = wanted.scales_of(sinks)
+        rest = (scale, wanted.dtype, wanted.group)
+        rows, scales, _ = add_rms_norm(
+            q.contiguous(), None, own.q_norm, names.norm_eps, *rest, experts=by
+        )
         q = own.q_b.run(rows, scales, read.dtype)
     heads = q.unflatten(1, (sizes.heads, -1))
     positions, slots = places

@@ -9,7 +9,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from formats.scheme import ActivationSpec
 from inference.models.read import StoredLinear
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
@@ -40,29 +39,32 @@ def workspace_on(device: torch.device) -> Workspace:
     return found
 
 
-def rows_of(
-    activations: ActivationSpec | None, input_scale: Tensor | None, dtype: torch.dtype
-) -> InputFormat:
-    """How a layer of a scheme wants its input; `dtype` is the model's float type."""
+def rows_of(stored: StoredLinear, dtype: torch.dtype) -> InputFormat:
+    """How a layer wants its input; `dtype` is the model's float type."""
+    activations = stored.scheme.activations
     if activations is None:
         return InputFormat(dtype)
     kind = torch.int8 if activations.dtype == "int8" else FP8
-    return InputFormat(kind, input_scale, None if activations.group == -1 else activations.group)
+    scale, both = stored.input_scale, None
+    if scale is not None and stored.sink_scale is not None:
+        both = torch.stack((scale, stored.sink_scale), dim=-1)  # of a stack [E, 2]
+    return InputFormat(kind, scale, None if activations.group == -1 else activations.group, both)
 
 
 def as_wanted(
-    x: Tensor, own: InputFormat, by: Tensor | None = None
+    x: Tensor, own: InputFormat, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Float rows [T, K] as a layer wants them, and their scales.
 
     Args:
         x: In the model's float type.
         own: How the layer wants them.
-        by: As in `quantize_rows`, the experts that scale them.
+        sinks: bool or int32 [T], which rows are of sink tokens; None where none is.
     """
     if own.dtype == x.dtype:
         return x.contiguous(), None
-    return quantize_rows(x.contiguous(), own.scale, own.dtype, own.group, by)
+    scale, by = own.scales_of(None if sinks is None else sinks.to(torch.int32))
+    return quantize_rows(x.contiguous(), scale, own.dtype, own.group, by)
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,11 @@ class GpuLinear:
     missing: int = 0
     invariant: bool = False
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[T, K] float -> [T, N] in `dtype`, by default the type of `x`."""
-        return self.run(*as_wanted(x, self.rows), dtype or x.dtype)
+    def __call__(
+        self, x: Tensor, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """[T, K] float -> [T, N] in `dtype`, by default the type of `x`; `sinks` as `as_wanted`."""
+        return self.run(*as_wanted(x, self.rows, sinks), dtype or x.dtype)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The layer on rows that are as it wants them: [T, N] in `dtype`."""
@@ -146,7 +150,7 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
     if weights is None or stored.scale is None:
         held = DenseWeight(stored.weight.to(dtype), None if bias is None else bias.to(dtype))
         return GpuLinear(held, InputFormat(dtype))
-    inputs = rows_of(stored.scheme.activations, stored.input_scale, dtype)
+    inputs = rows_of(stored, dtype)
     filled, missing = _filled(stored, inputs)
     assert filled.scale is not None
     own = pack(

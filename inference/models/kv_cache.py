@@ -129,13 +129,19 @@ class CacheShape:
         )
         return self.blocks * (KV_BLOCK * sum(each) + sum(own.sink_bytes for own in self.layers))
 
-    def fitted(self, sizes: Callable[[int, int], tuple[int, int]]) -> CacheShape:
-        """The same with heads of the sizes that kernels take; the numbers behind their own are 0.
+    def fitted(
+        self, sizes: Callable[[int, int], tuple[int, int]], *, float_sinks: bool
+    ) -> CacheShape:
+        """The same as kernels take it: with heads of their sizes, the numbers behind their own 0.
 
         Args:
             sizes: Gives the sizes of heads of K and V for those of a layer.
+            float_sinks: Whether K and V of sink tokens are read in floats; else as all others.
         """
-        return replace(self, layers=[_fitted(own, sizes) for own in self.layers])
+        layers = [_fitted(own, sizes) for own in self.layers]
+        if not float_sinks:
+            layers = [replace(own, sink_tokens=0) for own in layers]
+        return replace(self, layers=layers)
 
     def allocate(
         self,

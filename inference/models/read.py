@@ -230,10 +230,11 @@ def _sink_scale(
     many: tuple[int, ...],
 ) -> Tensor | None:
     """The scale of each layer's rows of sink tokens, fp32 of the shape `many`, if they have one."""
-    known = checkpoint.sinks.scales
-    if not known:
+    known, names = checkpoint.sinks.scales, [module for layer in layers for module in layer]
+    if known.keys().isdisjoint(names):
         return None
-    scales = torch.cat([known[module] for layer in layers for module in layer])
+    own = (known.get(name, checkpoint.scale(f"{name}.input_scale").reshape(1)) for name in names)
+    scales = torch.cat(list(own))
     return _one_for_each(layers, scales, LEAF).reshape(many).to(device)
 
 

@@ -59,7 +59,7 @@ class FirstBackend:
         on_host: See `inference.parallel.messages.RankSpec`.
     """
 
-    runs_drafters = False
+    runs_drafters, float_sinks = False, False  # which the ranks' own parts decide
 
     def __init__(
         self,

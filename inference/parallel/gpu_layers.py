@@ -37,14 +37,19 @@ class SummedGpuLinear:
     scaling: Scaling | None
     reducer: Reducer
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Partial:
+    def __call__(
+        self, x: Tensor, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Partial:
         """The rank's part of [T, N], of its inputs [T, K] float."""
-        return self.run(*as_wanted(x, self.rows), dtype or x.dtype)
+        return self.run(*as_wanted(x, self.rows, sinks), dtype or x.dtype)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Partial:
         """The same of rows that are as the layer wants them."""
-        kind = dtype if self.scaling is None else torch.int32
-        return Partial(self.own.run(rows, scales, kind), self.scaling, self.reducer)
+        scaling = self.scaling
+        if scaling is not None and scales is not None:  # of each row, where there are sink tokens
+            scaling = replace(scaling, x_scale=scales)
+        kind = dtype if scaling is None else torch.int32
+        return Partial(self.own.run(rows, scales, kind), scaling, self.reducer)
 
     def with_own(self, change: Callable[[GpuLinear], GpuLinear]) -> SummedGpuLinear:
         """See `inference.gpu.ranks.OfSeveralRanks`."""
@@ -91,14 +96,16 @@ class GatheredGpuLinear:
     group: Group
     rows: InputFormat
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """[T, the rank's inputs] float -> [T, N] in `dtype`, by default the type of `x`."""
-        y = self.own(self.group.side_by_side(x, self.inputs), dtype or x.dtype)
+        y = self.own(self.group.side_by_side(x, self.inputs), sinks, dtype or x.dtype)
         return self.group.side_by_side(y, self.outputs)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The same."""
-        return self(rows, dtype)
+        return self(rows, dtype=dtype)
 
     def with_own(self, change: Callable[[GpuLinear], GpuLinear]) -> GatheredGpuLinear:
         """See `inference.gpu.ranks.OfSeveralRanks`."""
@@ -130,9 +137,11 @@ class GpuHeadPart:
     tokens: Sequence[int]
     group: Group
 
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, sinks: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """[R, H] float -> [R, vocabulary] on the first rank; on others their own tokens'."""
-        return self.run(*as_wanted(x, self.rows), dtype or x.dtype)
+        return self.run(*as_wanted(x, self.rows, sinks), dtype or x.dtype)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The same of rows that are as the layer wants them."""

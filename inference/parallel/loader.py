@@ -143,7 +143,8 @@ class RankLoader:
         """The rank's part of a cache."""
         sizes = self.config.model_copy(update={"kv_blocks": blocks})
         whole = CacheShape.of_model(self.checkpoint, self.shape, sizes, quantized=quantized)
-        return cut_cache(whole.fitted(self.inner.head_sizes), self.shard.heads)
+        fitted = whole.fitted(self.inner.head_sizes, float_sinks=self.inner.float_sinks)
+        return cut_cache(fitted, self.shard.heads)
 
     def free_bytes(self) -> int:
         """Memory that the whole cache could have if all ranks had what this one has."""

@@ -68,7 +68,7 @@ class DraftModel(ChainProposer):
         assert sizes.max_model_len is not None
         longest = min(sizes.max_model_len, shape.max_positions)
         cache = CacheShape.of_model(checkpoint, shape, sizes, quantized=True)
-        cache = cache.fitted(backend.head_sizes)
+        cache = cache.fitted(backend.head_sizes, float_sinks=backend.float_sinks)
         require_memory(f"the draft model {name}", checkpoint.nbytes, cache, backend, backend.dtype)
         model, pools = backend.load(checkpoint, shape, longest), backend.cache(cache)
         forward = backend.forward(model, pools)

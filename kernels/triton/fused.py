@@ -59,7 +59,8 @@ def normed(h, w, eps, SIZE):
 
 @triton.jit(do_not_specialize=["pitch"])
 def add_rms_norm_kernel(
-    x, residual, after, weight, total, out, scales, scale, eps, pitch, SIZE, WIDTH: tl.constexpr,
+    x, residual, after, weight, total, out, scales, scale, experts, eps, pitch, SIZE,
+    WIDTH: tl.constexpr,
     ADD: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
     OVERLAP: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +87,7 @@ def add_rms_norm_kernel(
     if out is not None:
         y, fault = normed(h, w, eps, SIZE)
         store_row(
-            y, row, 0, i, real, out, scales, scale, None, fault, pitch, SIZE, STATIC, GROUP, BITS
+            y, row, 0, i, real, out, scales, scale, experts, fault, pitch, SIZE, STATIC, GROUP, BITS
         )
 
 
@@ -154,6 +155,7 @@ def add_rms_norm(
     group: int | None = None,
     residual_ready: bool = False,
     after: Tensor | None = None,
+    experts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Norm of x + residual, or of after(x) + residual.
 
@@ -169,6 +171,7 @@ def add_rms_norm(
             read while that runs.
         after: Float [H], the weight of the norm of x before it is added; None where x is added as
             it is.
+        experts: int32 [T], whose element of `scale` is a row's; None where it has one.
 
     Returns:
         (rows [T, H] in `dtype`, scales fp32 [T, 1] or [T, ceil(H / 128)], `scale` or None,
@@ -178,7 +181,7 @@ def add_rms_norm(
         ValueError: a shape or type does not fit.
     """
     size = x.shape[-1]
-    out, scales = outputs_of(x, size, scale, dtype, group)
+    out, scales = outputs_of(x, size, scale, dtype, group, experts)
     for own in (weight, after):
         require(
             own is None or own.shape == (size,),
@@ -191,8 +194,8 @@ def add_rms_norm(
     summed = weight is None and dtype == x.dtype  # the rows are the sum
     if rows and not (summed and residual is None):
         add_rms_norm_kernel[(rows,)](
-            x, residual, after, weight, total, None if summed else storage(out), scales, scale, eps,
-            rows, size, ADD=residual is not None, READY=residual_ready,
+            x, residual, after, weight, total, None if summed else storage(out), scales, scale,
+            experts, eps, rows, size, ADD=residual is not None, READY=residual_ready,
             **launch_shape(size, scale is not None, group, None if summed else out, rows),
         )  # fmt: skip
     return total if summed else out, scales, total

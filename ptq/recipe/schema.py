@@ -136,10 +136,10 @@ class ObserversSpec(Strict):
 
 
 class SinksSpec(Strict):
-    """Sink tokens: the first tokens of a sequence, whose activations can be hundreds of times larger
-    than all others and decide every static scale. They are left out of statistics and of what
-    methods compare; when the model runs, their rows have static input scales of their own, and
-    their K and V stay in 16 bits.
+    """Sink tokens: the first tokens of a sequence, whose activations can be hundreds of times those
+    of all others and decide every static scale. They are left out of statistics and of what methods
+    compare; when the model runs, their rows have static input scales of their own, and their K and
+    V stay in 16 bits on a CPU.
 
     YAML: ``sinks: {keep: auto}``
     """

@@ -27,11 +27,25 @@ class InputFormat:
         dtype: int8, float8_e4m3fn or the model's float type.
         scale: fp32, one element, for all rows; None where they are scaled by their data, or not.
         group: Inputs of a row that share a scale of their own; None for the whole row.
+        both: fp32 [2], `scale` and that of the rows of sink tokens, where these have one of their
+            own; of experts [2 E], those of all experts before theirs of sink tokens.
     """
 
     dtype: torch.dtype
     scale: Tensor | None = None
     group: int | None = None
+    both: Tensor | None = None
+
+    def scales_of(self, sinks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What rows are quantized with: the scales, and which of them is each row's, int32 [T].
+
+        Args:
+            sinks: int32 [T], 1 for the rows of sink tokens, 0 for others; None where none is.
+
+        Returns:
+            (scales, indices), the latter None where all rows have one scale.
+        """
+        return (self.scale, None) if self.both is None or sinks is None else (self.both, sinks)
 
 
 @dataclass(frozen=True)

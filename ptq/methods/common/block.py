@@ -234,13 +234,14 @@ class BlockWork:
         return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
 
     def sink_scale(self, name: str) -> Tensor | None:
-        """Static scale of the rows of sink tokens, fp32 [1]; None where they have none."""
-        spec = self.scheme_of(name).activations
+        """Static scale of the rows of sink tokens, fp32 [1]; None where that of all others does."""
+        spec, others = self.scheme_of(name).activations, self.input_scale(name)
         known = self.statistics is not None and (name, SINK_INPUT) in self.statistics
-        if spec is None or spec.dynamic or not known:
+        if spec is None or others is None or not known:
             return None
         absmax = torch.tensor([self.observed(name, SINK_INPUT).absmax], dtype=torch.float32)
-        return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
+        scale = numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
+        return scale if bool(scale > others) else None
 
     def loss(self, found: Tensor, wanted: Tensor) -> float:
         """Squared error of a block's outputs [tokens, hidden], that of sink tokens left out.
