@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "delays.h"
+
 namespace ptq {
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512Vnni = 2 };
@@ -58,24 +60,16 @@ struct Shared {
 struct Team {
   int id, size;
   Shared* shared;
-  long take() const { return __atomic_fetch_add(&shared->ticket, 1L, __ATOMIC_RELAXED); }
+  long take() const {
+    late();
+    return __atomic_fetch_add(&shared->ticket, 1L, __ATOMIC_RELAXED);
+  }
   // Waits for all. It spins for some microseconds, as a wait is short where each thread has a core,
   // and then lets others run: where cores are shared, whom it waits for may be among them.
   void barrier() const {
     if (size == 1) return;
-    const int generation = __atomic_load_n(&shared->generation, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&shared->arrived, 1, __ATOMIC_ACQ_REL) == size) {
-      __atomic_store_n(&shared->arrived, 0, __ATOMIC_RELAXED);
-      __atomic_store_n(&shared->generation, generation + 1, __ATOMIC_RELEASE);
-      return;
-    }
-    for (int i = 0; __atomic_load_n(&shared->generation, __ATOMIC_ACQUIRE) == generation; i++) {
-      if (i < kSpins) {
-        pause();
-      } else {
-        sched_yield();
-      }
-    }
+    wait();
+    late();
   }
   void restart() const {  // all tickets taken, or none: begin again
     barrier();
@@ -93,6 +87,21 @@ struct Team {
 
  private:
   static constexpr int kSpins = 4000;
+  void wait() const {
+    const int generation = __atomic_load_n(&shared->generation, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&shared->arrived, 1, __ATOMIC_ACQ_REL) == size) {
+      __atomic_store_n(&shared->arrived, 0, __ATOMIC_RELAXED);
+      __atomic_store_n(&shared->generation, generation + 1, __ATOMIC_RELEASE);
+      return;
+    }
+    for (int i = 0; __atomic_load_n(&shared->generation, __ATOMIC_ACQUIRE) == generation; i++) {
+      if (i < kSpins) {
+        pause();
+      } else {
+        sched_yield();
+      }
+    }
+  }
   static void pause() {
 #ifdef PTQ_X86
     __builtin_ia32_pause();
@@ -104,6 +113,7 @@ struct Range {
   int64_t begin, end;
 };
 static inline Range share(int64_t items, const Team& team) {
+  late();
   return {items * team.id / team.size, items * (team.id + 1) / team.size};
 }
 

@@ -7,6 +7,12 @@
 //     h = norm(x);  x = x + norm(down(activation(gate(h)) * up(h)))
 //
 // Each norm is there or not. Without one after it, a layer adds to x what it gives.
+//
+// Who waits for whom, the one rule: a token is one thread's, `tokens_`, from its embedding to its last
+// norm. That thread alone writes the token's rows and its place in the cache, and reads nothing of
+// other tokens, so that it waits for nobody. Only `linear` and `attend` read what others made, and
+// write where others read: they begin and end with a barrier, and nothing else has one. What comes
+// after the last `linear` touches the logits alone.
 #include "decoder.h"
 
 #include <string.h>
@@ -137,9 +143,7 @@ class StepRunner {
     const float* read = normed(block.before_attention, block.qkv);
     linear(block.qkv, read, s_.tokens, d_.hidden, b_.qkv, q_size + 2 * kv_size, false);
     for (int64_t t = tokens_.begin; t < tokens_.end; t++) cache(block, t);
-    team_.barrier();
     attend(block);
-    team_.barrier();
     added(block.o, b_.attended, q_size, block.after_attention);
     read = normed(block.before_feed_forward, block.gate_up);
     linear(block.gate_up, read, s_.tokens, d_.hidden, b_.gate_up, 2 * d_.intermediate, false);
@@ -181,7 +185,7 @@ class StepRunner {
   // Whether rows of this step have two static scales.
   bool has_two_scales(const Layer& layer) const { return layer.sink_scale != nullptr && any_sink_; }
 
-  // Quantizes this thread's rows for a layer; all rows are ready after the barrier.
+  // Quantizes this thread's rows for a layer.
   void prepare(const Layer& layer, const float* x, int64_t columns) {
     const auto run = [&](int64_t first, int64_t end, const float* scale) {
       quantize(layer, scale, x + first * columns, columns, first, end - first);
@@ -197,7 +201,6 @@ class StepRunner {
         }
       }
     }
-    team_.barrier();
   }
 
   void quantize(const Layer& layer, const float* scale, const float* x, int64_t columns,
@@ -216,7 +219,7 @@ class StepRunner {
     kernels_.quantize(args, solo_);
   }
 
-  // y = layer(x), or y += layer(x); the result is ready after the barrier.
+  // y = layer(x), or y += layer(x), of rows that `prepare` has quantized: all threads together.
   void linear(const Layer& layer, const float* x, int64_t rows, int64_t inputs, float* y,
               int64_t outputs, bool accumulate) {
     const bool integers = layer.kind == kInputI8;
@@ -231,6 +234,7 @@ class StepRunner {
     args.x_stride = inputs;
     args.y_stride = outputs;
     args.y = y;
+    team_.barrier();
     kernels_.linear(args, team_);
     team_.barrier();
   }
@@ -282,23 +286,27 @@ class StepRunner {
     kernels_.write_kv(args, solo_);
   }
 
+  // Attention of all tokens: all threads together.
   void attend(const Block& block) {
     AttentionArgs args = attention_args(d_, s_, block);
     args.q = b_.qkv;
     args.out = b_.attended;
+    team_.barrier();
     kernels_.attention(args, team_);
+    team_.barrier();
   }
 
+  // Rows that are wanted, normed by whose they are and put side by side where `linear` reads them.
   void logits() {
-    const Range wanted = share(s_.wanted, team_);
-    for (int64_t i = wanted.begin; i < wanted.end; i++)
-      kernels_.rms_norm(b_.x + s_.rows[i] * d_.hidden, d_.norm, d_.eps, b_.h + i * d_.hidden, 1,
-                        d_.hidden, 0, 0, solo_);
-    if (d_.head.kind != kInputFloat && wanted.end > wanted.begin)
-      quantize(d_.head, d_.head.scale, b_.h + wanted.begin * d_.hidden, d_.hidden, wanted.begin,
-               wanted.end - wanted.begin);
-    team_.barrier();
-    linear(d_.head, b_.h, s_.wanted, d_.hidden, s_.logits, d_.vocabulary, false);
+    const bool quantized = d_.head.kind != kInputFloat;
+    for (int64_t i = 0; i < s_.wanted; i++) {
+      const int64_t t = s_.rows[i];
+      if (t < tokens_.begin || t >= tokens_.end) continue;
+      float* to = quantized ? b_.h + t * d_.hidden : b_.values + i * d_.hidden;
+      kernels_.rms_norm(b_.x + t * d_.hidden, d_.norm, d_.eps, to, 1, d_.hidden, 0, 0, solo_);
+      if (quantized) quantize(d_.head, d_.head.scale, to, d_.hidden, i, 1);
+    }
+    linear(d_.head, b_.values, s_.wanted, d_.hidden, s_.logits, d_.vocabulary, false);
     const int64_t count = s_.wanted * d_.vocabulary;
     if (d_.logits_softcap != 0.0f)
       kernels_.softcap(s_.logits, d_.logits_softcap, s_.logits, count, team_);

@@ -3,7 +3,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef _OPENMP
+#if defined(__SANITIZE_THREAD__)
+#include <thread>
+#include <vector>
+#elif defined(_OPENMP)
 #include <omp.h>
 #endif
 
@@ -44,11 +47,18 @@ const Kernels* best() {
 
 const Kernels* chosen = best();
 
-// Runs `body` on a team; kernels are told who they are.
+// Runs `body` on a team; kernels are told who they are. The sanitizer of threads does not see when
+// OpenMP's begin and end.
 template <class Body>
 void together(int threads, const Body& body) {
   Shared shared;
-#ifdef _OPENMP
+#if defined(__SANITIZE_THREAD__)
+  std::vector<std::thread> others;
+  for (int id = 1; id < threads; id++)
+    others.emplace_back([&, id] { body(Team{id, threads, &shared}); });
+  body(Team{0, threads, &shared});
+  for (std::thread& other : others) other.join();
+#elif defined(_OPENMP)
 #pragma omp parallel num_threads(threads)
   body(Team{omp_get_thread_num(), omp_get_num_threads(), &shared});
 #else
