@@ -196,10 +196,22 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
             place = f"{file}, row {number}"
             yield place, {"text": row} if isinstance(row, str) else _checked(row, place)
         return
+    if file.suffix == ".json" and (row := _only_object(text)) is not None:
+        yield str(file), row
+        return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             place = f"{file}:{number}"
             yield place, _checked(_parsed(line, place), place)
+
+
+def _only_object(text: str) -> dict[str, Any] | None:
+    """The object that a text is as a whole, on however many lines; None of JSON lines."""
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def _parsed(text: str, place: str) -> Any:

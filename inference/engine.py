@@ -24,6 +24,7 @@ from torch import Tensor
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import EngineError, PTQError, RequestError
+from formats.text_tokens import text_tokens
 from formats.tokenizer import end_tokens, load_tokenizer
 from inference.backend import Backend, choose_backend, require_device
 from inference.config import EngineConfig
@@ -517,7 +518,7 @@ class Engine:
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt that may be run."""
         text = isinstance(prompt, str)
-        tokens = list(self.tokenizer(prompt)["input_ids"]) if text else list(prompt)
+        tokens = text_tokens(self.tokenizer, prompt) if text else list(prompt)
         self._check_prompt(tokens)
         return tokens
 

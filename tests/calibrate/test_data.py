@@ -238,6 +238,14 @@ def test_settings_are_guessed_though_the_first_row_is_blank(tmp_path, first):
     assert guess_columns(tmp_path / "d.jsonl") == {"messages_column": "dialogue"}
 
 
+def test_an_object_on_several_lines_is_a_row(tmp_path):
+    (tmp_path / "d.json").write_text(json.dumps({"text": "a"}, indent=1))
+    assert local_documents(tmp_path / "d.json", "text", plain_text) == ["a"]
+    (tmp_path / "d.json").write_text(json.dumps({"rows": [{"text": "a"}]}, indent=1))
+    with pytest.raises(RecipeError, match=r"Found: rows \(list\)"):
+        guess_columns(tmp_path / "d.json")
+
+
 def test_what_a_folder_is_read_for(tmp_path):
     """Tables before text, and JSON only where nothing else is: settings lie beside data."""
     for name, expected in (

@@ -74,6 +74,9 @@ def test_text_that_a_template_has_rendered_gets_no_second_bos(chat_model):
     assert prompts.tokens(rendered) == tokenizer(rendered, add_special_tokens=False)["input_ids"]
     assert prompts.tokens("hi") == [0, *prompts.continuation_tokens("hi")]
     assert prompts.continuation_tokens(rendered) == prompts.tokens(rendered)
+    engine, ids = Engine.from_pretrained(chat_model), prompts.tokens(rendered)
+    given = engine.generate([rendered, "hi"], SamplingParams(max_tokens=1))
+    assert [list(o.prompt_token_ids) for o in given] == [ids, prompts.tokens("hi")]
 
 
 def test_without_a_template_the_note_says_so(model, capsys):
