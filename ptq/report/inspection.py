@@ -40,6 +40,7 @@ class Inspection(Strict):
         scales: One row for each scale tensor, as in the scale table; only tensor, shape and range
             where the checkpoint, of other software, has no such table.
         outliers: Outlier channels, those that stand out most first.
+        sink_tokens: Tokens at the beginning of a sequence that are quantized apart.
     """
 
     model_type: str
@@ -49,6 +50,7 @@ class Inspection(Strict):
     sizes: tuple[SizeRow, ...]
     scales: tuple[dict[str, Any], ...]
     outliers: tuple[OutlierRow, ...]
+    sink_tokens: int = 0
 
 
 def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 3) -> Inspection:
@@ -81,6 +83,7 @@ def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 
         wac=checkpoint.scheme.wac,
         layers=_other_layers(checkpoint),
         sizes=_sizes(checkpoint),
+        sink_tokens=checkpoint.sinks.tokens,
         scales=tuple(row for row in scales if row["module"] in kept),
         outliers=tuple(by_ratio([row for row in outliers if row.module in kept])),
     )
@@ -156,6 +159,11 @@ def describe(found: Inspection, top: int) -> list[str]:
     """
     nbytes = sum(row.nbytes for row in found.sizes)
     lines = [f"{found.model_type}, scheme {found.wac}, {size_text(nbytes)} of tensors"]
+    if found.sink_tokens:
+        lines.append(
+            f"  the first {found.sink_tokens} tokens of a sequence are sink tokens, quantized apart "
+            "here; other runtimes scale them as all others"
+        )
     for text, names in found.layers.items():
         lines.append(f"  otherwise {len(names)} layers, such as {names[0]}: {text}")
     lines.append("")
@@ -225,6 +233,15 @@ def _outlier_row(row: OutlierRow) -> dict[str, Any]:
         "median channel": f"{row.median:.4g}",
         "ratio": "" if row.ratio is None else f"{row.ratio:.1f}",
         "channels": ", ".join(map(str, row.channels)),
+    } | ({} if row.role == "weight" else _tokens(row))
+
+
+def _tokens(row: OutlierRow) -> dict[str, Any]:
+    """What a row of activations says of single tokens."""
+    return {
+        "median token": "" if row.token_median is None else f"{row.token_median:.4g}",
+        "at position": "" if row.peak_position < 0 else row.peak_position,
+        "sinks": "" if row.sinks is None else f"{row.sinks:.4g}",
     }
 
 

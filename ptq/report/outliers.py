@@ -1,4 +1,4 @@
-"""Outlier channels: those whose magnitudes stand out among the channels of their tensor."""
+"""Outliers: channels whose magnitudes stand out in their tensor, and tokens that do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from calibrate.roles import SINK_INPUT
 from calibrate.statistics import Statistics
 from formats.checkpoint.read import Checkpoint
 from formats.families.names import is_projection
@@ -26,6 +27,9 @@ class OutlierRow(Strict):
         ratio: absmax / median; None where the median channel is all zero.
         channels: Indices of the largest channels, descending by magnitude.
         magnitudes: Largest magnitudes of those channels, in the same order.
+        token_median: Median over tokens of their largest magnitude; None where it is not known.
+        peak_position: Where in its sample the token with the largest magnitude stood; -1 likewise.
+        sinks: Largest magnitude at sink tokens, which the rest is without; None without any.
     """
 
     module: str
@@ -35,6 +39,9 @@ class OutlierRow(Strict):
     ratio: float | None
     channels: tuple[int, ...]
     magnitudes: tuple[float, ...]
+    token_median: float | None = None
+    peak_position: int = -1
+    sinks: float | None = None
 
 
 def outlier_row(module: str, role: str, channel_absmax: Tensor, top: int = 3) -> OutlierRow:
@@ -55,10 +62,18 @@ def outlier_row(module: str, role: str, channel_absmax: Tensor, top: int = 3) ->
 
 def activation_outliers(statistics: Statistics, top: int = 3) -> list[OutlierRow]:
     """One row for every input and cache that calibration observed, of the model as it came."""
-    return [
-        outlier_row(module, role, stats.channel_absmax, top)
-        for (module, role), stats in statistics.at().items()
-    ]
+    seen, rows = statistics.at(), list[OutlierRow]()
+    for (module, role), stats in seen.items():
+        if role == SINK_INPUT:
+            continue
+        sinks = seen.get((module, SINK_INPUT)) if role == "input" else None
+        about = {
+            "token_median": stats.token_median,
+            "peak_position": stats.peak_position,
+            "sinks": None if sinks is None else sinks.absmax,
+        }
+        rows.append(outlier_row(module, role, stats.channel_absmax, top).model_copy(update=about))
+    return rows
 
 
 def weight_outliers(checkpoint: Checkpoint, top: int = 3) -> list[OutlierRow]:

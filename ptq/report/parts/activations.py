@@ -48,6 +48,11 @@ def activations_section(data: ReportData) -> Section:
         "One static scale must hold all channels of an input, so a channel far above the median "
         "costs all others their resolution. "
     )
+    if count := data.quantization.sink_tokens:
+        text += (
+            f"The first {count} tokens of a sequence are sink tokens: their rows are quantized "
+            "apart and are in no other figure. "
+        )
     if data.quantization.smoothing:
         tables.append(_smoothing(data))
         text += (
@@ -63,7 +68,7 @@ def activations_section(data: ReportData) -> Section:
 
 def _outliers(rows: Sequence[OutlierRow]) -> Table:
     return Table(
-        ("input of", "largest", "median channel", "ratio", "channels"),
+        ("input of", "largest", "median channel", "ratio", "channels", "median token", "sinks"),
         [
             (
                 row.module,
@@ -71,6 +76,8 @@ def _outliers(rows: Sequence[OutlierRow]) -> Table:
                 f"{row.median:.4g}",
                 "" if row.ratio is None else f"{row.ratio:.1f}",
                 ", ".join(map(str, row.channels)),
+                "" if row.token_median is None else f"{row.token_median:.4g}",
+                "" if row.sinks is None else f"{row.sinks:.4g}",
             )
             for row in rows
         ],
@@ -105,8 +112,11 @@ def _draw(data: ReportData) -> list[Axes]:
     panels = [new_panel(3.0, 3) for _ in names]
     for part, panel in zip(panels, names, strict=True):
         if panel == "inputs":
-            part.set_title("Largest input (median dotted)")
-            _lines(part, inputs, [(lambda row: row.absmax, "o-"), (lambda row: row.median, ":")])
+            part.set_title("Largest input (median token dotted, sinks x)")
+            drawn = [(lambda row: row.absmax, "o-"), (lambda row: number(row.token_median), ":")]
+            if any(row.sinks is not None for row in inputs.values()):
+                drawn.append((lambda row: number(row.sinks), "x"))
+            _lines(part, inputs, drawn)
             _log_scale(part)
         elif panel == "factors":
             part.set_title("Largest smoothing factor")

@@ -168,7 +168,10 @@ def test_caches_keep_them_in_float(sink_model, tmp_path, scheme):
 
 def test_damaged_checkpoints_are_refused(both, tmp_path):
     folder = both["auto"].checkpoint
-    for change, message in (("gone", "sink_scales.safetensors is missing"), ("more", "sink tokens")):
+    for change, message in (
+        ("gone", "sink_scales.safetensors is missing"),
+        ("more", "sink tokens"),
+    ):
         copy = tmp_path / change
         for path in (p for p in folder.rglob("*") if p.is_file()):
             target = copy / path.relative_to(folder)
