@@ -64,11 +64,11 @@ class SmoothKSpec(MethodSpec):
           alphas: [0.5, 0.7, 0.85, 1.0] # what a search tries, beside leaving K alone
           search_samples: 4       # calibration sequences that a search measures its error on
 
-    It needs a scheme that quantizes the cache, and works alone where nothing else is quantized.
+    It needs a scheme that quantizes the cache, and works alone where nothing else is quantized. A
+    model whose family nothing declares, and latent attention, are left as they are.
     """
 
     stage: ClassVar = Stage.SMOOTH_CACHE
-    needs_declaration: ClassVar[bool] = True
     fits_cache_alone: ClassVar[bool] = True
     name: Literal["smooth_k"] = "smooth_k"
     alpha: Literal["search"] | Alpha = "search"
@@ -144,16 +144,18 @@ class SmoothK(Method):
     def prepare(self, work: BlockWork) -> None:
         """Find what makes K; where no projection makes it alone, say so."""
         self.key, self.factors = "", None
-        if not isinstance(work.block.declared.attention, LatentAttention):
+        if _has_keys(work):
             self.key = _stages(work)[0]
             return
         message = "not smoothed: one layer makes the latent and the keys that are cached with it"
+        if work.block.family is None:
+            message = "not smoothed: no family declares what makes queries and keys"
         own = Event(module=work.block.attention, kind="smoothing_skipped", message=message)
         work.events.append(own)
 
     def solve(self, work: BlockWork) -> None:
         """Try no factors and every strength on the first samples; without any, take the one."""
-        if isinstance(work.block.declared.attention, LatentAttention):
+        if not _has_keys(work):
             return
         k, q = _stages(work)
         absmax = work.observed(work.block.attention, "k_cache").channel_absmax  # [kv heads, D]
@@ -166,7 +168,7 @@ class SmoothK(Method):
         factors: dict[float | None, Tensor] = {None: torch.ones_like(absmax).double()}
         factors |= {alpha: key_factors(basis, alpha, work.pairs, exact=exact) for alpha in alphas}
         reference = [work.block.run(sample) for sample in work.samples(self.spec.search_samples)]
-        power = math.fsum(y.double().square().sum().item() for y in reference)
+        power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
         errors: dict[float | None, float] = {}
         if reference:
             errors = {alpha: _error(work, absmax, f, reference) for alpha, f in factors.items()}
@@ -192,6 +194,12 @@ class SmoothK(Method):
             _multiply(work, q, self.factors)
             work.divide(work.block.attention, "k_cache", self.factors)
         self.factors = None
+
+
+def _has_keys(work: BlockWork) -> bool:
+    """Whether it is declared which projection makes keys, and that no other makes them with it."""
+    family = work.block.family
+    return family is not None and not isinstance(family.attention, LatentAttention)
 
 
 def _stages(work: BlockWork) -> tuple[str, str]:
