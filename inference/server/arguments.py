@@ -6,7 +6,11 @@ import argparse
 from pathlib import Path
 
 from formats.command import CommandParser, count
-from inference.arguments import add_engine_arguments, speculate_config
+from inference.arguments import (
+    add_content_argument,
+    add_engine_arguments,
+    speculate_config,
+)
 from inference.config import EngineConfig
 from inference.server.open_requests import QueueLimits
 from inference.server.tools.tool_format import tool_formats
@@ -110,6 +114,7 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
         help="what clients call the model; default: CHECKPOINT as given; repeatable",
     )
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, in the place of the model's own")
+    add_content_argument(group)
     add(
         "--tool-format",
         choices=sorted(tool_formats()),

@@ -257,6 +257,7 @@ def _settings(
         load_tokenizer=load_tokenizer,
         created=int(time.time()),
         chat_template=template,
+        special_tokens_in_content=arguments.special_tokens_in_content,
         tool_format=arguments.tool_format,
         api_key=key,
         cors_origins=tuple(arguments.cors_origin),

@@ -50,6 +50,7 @@ class ServerSettings:
             must not be used by two threads at once. Raises CheckpointError.
         created: When the server was started, seconds since 1970.
         chat_template: Jinja text in the place of the tokenizer's own, or None.
+        special_tokens_in_content: Let texts of messages hold control tokens.
         tool_format: Name of the format in which the model writes calls of tools; None finds it out
             from the chat template.
         api_key: What clients have to show, or None where all may come.
@@ -64,6 +65,7 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     created: int = 0
     chat_template: str | None = None
+    special_tokens_in_content: bool = False
     tool_format: str | None = None
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from formats.chat_template import check_chat_template, has_chat_template, render_chat
+from formats.chat_template import check_chat_template, has_chat_template
 from formats.errors import RequestError
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
@@ -63,7 +63,11 @@ class ServedModel:
         if self.has_template:
             _check_template(self._encoder)
         self.tools = tool_support(self._encoder, settings.tool_format)
-        self._format = PromptFormat.of(self._encoder, raw=True)
+        self._format = PromptFormat.of(
+            self._encoder,
+            raw=True,
+            special_tokens_in_content=settings.special_tokens_in_content,
+        )
         self._longest = max(map(len, self._encoder.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
@@ -162,11 +166,15 @@ class ServedModel:
         if go_on:
             options["continue_final_message"] = True
         try:
-            text = render_chat(self._encoder, messages, options, tools=tools, answer=answer)
+            return self._format.chats.tokens(
+                messages,
+                options,
+                tools=tools,
+                answer=answer,
+                check=lambda text: self._check_text(text, "messages"),
+            )
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from error
-        self._check_text(text, "messages")
-        return self._format.continuation_tokens(text)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """What clients without the tokenizer ask of it, by the names of tokenizer_config.json."""
