@@ -7,8 +7,8 @@ begin another in somebody else's name. So here
 1. texts of messages and of tools are searched for control tokens, in any spelling that folds to one
    (full-width characters, upper case). Mostly there are none, and the chat is rendered and
    tokenized as it is;
-2. otherwise each letter of what was found is replaced by a private-use character before the template
-   sees it, so that all control tokens of the rendered chat are the template's;
+2. otherwise each letter of what was found is replaced by a private-use character before the
+   template sees it, so that all control tokens of the rendered chat are the template's;
 3. these get names that no text has, the letters come back, and a tokenizer that knows the control
    tokens by those names alone encodes the whole: what a message holds is spelled as any text is.
 
@@ -150,7 +150,7 @@ class ChatEncoder:
                 parts += [_restored(text[end:start], letters), names[token]]
                 end = stop
         parts.append(_restored(text[end:], letters))
-        made = encoder.encode("".join(parts), add_special_tokens=False).ids
+        made: list[int] = encoder.encode("".join(parts), add_special_tokens=False).ids
         return [numbers.get(token, token) for token in made]
 
     @cached_property
@@ -194,8 +194,12 @@ class ChatEncoder:
         data = json.loads(backend.to_str())
         _rename(data, {texts[token]: name for token, name in names.items()})
         made = Tokenizer.from_str(json.dumps(data))
-        added = self._tokenizer.added_tokens_decoder.items()
-        return names, made, {made.token_to_id(names.get(t, a.content)): t for t, a in added}
+        numbers: dict[int, int] = {}
+        for token, added in self._tokenizer.added_tokens_decoder.items():
+            number = made.token_to_id(names.get(token) or str(added.content))
+            if number is not None:
+                numbers[number] = token
+        return names, made, numbers
 
 
 class _Finder:

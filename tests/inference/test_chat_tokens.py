@@ -33,7 +33,7 @@ def finished(tokenizer: Tokenizer, *added: AddedToken, template: str = TEMPLATE)
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template
     )
-    made.add_tokens(list(added))
+    made.add_tokens(list(added))  # pyright: ignore[reportArgumentType]
     return made
 
 
@@ -85,7 +85,7 @@ def unigram(template: str = TEMPLATE) -> Any:
 KINDS = {"byte_level": byte_level, "sentencepiece": sentencepiece, "unigram": unigram}
 
 
-@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+@pytest.fixture(scope="module", params=KINDS.values(), ids=list(KINDS))
 def tokenizer(request) -> Any:
     return request.param()
 

@@ -125,7 +125,7 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes():
         ("temperature", -0.1),
         ("temperature", 2.1),
         ("top_p", 1.5),
-        ("top_k", 1.0),
+        ("top_k", 1.5),
         ("top_k", -2),
         ("min_p", 2),
         ("max_tokens", True),
