@@ -67,6 +67,13 @@ def test_a_body_that_is_no_strict_json_is_refused(body):
         error_of(ask("POST", path, body), 400)
 
 
+def test_a_body_that_is_too_deep_is_told_so():
+    deep = b'{"prompt": "a", "response_format": ' + b"[" * 300 + b"]" * 300 + b"}"
+    message = error_of(ask("POST", COMPLETIONS, deep), 400)["message"]
+    assert "more than 200 objects and lists in one another" in message
+    assert "UTF-8" not in message
+
+
 def test_numbers_that_are_not_finite_are_refused_where_anything_may_stand():
     text = '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1e999}}'
     error = error_of(ask("POST", CHAT, text.encode()), 400)
