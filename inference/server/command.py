@@ -260,6 +260,7 @@ def _settings(
         special_tokens_in_content=arguments.special_tokens_in_content,
         tool_format=arguments.tool_format,
         api_key=key,
+        root_path=arguments.root_path or "",
         cors_origins=tuple(arguments.cors_origin),
         log_requests=arguments.log_requests or arguments.log_texts,
         log_texts=arguments.log_texts,

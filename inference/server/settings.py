@@ -54,6 +54,7 @@ class ServerSettings:
         tool_format: Name of the format in which the model writes calls of tools; None finds it out
             from the chat template.
         api_key: What clients have to show, or None where all may come.
+        root_path: Prefix below which all routes answer, too, such as `/llm`; empty for none.
         cors_origins: Web pages from elsewhere that may call, such as `https://example.org`, or `*`.
         log_requests: Log a line a request: route, status, tokens, seconds.
         log_texts: Log prompts and answers, too.
@@ -68,6 +69,7 @@ class ServerSettings:
     special_tokens_in_content: bool = False
     tool_format: str | None = None
     api_key: str | None = None
+    root_path: str = ""
     cors_origins: tuple[str, ...] = ()
     log_requests: bool = False
     log_texts: bool = False

@@ -135,6 +135,7 @@ def _options(arguments: argparse.Namespace) -> Iterator[str]:
         "--max-num-seqs": arguments.max_batch_size,
         "--max-num-batched-tokens": tokens if tokens != usual else None,
         "--chat-template": arguments.chat_template,
+        "--root-path": arguments.root_path,
         "--distributed-executor-backend": arguments.executor,
     }
     for option, value in values.items():

@@ -319,6 +319,28 @@ def test_a_path_that_is_no_route_is_not_found(path):
     error_of(ask("GET", path), 404)
 
 
+def test_routes_answer_below_the_prefix_of_a_proxy_too():
+    async def scenario(client, engine):
+        for prefix in ("", "/a/llm"):
+            assert (await client.get(f"{prefix}/health")).json() == {"status": "ready"}
+            assert b"<!doctype html>" in (await client.get(f"{prefix}/")).content
+            error_of(await client.get(f"{prefix}/v1/models"), 401)
+            shown = {"Authorization": "Bearer secret"}
+            answer = await client.get(f"{prefix}/v1/models/tiny", headers=shown)
+            assert answer.json()["id"] == "tiny"
+            body = {"prompt": "a", "max_tokens": 2}
+            answer = await client.post(f"{prefix}{COMPLETIONS}", json=body, headers=shown)
+            assert answer.json()["usage"]["completion_tokens"] == 2
+            document = (await client.get(f"{prefix}/openapi.json", headers=shown)).json()
+            assert document["servers"] == [{"url": "/a/llm"}]
+        alone = await client.get("/a/llm")
+        assert (alone.status_code, alone.headers["location"]) == (307, "/a/llm/")
+        for path in ("/a/llmore/health", "/a/llm/a/llm/health"):
+            error_of(await client.get(path, headers=shown), 404)
+
+    talk(scenario, root_path="/a/llm", api_key="secret")
+
+
 def test_a_method_that_a_route_has_not_is_told():
     for method in ("GET", "PUT", "DELETE", "PATCH"):
         response = ask(method, COMPLETIONS)
