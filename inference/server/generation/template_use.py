@@ -132,7 +132,9 @@ def _rendered(render: Callable[[Chat], str], chat: Chat) -> str | None:
 
 def _refuse(place: Place, chat: Chat) -> NoReturn:
     i, field, number = place
-    name = f"messages[{i}].{field}" + ("" if number is None else f"[{number}]")
+    name = f"messages[{i}].{field}"
+    if number is not None and len(chat[i][field]) > 1:
+        name += f"[{number}]"
     raise RequestError(
         f"{name}: the model's chat template leaves it out of a message of role "
         f"{chat[i]['role']!r}, so that the model would not see it; {REMEDIES[field]}, or start the "

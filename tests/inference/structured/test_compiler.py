@@ -111,7 +111,10 @@ def test_what_is_not_kept_is_refused(compiler, constraint, message):
             {"allOf": [{"anyOf": [{"minimum": i, "type": "number"} for i in range(9)]}] * 9},
             "write them as one",
         ),
-        ({"$ref": "#/$defs/a~1b", "$defs": {"a": {"type": "string"}}}, "no schema of this document"),
+        (
+            {"$ref": "#/$defs/a~1b", "$defs": {"a": {"type": "string"}}},
+            "no schema of this document",
+        ),
         ({"type": "string", "nullable": "yes"}, "nullable is not kept"),
         ({"enum": []}, "a list of values"),
         ({"enum": ["a", 3], "type": "string"}, "3 is not of type string"),
