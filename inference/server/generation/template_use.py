@@ -94,7 +94,7 @@ def _named(chat: Chat) -> Iterator[Place]:
     """Calls, and names, but for those of tools that their calls tell."""
     called: dict[str, str] = {}
     for i, message in enumerate(chat):
-        if message.get("name") not in (None, called.get(message.get("tool_call_id", ""))):
+        if message.get("name") not in (None, "", called.get(message.get("tool_call_id", ""))):
             yield i, "name", None
         for number, call in enumerate(message.get("tool_calls", ())):
             called[call["id"]] = call["function"]["name"]

@@ -65,6 +65,7 @@ def test_what_a_template_leaves_out_is_refused_by_name(path, template, messages,
     [
         (NAMED, [HELLO | {"name": "Bob"}, calls() | {"name": "Bob"}]),
         (OF_USERS, [HELLO | {"name": "Bob"}]),
+        (TEMPLATE, [HELLO | {"name": ""}, calls() | {"name": None}]),
         (HERMES, [HELLO, calls("f", "g"), answered("f"), answered("g", 1)]),
         (HERMES, [HELLO, calls("f"), answered()]),
         (LLAMA3, [HELLO, calls("f") | {"content": "I look."}, answered()]),
