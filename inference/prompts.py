@@ -1,8 +1,8 @@
 """From text or messages to the token ids of a prompt, through the chat template or without it.
 
 A template writes all special tokens that a prompt has, its BOS token included: what it renders is
-tokenized without adding any; see `inference.chat_tokens` for what messages hold of them. Text that
-no template renders gets those that the tokenizer adds.
+tokenized without adding any; see `inference.requests.chat_tokens` for what messages hold of them.
+Text that no template renders gets those that the tokenizer adds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from formats.chat_template import has_chat_template
 from formats.errors import RequestError
-from inference.chat_tokens import ChatEncoder
+from inference.requests.chat_tokens import ChatEncoder
 
 Messages = Sequence[Mapping[str, Any]]
 

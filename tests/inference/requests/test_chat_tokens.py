@@ -16,7 +16,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from inference.chat_tokens import ChatEncoder
+from inference.requests.chat_tokens import ChatEncoder
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}"
