@@ -12,6 +12,7 @@ token included: what it renders is tokenized without adding any.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ ROLES = {
     "function_response": "tool",
     "observation": "tool",
 }
+GENERATION = re.compile(r"{%[-+]?\s*(end)?generation\s*[-+]?%}")  # a mark of transformers' own
 SPELLINGS = '{"role": "user", "content": text} or {"from": "human", "value": text}'
 
 
@@ -134,6 +136,19 @@ def render_chat(
     ) as error:  # a template is a program: whatever it does wrong is its refusal
         told = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"the chat template cannot render it ({told})") from error
+
+
+def template_variables(tokenizer: Any) -> frozenset[str]:
+    """Names that a tokenizer's templates look up, which a chat may give values to."""
+    from jinja2 import Environment
+    from jinja2.meta import find_undeclared_variables
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    template = tokenizer.chat_template
+    texts = [template] if isinstance(template, str) else list(template.values())
+    plain = [GENERATION.sub("", text) for text in texts]
+    found = (find_undeclared_variables(environment.parse(text)) for text in plain)
+    return frozenset().union(*found)
 
 
 def check_chat_template(tokenizer: Any) -> None:

@@ -51,6 +51,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add_speculate_arguments(parser)
 
 
+def add_content_argument(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Whether messages may hold control tokens."""
+    parser.add_argument(
+        "--special-tokens-in-content",
+        action="store_true",
+        help="make control tokens of those that messages spell, such as <|im_end|>; without it "
+        "what is said remains text",
+    )
+
+
 def add_parallel_argument(parser: argparse.ArgumentParser) -> None:
     """Over how many processes a model is cut."""
     parser.add_argument(

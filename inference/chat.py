@@ -25,6 +25,7 @@ from formats.errors import RequestError
 from formats.later import later
 from formats.stored.other_kinds import locate_model
 from inference.arguments import (
+    add_content_argument,
     add_engine_arguments,
     add_sampling_arguments,
     open_engine,
@@ -82,7 +83,11 @@ def _prompts(folder: Path, arguments: argparse.Namespace) -> PromptFormat:
             "cannot be talked with. It completes text: "
             f"`ptq predict {arguments.checkpoint} --prompt TEXT`"
         )
-    return PromptFormat.of(tokenizer, system=arguments.system)
+    return PromptFormat.of(
+        tokenizer,
+        system=arguments.system,
+        special_tokens_in_content=arguments.special_tokens_in_content,
+    )
 
 
 def _lines(interactive: bool) -> Iterator[str]:
@@ -231,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_engine_arguments(made)
     made.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    add_content_argument(made)
     add_sampling_arguments(made, max_tokens=1024)
     return made
 

@@ -41,6 +41,7 @@ from formats.later import later
 from formats.stored.other_kinds import locate_model
 from inference.arguments import (
     add_beam_arguments,
+    add_content_argument,
     add_engine_arguments,
     add_sampling_arguments,
     beam_params,
@@ -81,7 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = locate_model(arguments.checkpoint, arguments.revision)
     places = max(arguments.batch_size, arguments.beam_width or 1)
     engine = open_engine(folder, arguments, places)
-    prompts = PromptFormat.of(engine.tokenizer, raw=arguments.raw, system=arguments.system)
+    prompts = PromptFormat.of(
+        engine.tokenizer,
+        raw=arguments.raw,
+        system=arguments.system,
+        special_tokens_in_content=arguments.special_tokens_in_content,
+    )
     if not arguments.quiet:
         print(f"note: {prompts.note}", file=sys.stderr)
     if prompt is None:
@@ -164,6 +170,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--output", type=Path, metavar="OUT.jsonl", help="needed with --input")
     made.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
     made.add_argument("--raw", action="store_true", help="leave the chat template off")
+    add_content_argument(made)
     add_sampling_arguments(made, max_tokens=128)
     add_beam_arguments(made)
     made.add_argument("--stream", action="store_true", help="print text as it comes")

@@ -1,8 +1,8 @@
 """From text or messages to the token ids of a prompt, through the chat template or without it.
 
 A template writes all special tokens that a prompt has, its BOS token included: what it renders is
-tokenized without adding any. Text that no template renders gets those that the tokenizer adds, but
-for those that it begins with already.
+tokenized without adding any; see `inference.requests.chat_tokens` for what messages hold of them.
+Text that no template renders gets those that the tokenizer adds, but for those that it begins with.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from formats.chat_template import has_chat_template, render_chat
+from formats.chat_template import has_chat_template
 from formats.errors import RequestError
 from formats.text_tokens import text_tokens
+from inference.requests.chat_tokens import ChatEncoder
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -27,16 +28,27 @@ class PromptFormat:
         template: Whether its chat template renders them.
         system: The system message of chats that bring none.
         note: What becomes of prompts, in words.
+        chats: Encodes chats.
     """
 
     tokenizer: Any
     template: bool
     note: str
+    chats: ChatEncoder
     system: str | None = None
 
     @classmethod
-    def of(cls, tokenizer: Any, *, raw: bool = False, system: str | None = None) -> PromptFormat:
+    def of(
+        cls,
+        tokenizer: Any,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        special_tokens_in_content: bool = False,
+    ) -> PromptFormat:
         """The format of a tokenizer: by its chat template where it has one, unless `raw`.
+
+        Texts of messages hold control tokens only by `special_tokens_in_content`.
 
         Raises:
             RequestError: there is a system message without a template, or it is refused.
@@ -48,7 +60,8 @@ class PromptFormat:
             note = "prompts are completed as they stand"
         else:
             note = "the model has no chat template: prompts are completed as they stand"
-        return cls(tokenizer, template, note).with_system(system)
+        chats = ChatEncoder(tokenizer, special_tokens_in_content=special_tokens_in_content)
+        return cls(tokenizer, template, note, chats).with_system(system)
 
     def with_system(self, system: str | None) -> PromptFormat:
         """The same with another system message, or none.
@@ -88,7 +101,7 @@ class PromptFormat:
         if self.system is not None and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system}, *prompt]
         try:
-            text = render_chat(self.tokenizer, prompt, answer=True)
+            return self.chats.tokens(prompt, answer=True, check=check_unicode)
         except ValueError as error:
             roles = ", ".join(str(message["role"]) for message in prompt)
             raise RequestError(
@@ -96,7 +109,6 @@ class PromptFormat:
                 "`ptq predict --raw`",
                 "messages",
             ) from error
-        return self._encode(text, special_tokens=False)
 
     def continuation_tokens(self, text: str) -> list[int]:
         """Token ids of a text that follows a prompt: encoded on its own, without special tokens.
@@ -107,13 +119,22 @@ class PromptFormat:
         return self._encode(text, special_tokens=False)
 
     def _encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            raise RequestError(
-                "prompt: it holds half a surrogate pair, such as bytes that are no UTF-8 leave; "
-                "give Unicode text",
-                "prompt",
-            )
+        check_unicode(text)
         if special_tokens:
             return text_tokens(self.tokenizer, text)
         options = {"add_special_tokens": False, "verbose": False}  # no word on its length
         return list(self.tokenizer(text, **options)["input_ids"])
+
+
+def check_unicode(text: str) -> None:
+    """Check that a tokenizer can read a text.
+
+    Raises:
+        RequestError: it is no Unicode.
+    """
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise RequestError(
+            "prompt: it holds half a surrogate pair, such as bytes that are no UTF-8 leave; "
+            "give Unicode text",
+            "prompt",
+        )

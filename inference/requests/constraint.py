@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args
 
 from formats.errors import RequestError, suggestion
 from inference.requests.json_schema import check_schema
+from inference.requests.plain_schema import plain_schema
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +63,15 @@ class Constraint:
             value = read_json(self.text)
             for schema in [value] if self.kind == "json_schema" else _schemas_of(value):
                 check_schema(schema)
+
+    @property
+    def plain(self) -> str:
+        """Its text, with schemas in the words that are kept; see `plain_schema`."""
+        if self.kind not in ("json_schema", "structural_tag"):
+            return self.text
+        value = read_json(self.text)
+        made = plain_schema(value) if self.kind == "json_schema" else _plain_tag(value)
+        return self.text if made == value else write_json(made)
 
     @classmethod
     def json_object(cls) -> Constraint:
@@ -155,6 +165,16 @@ def _schemas_of(tag: Any) -> Iterator[Any]:
                 yield part
             else:
                 yield from _schemas_of(part)
+
+
+def _plain_tag(tag: Any) -> Any:
+    """A structural tag with its schemas in plain words."""
+    if isinstance(tag, list):
+        return [_plain_tag(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    schemas = ("json_schema", "schema")
+    return {k: plain_schema(v) if k in schemas else _plain_tag(v) for k, v in tag.items()}
 
 
 def check_depth(text: str) -> None:

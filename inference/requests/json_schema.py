@@ -1,5 +1,7 @@
 """Which JSON Schemas constrain an output: those of which every keyword is kept, no others.
 
+What libraries write in more words than there need be is first written plainly: see `plain_schema`.
+
 xgrammar reads one keyword of a schema that decides (`$ref`, `const`, `enum`, `anyOf`, `oneOf`,
 `allOf`, else `type`) and the keywords that belong to its types; what stands beside them, it
 ignores. An answer that breaks a rule which was asked for is worse than no answer, so that all else
@@ -14,11 +16,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from formats.errors import RequestError
+from inference.requests.plain_schema import ANNOTATIONS, plain_schema
 
-ANNOTATIONS = frozenset(
-    "title description default examples deprecated readOnly writeOnly discriminator "
-    "$comment $schema $defs definitions".split()
-)
 OF_TYPE: Mapping[str, frozenset[str]] = {
     "string": frozenset("pattern format minLength maxLength".split()),
     "integer": frozenset("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()),
@@ -49,6 +48,7 @@ def check_schema(root: Any) -> None:
     Raises:
         RequestError: one is not; the message says where it stands.
     """
+    root = plain_schema(root)
     seen: dict[str, Any] = {}
     references: list[tuple[str, str]] = []
     waiting = [("#", root)]
@@ -72,8 +72,8 @@ def check_schema(root: Any) -> None:
         if target not in seen or _circular(seen, target):
             raise _refused(
                 path,
-                f"$ref {target!r:.80} is no schema of this document, or itself; refer to '#' or "
-                "'#/$defs/NAME', without escapes",
+                f"$ref {target!r:.80} is no schema of this document, or itself; refer to one that "
+                "is, such as '#' or '#/$defs/NAME'",
             )
 
 
@@ -118,8 +118,6 @@ def _check_deciding(path: str, schema: dict, deciding: str, keywords: set[str]) 
         options = schema[deciding]
         if not isinstance(options, list) or not options:
             raise _refused(path, f"{deciding}: give a list of schemas")
-        if deciding == "allOf" and len(options) > 1:
-            raise _refused(path, "allOf of several schemas is not kept; write them as one")
 
 
 def _check_types(path: str, schema: dict, keywords: set[str]) -> None:

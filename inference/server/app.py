@@ -18,7 +18,7 @@ from formats.errors import PTQError
 from inference.server.generation.served_model import ServedModel
 from inference.server.http import openapi
 from inference.server.http.errors import ApiError, api_error
-from inference.server.http.middleware import KeyCheck, RequestLog
+from inference.server.http.middleware import KeyCheck, RequestLog, RootPath
 from inference.server.http.responses import Refusal
 from inference.server.page.route import chat_page
 from inference.server.routes import about, chat, completions, generate, responses, tokens
@@ -84,7 +84,7 @@ def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
             openapi_extra=openapi.operation(path, model, kinds),
         )
     app.add_route("/", chat_page, include_in_schema=False)
-    app.openapi = lambda: _describe(app)
+    app.openapi = lambda: _describe(app, settings.root_path)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ApiError, _refuse)
     app.add_exception_handler(PTQError, _refuse)
@@ -98,6 +98,8 @@ def create_app(client: ServedEngine, settings: ServerSettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    if settings.root_path:
+        app.add_middleware(RootPath, prefix=settings.root_path)
     logged = {"log_requests": settings.log_requests, "log_texts": settings.log_texts}
     app.add_middleware(RequestLog, metrics=served.metrics, **logged)  # the outermost
     return app
@@ -111,9 +113,10 @@ def _endpoint(handler: Handler, served: ServedModel) -> Callable[[Request], Awai
     return endpoint
 
 
-def _describe(app: FastAPI) -> dict[str, Any]:
+def _describe(app: FastAPI, prefix: str) -> dict[str, Any]:
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version="1", routes=app.routes)
+        servers: list[dict[str, Any]] | None = [{"url": prefix}] if prefix else None
+        document = get_openapi(title=app.title, version="1", routes=app.routes, servers=servers)
         models = [model for *_, model, _ in ROUTES if model is not None]
         app.openapi_schema = openapi.complete(document, models)
     return app.openapi_schema

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from formats.command import CommandParser, count
-from inference.arguments import add_engine_arguments, speculate_config
+from inference.arguments import (
+    add_content_argument,
+    add_engine_arguments,
+    speculate_config,
+)
 from inference.config import EngineConfig
 from inference.server.open_requests import QueueLimits
 from inference.server.tools.tool_format import tool_formats
@@ -97,6 +102,12 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
     add("--api-key", metavar="KEY", help=f"what clients have to show; better in {KEY} or a file")
     add("--api-key-file", type=Path, metavar="FILE", help="holds the key")
     add(
+        "--root-path",
+        type=_root_path,
+        metavar="PREFIX",
+        help="of a proxy that leaves it on, such as /llm: all routes answer below it, too",
+    )
+    add(
         "--cors-origin",
         action="append",
         default=[],
@@ -110,6 +121,7 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
         help="what clients call the model; default: CHECKPOINT as given; repeatable",
     )
     add("--chat-template", type=Path, metavar="FILE", help="Jinja, in the place of the model's own")
+    add_content_argument(group)
     add(
         "--tool-format",
         choices=sorted(tool_formats()),
@@ -180,6 +192,15 @@ def _add_size_arguments(group: argparse._ArgumentGroup) -> None:
         help="tokens of prompts that may wait; default 1048576",
     )
     add("--max-body-mb", type=count, default=32, metavar="MB", help="of a request; default 32")
+
+
+def _root_path(text: str) -> str:
+    prefix = text.rstrip("/")
+    if not re.fullmatch(r"(/[\w.~-]+)+", prefix, re.ASCII) or {".", ".."} & {*prefix.split("/")}:
+        raise argparse.ArgumentTypeError(f"found {text!r}; a prefix is such as /llm or /models/llm")
+    if prefix.split("/")[1] in ("v1", "generate"):
+        raise argparse.ArgumentTypeError(f"found {text!r}, with which routes begin; take another")
+    return prefix
 
 
 def _seconds(text: str) -> float:

@@ -50,9 +50,11 @@ class ServerSettings:
             must not be used by two threads at once. Raises CheckpointError.
         created: When the server was started, seconds since 1970.
         chat_template: Jinja text in the place of the tokenizer's own, or None.
+        special_tokens_in_content: Let texts of messages hold control tokens.
         tool_format: Name of the format in which the model writes calls of tools; None finds it out
             from the chat template.
         api_key: What clients have to show, or None where all may come.
+        root_path: Prefix below which all routes answer, too, such as `/llm`; empty for none.
         cors_origins: Web pages from elsewhere that may call, such as `https://example.org`, or `*`.
         log_requests: Log a line a request: route, status, tokens, seconds.
         log_texts: Log prompts and answers, too.
@@ -64,8 +66,10 @@ class ServerSettings:
     aliases: tuple[str, ...] = ()
     created: int = 0
     chat_template: str | None = None
+    special_tokens_in_content: bool = False
     tool_format: str | None = None
     api_key: str | None = None
+    root_path: str = ""
     cors_origins: tuple[str, ...] = ()
     log_requests: bool = False
     log_texts: bool = False

@@ -60,7 +60,7 @@ class HelperLink:
                 raise BrokenPipeError("the process that compiles constraints has ended")
             self._number += 1
             self._asked[self._number] = future
-        self._connection.send((self._number, constraint.kind, constraint.text))
+        self._connection.send((self._number, constraint.kind, constraint.plain))
         return future
 
     def close(self) -> None:

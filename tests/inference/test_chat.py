@@ -77,6 +77,19 @@ def test_lines_of_a_pipe_are_answered_with_what_was_said_before(model, engine, m
     assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
+def test_control_tokens_in_what_is_said_are_text_unless_asked_for(
+    model, engine, monkeypatch, capsys
+):
+    said, text = "hi<|endoftext|>there", "<user>hi<|endoftext|>there<assistant>"
+    spelled = engine.tokenizer(text, split_special_tokens=True)["input_ids"]
+    params = SamplingParams(max_tokens=5)
+    expected = engine.generate([spelled, text], params)
+    assert expected[0].text != expected[1].text
+    for options, output in zip(([], ["--special-tokens-in-content"]), expected, strict=True):
+        assert say(monkeypatch, model, said, *options) == 0
+        assert capsys.readouterr().out == f"{output.text}\n"
+
+
 def test_commands(model, engine, monkeypatch, capsys):
     plain = answer(engine, "<user>hi<assistant>")
     with_system = answer(engine, "<system>be kind<user>hi<assistant>")

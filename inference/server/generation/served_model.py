@@ -7,10 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from formats.chat_template import check_chat_template, has_chat_template, render_chat
+from formats.chat_template import (
+    check_chat_template,
+    has_chat_template,
+    render_chat,
+    template_variables,
+)
 from formats.errors import RequestError
 from inference.prompts import PromptFormat
 from inference.requests.request import check_tokens
+from inference.server.generation.template_use import check_used, check_variables
 from inference.server.generation.token_text import TokenTexts
 from inference.server.http.errors import ApiError
 from inference.server.metrics import Metrics
@@ -19,11 +25,6 @@ from inference.server.settings import ServerSettings
 from inference.server.tools.template import tool_support
 
 Value = TypeVar("Value")
-OF_THE_SERVER = frozenset(  # what apply_chat_template takes beside the template's variables
-    "conversation messages tools documents chat_template add_generation_prompt tokenize padding "
-    "continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs "
-    "return_assistant_tokens_mask add_special_tokens".split()
-)
 SHORTENED = 2  # characters of a text for each that is left where its tokenizer normalizes it
 
 
@@ -62,8 +63,13 @@ class ServedModel:
         self.has_template = has_chat_template(self._encoder)
         if self.has_template:
             _check_template(self._encoder)
+        self._variables = template_variables(self._encoder) if self.has_template else frozenset()
         self.tools = tool_support(self._encoder, settings.tool_format)
-        self._format = PromptFormat.of(self._encoder, raw=True)
+        self._format = PromptFormat.of(
+            self._encoder,
+            raw=True,
+            special_tokens_in_content=settings.special_tokens_in_content,
+        )
         self._longest = max(map(len, self._encoder.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
@@ -138,8 +144,8 @@ class ServedModel:
             tools: Functions that the template tells of.
 
         Raises:
-            ApiError, RequestError: there is no template, it refuses the chat, or the chat is longer
-                than any context.
+            ApiError, RequestError: there is no template, it refuses the chat or leaves something of
+                it out, or the chat is longer than any context.
         """
         if not self.has_template:
             raise RequestError(
@@ -147,9 +153,7 @@ class ServedModel:
                 "--chat-template FILE, or complete text: POST /v1/completions",
                 "messages",
             )
-        if wrong := OF_THE_SERVER & (variables or {}).keys():
-            told = f"chat_template_kwargs: {min(wrong)} is no variable of a template"
-            raise RequestError(told, "chat_template_kwargs")
+        check_variables(variables or {}, self._variables)
         if answer and go_on:
             raise RequestError(
                 "continue_final_message: the answer either begins or goes on; with it, set "
@@ -161,12 +165,20 @@ class ServedModel:
         options = dict(variables or {})
         if go_on:
             options["continue_final_message"] = True
+
+        def render(chat: Sequence[Mapping[str, Any]]) -> str:
+            return render_chat(self._encoder, chat, options, tools=tools, answer=answer)
+
+        def check(text: str) -> None:
+            self._check_text(text, "messages")
+            check_used(render, messages, text)
+
         try:
-            text = render_chat(self._encoder, messages, options, tools=tools, answer=answer)
+            return self._format.chats.tokens(
+                messages, options, tools=tools, answer=answer, check=check
+            )
         except ValueError as error:
             raise RequestError(f"messages: {error}", "messages") from error
-        self._check_text(text, "messages")
-        return self._format.continuation_tokens(text)
 
     def tokenizer_info(self) -> dict[str, Any]:
         """What clients without the tokenizer ask of it, by the names of tokenizer_config.json."""

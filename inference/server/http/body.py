@@ -17,6 +17,7 @@ from inference.server.settings import Limits
 
 Body = TypeVar("Body", bound=BaseModel)
 AT_ONCE = 2**16  # bytes that are parsed on the event loop; more go to a thread
+DEEPEST = 200  # objects and lists in one another, of which `from_json` reads no more
 SHOWN = 80  # characters of a wrong value that an error repeats
 
 
@@ -49,6 +50,8 @@ def parse(data: bytes | bytearray, model: type[Body]) -> Body:
         raw = from_json(bytes(data), allow_inf_nan=False)
     except ValueError as error:
         told = f"the body is no JSON in UTF-8: {error}"
+        if "recursion limit" in str(error):
+            told = f"the body has more than {DEEPEST} objects and lists in one another; flatten it"
         raise ApiError(400, told, code="invalid_json") from error
     if not isinstance(raw, dict):
         told = f"the body is {_kind(raw)}; an object is needed, such as {{...}}"

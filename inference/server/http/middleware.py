@@ -1,4 +1,4 @@
-"""What every request passes on its way in: its name and its line in the log, then the key."""
+"""What every request passes on its way in: its line in the log, a proxy's prefix, then the key."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import uuid
 from typing import Any
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference.server.http.errors import ApiError, ClientGoneError
@@ -123,6 +124,29 @@ def _request_id(scope: Scope) -> str:
         if key == b"x-request-id" and REQUEST_ID.fullmatch(value.decode("latin-1")):
             return value.decode("latin-1")
     return uuid.uuid4().hex
+
+
+class RootPath:
+    """Answers below a prefix as without it, for proxies that leave theirs on.
+
+    The prefix alone leads to the page, whose own links are relative and need the slash at its end.
+
+    Args:
+        app: What answers.
+        prefix: Such as `/llm`.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        if scope["type"] == "http" and scope["path"] == self._prefix:
+            await RedirectResponse(f"{self._prefix}/")(scope, receive, send)
+            return
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope["path"] = scope["path"].removeprefix(self._prefix)
+        await self._app(scope, receive, send)
 
 
 class KeyCheck:

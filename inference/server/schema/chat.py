@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from inference.server.schema.common import (
     LIMITS,
     Body,
+    Int,
     JsonObject,
+    Labels,
     kind_of_text,
     parts_of,
     refused,
@@ -21,7 +23,7 @@ from inference.server.schema.generation import GenerationBody
 from inference.server.schema.tools import ToolFields
 
 
-class TextPart(Body):
+class TextPart(Labels):
     """A text as a part of a message."""
 
     type: Literal["text"]
@@ -36,54 +38,76 @@ Content = Annotated[
 ]
 
 
-class FunctionCall(Body):
+class FunctionCall(Labels):
     """The function that the assistant called; its arguments are a JSON text."""
 
     name: str = Field(min_length=1, max_length=256)
     arguments: str
+    parsed_arguments: Any = Field(default=None, exclude=True)
 
 
-class ToolCall(Body):
+class ToolCall(Labels):
     """A call that the assistant made."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: Int | None = Field(default=None, exclude=True)
 
 
-class Message(Body):
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def _known_role(role: Any) -> Any:
+    if role not in ROLES:
+        raise ValueError(f"there is no such role; allowed are {', '.join(ROLES)}")
+    return role
+
+
+class Message(Labels):
     """What is said by whom; of text only."""
 
-    role: Literal["system", "developer", "user"]
+    role: Annotated[Literal["system", "developer", "user"], BeforeValidator(_known_role)]
     content: Content
     name: str | None = Field(default=None, max_length=256)
 
 
-class AssistantMessage(Body):
+class AssistantMessage(Labels):
     """What the assistant said, or which tools it called; other fields are those that it may bear
-    when it comes back as it was given."""
+    when it comes back as this server or another, or a client's library, gave it.
+
+    Attributes:
+        reasoning_content: What it thought before; templates that write it do so in the last turn.
+        reasoning: Its other name.
+        prefix: Of Mistral's and DeepSeek's servers: the answer goes on with this message.
+    """
 
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = Field(default=None, max_length=256)
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: Annotated[None, refused("no answer of this server is one")] = None
     audio: Annotated[None, refused("this model reads text only")] = None
     function_call: Annotated[None, refused("use tool_calls")] = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    prefix: Annotated[
+        bool | None, refused_if_true("set continue_final_message, and add_generation_prompt false")
+    ] = Field(default=None, exclude=True)
+    annotations: list[Any] | None = Field(default=None, exclude=True)
+    reasoning_details: list[Any] | None = Field(default=None, exclude=True)
+    thinking_blocks: list[Any] | None = Field(default=None, exclude=True)
+    images: Annotated[list[Any], Field(max_length=0)] | None = Field(default=None, exclude=True)
+    parsed: Any = Field(default=None, exclude=True)
 
 
-class ToolMessage(Body):
+class ToolMessage(Labels):
     """What a tool answered."""
 
     role: Literal["tool"]
     content: Content
     tool_call_id: str | None = Field(default=None, max_length=256)
     name: str | None = Field(default=None, max_length=256)
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _speaker(value: Any) -> str | None:
@@ -125,10 +149,10 @@ class ChatBody(GenerationBody, TemplateBody, ToolFields):
     """
 
     messages: list[AnyMessage] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
+    max_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    top_logprobs: Int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Annotated[bool | None, refused_if_true("no answer is stored")] = None
@@ -138,9 +162,9 @@ class ChatBody(GenerationBody, TemplateBody, ToolFields):
     prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
     audio: Annotated[None, refused("this model writes text only")] = None
     web_search_options: Annotated[None, refused("this server does not search")] = None
-    metadata: Annotated[None, refused("it belongs to stored completions, and none is stored")] = (
-        None
-    )
+    metadata: Annotated[
+        None, refused("it belongs to stored completions, and none is stored", unless_empty=True)
+    ] = None
     reasoning_effort: Annotated[
         None, refused("give what the template knows in chat_template_kwargs")
     ] = None
@@ -165,7 +189,9 @@ def template_messages(
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in messages:
-        fields = message.model_dump(exclude_none=True, exclude={"annotations"})
+        fields = message.model_dump(exclude_none=True)
+        if thought := fields.pop("reasoning", None):
+            fields.setdefault("reasoning_content", thought)
         fields["content"] = text_of(message.content)
         calls = fields.pop("tool_calls", ())
         for call in calls:

@@ -16,8 +16,23 @@ from pydantic import (
 from inference.server.settings import Limits
 
 LIMITS = Limits()
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _whole(value: Any) -> Any:
+    """A number such as 5.0 as the integer that it is: JSON has one kind of numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _wholes(values: Any) -> Any:
+    if isinstance(values, list) and float in {*map(type, values)}:
+        return [_whole(value) for value in values]
+    return values
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Int64 = Annotated[Int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], BeforeValidator(_wholes)]
 
 
 class Body(BaseModel):
@@ -26,11 +41,36 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-def refused(why: str) -> BeforeValidator:
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise ValueError("it holds a number that is not finite") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
+class Labels(Body):
+    """What clients put on messages, their parts and tools for others; it means nothing here.
+
+    Attributes:
+        cache_control: Where Anthropic's cache ends; the prefix cache here needs no marks.
+        provider_specific_fields: LiteLLM's, of another provider.
+        extra_content: Google's, such as signatures of thoughts.
+    """
+
+    cache_control: JsonObject | None = Field(default=None, exclude=True)
+    provider_specific_fields: JsonObject | None = Field(default=None, exclude=True)
+    extra_content: JsonObject | None = Field(default=None, exclude=True)
+
+
+def refused(why: str, *, unless_empty: bool = False) -> BeforeValidator:
     """Of a field that OpenAI has and this server has not, which is to be absent or null."""
 
     def check(value: Any) -> None:
-        if value is not None:
+        if value is not None and (value or not unless_empty):
             raise ValueError(f"this server does not support it: {why}")
 
     return BeforeValidator(check)
@@ -64,14 +104,3 @@ def parts_of(*kinds: str) -> BeforeValidator:
         return part
 
     return BeforeValidator(check)
-
-
-def _finite(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError as error:
-        raise ValueError("it holds a number that is not finite") from error
-    return value
-
-
-JsonObject = Annotated[dict[str, Any], AfterValidator(_finite)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from inference.server.schema.common import LIMITS, TokenId, refused
+from inference.server.schema.common import LIMITS, Int, TokenIds, refused
 from inference.server.schema.generation import GenerationBody
 
 
@@ -19,12 +19,11 @@ def _kind(value: Any) -> str:
     return "lists" if value and isinstance(value[0], list) else "ids"
 
 
-Ids = list[TokenId]
 Prompt = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[Annotated[list[str], Field(max_length=LIMITS.prompts)], Tag("texts")]
-    | Annotated[Ids, Tag("ids")]
-    | Annotated[Annotated[list[Ids], Field(max_length=LIMITS.prompts)], Tag("lists")],
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[Annotated[list[TokenIds], Field(max_length=LIMITS.prompts)], Tag("lists")],
     Discriminator(_kind),
 ]
 
@@ -44,13 +43,13 @@ class CompletionBody(GenerationBody):
 
     prompt: Prompt
     suffix: Annotated[None, refused("texts are completed at their end only")] = None
-    max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    best_of: int | None = Field(default=None, ge=1, le=LIMITS.choices)
+    max_tokens: Int | None = Field(default=None, ge=0, lt=2**31)
+    best_of: Int | None = Field(default=None, ge=1, le=LIMITS.choices)
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    logprobs: Int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
     add_special_tokens: bool | None = None
 
-    def prompts(self) -> list[str] | list[Ids]:
+    def prompts(self) -> list[str] | list[TokenIds]:
         """The prompts, one or more."""
         single = isinstance(self.prompt, str) or _kind(self.prompt) == "ids"
         return [self.prompt] if single else self.prompt  # pyright: ignore[reportReturnType]

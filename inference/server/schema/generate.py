@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from inference.server.schema.common import LIMITS, Body
+from inference.server.schema.common import LIMITS, Body, Int
 
 
 class GenerateBody(Body):
@@ -31,17 +31,17 @@ class GenerateBody(Body):
 
     prompt: str = Field(min_length=1)
     stream: bool | Literal["true", "false", "True", "False"] = False
-    max_new_tokens: int = Field(default=128, ge=1, lt=2**31)
+    max_new_tokens: Int = Field(default=128, ge=1, lt=2**31)
     do_sample: bool = False
     temperature: float = Field(default=1.0, ge=1e-10, le=1e10)
-    top_k: int = Field(default=0, ge=0, lt=2**31)
+    top_k: Int = Field(default=0, ge=0, lt=2**31)
     top_p: float = Field(default=1.0, ge=1e-10, le=1)
     min_p: float = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float = Field(default=1.0, ge=1e-10, le=1e10)
-    num_beams: int = Field(default=1, ge=1, le=LIMITS.beam_width)
+    num_beams: Int = Field(default=1, ge=1, le=LIMITS.beam_width)
     length_penalty: float = Field(default=1.0, ge=-10, le=10)
     early_stopping: bool | Literal["never"] = False
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: Int | None = Field(default=None, ge=0, lt=2**63)
     stop: list[str] = Field(default=[], max_length=LIMITS.stops)
 
     @property

@@ -10,8 +10,9 @@ from inference.requests.request import MOST_BIASES
 from inference.server.schema.common import (
     LIMITS,
     Body,
+    Int,
     Int64,
-    TokenId,
+    TokenIds,
     kind_of_text,
     refused_if_true,
 )
@@ -109,7 +110,7 @@ class GenerationBody(Body):
     """
 
     model: str | None = Field(default=None, max_length=512)
-    n: int | None = Field(default=None, ge=1, le=LIMITS.choices)
+    n: Int | None = Field(default=None, ge=1, le=LIMITS.choices)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stops | None = None
@@ -120,16 +121,16 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[BiasKey, Bias] | None = Field(default=None, max_length=MOST_BIASES)
     user: str | None = Field(default=None, max_length=512)
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    top_k: Int | None = Field(default=None, ge=-1, lt=2**31)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, ge=1e-10, le=1e10)
-    min_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    min_tokens: Int | None = Field(default=None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=64)
+    stop_token_ids: TokenIds | None = Field(default=None, max_length=64)
     return_token_ids: bool | None = None
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
-    beam_width: int | None = Field(default=None, ge=1, le=LIMITS.beam_width)
+    beam_width: Int | None = Field(default=None, ge=1, le=LIMITS.beam_width)
     length_penalty: float | None = Field(default=None, ge=-10, le=10)
     early_stopping: bool | Literal["never"] | None = None
 

@@ -18,6 +18,8 @@ from inference.server.schema.chat import (
 from inference.server.schema.common import (
     LIMITS,
     Body,
+    Int,
+    Labels,
     kind_of_text,
     parts_of,
     refused,
@@ -36,13 +38,14 @@ Id = Annotated[str, Field(max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(Body):
-    """A text as a part of a message; what an answer of this server has comes back as it was."""
+class TextPart(Labels):
+    """A text as a part of a message; what an answer has comes back as it was."""
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
 
 
 Part = Annotated[TextPart, parts_of("input_text", "output_text")]
@@ -71,6 +74,7 @@ class CallItem(Body):
     call_id: Id
     name: str = Field(min_length=1, max_length=256)
     arguments: str
+    parsed_arguments: Any = None
     id: Id | None = None
     status: Status | None = None
 
@@ -193,10 +197,10 @@ class ResponsesBody(Body):
     instructions: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    max_output_tokens: Int | None = Field(default=None, ge=1, lt=2**31)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_logprobs: int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
+    top_logprobs: Int | None = Field(default=None, ge=0, le=LIMITS.top_logprobs)
     text: TextOptions | None = None
     tools: (
         Annotated[

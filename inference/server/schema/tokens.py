@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from inference.server.schema.chat import AnyMessage, TemplateBody
-from inference.server.schema.common import Body, TokenId
+from inference.server.schema.common import Body, TokenIds
 from inference.server.schema.tools import Tools
 
 
@@ -51,4 +51,4 @@ class DetokenizeBody(Body):
     """
 
     model: str | None = Field(default=None, max_length=512)
-    tokens: list[TokenId]
+    tokens: TokenIds

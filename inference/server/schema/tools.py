@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from inference.server.schema.common import Body, JsonObject
+from inference.server.schema.common import Body, JsonObject, Labels
 
 MOST_TOOLS = 128
 MOST_DEPTH = 32  # of a schema's objects and lists in one another
@@ -35,7 +35,7 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=64)]
 Schema = Annotated[JsonObject, AfterValidator(_check_schema)]
 
 
-class Function(Body):
+class Function(Labels):
     """What may be called.
 
     Attributes:
@@ -56,7 +56,7 @@ class Function(Body):
         return {"type": "object", **(self.parameters or {})}
 
 
-class Tool(Body):
+class Tool(Labels):
     """A tool; functions are the only kind."""
 
     type: Literal["function"] = "function"

@@ -23,6 +23,10 @@ INSTALL = (
     "It pins its own torch, so install it in an environment of its own: `python -m venv "
     "/envs/vllm && /envs/vllm/bin/pip install vllm`, and give --engine vllm=/envs/vllm/bin/python"
 )
+CONTROL_TOKENS = (
+    "chats: vLLM makes control tokens of those that messages spell, as this engine does by "
+    "--special-tokens-in-content alone."
+)
 OURS = {  # argument: the option that vLLM has in its place, if it has one
     "speculate": "--speculative-config",
     "depth": "--speculative-config",
@@ -61,6 +65,8 @@ def start_vllm(
     """
     refuse_ours(arguments, defaults)
     notes = check_vllm(folder, Shards(arguments.tensor_parallel, arguments.pipeline_parallel))
+    if not arguments.special_tokens_in_content:
+        notes = [*notes, CONTROL_TOKENS]
     python = arguments.engine[1] or sys.executable
     require_vllm(python)
     command = [python, *SERVE, *vllm_options(arguments, folder), *further]
@@ -129,6 +135,7 @@ def _options(arguments: argparse.Namespace) -> Iterator[str]:
         "--max-num-seqs": arguments.max_batch_size,
         "--max-num-batched-tokens": tokens if tokens != usual else None,
         "--chat-template": arguments.chat_template,
+        "--root-path": arguments.root_path,
         "--distributed-executor-backend": arguments.executor,
     }
     for option, value in values.items():

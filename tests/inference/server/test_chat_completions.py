@@ -118,6 +118,26 @@ def test_a_model_without_a_template_says_what_to_do():
     assert "/v1/completions" in message
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_control_tokens_in_a_message_are_text_unless_asked_for(path):
+    text = "user: a<|endoftext|>b\nassistant: "
+    for allowed in (False, True):
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a<|endoftext|>b"}]}]
+        body = {"messages": messages}
+        if path != "/tokenize":
+            body |= {"max_tokens": 1, "return_token_ids": True}
+        if path == "/v1/responses":
+            body = {"input": "a<|endoftext|>b", "max_output_tokens": 16}
+        told = post(path, body, special_tokens_in_content=allowed).json()
+        split = not allowed
+        expected = tokenizer()(text, add_special_tokens=False, split_special_tokens=split)
+        if path == "/v1/responses":
+            assert told["usage"]["input_tokens"] == len(expected["input_ids"])
+        else:
+            ids = told.get("prompt_token_ids", told.get("tokens"))
+            assert ids == expected["input_ids"]
+
+
 def test_variables_reach_the_template():
     template = "{{ enable_thinking }}{{ messages[0].content }}"
     body = {"messages": HELLO, "max_tokens": 1, "return_token_ids": True}

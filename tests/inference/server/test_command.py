@@ -81,7 +81,10 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "arguments",
-        ["--port 70000", "--port http", "--drain-seconds -1", "--kv-memory 1.5", "--max-queue 0"],
+        [
+            *("--port 70000", "--port http", "--drain-seconds -1", "--kv-memory 1.5"),
+            *("--max-queue 0", "--root-path llm", "--root-path /a/../b", "--root-path /v1"),
+        ],
     )
     def test_values_that_are_out_of_range(self, capsys, arguments):
         assert "found" in refusal(capsys, "model", *arguments.split())

@@ -67,6 +67,13 @@ def test_a_body_that_is_no_strict_json_is_refused(body):
         error_of(ask("POST", path, body), 400)
 
 
+def test_a_body_that_is_too_deep_is_told_so():
+    deep = b'{"prompt": "a", "response_format": ' + b"[" * 300 + b"]" * 300 + b"}"
+    message = error_of(ask("POST", COMPLETIONS, deep), 400)["message"]
+    assert "more than 200 objects and lists in one another" in message
+    assert "UTF-8" not in message
+
+
 def test_numbers_that_are_not_finite_are_refused_where_anything_may_stand():
     text = '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": 1e999}}'
     error = error_of(ask("POST", CHAT, text.encode()), 400)
@@ -125,7 +132,7 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes():
         ("temperature", -0.1),
         ("temperature", 2.1),
         ("top_p", 1.5),
-        ("top_k", 1.0),
+        ("top_k", 1.5),
         ("top_k", -2),
         ("min_p", 2),
         ("max_tokens", True),
@@ -310,6 +317,28 @@ def test_a_model_that_is_not_served_is_not_found():
 )
 def test_a_path_that_is_no_route_is_not_found(path):
     error_of(ask("GET", path), 404)
+
+
+def test_routes_answer_below_the_prefix_of_a_proxy_too():
+    async def scenario(client, engine):
+        for prefix in ("", "/a/llm"):
+            assert (await client.get(f"{prefix}/health")).json() == {"status": "ready"}
+            assert b"<!doctype html>" in (await client.get(f"{prefix}/")).content
+            error_of(await client.get(f"{prefix}/v1/models"), 401)
+            shown = {"Authorization": "Bearer secret"}
+            answer = await client.get(f"{prefix}/v1/models/tiny", headers=shown)
+            assert answer.json()["id"] == "tiny"
+            body = {"prompt": "a", "max_tokens": 2}
+            answer = await client.post(f"{prefix}{COMPLETIONS}", json=body, headers=shown)
+            assert answer.json()["usage"]["completion_tokens"] == 2
+            document = (await client.get(f"{prefix}/openapi.json", headers=shown)).json()
+            assert document["servers"] == [{"url": "/a/llm"}]
+        alone = await client.get("/a/llm")
+        assert (alone.status_code, alone.headers["location"]) == (307, "/a/llm/")
+        for path in ("/a/llmore/health", "/a/llm/a/llm/health"):
+            error_of(await client.get(path, headers=shown), 404)
+
+    talk(scenario, root_path="/a/llm", api_key="secret")
 
 
 def test_a_method_that_a_route_has_not_is_told():

@@ -100,7 +100,22 @@ def test_what_is_not_kept_is_refused(compiler, constraint, message):
         ({"type": "string", "pattern": "a\\n"}, "only as an escape"),
         ({"not": {"type": "string"}}, "not is not kept"),
         ({"anyOf": [{"type": "null"}], "type": "null"}, "type beside anyOf"),
-        ({"allOf": [{"type": "string"}, {"type": "string"}]}, "write them as one"),
+        (
+            {"allOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]},
+            "write them as one",
+        ),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "no value holds for all of allOf"),
+        ({"allOf": [{"$ref": "http://x/y.json"}, {"type": "string"}]}, "write them as one"),
+        ({"allOf": [{"$ref": "#"}, {"type": "string"}]}, "write them as one"),
+        (
+            {"allOf": [{"anyOf": [{"minimum": i, "type": "number"} for i in range(9)]}] * 9},
+            "write them as one",
+        ),
+        (
+            {"$ref": "#/$defs/a~1b", "$defs": {"a": {"type": "string"}}},
+            "no schema of this document",
+        ),
+        ({"type": "string", "nullable": "yes"}, "nullable is not kept"),
         ({"enum": []}, "a list of values"),
         ({"enum": ["a", 3], "type": "string"}, "3 is not of type string"),
         ({"const": 2**64}, "more digits than are kept"),

@@ -90,6 +90,36 @@ SCHEMAS: list[tuple[Any, Callable[[Any], bool]]] = [
         lambda x: isinstance(x, bool) or x == {"k": 1},
     ),
     ({"type": ["null", "integer"], "minimum": 10, "maximum": 12}, lambda x: x in (None, 10, 11, 12)),
+    (
+        closed(a={"anyOf": [{"const": 1}, {"type": "null"}]}, b={"$ref": "#/properties/a/anyOf/0"}),
+        lambda x: x["a"] in (None, 1) and x["b"] == 1,
+    ),
+    (
+        closed(a={"$ref": "#/$defs/x~1y%20z"}) | {"$defs": {"x/y z": {"const": "é"}}},
+        lambda x: x == {"a": "é"},
+    ),
+    (
+        {"type": "array", "minItems": 6, "maxItems": 6, "items": {"const": 3, "nullable": True}},
+        lambda x: len(x) == 6 and {*x} <= {3, None},
+    ),
+    (
+        {"allOf": [closed(False, a={"type": "null"}), {"type": "object", "required": ["a"]}]},
+        lambda x: x == {"a": None},
+    ),
+    (
+        {
+            "$defs": {"base": {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}}},
+            "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"a": {"enum": [3, 4]}}}],
+            "properties": {"b": {"type": "boolean"}},
+            "required": ["b", "a"],
+            "unevaluatedProperties": False,
+        },
+        lambda x: x in ({"b": True, "a": 3}, {"b": False, "a": 3}),
+    ),
+    (
+        {"allOf": [{"type": ["integer", "null"], "minimum": 7}, {"type": "number", "maximum": 8}]},
+        lambda x: x in (7, 8),
+    ),
     (TREE, tree),
 ]  # fmt: skip
 

@@ -311,6 +311,126 @@ def test_errors_are_told_as_the_server_words_them(site, visit):
     expect(page.get_by_label("Seed")).to_be_focused()
 
 
+def test_a_message_that_is_too_long_is_left_out_of_what_follows(site, visit):
+    site.says("yes")
+    page = visit()
+    ask(page, "First")
+    expect(told(page)).not_to_be_empty()
+    answer = ask(page, "long " * 9000)
+    expect(answer.get_by_role("alert")).to_contain_text("maximum context length is 8192 tokens")
+    expect(answer.get_by_role("alert")).to_contain_text("It is left out of what follows")
+    ask(page, "Second")
+    expect(told(page)).not_to_be_empty()
+    said = "user: First\nassistant: yes\nuser: Second\nassistant:"
+    assert site.prompts == ["user: First\nassistant:", said]
+    page.reload()
+    ask(page, "Third")
+    expect(told(page)).not_to_be_empty()
+    assert site.prompts[-1] == f"{said} yes\nuser: Third\nassistant:"
+
+
+def test_how_much_of_the_context_is_filled_is_shown(site, visit):
+    site.says("yes")
+    page, meter = visit(), "Part of the context that is filled"
+    expect(page.get_by_label(meter)).not_to_be_visible()
+    for question in ("First", "Second " * 400):
+        ask(page, question)
+        expect(told(page)).not_to_be_empty()
+        asked, answered = page.evaluate("[current.messages.at(-1).told.used, 0]")
+        assert asked > len(question) / 8
+        expect(page.locator("#context")).to_have_text(f"{asked:,} of 8,192 tokens")
+        assert float(page.get_by_label(meter).get_attribute("value")) == asked > answered
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("#context")).to_have_text("8,192 tokens of context")
+    expect(page.get_by_label(meter)).not_to_be_visible()
+
+
+def test_conversations_are_exported_and_imported(site, visit, tmp_path):
+    site.says("yes")
+    page, other = visit(), visit()
+    for question in ("One", "Two"):
+        page.get_by_role("button", name="New conversation").click()
+        ask(page, question)
+        expect(told(page)).not_to_be_empty()
+    page.get_by_role("button", name="Settings").click()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Export").click()
+    assert re.fullmatch(r"conversations-\d{4}-\d\d-\d\d\.json", saved.value.suggested_filename)
+    exported = tmp_path / "exported.json"
+    saved.value.save_as(exported)
+
+    def bring(text: str | Path) -> None:
+        file = text if isinstance(text, Path) else tmp_path / "other.json"
+        if isinstance(text, str):
+            file.write_text(text)
+        other.get_by_role("button", name="Settings").click()
+        with other.expect_file_chooser() as chooser:
+            other.get_by_role("button", name="Import").click()
+        chooser.value.set_files(file)
+        expect(other.get_by_role("dialog")).not_to_be_visible()
+
+    listed = other.locator("#list .open")
+    bring(exported)
+    expect(listed).to_have_text(["Two", "One"])
+    expect(other.locator("article")).to_have_count(2)
+    bring(exported)
+    expect(other.locator("#toast")).to_contain_text("All of it is here already")
+    expect(listed).to_have_count(2)
+    bring('[{"role": "user", "content": "<b>Three"}, {"role": "assistant", "content": "3"}]')
+    expect(listed).to_have_text(["<b>Three", "Two", "One"])
+    for wrong in (
+        "{",
+        "5",
+        '{"messages": [{"role": "system", "content": "a"}]}',
+        '{"messages": [3]}',
+    ):
+        bring(wrong)
+        expect(other.locator("#toast")).to_contain_text("other.json cannot be imported")
+    expect(listed).to_have_count(3)
+    ask(other, "And?")
+    expect(told(other)).not_to_be_empty()
+    assert site.prompts[-1] == "user: <b>Three\nassistant: 3\nuser: And?\nassistant:"
+
+
+def test_settings_are_those_of_the_model(site, tokenizer, visit):
+    with Site(tokenizer, chats=False) as texts:
+        texts.says("yes")
+        for where, chats in ((site, True), (texts, False)):
+            page = visit(where)
+            expect(page.locator("#state")).to_have_text("Ready")
+            page.get_by_role("button", name="Settings").click()
+            shown = page.get_by_role("dialog").inner_text()
+            assert ("temperature 0.2" in shown, "System message" in shown) == (not chats, chats)
+
+
+def test_code_has_the_colours_of_its_language(long_page):
+    show = """([language, text]) => {
+        const to = document.createElement("div");
+        showText(to, "```" + language + "\\n" + text + "\\n```");
+        const code = to.querySelector("code");
+        return [code.textContent, [...code.children].map((each) => [each.className, each.textContent])];
+    }"""
+    cases = {
+        ("python", "def f(x):  # it's\n    return f'a\\'b' + 1.5e3"): [
+            *(["word", "def"], ["remark", "# it's"], ["word", "return"]),
+            *(["string", r"f'a\'b'"], ["number", "1.5e3"]),
+        ],
+        ("Python", '''"""a\n# b"""\nNone'''): [["string", '"""a\n# b"""'], ["word", "None"]],
+        ("js", "const a = `x\n${1}`; // no\n/* a\nb */ 0xff"): [
+            *(["word", "const"], ["string", "`x\n${1}`"], ["remark", "// no"]),
+            *(["remark", "/* a\nb */"], ["number", "0xff"]),
+        ],
+        ("json", '{"a": [true, -1.5]}'): [["string", '"a"'], ["word", "true"], ["number", "1.5"]],
+        ("rust", "fn f<'a>(x: &'a T) -> 'b'"): [["word", "fn"], ["string", "'b'"]],
+        ("bash", "echo a#b # c"): [["remark", "# c"]],
+        ("sql", "SELECT 1 -- one"): [["word", "SELECT"], ["number", "1"], ["remark", "-- one"]],
+        ("text", "def 1"): [],
+        ("", "def 1"): [],
+    }
+    for (language, text), coloured in cases.items():
+        assert long_page.evaluate(show, [language, text]) == [text, coloured]
+
+
 def test_states_of_the_server_are_told(tokenizer, visit):
     with Site(tokenizer, warm=False) as cold:
         page = visit(cold)
@@ -460,6 +580,32 @@ def test_long_hostile_texts_take_linear_time(long_page):
     assert slow == []
 
 
+def test_long_hostile_code_takes_linear_time(long_page):
+    units = [
+        *"'\"`\\#/*-1.ea_",
+        "\\'",
+        "'\\",
+        '"""',
+        "/*",
+        "//",
+        "1e",
+        "0x",
+        "if",
+        "f'",
+        "'\n",
+        "$",
+    ]
+    slow = long_page.evaluate(
+        """([units, languages]) => units.flatMap((unit) => languages.filter((language) => {
+            const begun = performance.now();
+            colours({language, text: unit.repeat(50000 / unit.length)});
+            return performance.now() - begun > 1500;
+        }))""",
+        [units, ["python", "bash", "js", "sql"]],
+    )
+    assert slow == []
+
+
 def test_a_line_of_a_megabyte_is_shown(long_page):
     show = "() => { const to = document.createElement('div'); showText(to, '<b>x'.repeat(250000)); return to.textContent.length; }"
     assert long_page.evaluate(show) == 1_000_000
@@ -531,6 +677,7 @@ CONTRAST = """() => {
     for (const ground of ["--page", "--ground", "--raised", "--code"]) {
         for (const text of ["--ink", "--soft", "--accent", "--good"]) pairs.push([text, ground]);
     }
+    for (const text of ["--word", "--string", "--number", "--remark"]) pairs.push([text, "--code"]);
     return pairs.filter(([one, other]) => {
         const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
         return (high + 0.05) / (low + 0.05) < 4.5;
