@@ -24,6 +24,7 @@ from torch import Tensor
 
 from calibrate.spread import BlockWorkers, in_order_of_samples, samples_of
 from calibrate.stream import BlockStream
+from calibrate.tensor_statistics import check_finite
 
 OUTLIER = 64.0  # times the median of tokens' largest magnitudes
 MOST = 4  # positions that are kept apart without being asked for
@@ -108,6 +109,7 @@ def _block_peaks(workers: BlockWorkers, count: int) -> tuple[dict[str, Tensor], 
 
         def on_input(name: str, x: Tensor) -> None:
             peak = torch.linalg.vector_norm(x, torch.inf, dim=1).float()
+            check_finite(peak, name)
             seen[worker].setdefault(name, {})[now[0]] = peak
 
         chosen = samples_of(worker, count, len(workers))

@@ -37,8 +37,8 @@ class TensorStatistics:
             for an input), rows in ascending order.
         channel_sum: Sum of each channel, fp64 of the shape of `channel_absmax`, where a mean is
             wanted; else None.
-        peak_position: Where the largest magnitude stood in its sample, the first such place of
-            any; -1 where that is not known.
+        peak_positions: Where in its sample the token with the largest magnitude of a head stood,
+            the first such place: int64 [H]; -1 where that is not known.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -47,10 +47,8 @@ class TensorStatistics:
         self.channel_absmax = torch.zeros(shape)
         self.sample_absmax = torch.zeros(0, self.heads)
         self.channel_sum: Tensor | None = None
-        self.peak_position = -1
-        self._token_bins = torch.empty(
-            0, dtype=torch.int64
-        )  # of tokens' largest magnitudes, sorted
+        self.peak_positions = torch.full((self.heads,), -1)
+        self._token_bins = torch.empty(0, dtype=torch.int64)  # as `_bins`, of tokens' own maxima
         self._token_counts = torch.empty(0, dtype=torch.int64)
         self._bins = torch.empty(0, dtype=torch.int64)  # head * BINS + bin, sorted
         self._counts = torch.empty(0, dtype=torch.int64)
@@ -72,12 +70,24 @@ class TensorStatistics:
 
     @property
     def token_median(self) -> float | None:
-        """Median over tokens of their largest magnitude, to about one per cent; None if unknown."""
+        """Median over tokens of the largest magnitude of each (of each head's), to about one per
+        cent; None if unknown.
+        """
         if not len(self._token_counts):
             return None
-        cumulative = self._token_counts.cumsum(0)
+        bins, order = (self._token_bins % BINS).sort()
+        cumulative = self._token_counts[order].cumsum(0)
         middle = torch.searchsorted(cumulative, (cumulative[-1] + 1) // 2)
-        return bin_edge(self._token_bins[middle]).item()
+        return bin_edge(bins[middle]).item()
+
+    @property
+    def peak_position(self) -> int:
+        """Where in its sample the token with the largest magnitude stood; -1 if unknown."""
+        return int(self.peak_positions[self._head_absmax().argmax()].item())
+
+    def _head_absmax(self) -> Tensor:
+        """Largest magnitude of each head."""
+        return self.channel_absmax.reshape(self.heads, -1).amax(dim=1)
 
     def observe(
         self,
@@ -121,11 +131,12 @@ class TensorStatistics:
 
     def _merge_tokens(self, other: TensorStatistics) -> None:
         """Add another's largest magnitudes of tokens, before its maxima are added."""
-        peaks = (self.absmax, other.absmax) if self.tokens else (-1.0, other.absmax)
-        if other.tokens and peaks[1] >= peaks[0]:
-            known = [p for p in (self.peak_position, other.peak_position) if p >= 0]
-            tied = peaks[0] == peaks[1] and known
-            self.peak_position = min(known) if tied else other.peak_position
+        mine, theirs = self._head_absmax(), other._head_absmax()
+        own, others = self.peak_positions, other.peak_positions
+        first = torch.where(own < 0, others, torch.where(others < 0, own, own.minimum(others)))
+        self.peak_positions = torch.where(
+            theirs > mine, others, torch.where(theirs < mine, own, first)
+        )
         both = torch.cat((self._token_bins, other._token_bins))
         self._token_bins, place = both.unique(return_inverse=True)
         counts = torch.cat((self._token_counts, other._token_counts))
@@ -149,6 +160,9 @@ class TensorStatistics:
         part = TensorStatistics(tuple(self.channel_absmax.shape[-1:]))
         samples, counts = self.sample_absmax[:, index, None], self._dense().view(-1, BINS)[index]
         part._add(self.tokens, self.channel_absmax[index], samples, counts)
+        own = self._token_bins // BINS == index
+        part._token_bins, part._token_counts = self._token_bins[own] % BINS, self._token_counts[own]
+        part.peak_positions = self.peak_positions[index, None]
         return part
 
     def histogram(self) -> tuple[Tensor, Tensor]:
@@ -167,7 +181,8 @@ class TensorStatistics:
             "counts": self._counts,
             "token_bins": self._token_bins.to(torch.int32),
             "token_counts": self._token_counts,
-            "tokens": torch.tensor([self.tokens, self.peak_position]),
+            "peak_positions": self.peak_positions,
+            "tokens": torch.tensor([self.tokens]),
         }
 
     @classmethod
@@ -188,11 +203,13 @@ class TensorStatistics:
             "counts": (torch.int64, 1),
             "token_bins": (torch.int32, 1),
             "token_counts": (torch.int64, 1),
+            "peak_positions": (torch.int64, 1),
             "tokens": (torch.int64, 1),
         }:
             raise ValueError(f"arrays {kinds} are not those of statistics")
         restored = cls(tuple(state["channel_absmax"].shape))
-        restored.tokens, restored.peak_position = state["tokens"].tolist()
+        (restored.tokens,) = state["tokens"].tolist()
+        restored.peak_positions = state["peak_positions"]
         restored.channel_absmax = state["channel_absmax"]
         restored.sample_absmax = state["sample_absmax"]
         restored._bins, restored._counts = state["bins"].long(), state["counts"]
@@ -218,8 +235,9 @@ class TensorStatistics:
             and int(counts.sum().item()) in (0, seen)  # none are counted without histograms
             and len(self._token_bins) == len(self._token_counts)
             and bool((self._token_bins.diff() > 0).all() & (self._token_counts > 0).all())
-            and int(self._token_counts.sum().item()) in (0, self.tokens)
-            and self.peak_position >= -1
+            and int(self._token_counts.sum().item()) in (0, self.tokens * self.heads)
+            and self.peak_positions.shape == (self.heads,)
+            and bool((self.peak_positions >= -1).all())
             and _is_sum(self.channel_sum, peaks)
         ):
             raise ValueError("the numbers contradict each other")
@@ -276,7 +294,7 @@ class Accumulator:
         self._tokens = 0
         self._channels: Tensor | None = None
         self._samples: list[Tensor] = []
-        self._tokens_of: list[Tensor] = []  # largest magnitude of each token, by sample
+        self._tokens_of: list[Tensor] = []  # largest magnitude of each token's heads, by sample
         self._firsts: list[int] = []
         self._counts: Tensor | None = None
         self._on_gpu: magnitudes.Magnitudes | None = None
@@ -292,13 +310,14 @@ class Accumulator:
         self._tokens += x.shape[0]
         self._firsts.append(first)
         if x.is_cuda:
-            self._tokens_of.append(torch.linalg.vector_norm(x.detach().flatten(1), torch.inf, 1))
+            heads = x.detach().reshape(len(x), self._heads, -1)
+            self._tokens_of.append(torch.linalg.vector_norm(heads, torch.inf, 2))
             self._observe_on_gpu(x.detach())
             return
         magnitude = x.detach().float().abs()
         peak = magnitude.amax(dim=0)
-        self._tokens_of.append(magnitude.flatten(1).amax(dim=1))
-        _check_finite(peak, name)
+        self._tokens_of.append(magnitude.reshape(len(x), self._heads, -1).amax(dim=2))
+        check_finite(peak, name)
         self._channels = peak if self._channels is None else torch.maximum(self._channels, peak)
         self._samples.append(peak.reshape(self._heads, -1).amax(dim=1))
         if self._histogram:
@@ -328,7 +347,7 @@ class Accumulator:
             counts = self._counts
         else:
             return found
-        _check_finite(channels, name)
+        check_finite(channels, name)
         self._tell_tokens(found)
         if counts is None:
             found._add_maxima(self._tokens, channels, samples)
@@ -338,12 +357,13 @@ class Accumulator:
 
     def _tell_tokens(self, found: TensorStatistics) -> None:
         """Largest magnitudes of tokens, and where the largest of all stood."""
-        peaks = torch.cat(self._tokens_of).float().cpu()
+        peaks = torch.cat(self._tokens_of).float().cpu()  # [tokens, heads]
         places = torch.cat(
             [torch.arange(len(p)) + f for p, f in zip(self._tokens_of, self._firsts, strict=True)]
         )
-        found.peak_position = int(places[peaks == peaks.amax()].amin().item())
-        bins = peaks.view(torch.int32).long() >> 16
+        later = torch.where(peaks == peaks.amax(dim=0), places[:, None], places.max() + 1)
+        found.peak_positions = later.amin(dim=0)
+        bins = (peaks.view(torch.int32).long() >> 16) + torch.arange(self._heads) * BINS
         found._token_bins, found._token_counts = bins.unique(return_counts=True)
 
     def _count(self, magnitude: Tensor) -> Tensor:
@@ -355,7 +375,8 @@ class Accumulator:
         return torch.bincount(bins.flatten(), minlength=self._heads * BINS)
 
 
-def _check_finite(peak: Tensor, name: str) -> None:
+def check_finite(peak: Tensor, name: str) -> None:
+    """Raise RecipeError where the largest magnitudes of a layer's input are not finite."""
     if not math.isfinite(peak.amax().item()):  # NaN wins over all that amax meets
         raise RecipeError(
             f"{name}: its activations hold NaN or infinity. Check the model's weights, and "

@@ -204,7 +204,7 @@ def write_quantized(source: Path, out: Path, preset: str = "a8w8c8", **writer) -
             if own.latent:
                 k, v = torch.tensor([0.04]), torch.linspace(0.02, 0.03, own.v)[None]
             if scheme.kv_cache.center_keys:
-                file.set_cache({f"{attention}.k_offset": torch.zeros(own.heads, own.k)})
+                file.set_beside({f"{attention}.k_offset": torch.zeros(own.heads, own.k)})
             if scheme.kv_cache.dynamic:
                 continue
             file.set_kv_scales(attention, k, v)

@@ -98,7 +98,7 @@ def _add_cache(writer: CheckpointWriter, made: RandomCheckpoint) -> Iterator[Sca
     """Set the cache's scales; gives their rows."""
     spec = made.scheme.kv_cache
     for attention, offset in made.kv_offsets.items():
-        writer.set_cache({f"{attention}.k_offset": offset})
+        writer.set_beside({f"{attention}.k_offset": offset})
     for attention, scales in made.kv_scales.items():
         assert spec is not None
         writer.set_kv_scales(attention, *scales)

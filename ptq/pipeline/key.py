@@ -39,6 +39,7 @@ DECIDING = (  # folders and files of our code
     "kernels/triton/tuning.py",
     "ptq/methods",
     "ptq/pipeline",
+    "ptq/plan/devices.py",
     "ptq/plan/head.py",
     "ptq/plan/schedule.py",
     "ptq/plan/shapes.py",

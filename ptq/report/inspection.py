@@ -161,8 +161,8 @@ def describe(found: Inspection, top: int) -> list[str]:
     lines = [f"{found.model_type}, scheme {found.wac}, {size_text(nbytes)} of tensors"]
     if found.sink_tokens:
         lines.append(
-            f"  the first {found.sink_tokens} tokens of a sequence are sink tokens, quantized apart "
-            "here; other runtimes scale them as all others"
+            f"  the first {found.sink_tokens} tokens of a sequence are sink tokens, quantized "
+            "apart here; other runtimes scale them as all others"
         )
     for text, names in found.layers.items():
         lines.append(f"  otherwise {len(names)} layers, such as {names[0]}: {text}")

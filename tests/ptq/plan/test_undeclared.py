@@ -6,7 +6,7 @@ from formats.checkpoint.read import Checkpoint
 from formats.errors import RecipeError
 from ptq.methods.rotation import RotationSpec
 from ptq.methods.rtn import RTNSpec
-from ptq.methods.smooth_k import SmoothKSpec
+from ptq.methods.shift import ShiftSpec
 from ptq.plan.describe import describe_plan
 from tests.families import check_quantized
 from tests.mixtures import check_quantized_experts
@@ -76,7 +76,7 @@ def test_mixtures_are_written_expert_by_expert(make_model, tmp_path, kind, prese
     assert isinstance(checkpoint, Checkpoint)
 
 
-@pytest.mark.parametrize("method", [RotationSpec(), SmoothKSpec()])
+@pytest.mark.parametrize("method", [RotationSpec(), ShiftSpec()])
 def test_methods_that_need_a_declaration_are_refused(make_model, tmp_path, method):
     folder = make_model("opt", **UNDECLARED["opt"])
     with pytest.raises(RecipeError, match=f"{method.name} must know what each layer is.*'opt'"):
