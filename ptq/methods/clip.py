@@ -143,11 +143,13 @@ def _clipped(
     """Let the layers that read one input see it with its range times `factor`, for a while."""
     scale = work.input_scale(names[0])
     assert scale is not None
+    sinks = work.sink_scale(names[0])
+    sinks = scale if sinks is None else sinks  # which are never clipped
     with ExitStack() as stack:
         for name in names:
 
             def seen(x: Tensor, name: str = name) -> Tensor:
-                return work.seen_row_by_row(name, x, scale * factor)
+                return work.seen_row_by_row(name, x, scale * factor, sinks)
 
             stack.enter_context(replaced(work.block.linears[name], rounded[name], seen))
         yield

@@ -339,9 +339,12 @@ def _rounded_inputs(work: BlockWork) -> Iterator[None]:
         for name, layer in work.quantized.items():
 
             def seen(
-                x: Tensor, name: str = name, scale: Tensor | None = layer.input_scale
+                x: Tensor,
+                name: str = name,
+                scale: Tensor | None = layer.input_scale,
+                sinks: Tensor | None = work.sink_scale(name),
             ) -> Tensor:
-                return x + (work.seen_row_by_row(name, x.detach(), scale) - x.detach())
+                return x + (work.seen_row_by_row(name, x.detach(), scale, sinks) - x.detach())
 
             linear = work.block.linears[name]
             weight = linear.weight if _has_integers(layer) else layer.dequantized()

@@ -195,9 +195,11 @@ class SmoothQuant(Migration):
         if self.spec.pieces == 1:
             return choice
         piece = pieces_of(group.x_absmax, self.spec.pieces)
-        return search_pieces(
-            piece, scales, choice, lambda scale: group.error(group.fold(scale), reference)
-        )
+
+        def error(scale: Tensor) -> float:
+            return group.error(group.fold(group.protected(scale)), reference)
+
+        return search_pieces(piece, scales, choice, error)
 
     def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
         """Equation 4 for each strength."""

@@ -30,6 +30,7 @@ DECIDING = (  # folders and files of our code
     "kernels/cpu/csrc/feedback.h",
     "kernels/cpu/native.py",
     "kernels/cpu/structures.py",
+    "kernels/devices.py",
     "kernels/feedback.py",
     "kernels/numerics.py",
     "kernels/packed_cache.py",

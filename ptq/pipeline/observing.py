@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from calibrate.roles import SINK_INPUT
+from calibrate.roles import SINK_INPUT, SINK_TOKENS
 from calibrate.spread import run_size, samples_of
 from calibrate.statistics import Statistics
 from calibrate.workers import InTurn, shares
@@ -124,6 +124,7 @@ class _Eye:
         self.weighted = None if of.weighted is None else of.weighted.part()
         self.observed = set(of.stand_in.values())
         self.sample: int | None = None
+        self.energy = torch.zeros(())  # mean of |x|^2 of a layer's ordinary tokens
 
     def begin(self, sample: int) -> None:
         self.of.team.check()
@@ -143,6 +144,8 @@ class _Eye:
 
     def on_input(self, name: str, x: Tensor) -> None:
         assert self.sample is not None
+        if self.of.work.block.sinks and (self.moments or self.weighted):
+            self.energy = x.float().square().sum(dim=1).mean()
         if self.moments is not None:
             self.moments.observe(name, x)
         if self.weighted is not None:
@@ -154,6 +157,18 @@ class _Eye:
             self.statistics.observe(name, "input", x, histogram=self.of.histograms, first=first)
 
     def on_sinks(self, name: str, x: Tensor) -> None:
+        """Sink tokens of a sample, after its others: in moments of as much energy as some of these.
+
+        Left out, their channels would be free to be spoiled; as they are, nothing else would count.
+        """
+        assert self.sample is not None
+        if self.moments is not None or self.weighted is not None:
+            own = x.float().square().sum(dim=1, keepdim=True).clamp(min=1e-30)
+            rows = x.float() * (SINK_TOKENS * self.energy / own).sqrt()
+            if self.moments is not None:
+                self.moments.observe(name, rows, 0)
+            if self.weighted is not None:
+                self.weighted.observe_sinks(name, rows, self.sample)
         if name in self.observed:
             self.statistics.observe(name, SINK_INPUT, x, histogram=False)
 

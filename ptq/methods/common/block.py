@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from calibrate.roles import SINK_INPUT
+from calibrate.roles import SINK_INPUT, SINK_TOKENS
 from formats.families.groups import SmoothingGroup
 from formats.later import later
 from formats.scheme import LayerScheme, Scheme, WeightSpec
@@ -244,20 +244,30 @@ class BlockWork:
         return scale if bool(scale > others) else None
 
     def loss(self, found: Tensor, wanted: Tensor) -> float:
-        """Squared error of a block's outputs [tokens, hidden], that of sink tokens left out.
+        """Squared error of a block's outputs [tokens, hidden], sink tokens by their own energy.
 
         A sink token's hidden state is so much larger than all others that its error alone would
-        decide; and it is no question, as the token is quantized apart.
+        decide. It counts by its relative error, as that of `SINK_TOKENS` ordinary tokens: most
+        attention goes to it, so that all later tokens read what is wrong with it.
         """
-        own = slice(self.block.sinks, None)
-        return (found[own].double() - wanted[own].double()).square().sum().item()
+        first, exact = self.block.sinks, wanted.double()
+        errors, powers = (found.double() - exact).square().sum(dim=1), exact.square().sum(dim=1)
+        total = errors[first:].sum()
+        if first and len(errors) > first:
+            relative = errors[:first] / powers[:first].clamp(min=1e-30)
+            total = total + SINK_TOKENS * powers[first:].mean() * relative.sum()
+        return total.item()
 
-    def seen_row_by_row(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
-        """`seen_input` of all tokens of a sample [..., tokens, in]; sink tokens are not rounded."""
+    def seen_row_by_row(
+        self, name: str, x: Tensor, scale: Tensor | None, sink_scale: Tensor | None
+    ) -> Tensor:
+        """`seen_input` of all tokens of a sample [..., tokens, in], sink tokens by their own scale."""
         seen, first = self.seen_input(name, x, scale), self.block.sinks
-        if not first or scale is None or x.shape[-2] not in map(len, self.block.inputs):
+        whole = x.shape[-2] in map(len, self.block.inputs)  # not the tokens of one expert
+        if not first or sink_scale is None or not whole:
             return seen
-        return torch.cat((x[..., :first, :], seen[..., first:, :]), dim=-2)
+        sinks = self.seen_input(name, x[..., :first, :], sink_scale)
+        return torch.cat((sinks, seen[..., first:, :]), dim=-2)
 
     def seen_input(self, name: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """What the kernels see of a quantized layer's input [..., in], with its static scale."""
@@ -317,9 +327,12 @@ def quantized_block(work: BlockWork) -> Iterator[None]:
         for name, layer in work.quantized.items():
 
             def seen(
-                x: Tensor, name: str = name, scale: Tensor | None = layer.input_scale
+                x: Tensor,
+                name: str = name,
+                scale: Tensor | None = layer.input_scale,
+                sink_scale: Tensor | None = work.sink_scale(name),
             ) -> Tensor:
-                return work.seen_row_by_row(name, x, scale)
+                return work.seen_row_by_row(name, x, scale, sink_scale)
 
             stack.enter_context(replaced(work.block.linears[name], layer.dequantized(), seen))
         yield

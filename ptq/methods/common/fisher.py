@@ -74,6 +74,12 @@ class WeightedMoments:
             roots, x = roots[some], x[some.to(x.device)]
         self._moments.observe(name, x.float() * roots.to(x.device)[:, None], tokens)
 
+    def observe_sinks(self, name: str, x: Tensor, sample: int) -> None:
+        """Add rows that stand for sink tokens, as tokens of the sample's mean weight."""
+        if name in self._wanted:
+            weights = self._gradients.output(name).weights_of(sample, 1)
+            self._moments.observe(name, x.float() * weights.mean().sqrt().to(x.device), 0)
+
     def of(self, name: str) -> Tensor:
         """A of a layer, fp32 [in, in]."""
         return self._known[name] if name in self._known else self._moments.of(name)

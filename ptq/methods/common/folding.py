@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from calibrate.roles import SINK_INPUT
 from formats.cache_scheme import KVCacheSpec
 from formats.families.groups import SmoothingGroup
 from formats.later import later
@@ -99,11 +100,31 @@ class SmoothedGroup:
         )
         columns = torch.stack([linear.weight.abs().amax(dim=0) for linear in self.consumers])
         self.w_absmax = self._by_channel(columns.amax(dim=0).cpu(), channels)
+        self.sink_absmax = None
+        if work.block.sinks:
+            sinks = work.observed(group.consumers[0], SINK_INPUT).channel_absmax
+            self.sink_absmax = self._by_channel(sinks, channels)
 
     def _by_channel(self, absmax: Tensor, channels: int) -> Tensor:
         """Maximum over the consumers' input channels that read one source channel."""
         zero = torch.zeros(channels, dtype=torch.float64)
         return zero.scatter_reduce(0, self.channel, absmax.double(), "amax")
+
+    def protected(self, scale: Tensor) -> Tensor:
+        """Factors that leave the weights' columns room in which sink tokens are far larger.
+
+        Ordinary tokens may hardly use such a channel: its factor would be small, the column it
+        multiplies nearly nothing beside the others of a row, and rounded to nothing. A sink token's
+        output is little else than that column. It gets the range of a middling column at least.
+
+        Args:
+            scale: Wanted factors [channels] fp64.
+        """
+        if self.sink_absmax is None:
+            return scale
+        massive = (self.sink_absmax > self.x_absmax.max()) & (self.w_absmax > 0)
+        middle = (self.w_absmax * scale).median()
+        return torch.where(massive, scale.maximum(middle / self.w_absmax), scale)
 
     def mean_by_channel(self, values: Tensor) -> Tensor:
         """Mean over the consumers' input channels that read one source channel: fp64."""
@@ -193,15 +214,23 @@ class SmoothedGroup:
         work = self.work
         divisor = folding.scale[self.channel].float().to(work.block.device)  # [in]
         absmax = (self.x_absmax / folding.scale).max().float()
+        of_sinks = self.sink_absmax if self.sink_absmax is not None else self.x_absmax
+        both = torch.maximum(absmax, (of_sinks / folding.scale).max().float())
         with ExitStack() as stack:
             for name, linear in zip(self.group.consumers, self.consumers, strict=True):
                 scheme, spec = work.scheme_of(name), work.weight_spec(name)
-                scale = None
+                scale, sinks = None, None
                 if scheme.activations is not None and scheme.static_input:
-                    scale = numerics.choose_scale(absmax, numerics.TYPES[scheme.activations.dtype])
+                    kind = numerics.TYPES[scheme.activations.dtype]
+                    scale, sinks = (numerics.choose_scale(top, kind) for top in (absmax, both))
 
-                def seen(x: Tensor, name: str = name, scale: Tensor | None = scale) -> Tensor:
-                    return work.seen_row_by_row(name, x / divisor, scale)
+                def seen(
+                    x: Tensor,
+                    name: str = name,
+                    scale: Tensor | None = scale,
+                    sinks: Tensor | None = sinks,
+                ) -> Tensor:
+                    return work.seen_row_by_row(name, x / divisor, scale, sinks)
 
                 smoothed = self._smoothed_weight(linear, folding)
                 stored = rounding.round_weight(smoothed, spec, work.scale_dtype(name))

@@ -174,7 +174,8 @@ class Migration(Method):
         trials = {None: [(group, group.fold(None)) for group in groups]} if reference else {}
         for group in groups:
             for alpha, scale in self.candidates(group).items():
-                trials.setdefault(alpha, []).append((group, group.fold(scale)))
+                folding = group.fold(group.protected(scale))
+                trials.setdefault(alpha, []).append((group, folding))
         scales = {alpha: torch.cat([f.scale for _, f in trial]) for alpha, trial in trials.items()}
         if not reference:
             choice, errors = Choice(tuple(trials), *scales.values(), error=None), {}
