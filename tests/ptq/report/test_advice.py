@@ -20,7 +20,7 @@ from ptq.report.pages import answers, change_first, in_a_line, top_of
 from ptq.report.verdict import verdict_of
 from tests.ptq.report.judging import thresholds
 
-SMOLLM = {"model_type": "llama", "parameters": 135_000_000}
+SMOLLM: dict[str, object] = {"model_type": "llama", "parameters": 135_000_000}
 
 
 def costs(row: Known) -> tuple[float, float]:
@@ -34,7 +34,9 @@ def tiny() -> dict[str, Known]:
     return {row.recipe: row for row in known_figures() if row.model == "tiny-python"}
 
 
-def of_recipe(data: ReportData, name: str, model: object = None, **shares: float) -> ReportData:
+def of_recipe(
+    data: ReportData, name: str, model: dict[str, object] | None = None, **shares: float
+) -> ReportData:
     """A report as one of a shipped recipe, on the default model or on one such as another."""
     recipe = load_recipe(shipped_paths()[name])
     parts = tuple(Part(name=kind, kl=share) for kind, share in shares.items())
