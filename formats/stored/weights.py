@@ -121,7 +121,8 @@ def weight_tensors(
     Args:
         scheme: Of the layer.
         weight: To be stored.
-        dtype: The model's: packed weights keep their scales in it, which must hold them exactly.
+        dtype: The model's: packed weights keep their scales in it, or in fp32 where it does not
+            hold them exactly.
     """
     assert scheme.weights is not None
     if weight.order is not None:
@@ -139,11 +140,10 @@ def weight_tensors(
         scale = scale.reshape(1) if scheme.weights.granularity == "per_tensor" else scale
         return {"weight": weight.q, "weight_scale": scale}
     bits = scheme.weights.bits
-    if not torch.equal(scale.to(dtype).float(), scale):
-        raise CheckpointError(f"scales of a packed weight are not representable in {dtype}")
+    held = scale.to(dtype)
     tensors = {
         "weight_packed": pack_words(weight.q, bits),
-        "weight_scale": scale.to(dtype),
+        "weight_scale": held if torch.equal(held.float(), scale) else scale,
         "weight_shape": torch.tensor(weight.q.shape, dtype=torch.int64),
     }
     if weight.zero_point is not None:

@@ -39,8 +39,8 @@ else:
     reporting = later("ptq.report.report")
     results = later("ptq.result")
     resume = later("ptq.pipeline.resume")
-searching = later("ptq.search.search")
-summary = later("ptq.search.summary")
+    searching = later("ptq.search.search")
+    summary = later("ptq.search.summary")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
