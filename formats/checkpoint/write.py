@@ -21,6 +21,7 @@ from formats.checkpoint.compressed_tensors import quantization_config
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import cache_metadata
 from formats.checkpoint.native import as_stored
+from formats.checkpoint.portable import CARD, card, only_here
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
 from formats.errors import CheckpointError
 from formats.files import building_directory, fsync_path, sha256_file, write_bytes, writing
@@ -239,6 +240,10 @@ class CheckpointWriter:
         own = OwnPart(kv_cache=self.scheme.kv_cache, kv_caches=self._caches)
         config |= {OWN_KEY: own.model_dump()}
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
+        shares, quantized = self._shared_head is not None, self.scheme.weights is not None
+        reason = only_here(self._config, quantized=quantized, shares_head=shares)
+        if reason is not None:
+            everything[CARD] = card(reason).encode()
         for name, data in (everything | dict(documents)).items():
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

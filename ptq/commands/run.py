@@ -19,7 +19,7 @@ from formats.later import later
 from formats.lock import output_locked
 from formats.namespace import require_own_packages
 from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
-from ptq.commands.next_steps import forced_command, next_commands
+from ptq.commands.next_steps import checkpoint_lines, forced_command, next_commands
 from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     for failure in report.failures:
         print(f"FAILED: {failure}")
     print(f"verdict:    {report.line}")
-    print(f"checkpoint: {typed_path(result.checkpoint)}")
+    print(*checkpoint_lines(result.checkpoint), sep="\n")
     print(f"report:     {typed_path(report.folder / 'report.html')}")
     print(f"recipe:     {typed_path(output / RECIPE_FILE)} (every setting; `ptq run` repeats it)")
     print("\nNext:")

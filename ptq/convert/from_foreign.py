@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.checkpoint.portable import only_here
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
@@ -134,8 +135,10 @@ def _entry(
 
 def _import_notes(source: Checkpoint, quantization: Mapping[str, Any]) -> tuple[str, ...]:
     scheme = source.scheme
+    alone = only_here(source.config, quantized=True, shares_head=False)
     notes = [
-        f"Read as scheme {scheme.wac} ({scheme.of_layers.text}); its calibration is not known."
+        *([alone] if alone else []),
+        f"Read as scheme {scheme.wac} ({scheme.of_layers.text}); its calibration is not known.",
     ]
     kept = source.config.get("dtype") or source.config.get("torch_dtype") or "another type"
     if scheme.activations is None and kept != "float16":
