@@ -188,6 +188,7 @@ class QuantizationValues(_Values):
     format: str | None = None
     config_groups: dict[str, GroupValues] | None = None
     ignore: list[Annotated[str, AfterValidator(_check_pattern)]] | None = None
+    kv_cache_scheme: ArgsValues | None = None
 
 
 Groups = tuple[tuple[tuple[str, ...], LayerScheme], ...]
@@ -267,8 +268,7 @@ def _read_group(
     try:
         scheme = LayerScheme(weights=spec, activations=inputs)
     except ValidationError as error:
-        found = group.get("input_activations")
-        raise _unsupported(f"{where}.input_activations {found}: {_reason(error)}") from error
+        raise _unsupported(f"{where}.input_activations ({_reason(error)})") from error
     layout = group.get("format") or layout_of_all
     if layout not in (None, storage_format(scheme)):
         raise _unsupported(f"{where}.format {layout!r} for {scheme.text}")
@@ -297,7 +297,7 @@ def _read_weights(args: Mapping[str, Any], where: str) -> WeightSpec:
             two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
         )
     except ValidationError as error:
-        raise _unsupported(f"{where} {args}: {_reason(error)}") from error
+        raise _unsupported(f"{where} ({_reason(error)})") from error
     needed, given = _SCALE_DTYPES.get(spec.scale_type), args.get("scale_dtype")
     implied = given is None and spec.dtype == "fp4_e2m1"
     if by_tensor != (spec.scale_type == "e4m3"):
@@ -314,7 +314,7 @@ def _read_inputs(args: Mapping[str, Any] | None, where: str) -> ActivationSpec |
     try:
         spec = ActivationSpec(dtype=_dtype(args, where), granularity=strategy)
     except ValidationError as error:
-        raise _unsupported(f"{where} {args}: {_reason(error)}") from error
+        raise _unsupported(f"{where} ({_reason(error)})") from error
     size = args.get("group_size") if strategy == "group" else BLOCK
     for key, value, allowed in (
         ("dynamic", bool(args.get("dynamic")), spec.dynamic),

@@ -35,9 +35,9 @@ def only_here(config: Mapping[str, Any], *, quantized: bool, shares_head: bool) 
         )
     if shares_head:
         reasons.append(
-            "its quantized lm_head is the embedding, too, which compressed-tensors has no form for: "
-            "others refuse it by its strategy tied_channel or tied_group. For others quantize with "
-            "the method `untie` before the one that rounds, or leave lm_head in float (`ignore: "
+            "its quantized lm_head is the embedding, too, which others have no form for and refuse "
+            "by its strategy tied_channel or tied_group. For others quantize with the method "
+            "`untie` before the one that rounds, or leave lm_head in float (`ignore: "
             "[lm_head]`, or `--budget ... --target vllm`)"
         )
     return f"Only this runtime opens it: {'; '.join(reasons)}." if reasons else None

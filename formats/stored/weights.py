@@ -12,6 +12,9 @@
                        X.weight_global_scale fp32 [1], by which scales are divided
     mxfp8-quantized    X.weight float8_e4m3fn [N, K], X.weight_scale uint8 [N, K / 32]
 
+Packed weights have scales of the model's type; of a layer with some that fp16 would round by more
+than 1%, being so small, all are fp32.
+
 Source: compressed-tensors 0.17 to 0.20. Shapes are exactly these: loaders refuse others.
 """
 
