@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from formats.families.registry import OWN_CLASSES
@@ -41,6 +42,12 @@ def only_here(config: Mapping[str, Any], *, quantized: bool, shares_head: bool) 
             "[lm_head]`, or `--budget ... --target vllm`)"
         )
     return f"Only this runtime opens it: {'; '.join(reasons)}." if reasons else None
+
+
+def said_in_card(folder: Path) -> str | None:
+    """The reason that the card of a folder written here gives; None where it has none."""
+    path = folder / CARD
+    return path.read_text(encoding="utf-8").split("\n\n")[1] if path.is_file() else None
 
 
 def card(reason: str) -> str:

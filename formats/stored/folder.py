@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -12,12 +12,17 @@ from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
 from formats.families.values import check_model_values
 from formats.files import sha256_file
+from formats.later import later
 from formats.links import find_file
 from formats.published.known import find_layout, needs_code
 from formats.published.layout import PublishedLayout
 from formats.stored.other_kinds import refuse_other_kinds
-from formats.stored.safetensors_files import open_weights
 from formats.strict import Strict
+
+if TYPE_CHECKING:
+    from formats.stored import safetensors_files as weights
+else:
+    weights = later("formats.stored.safetensors_files")
 
 CONFIG = "config.json"
 KV_SCALES = "quant/kv_scales.safetensors"
@@ -168,7 +173,7 @@ def _settings_beside(path: Path) -> tuple[dict[str, Any] | None, str]:
         CheckpointError: the file is damaged.
     """
     name = next((name for name in SETTINGS_FILES if find_file(path, name) is not None), None)
-    if name is None or not any(tensor.endswith(QUANTIZED) for tensor in open_weights(path)):
+    if name is None or not any(tensor.endswith(QUANTIZED) for tensor in weights.open_weights(path)):
         return None, SETTINGS
     found = read_document(path, name, dict[str, Any], "Get it again") or {}
     inner = found.get("quantization")

@@ -12,9 +12,9 @@ from formats.later import later
 from ptq.text import typed_path
 
 if TYPE_CHECKING:
-    from formats.checkpoint import read
+    from formats.checkpoint import portable
 else:
-    read = later("formats.checkpoint.read")
+    portable = later("formats.checkpoint.portable")
 
 
 def next_commands(checkpoint: Path) -> list[str]:
@@ -32,7 +32,7 @@ def next_commands(checkpoint: Path) -> list[str]:
 
 def checkpoint_lines(checkpoint: Path) -> list[str]:
     """Where a checkpoint lies, and, where it is so, that no other software opens it."""
-    reason = read.Checkpoint.open(checkpoint).only_here
+    reason = portable.said_in_card(checkpoint)
     return [f"checkpoint: {typed_path(checkpoint)}", *([f"note: {reason}"] if reason else [])]
 
 
