@@ -12,14 +12,18 @@ import importlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from formats.command import CommandParser, device
 from formats.later import later
 from ptq.cli import COMMANDS
 from ptq.recipe.shipped import shipped_paths
 
-shtab = later("shtab")
+if TYPE_CHECKING:
+    import shtab
+else:
+    shtab = later("shtab")
+
 INSTALL = """\
 How to install it for yourself:
 

@@ -224,6 +224,26 @@ def test_what_runs_in_a_peers_interpreter_imports_nothing_of_ours():
         assert not {name.split(".")[0] for name in imported_modules(path)} & set(PACKAGES), path
 
 
+def test_what_is_imported_later_is_known_to_type_checkers():
+    """A name that `later` gives stands in the `else` of `if TYPE_CHECKING`, which imports it."""
+    for path in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            for assigned in node.orelse if isinstance(node, ast.If) else [node]:
+                if not isinstance(assigned, ast.Assign) or "later(" not in ast.unparse(assigned):
+                    continue
+                name, known = (
+                    ast.unparse(assigned.targets[0]),
+                    node.body if node != assigned else [],
+                )
+                imported = {
+                    alias.asname or alias.name.rpartition(".")[2]
+                    for statement in known
+                    if isinstance(statement, ast.Import | ast.ImportFrom)
+                    for alias in statement.names
+                }
+                assert name in imported, f"{path}: {name} is not imported under TYPE_CHECKING"
+
+
 def test_kernels_is_imported_by_module_name():
     """`from kernels import ops` breaks where a foreign package owns the name."""
     for path in ROOT.rglob("*.py"):

@@ -24,7 +24,7 @@ from formats.checkpoint.targets import is_ignored, layer_targets
 from formats.documents import check_values
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
-from formats.scheme import AUTO, BLOCK, ActivationSpec, LayerScheme, WeightSpec
+from formats.scheme import AUTO, BLOCK, GROUP_SIZES, ActivationSpec, LayerScheme, WeightSpec
 from formats.stored.weights import storage_format
 
 METHOD = "compressed-tensors"
@@ -141,6 +141,10 @@ def _input_args(spec: ActivationSpec) -> dict[str, Any]:
     return args
 
 
+class UnsupportedSchemeError(CheckpointError):
+    """What compressed-tensors states and no kernel here runs; weights have values all the same."""
+
+
 def _check_pattern(entry: str) -> str:
     try:
         re.compile(entry.removeprefix("re:"))
@@ -185,6 +189,7 @@ class QuantizationValues(_Values):
     format: str | None = None
     config_groups: dict[str, GroupValues] | None = None
     ignore: list[Annotated[str, AfterValidator(_check_pattern)]] | None = None
+    kv_cache_scheme: ArgsValues | None = None
 
 
 Groups = tuple[tuple[tuple[str, ...], LayerScheme], ...]
@@ -194,19 +199,41 @@ def read_groups(config: Mapping[str, Any]) -> Groups:
     """Targets and scheme of each of a `quantization_config`'s groups, in their order.
 
     Raises:
-        CheckpointError: another method, or a compressed-tensors scheme that is not run here.
+        UnsupportedSchemeError: a compressed-tensors scheme that is not run here.
+        CheckpointError: another method, or what has no values without more.
     """
-    method = config.get("quant_method")
-    if method != METHOD:
-        raise _unsupported(f"quant_method {method!r}")
+    groups = read_values(config).config_groups
+    if groups is None or not (groups or config.get("kv_cache_scheme")):
+        raise _unsupported(f"{'no' if groups is None else 0} config_groups")
+    return tuple(
+        _read_group(f"config_groups.{name}", group, config.get("format"))
+        for name, group in config["config_groups"].items()
+    )
+
+
+def read_values(config: Mapping[str, Any]) -> QuantizationValues:
+    """A `quantization_config` by the types of its values.
+
+    Raises:
+        CheckpointError: it is of another method, or weights are no plain arithmetic by it.
+    """
     where = "config.json: quantization_config"
-    check_values(config, QuantizationValues, where, "Copy config.json of the checkpoint again")
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping) or not (groups or config.get("kv_cache_scheme")):
-        raise _unsupported(f"{len(groups) if isinstance(groups, Mapping) else 'no'} config_groups")
-    if config.get("transform_config"):
-        raise _unsupported("transform_config (transforms applied while running)")
-    return tuple(_read_group(group, config.get("format")) for group in groups.values())
+    found = check_values(
+        config, QuantizationValues, where, "Copy config.json of the checkpoint again"
+    )
+    sparsity = config.get("sparsity_config") or {}
+    for key, value, allowed in (
+        ("quant_method", config.get("quant_method"), (METHOD,)),
+        ("transform_config", config.get("transform_config") or None, (None,)),
+        ("sparsity_config.format", sparsity.get("format"), (None, "dense")),
+    ):
+        if value not in allowed:
+            raise CheckpointError(
+                f"{where} has {key} {value!r}, which is not read here; allowed: "
+                f"{', '.join('absent' if own is None else repr(own) for own in allowed)}. Quantize "
+                "the original model with one of the shipped recipes"
+            )
+    return found
 
 
 def read_cache_scheme(config: Mapping[str, Any]) -> KVCacheSpec | None:
@@ -218,76 +245,104 @@ def read_cache_scheme(config: Mapping[str, Any]) -> KVCacheSpec | None:
     args = config.get("kv_cache_scheme")
     if not args:
         return None
+    where = "kv_cache_scheme"
+    if not isinstance(args, Mapping) or args.get("dynamic") or not args.get("symmetric", True):
+        raise _unsupported(f"{where} {args}", CACHES)
+    strategy = _ours(_CACHE_STRATEGY, str(args.get("strategy")), where, CACHES)
     try:
-        if args.get("dynamic") or not args.get("symmetric", True):
-            raise KeyError("a dynamic or asymmetric cache")
-        return KVCacheSpec(dtype=_dtype(args), granularity=_ours(_CACHE_STRATEGY, args))
-    except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        raise _unsupported(f"kv_cache_scheme {args}", CACHES) from error
+        return KVCacheSpec(dtype=_dtype(args, where, CACHES), granularity=strategy)
+    except ValidationError as error:
+        raise _unsupported(f"{where} {args}", CACHES) from error
 
 
-def _read_group(group: Any, layout_of_all: str | None) -> tuple[tuple[str, ...], LayerScheme]:
-    targets = group.get("targets") if isinstance(group, Mapping) else group
-    if not isinstance(targets, list) or not targets or not all(map(_is_target, targets)):
-        raise _unsupported(f"targets {targets}")
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, Mapping) or group.get("output_activations"):
-        raise _unsupported(f"weights {weights}, output_activations")
+def _read_group(
+    where: str, group: Mapping[str, Any], layout_of_all: str | None
+) -> tuple[tuple[str, ...], LayerScheme]:
+    targets, weights = group["targets"], group.get("weights")
+    if not targets or not all(map(_is_target, targets)):
+        raise _unsupported(f"{where}.targets {targets}")
+    if not weights or group.get("output_activations"):
+        key = "output_activations" if weights else "weights"
+        raise _unsupported(f"{where}.{key} {group.get(key)}")
+    spec = _read_weights(weights, f"{where}.weights")
+    inputs = _read_inputs(group.get("input_activations"), f"{where}.input_activations")
     try:
-        scheme = LayerScheme(weights=_read_weights(weights), activations=_read_inputs(inputs))
-    except (ValidationError, KeyError, TypeError) as error:
-        raise _unsupported(f"weights {weights} with input_activations {inputs}") from error
+        scheme = LayerScheme(weights=spec, activations=inputs)
+    except ValidationError as error:
+        raise _unsupported(f"{where}.input_activations ({_reason(error)})") from error
     layout = group.get("format") or layout_of_all
     if layout not in (None, storage_format(scheme)):
-        raise _unsupported(f"format {layout!r} for weights {weights}")
+        raise _unsupported(f"{where}.format {layout!r} for {scheme.text}")
     return tuple(targets), scheme
 
 
-def _read_weights(args: Mapping[str, Any]) -> WeightSpec:
-    """Raises KeyError or ValidationError where there is no such specification."""
-    told = str(args.get("strategy")).removeprefix(_TIED)
-    by_tensor = told == "tensor_group"
-    strategy: Any = "group" if by_tensor else _ours(_STRATEGY, {"strategy": told})
-    if args.get("dynamic") or args.get("actorder") not in (None, "weight", "static"):
-        raise KeyError("dynamic or act-order weights")
-    if strategy == "block" and list(args.get("block_structure") or ()) != [BLOCK, BLOCK]:
-        raise KeyError("block structure")
-    extra, size = args.get("observer_kwargs"), args.get("group_size")
-    if strategy == "group" and size is None:
-        raise KeyError("groups of no size")
-    spec = WeightSpec(
-        dtype=_dtype(args),
-        granularity=strategy,
-        group_size=size if strategy == "group" else None,
-        symmetric=bool(args.get("symmetric", True)),
-        two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
-    )
-    needed, told = _SCALE_DTYPES.get(spec.scale_type), args.get("scale_dtype")
-    implied = told is None and spec.dtype == "fp4_e2m1"
-    if by_tensor != (spec.scale_type == "e4m3") or (needed not in (None, told) and not implied):
-        raise KeyError("scales of another type")
+def _read_weights(args: Mapping[str, Any], where: str) -> WeightSpec:
+    said = str(args.get("strategy")).removeprefix(_TIED)
+    by_tensor = said == "tensor_group"
+    strategy: Any = "group" if by_tensor else _ours(_STRATEGY, said, where)
+    blocks = [BLOCK, BLOCK] if strategy == "block" else args.get("block_structure")
+    allowed = {"dynamic": (False, None), "actorder": (None, "weight", "static")}
+    for key, values in (allowed | {"block_structure": (blocks,)}).items():
+        if args.get(key) not in values:
+            raise _unsupported(f"{where}.{key} {args.get(key)!r}")
+    dtype, extra = _dtype(args, where), args.get("observer_kwargs")
+    size = args.get("group_size") if strategy == "group" else None
+    if strategy == "group" and size not in GROUP_SIZES[dtype]:
+        raise _unsupported(f"{where}.group_size {size} for {dtype}")
+    try:
+        spec = WeightSpec(
+            dtype=dtype,
+            granularity=strategy,
+            group_size=size,
+            symmetric=bool(args.get("symmetric", True)),
+            two_level=extra.get(TWO_LEVEL, False) if isinstance(extra, Mapping) else False,
+        )
+    except ValidationError as error:
+        raise _unsupported(f"{where} ({_reason(error)})") from error
+    needed, given = _SCALE_DTYPES.get(spec.scale_type), args.get("scale_dtype")
+    implied = given is None and spec.dtype == "fp4_e2m1"
+    if by_tensor != (spec.scale_type == "e4m3"):
+        raise _unsupported(f"{where}.strategy {said!r} for {spec.text}")
+    if needed not in (None, given) and not implied:
+        raise _unsupported(f"{where}.scale_dtype {given!r} for {spec.text}")
     return spec
 
 
-def _read_inputs(args: Mapping[str, Any] | None) -> ActivationSpec | None:
-    """Raises KeyError or ValidationError where there is no such specification."""
+def _read_inputs(args: Mapping[str, Any] | None, where: str) -> ActivationSpec | None:
     if args is None:
         return None
-    strategy = _ours(_INPUT_STRATEGY, args)
-    spec = ActivationSpec(dtype=_dtype(args), granularity=strategy)
+    strategy = _ours(_INPUT_STRATEGY, str(args.get("strategy")), where)
+    try:
+        spec = ActivationSpec(dtype=_dtype(args, where), granularity=strategy)
+    except ValidationError as error:
+        raise _unsupported(f"{where} ({_reason(error)})") from error
     size = args.get("group_size") if strategy == "group" else BLOCK
-    symmetric = args.get("symmetric", True)
-    if bool(args.get("dynamic")) != spec.dynamic or not symmetric or size != BLOCK:
-        raise KeyError("static groups, asymmetric activations, or another group size")
+    for key, value, allowed in (
+        ("dynamic", bool(args.get("dynamic")), spec.dynamic),
+        ("symmetric", args.get("symmetric", True), True),
+        ("group_size", size, BLOCK),
+    ):
+        if value != allowed:
+            raise _unsupported(f"{where}.{key} {args.get(key)!r} with strategy {strategy!r}")
     return spec
 
 
-def _ours(strategies: Mapping[str, str], args: Mapping[str, Any]) -> Any:
-    return {theirs: ours for ours, theirs in strategies.items()}[str(args.get("strategy"))]
+def _reason(error: ValidationError) -> str:
+    return error.errors()[0]["msg"].removeprefix("Value error, ")
 
 
-def _dtype(args: Mapping[str, Any]) -> Any:
-    return _TYPES[args.get("type", "int"), args.get("num_bits", 8)]
+def _ours(strategies: Mapping[str, str], said: str, where: str, supported: str = SUPPORTED) -> Any:
+    found = {theirs: ours for ours, theirs in strategies.items()}.get(said)
+    if found is None:
+        raise _unsupported(f"{where}.strategy {said!r}", supported)
+    return found
+
+
+def _dtype(args: Mapping[str, Any], where: str, supported: str = SUPPORTED) -> Any:
+    kind, bits = args.get("type", "int"), args.get("num_bits", 8)
+    if (kind, bits) not in _TYPES:
+        raise _unsupported(f"{where}.num_bits {bits} of type {kind!r}", supported)
+    return _TYPES[kind, bits]
 
 
 def _is_target(target: Any) -> bool:
@@ -306,8 +361,9 @@ def find_scheme(module: str, groups: Groups) -> LayerScheme | None:
     return next((scheme for targets, scheme in groups if CLASS in targets), None)
 
 
-def _unsupported(found: str, supported: str = SUPPORTED) -> CheckpointError:
-    return CheckpointError(
+def _unsupported(found: str, supported: str = SUPPORTED) -> UnsupportedSchemeError:
+    return UnsupportedSchemeError(
         f"config.json: quantization_config has {found}, which is not run here. Supported: "
-        f"{supported}. Quantize the original model with one of the shipped recipes"
+        f"{supported}. Make a float model of it with `ptq convert CHECKPOINT FLOAT --to float`, or "
+        "quantize the original model with one of the shipped recipes"
     )

@@ -19,16 +19,17 @@ from formats.checkpoint.compressed_tensors import (
     read_cache_scheme,
     read_groups,
 )
-from formats.checkpoint.native import native_tensors, turned_weights, with_prefix
+from formats.checkpoint.native import native_tensors, turned_weights
 from formats.checkpoint.split import split_stored
 from formats.errors import CheckpointError
 from formats.families.registry import find_family
 from formats.families.sizes import merged_rows
 from formats.foreign import mxfp4
 from formats.foreign.folder import ForeignFolder, ForeignLayer, refuse_to_run, require_scheme
-from formats.scheme import Scheme
-from formats.stored.folder import OwnPart, read_config
-from formats.stored.safetensors_files import TensorFile, open_weights
+from formats.scheme import LayerScheme, Scheme
+from formats.stored.folder import SETTINGS_FILES, OwnPart, read_config
+from formats.stored.names import open_native
+from formats.stored.safetensors_files import TensorFile
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,16 @@ def read_contents(path: Path, *, to_run: bool = True, predicting: bool = False) 
     Raises:
         CheckpointError: it is damaged, or of a kind that is not read here.
     """
-    config, quantization, own, published = read_config(path)
+    config, quantization, own, published, _ = read_config(path)
     if is_foreign(quantization):
         return _foreign_contents(ForeignFolder(path), to_run)
-    if published is not None:
-        return Contents(config, native_tensors(open_weights(path), published, config))
-    stored = with_prefix(open_weights(path), config)
+    stored = open_native(path, config, published)
+    if published is not None and not quantization:
+        return Contents(config, native_tensors(stored, published, config))
     files = split_stored(stored, config, predicting=predicting)
     files = turned_weights(files, config)
     if not quantization:
+        _refuse_integers(path, files)
         return Contents(config, files, own=own)
     if quantization.get("quant_method") == mxfp4.METHOD:
         return Contents(config, files, mxfp4.mxfp4_groups(find_family(config), files))
@@ -86,6 +88,17 @@ def read_contents(path: Path, *, to_run: bool = True, predicting: bool = False) 
         cache=read_cache_scheme(quantization),
         own=own,
     )
+
+
+def _refuse_integers(path: Path, files: Mapping[str, TensorFile]) -> None:
+    """Refuse GPTQ's or AWQ's integers that nothing says the settings of."""
+    name = next((name for name in files if name.endswith(".qweight")), None)
+    if name is not None:
+        raise CheckpointError(
+            f"{path}: found {name}, integers of GPTQ or AWQ, but neither a quantization_config in "
+            f"config.json nor one of {', '.join(SETTINGS_FILES)} says of how many bits and groups. "
+            "Copy that file of the checkpoint, too"
+        )
 
 
 def is_foreign(quantization: Mapping[str, Any] | None) -> bool:
@@ -100,8 +113,16 @@ def _foreign_contents(folder: ForeignFolder, to_run: bool) -> Contents:
     files = turned_weights(split_stored(folder.plain_files, folder.config), folder.config)
     layers = _apart(folder)
     tensors = {name: layer for layer in layers.values() for name in layer.tensors}
-    groups = (((CLASS,), folder.scheme.of_layers),)
-    return Contents(folder.config, files | tensors, groups, foreign=layers)
+    return Contents(folder.config, files | tensors, _groups(folder), foreign=layers)
+
+
+def _groups(folder: ForeignFolder) -> Groups:
+    """The schemes of a folder's layers: the one that most have, and each other by its layers."""
+    layers: dict[LayerScheme, list[str]] = {}
+    for module in folder.modules:
+        layers.setdefault(folder.scheme_of(module).of_layers, []).append(module)
+    main, *others = sorted(layers, key=lambda scheme: -len(layers[scheme]))
+    return ((CLASS,), main), *((tuple(layers[scheme]), scheme) for scheme in others)
 
 
 def _cuts_by_row(scheme: Scheme) -> bool:
@@ -120,9 +141,9 @@ def _apart(folder: ForeignFolder) -> dict[str, ForeignLayer]:
         first, parts = 0, merged.get(whole, {})
         if not parts:
             found[module] = layer
-        elif sum(parts.values()) != layer.shape[0] or not _cuts_by_row(folder.scheme):
+        elif sum(parts.values()) != layer.shape[0] or not _cuts_by_row(folder.scheme_of(module)):
             raise CheckpointError(
-                f"{module} has {layer.shape[0]} outputs in {folder.layout.name}, which cannot be "
+                f"{module} has {layer.shape[0]} outputs in {layer.layout.name}, which cannot be "
                 f"cut into those of {', '.join(parts)}. Quantize the original model with one of "
                 "the shipped recipes"
             )

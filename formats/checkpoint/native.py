@@ -1,8 +1,9 @@
 """Tensors of a published layout by the names that the native class has for them.
 
-Names are changed, and layers that lie in one tensor cut into runs of its rows, when a folder is
-opened; no weight is read for that. What is computed from a weight is computed when it is read, and
-float weights that lie as [in, out] are turned when they are read and written.
+Names are changed (beginnings of them by `formats.stored.names`), and layers that lie in one tensor
+cut into runs of its rows, when a folder is opened; no weight is read for that. What is computed
+from a weight is computed when it is read, and float weights that lie as [in, out] are turned when
+they are read and written.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from formats.checkpoint.split import RowsOf, split_stored
 from formats.errors import CheckpointError
 from formats.families.sizes import heads_of
-from formats.published.known import PREFIXES, find_layout, is_turned
+from formats.published.known import find_layout, is_turned
 from formats.published.layout import PublishedLayout
 from formats.stored.safetensors_files import StoredTensors, TensorFile, read_elements
 
@@ -95,7 +96,7 @@ def native_tensors(
     """Where each tensor of the native class is read from.
 
     Args:
-        files: By the names on disk.
+        files: By the names on disk, but for their beginnings (`formats.stored.names`).
         published: config.json as it stands there.
         config: That of the native class.
 
@@ -113,26 +114,6 @@ def native_tensors(
     return found
 
 
-def with_prefix(
-    files: Mapping[str, StoredTensors], config: Mapping[str, Any]
-) -> Mapping[str, StoredTensors]:
-    """Files of a model that was saved without its head, by the names of the model with one.
-
-    Args:
-        files: By the names on disk.
-        config: config.json.
-    """
-    prefix = f"{PREFIXES.get(str(config.get('model_type')), '')}."
-    if prefix == "." or any(name.startswith(prefix) for name in files):
-        return files
-    inner = {name: prefix + name for name in files if not name.startswith("lm_head.")}
-    renamed = {
-        own: RowsOf(files[name], name, {own: 0}, files[name].tensors[name][1])
-        for name, own in inner.items()
-    }
-    return {name: file for name, file in files.items() if name not in inner} | renamed
-
-
 def _rename(
     files: Mapping[str, StoredTensors], layout: PublishedLayout, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, StoredTensors]]:
@@ -142,13 +123,6 @@ def _rename(
         for module, native in layout.modules.items()
     }
     for name, file in files.items():
-        prefix = next((prefix for prefix in layout.prefixes if name.startswith(prefix)), None)
-        if prefix is not None:
-            native = layout.prefixes[prefix]
-            if native is not None:
-                own = native + name.removeprefix(prefix)
-                yield own, RowsOf(file, name, {own: 0}, file.tensors[name][1])
-            continue
         module, _, leaf = name.rpartition(".")
         if leaf in layout.buffers:
             continue

@@ -33,6 +33,7 @@ from formats.checkpoint.compressed_tensors import find_scheme
 from formats.checkpoint.contents import Contents, read_contents
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import read_cache
+from formats.checkpoint.portable import only_here
 from formats.checkpoint.sink_scales import read_sinks
 from formats.checkpoint.targets import is_ignored
 from formats.errors import CheckpointError
@@ -199,6 +200,15 @@ class Checkpoint:
             return False
         head, embedding = head_name(self.config), embedding_name(self.config)
         return head in self.quantized_modules and f"{embedding}.weight" not in self._files
+
+    @property
+    def only_here(self) -> str | None:
+        """Why no other software opens it, and what to set for one that others do; None for others.
+
+        A folder in another tool's layout is one that the tool opens.
+        """
+        quantized = self.scheme.weights is not None and not self._foreign
+        return only_here(self.config, quantized=quantized, shares_head=self.shares_head)
 
     def scheme_of(self, module: str) -> LayerScheme:
         """How a linear layer's weight and input are quantized; of nothing where they are not."""

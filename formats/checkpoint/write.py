@@ -21,6 +21,7 @@ from formats.checkpoint.compressed_tensors import quantization_config
 from formats.checkpoint.join import MergedLayers
 from formats.checkpoint.kv_scales import cache_metadata
 from formats.checkpoint.native import as_stored
+from formats.checkpoint.portable import CARD, card, only_here
 from formats.checkpoint.read import SCALE_TABLE, Checkpoint
 from formats.checkpoint.sink_scales import LEAF
 from formats.errors import CheckpointError
@@ -220,10 +221,15 @@ class CheckpointWriter:
 
     def _check_tensors(self, written: Checkpoint) -> None:
         """Compare what is there with what was added; the files' bytes have been compared."""
-        for name, kind in self._kinds.items():
-            if (written.dtype(name), written.shape(name)) != kind:
+        for name, (dtype, shape) in self._kinds.items():
+            kinds = {dtype, torch.float32} if name in self._digests else {dtype}  # of joined parts
+            if written.dtype(name) not in kinds or written.shape(name) != shape:
                 raise CheckpointError(f"{name} was read back as another tensor; nothing was kept")
-        found = self._pool.map(lambda name: _digest(written.tensor(name)), self._digests)
+
+        def as_added(name: str) -> str:
+            return _digest(written.tensor(name).to(self._kinds[name][0]))
+
+        found = self._pool.map(as_added, self._digests)
         for (name, digest), read_back in zip(self._digests.items(), found, strict=True):
             if read_back != digest.result():
                 raise CheckpointError(f"{name} was read back with other bits; check the disk")
@@ -245,6 +251,10 @@ class CheckpointWriter:
         )
         config |= {OWN_KEY: own.model_dump()}
         everything = {"config.json": _json(config), SCALE_TABLE: table.to_json().encode()}
+        shares, quantized = self._shared_head is not None, self.scheme.weights is not None
+        reason = only_here(self._config, quantized=quantized, shares_head=shares)
+        if reason is not None:
+            everything[CARD] = card(reason).encode()
         for name, data in (everything | dict(documents)).items():
             path = self._folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

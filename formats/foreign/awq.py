@@ -14,6 +14,7 @@ take two neighbouring values out of a word with one mask.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,17 @@ from torch import Tensor
 from formats.errors import CheckpointError
 from formats.foreign.gptq import AGAIN, refuse_activations
 from formats.foreign.layout import (
+    RUN_SIZES,
     Layout,
     check_divides,
     group_spec,
     half_scales,
+    in_groups,
     packed_shape,
+    read_size,
     require_key,
     require_tensor,
+    runs,
     without_signs,
 )
 from formats.pack import pack_words, unpack_words
@@ -41,17 +46,30 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PLACE = tuple(ORDER.index(i) for i in range(8))
 
 
-def awq_layout(spec: WeightSpec) -> Layout:
-    """The layout of weights of a specification that `refuse_awq` accepts."""
-    size = spec.block[1]
+def awq_layout(spec: WeightSpec, group_size: int | None = None) -> Layout:
+    """The layout of weights of a specification that `refuse_awq` accepts.
+
+    Args:
+        spec: Of the weights.
+        group_size: That of the tensors, where it is a multiple of the specification's.
+    """
+    size = group_size or spec.block[1]
+    return replace(
+        awq_values(size),
+        pack=partial(pack_awq, group_size=size),
+        unpack=lambda tensors: in_groups(unpack_awq(tensors, size), size),
+        zero_word=int(_pack(torch.zeros(1, 8, dtype=torch.int8)).item()),
+    )
+
+
+def awq_values(group_size: int) -> Layout:
+    """The layout of weights in groups of any size, of which only the values are read."""
     return Layout(
         name="awq",
         leaves=LEAVES,
         marker="qweight",
         shape=lambda words: (words[1] * 8, words[0]),
-        pack=partial(pack_awq, group_size=size),
-        unpack=partial(unpack_awq, group_size=size),
-        zero_word=int(_pack(torch.zeros(1, 8, dtype=torch.int8)).item()),
+        values=partial(_values, group_size=group_size),
     )
 
 
@@ -108,6 +126,17 @@ def unpack_awq(tensors: Mapping[str, Tensor], group_size: int) -> StoredWeight:
     return StoredWeight(q, scale, zeros if bool(zeros.any()) else None)
 
 
+def _values(tensors: Mapping[str, Tensor], group_size: int) -> Tensor:
+    """The weight that the tensors stand for, fp32 [N, K]; errors as of `unpack_awq`."""
+    weight = unpack_awq(tensors, group_size)
+    columns = weight.q.shape[1]
+    group = torch.arange(columns) // (columns if group_size == -1 else group_size)
+    q = weight.q.float()
+    if weight.zero_point is not None:
+        q -= weight.zero_point.float()[:, group]
+    return q * weight.scale[:, group]
+
+
 def _pack(values: Tensor) -> Tensor:
     """Signed [..., N] to int32 [..., N / 8], in AWQ's order."""
     return pack_words(values.unflatten(-1, (-1, 8))[..., list(ORDER)].flatten(-2), 4)
@@ -136,8 +165,10 @@ def awq_config(spec: WeightSpec, unquantized: Sequence[str] = ()) -> dict[str, A
     }
 
 
-def read_awq_config(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a `quantization_config`; asymmetric, as zero points are always stored.
+def read_awq_config(config: Mapping[str, Any]) -> tuple[Scheme, int]:
+    """The scheme of settings, asymmetric, as zero points are always stored, and their group size.
+
+    The scheme is empty where no kernel here takes groups of that size.
 
     Raises:
         CheckpointError: another method, or settings that are not read here.
@@ -146,8 +177,18 @@ def read_awq_config(config: Mapping[str, Any]) -> Scheme:
     key = "w_bit" if "bits" not in config and "w_bit" in config else "bits"
     bits = require_key(config, key, (4,), AGAIN)
     key = "q_group_size" if "group_size" not in config and "q_group_size" in config else None
-    size = require_key(config, key or "group_size", (-1, 32, 64, 128), AGAIN)
+    size = read_size(config, key or "group_size", RUN_SIZES, AGAIN)
     require_key(config, "zero_point", (True,), AGAIN)
     known = ("gemm", "GEMM", None)
     require_key(config, "version", known, "Get the checkpoint in the gemm version")
-    return Scheme(weights=group_spec(bits, size, symmetric=False))
+    return Scheme(weights=group_spec(bits, size, symmetric=False) if runs(size) else None), size
+
+
+def read_awq(config: Mapping[str, Any]) -> tuple[Scheme, Layout]:
+    """The scheme and layout of settings; errors as of `read_awq_config`."""
+    scheme, size = read_awq_config(config)
+    if scheme.weights is not None:
+        return scheme, awq_layout(scheme.weights, size)
+    allowed = ", ".join(map(str, RUN_SIZES))
+    refusal = f"found group_size {size}; allowed: {allowed}, which kernels here take"
+    return scheme, replace(awq_values(size), refusal=refusal)

@@ -7,8 +7,7 @@ weights are symmetric.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -18,26 +17,25 @@ import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.foreign.settings import integer_weights, read_layout
+from formats.families.names import by_block
+from formats.foreign.layout import Layout, named
+from formats.foreign.settings import Kind, integer_weights, read_settings
+from formats.modeling.layers import common_inputs
 from formats.scheme import Scheme
 from formats.stored.folder import read_config
-from formats.stored.safetensors_files import SafetensorsFile, open_weights
+from formats.stored.names import open_native
+from formats.stored.safetensors_files import StoredTensors, read_elements
 from formats.stored.weights import (
     Shape,
     StoredWeight,
+    check_scale,
     check_scale_values,
     tensor_kinds,
     weight_tensors,
 )
 
-
-@contextmanager
-def named(module: str) -> Iterator[None]:
-    """Put a layer's name before the errors about it."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{module}: {error}") from error
+OF_CACHE = (".k_scale", ".v_scale")  # of some fp8 checkpoints: the cache is one of floats here
+INPUT_SCALE = "input_scale"
 
 
 def owner(name: str, modules: Collection[str]) -> str | None:
@@ -55,8 +53,7 @@ class ForeignFolder:
     Attributes:
         path: The folder.
         config: config.json without its `quantization_config`.
-        quantization: The `quantization_config`.
-        layout: How its layers lie there.
+        quantization: The `quantization_config`, or what stands for it.
         modules: Full names of its quantized layers, sorted.
 
     Raises:
@@ -68,34 +65,50 @@ class ForeignFolder:
         self.path = path
         found = read_config(path)
         self.config, self.quantization = found.model, found.quantization or {}
-        self._files = open_weights(path)
-        self._settings, self.layout = read_layout(self.quantization, self._files)
+        self._where = found.settings
+        files = open_native(path, found.model, found.published)
+        self._files = {name: file for name, file in files.items() if not name.endswith(OF_CACHE)}
+        with named(self._where):
+            self._settings = read_settings(self.quantization, self._files)
         self.modules = self._complete_layers()
 
-    @cached_property
-    def scheme(self) -> Scheme:
-        """What its layers are quantized to; symmetric where all of them are, which runs faster.
+    def layout_of(self, module: str) -> Layout:
+        """How one of its quantized layers lies there."""
+        return self._settings.of(module).layout
+
+    def scheme_of(self, module: str) -> Scheme:
+        """What one of its quantized layers is quantized to.
 
         Raises:
             CheckpointError: zero points are others than the settings say, or a scale is damaged.
         """
-        if self.layout.zero_word is None:
-            return self._settings
-        weights = integer_weights(self._settings)
-        symmetric = {self._is_symmetric(module) for module in self.modules} == {True}  # sees all
-        weights = weights.model_copy(update={"symmetric": symmetric})
-        return self._settings.model_copy(update={"weights": weights})
+        return self._schemes[self._settings.of(module)]
 
-    def _is_symmetric(self, module: str) -> bool:
+    @cached_property
+    def _schemes(self) -> dict[Kind, Scheme]:
+        """By settings; symmetric where all layers of these are, which runs faster."""
+        layers: dict[Kind, list[str]] = {}
+        for module in self.modules:
+            layers.setdefault(self._settings.of(module), []).append(module)
+        return {kind: self._scheme(kind, modules) for kind, modules in layers.items()}
+
+    def _scheme(self, kind: Kind, modules: Sequence[str]) -> Scheme:
+        if kind.layout.zero_word is None:
+            return kind.scheme
+        symmetric = {self._is_symmetric(module, kind) for module in modules} == {True}  # sees all
+        weights = integer_weights(kind.scheme).model_copy(update={"symmetric": symmetric})
+        return kind.scheme.model_copy(update={"weights": weights})
+
+    def _is_symmetric(self, module: str, kind: Kind) -> bool:
         """Whether a layer's grid is, seen without the signs of its scales."""
-        name, zero = f"{module}.qzeros", self.layout.zero_word
+        name, zero = f"{module}.qzeros", kind.layout.zero_word
         plain = not bool((self.tensor(name) != zero).any())
-        if not plain and integer_weights(self._settings).symmetric:
+        if not plain and integer_weights(kind.scheme).symmetric:
             assert zero is not None
             raise CheckpointError(
-                f"{name} has other zero points than those of sym: true in {self.layout.name}, "
+                f"{name} has other zero points than those of sym: true in {kind.layout.name}, "
                 f"which is {zero & 0xFFFFFFFF:#x} in every word. checkpoint_format or sym of "
-                "quantization_config is wrong; get the checkpoint again"
+                f"{self._where} is wrong; get the checkpoint again"
             )
         scales = self.tensor(f"{module}.scales")
         with named(module):
@@ -108,16 +121,18 @@ class ForeignFolder:
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor from its file."""
-        return self._files[name].tensor(name)
+        return read_elements(self._files, [name]).reshape(self.kind(name)[1])
 
     def kind(self, name: str) -> tuple[torch.dtype, Shape]:
         """Element type and shape of a tensor, from its file's header."""
         return self._files[name].tensors[name]
 
     @property
-    def plain_files(self) -> dict[str, SafetensorsFile]:
+    def plain_files(self) -> dict[str, StoredTensors]:
         """The files of the tensors that belong to no quantized layer, and of biases."""
-        own = {f"{module}.{leaf}" for module in self.modules for leaf in self.layout.leaves}
+        own = {
+            f"{module}.{leaf}" for module in self.modules for leaf in self.layout_of(module).leaves
+        }
         return {name: file for name, file in self._files.items() if name not in own}
 
     def layer(self, module: str) -> ForeignLayer:
@@ -126,29 +141,66 @@ class ForeignFolder:
         Raises:
             CheckpointError: the shapes of its tensors are no such layer's.
         """
-        assert self.layout.shape is not None
-        name = f"{module}.{self.layout.leaves[0]}"
+        layout = self.layout_of(module)
+        assert layout.shape is not None
+        name = f"{module}.{layout.leaves[0]}"
         stored = self.kind(name)[1]
         if len(stored) != 2:
             raise CheckpointError(f"{name} has shape {list(stored)}; needed is a matrix")
         scales = f"{module}.scales"
         dtype = self.kind(scales)[0] if scales in self._files else torch.float32
-        path, shape = self._files[name].path, self.layout.shape(stored)
+        path, shape = self._files[name].path, layout.shape(stored)
         return ForeignLayer(self, module, path, shape, dtype)
 
     def layer_tensors(self, module: str) -> dict[str, Tensor]:
         """The tensors of a quantized layer by their leaf."""
-        return {leaf: self.tensor(f"{module}.{leaf}") for leaf in self.layout.leaves}
+        return {leaf: self.tensor(f"{module}.{leaf}") for leaf in self.layout_of(module).leaves}
 
     def values(self, module: str) -> Tensor:
         """A quantized layer's weight in fp32 [N, K], of a layout that has `values`."""
-        assert self.layout.values is not None
+        layout = self.layout_of(module)
+        assert layout.values is not None
         tensors = self.layer_tensors(module)
         with named(module):
-            return self.layout.values(tensors)
+            return layout.values(tensors)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether every layer's layout has `values`."""
+        return all(self.layout_of(module).values is not None for module in self.modules)
+
+    @property
+    def refusal(self) -> str | None:
+        """What was found where no scheme here holds the weights of a layer; None where one does."""
+        for module in self.modules:
+            if self.layout_of(module).unpack is None:
+                return f"{self._where}, of {module}: {self.layout_of(module).refusal}"
+        return None
+
+    @cached_property
+    def input_scales(self) -> dict[str, Tensor]:
+        """Static scales of its layers' inputs, fp32 [1], of a layout that has such.
+
+        Of layers that read one input it is the largest, as runtimes that merge them take it.
+
+        Raises:
+            CheckpointError: one is not finite and positive, or no scalar.
+        """
+        found: dict[str, Tensor] = {}
+        for block, modules in by_block(self.modules).items():
+            inputs = common_inputs(self.config, block, modules) if block else {}
+            largest: dict[str, Tensor] = {}
+            for module in modules:
+                name = f"{module}.{self.layout_of(module).inputs}"
+                check_scale(name, scale := self.tensor(name), ((), (1,)))
+                scale, own = scale.float().reshape(1), inputs.get(module, module)
+                largest[own] = torch.maximum(scale, largest.get(own, scale))
+            found |= {module: largest[inputs.get(module, module)] for module in modules}
+        return found
 
     def _complete_layers(self) -> tuple[str, ...]:
-        layout, end = self.layout, f".{self.layout.marker}"
+        layout = self._settings.usual.layout  # leaves of all are the same
+        end = f".{layout.marker}"
         modules = tuple(name.removesuffix(end) for name in self.names() if name.endswith(end))
         wanted = {f"{module}.{leaf}" for module in modules for leaf in layout.leaves}
         taken, own = set(modules), tuple(f".{leaf}" for leaf in layout.leaves if leaf != "weight")
@@ -184,6 +236,7 @@ class ForeignLayer:
         path: The file of its integers.
         shape: Outputs and inputs.
         dtype: Type of its scales.
+        layout: How it lies in the folder.
         tensors: Type and shape of each of its tensors, by names of compressed-tensors.
     """
 
@@ -201,7 +254,10 @@ class ForeignLayer:
         self._folder, self._module, self._first = folder, module, first
         self.path, self.shape, self.dtype = path, shape, dtype
         self._name = name or module
-        kinds = tensor_kinds(folder.scheme, shape, dtype)
+        self.layout, self._scheme = folder.layout_of(module), folder.scheme_of(module)
+        kinds = tensor_kinds(self._scheme, shape, dtype)
+        if self.layout.inputs is not None:
+            kinds[INPUT_SCALE] = (torch.float32, (1,))
         self.tensors = {f"{self._name}.{leaf}": kind for leaf, kind in kinds.items()}
 
     def rows(self, name: str, first: int, count: int) -> ForeignLayer:
@@ -220,7 +276,7 @@ class ForeignLayer:
         Raises:
             CheckpointError: its tensors are damaged, or no integers in groups.
         """
-        layout, spec = self._folder.layout, integer_weights(self._folder.scheme)
+        layout, spec = self.layout, integer_weights(self._scheme)
         assert layout.unpack is not None
         tensors = self._folder.layer_tensors(self._module)
         with named(self._module):
@@ -248,11 +304,13 @@ class ForeignLayer:
         leaf = name.removeprefix(f"{self._name}.")
         if leaf == "weight_shape":
             return torch.tensor(self.shape)
+        if leaf == INPUT_SCALE:
+            return self._folder.input_scales[self._module]
         weight = self.weight()
         if leaf != "weight_packed":
             weight = replace(weight, order=None)
         with named(self._name):
-            return weight_tensors(self._folder.scheme, weight, self.dtype)[leaf]
+            return weight_tensors(self._scheme, weight, self.dtype)[leaf]
 
 
 def require_scheme(folder: ForeignFolder) -> None:
@@ -261,11 +319,12 @@ def require_scheme(folder: ForeignFolder) -> None:
     Raises:
         CheckpointError: none does; the message has the commands that help.
     """
-    if folder.layout.unpack is None:
+    refusal = folder.refusal
+    if refusal is not None:
         path = folder.path
         raise CheckpointError(
-            f"{path}: {folder.layout.refusal}. Make a float model of it with `ptq convert {path} "
-            "FLOAT --to float`, which runs, or is quantized with `ptq quantize FLOAT --scheme w4`"
+            f"{path}: {refusal}. Make a float model of it with `ptq convert {path} FLOAT --to "
+            "float`, which runs, or is quantized with `ptq quantize FLOAT --scheme w4`"
         )
 
 
@@ -275,9 +334,10 @@ def refuse_to_run(folder: ForeignFolder) -> None:
     Raises:
         CheckpointError: it has; the message has the command.
     """
-    target = folder.layout.instead
-    if target is not None:
-        raise CheckpointError(
-            f"{folder.path}: {folder.layout.name} is not run as it is. Convert it, integers bit "
-            f"for bit, with `ptq convert {folder.path} CONVERTED --to {target}`, and give CONVERTED"
-        )
+    for layout in map(folder.layout_of, folder.modules):
+        if layout.instead is not None:
+            raise CheckpointError(
+                f"{folder.path}: {layout.name} is not run as it is. Convert it, integers bit for "
+                f"bit, with `ptq convert {folder.path} CONVERTED --to {layout.instead}`, and give "
+                "CONVERTED"
+            )

@@ -1,4 +1,5 @@
-"""The FP8 block layout of DeepSeek-V3, `quant_method: fp8`; write and read.
+"""The FP8 block layout of DeepSeek-V3, `quant_method: fp8`; written, and read by
+`formats.foreign.fp8`.
 
     X.weight            float8_e4m3fn [N, K]
     X.weight_scale_inv  fp32 [ceil(N / 128), ceil(K / 128)]: a multiplier, despite the name
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.foreign.layout import Layout, packed_shape, require_key, require_tensor
+from formats.foreign.layout import Layout, packed_shape, require_tensor
 from formats.scheme import BLOCK, PRESETS, Scheme
 from formats.stored.weights import StoredWeight, check_scale
 
@@ -85,18 +86,3 @@ def fp8_block_config(unquantized: Sequence[str] = ()) -> dict[str, Any]:
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": list(dict.fromkeys([*unquantized, "lm_head"])),
     }
-
-
-def read_fp8_block_config(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a `quantization_config`.
-
-    Raises:
-        CheckpointError: another method, or settings that are not read here.
-    """
-    require_key(config, "quant_method", ("fp8",), AGAIN)
-    e5m2 = f"e5m2 is not run: the fp8 kernels here take e4m3. {AGAIN}"
-    require_key(config, "fmt", ("e4m3", None), e5m2 if config.get("fmt") == "e5m2" else AGAIN)
-    require_key(config, "scale_fmt", (None,), AGAIN)  # ue8m0 rounds the inputs' scales as well
-    require_key(config, "activation_scheme", ("dynamic",), AGAIN)
-    require_key(config, "weight_block_size", ([BLOCK, BLOCK],), AGAIN)
-    return SCHEME

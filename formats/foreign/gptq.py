@@ -29,6 +29,7 @@ from formats.foreign.layout import (
     Layout,
     check_divides,
     half_scales,
+    in_groups,
     packed_shape,
     require_tensor,
     without_signs,
@@ -43,15 +44,18 @@ LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 AGAIN = "Quantize the original model with one of the shipped recipes"
 
 
-def gptq_layout(spec: WeightSpec, version: Version, *, g_idx: bool = True) -> Layout:
+def gptq_layout(
+    spec: WeightSpec, version: Version, *, g_idx: bool = True, group_size: int | None = None
+) -> Layout:
     """The layout of weights of a specification that `refuse_gptq` accepts.
 
     Args:
         spec: Of the weights.
         version: How zero points are stored.
         g_idx: Whether layers have it.
+        group_size: That of the tensors, where it is a multiple of the specification's.
     """
-    size, bits = spec.block[1], spec.bits
+    size, bits = group_size or spec.block[1], spec.bits
     return replace(
         gptq_values(bits, size, version, g_idx=g_idx),
         pack=partial(pack_gptq, group_size=size, bits=bits, version=version),
@@ -206,6 +210,7 @@ def _unpack(
 ) -> StoredWeight:
     """`unpack_gptq` with the order of the inputs in the weight."""
     weight, order = unpack_gptq(tensors, bits, version, group_size)
+    weight = in_groups(weight, group_size)
     return weight if order is None else replace(weight, order=order.unsqueeze(0))
 
 

@@ -14,10 +14,18 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.families.names import MERGED
 from formats.foreign.gptq import AGAIN, Version, gptq_values
-from formats.foreign.layout import Layout, group_spec, require_key, require_table
+from formats.foreign.layout import (
+    RUN_SIZES,
+    Layout,
+    group_spec,
+    read_size,
+    require_key,
+    require_table,
+    runs,
+)
 from formats.scheme import Scheme, WeightSpec
 
-RUN_BITS, RUN_SIZES = (4, 8), (-1, 32, 64, 128)
+RUN_BITS = (4, 8)
 READ_BITS = (2, 3, 4, 8)
 HELD = (
     "Supported of quant_method 'gptq' are 4 and 8 bits, per channel or in groups of 32, 64 or "
@@ -70,17 +78,17 @@ def _pattern(module: str) -> str:
 
 
 def read_gptq_config(config: Mapping[str, Any]) -> tuple[Scheme, Version]:
-    """The scheme and version of a `quantization_config`.
+    """The scheme and version of settings that are run.
 
     Keys that do not change the tensors, such as `damp_percent` and `desc_act` (`g_idx` tells), are
-    not looked at.
+    not looked at, nor `dynamic` (`gptq_rules`).
 
     Raises:
         CheckpointError: another method, or settings that are not read here.
     """
     require_key(config, "quant_method", ("gptq",), AGAIN)
     bits = require_key(config, "bits", RUN_BITS, HELD)
-    size = require_key(config, "group_size", RUN_SIZES, HELD)
+    size = read_size(config, "group_size", RUN_SIZES, HELD)
     symmetric = require_key(config, "sym", (True, False), AGAIN)
     require_key(config, "pack_dtype", ("int32", None), "Pack it again with pack_dtype int32")
     require_key(config, "lm_head", (True, False, None), AGAIN)
@@ -89,41 +97,63 @@ def read_gptq_config(config: Mapping[str, Any]) -> tuple[Scheme, Version]:
     layout = require_key(
         config, key or "checkpoint_format", ("gptq", "gptq_v2", None), "Get the gptq format"
     )
-    dynamic = require_table(config, "dynamic", AGAIN)
-    changed = [name for name in dynamic if not name.startswith("-:")]
-    if changed:
-        raise CheckpointError(
-            f"config.json: quantization_config has dynamic {changed[0]!r}: layers of several "
-            f"settings in one checkpoint are not read; allowed: only -: patterns. {AGAIN}"
-        )
-    scheme = Scheme(weights=group_spec(bits, size, symmetric))
-    return scheme, 2 if layout == "gptq_v2" else 1
+    if not runs(size):
+        require_key(config, "group_size", RUN_SIZES, HELD)
+    return Scheme(weights=group_spec(bits, size, symmetric)), 2 if layout == "gptq_v2" else 1
+
+
+def gptq_rules(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any] | None]:
+    """Settings of single layers by a pattern for `re.match` on their names; the first counts.
+
+    What a pattern says goes before what is said of all; None leaves a layer alone.
+
+    Raises:
+        CheckpointError: a pattern is none, or says no settings.
+    """
+    rules: dict[str, Mapping[str, Any] | None] = {}
+    for name, own in require_table(config, "dynamic", AGAIN).items():
+        pattern = name.removeprefix("+:").removeprefix("-:")
+        if not is_pattern(pattern) or not isinstance(own, Mapping):
+            raise CheckpointError(
+                f"found dynamic {name!r}: {own!r}; needed is an object of settings under a regular "
+                f"expression, with +: before it, or -: for layers left alone. {AGAIN}"
+            )
+        rules[pattern] = None if name.startswith("-:") else own
+    return rules
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text is a regular expression."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
 
 
 def float_layout(config: Mapping[str, Any], *, g_idx: bool) -> Layout | None:
     """The layout of settings that no kernel here runs, but whose values can be read.
 
     Args:
-        config: The `quantization_config`.
+        config: The settings.
         g_idx: Whether layers have it.
 
     Returns:
         None of settings that are run, or not read at all.
     """
     bits, size = config.get("bits"), config.get("group_size")
-    runs = bits in RUN_BITS and size in RUN_SIZES
-    reads = bits in READ_BITS and isinstance(size, int) and (size == -1 or size > 0)
-    if runs or not reads or (config.get("desc_act") and not g_idx):
+    if bits not in READ_BITS or (config.get("desc_act") and not g_idx):
+        return None
+    size = read_size(config, "group_size", RUN_SIZES, HELD)
+    if bits in RUN_BITS and runs(size):
         return None
     run = {"bits": next(iter(RUN_BITS)), "group_size": next(iter(RUN_SIZES))}
     _, version = read_gptq_config(dict(config) | run)
     key, found, allowed = (
         ("group_size", size, RUN_SIZES) if bits in RUN_BITS else ("bits", bits, RUN_BITS)
     )
-    assert isinstance(bits, int)
-    assert isinstance(size, int)
     return replace(
         gptq_values(bits, size, version, g_idx=g_idx),
-        refusal=f"quantization_config has {key} {found}; allowed: "
-        f"{', '.join(map(str, allowed))}, which kernels here take",
+        refusal=f"found {key} {found}; allowed: {', '.join(map(str, allowed))}, which kernels "
+        "here take",
     )

@@ -8,18 +8,20 @@ a folder by its layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from formats.errors import CheckpointError
-from formats.scheme import WeightSpec
+from formats.scheme import BLOCK, WeightSpec
 from formats.stored.weights import StoredWeight
 
 Shape = tuple[int, ...]
+RUN_SIZES = (-1, 32, 64, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Layout:
         refusal: What was found, where no scheme here holds the weights: `unpack` is None then.
         instead: What to convert a folder to that could be run as it is but is not, as `ptq convert
             --to` names it.
+        inputs: The leaf that has the static scale of the layer's inputs; None where they have none.
     """
 
     name: str
@@ -53,10 +56,20 @@ class Layout:
     values: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     refusal: str = ""
     instead: str | None = None
+    inputs: str | None = None
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Put a name, of a layer or of a key, before the errors about it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def require_key(config: Mapping[str, Any], key: str, allowed: Iterable[Any], advice: str) -> Any:
-    """The value of a key of `quantization_config`; absent counts as None.
+    """The value of a key of the settings; absent counts as None.
 
     Raises:
         CheckpointError: the value is none of those allowed, type included; `advice` says what to
@@ -66,24 +79,32 @@ def require_key(config: Mapping[str, Any], key: str, allowed: Iterable[Any], adv
     if not any(found == value and type(found) is type(value) for value in allowed):
         names = ", ".join("absent" if value is None else repr(value) for value in allowed)
         shown = "absent" if found is None else repr(found)
-        raise CheckpointError(
-            f"config.json: quantization_config has {key} {shown}; allowed: {names}. {advice}"
-        )
+        raise CheckpointError(f"found {key} {shown}; allowed: {names}. {advice}")
     return found
 
 
 def require_table(config: Mapping[str, Any], key: str, advice: str) -> Mapping[str, Any]:
-    """The object under a key of `quantization_config`; absent counts as empty.
+    """The object under a key of the settings; absent counts as empty.
 
     Raises:
         CheckpointError: it is no object.
     """
     found = config.get(key)
     if found is not None and not isinstance(found, Mapping):
-        raise CheckpointError(
-            f"config.json: quantization_config has {key} {found!r}; needed is an object. {advice}"
-        )
+        raise CheckpointError(f"found {key} {found!r}; needed is an object. {advice}")
     return found or {}
+
+
+def read_size(config: Mapping[str, Any], key: str, run: Iterable[int], advice: str) -> int:
+    """A group's inputs under a key of the settings: -1 for all, or any positive number.
+
+    Raises:
+        CheckpointError: it is none; `run` are those to recommend.
+    """
+    found = config.get(key)
+    if type(found) is int and found > 0:
+        return found
+    return require_key(config, key, run, advice)
 
 
 def require_tensor(
@@ -113,8 +134,17 @@ def packed_shape(tensors: Mapping[str, Tensor], leaf: str = "qweight") -> tuple[
     return rows, columns
 
 
+def runs(group_size: int) -> bool:
+    """Whether kernels here take groups of a size: as they are, or as several of 128 each."""
+    return group_size in RUN_SIZES or group_size % BLOCK == 0
+
+
 def group_spec(bits: int, group_size: int, symmetric: bool) -> WeightSpec:
-    """The specification of an integer weight in groups along its inputs; -1 for one group."""
+    """The specification of an integer weight in groups along its inputs; -1 for one group.
+
+    Groups of several times 128 are as many of 128, with the same scale.
+    """
+    group_size = min(group_size, BLOCK)
     return WeightSpec(
         dtype="int4" if bits == 4 else "int8",
         granularity="per_channel" if group_size == -1 else "group",
@@ -137,6 +167,19 @@ def check_divides(shape: tuple[int, ...], group_size: int, bits: int) -> None:
             f"{group_size}; needed are outputs divisible by {count} and inputs by both. Keep the "
             "compressed-tensors layout, or quantize with another group_size"
         )
+
+
+def in_groups(weight: StoredWeight, group_size: int) -> StoredWeight:
+    """A weight with scales and zero points repeated for groups of 128, where its are larger."""
+    repeats = group_size // BLOCK
+    if repeats <= 1:
+        return weight
+    zeros = weight.zero_point
+    return replace(
+        weight,
+        scale=weight.scale.repeat_interleave(repeats, 1),
+        zero_point=None if zeros is None else zeros.repeat_interleave(repeats, 1),
+    )
 
 
 def half_scales(weight: StoredWeight) -> Tensor:

@@ -87,10 +87,11 @@ def neural_compressor_layout(
         )
     if config.get("desc_act") and "g_idx" not in leaves:
         raise CheckpointError(
-            "config.json: quantization_config has desc_act True, but there is no g_idx that tells "
-            f"the groups of the inputs. Get it with its g_idx, or save it again: {SAVE}"
+            "found desc_act True, but there is no g_idx that tells the groups of the inputs. Get "
+            f"it with its g_idx, or save it again: {SAVE}"
         )
-    layout = gptq_layout(spec, version, g_idx="g_idx" in leaves)
+    size = config.get("group_size")
+    layout = gptq_layout(spec, version, g_idx="g_idx" in leaves, group_size=size)
     if FP8 not in leaves:  # what others than it write without g_idx
         return replace(layout, pack=None)
     assert layout.unpack is not None

@@ -1,60 +1,123 @@
-"""Which layout a foreign `quantization_config` names, and the scheme of its weights."""
+"""Which layouts the settings of a foreign folder name, and the schemes of its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.foreign.auto_round import read_auto_round_config
-from formats.foreign.awq import awq_layout, read_awq_config
+from formats.foreign.auto_round import auto_round_rules, read_auto_round_config
+from formats.foreign.awq import read_awq
 from formats.foreign.bitsandbytes import read_bitsandbytes_config
-from formats.foreign.fp8_block import fp8_block_layout, read_fp8_block_config
+from formats.foreign.fp8 import read_fp8_config
 from formats.foreign.gptq import gptq_layout
-from formats.foreign.gptq_config import float_layout, read_gptq_config
-from formats.foreign.layout import Layout
+from formats.foreign.gptq_config import float_layout, gptq_rules, read_gptq_config
+from formats.foreign.layout import Layout, named
+from formats.foreign.modelopt import read_modelopt_config
 from formats.foreign.neural_compressor import is_neural_compressor, neural_compressor_layout
 from formats.scheme import Scheme, WeightSpec
 
-METHODS = ("gptq", "awq", "auto-round", "fp8", "bitsandbytes", "mxfp4", "compressed-tensors")
+METHODS = (
+    "gptq",
+    "awq",
+    "auto-round",
+    "fp8",
+    "modelopt",
+    "bitsandbytes",
+    "mxfp4",
+    "compressed-tensors",
+)
 
 
-def read_layout(quantization: Mapping[str, Any], names: Collection[str]) -> tuple[Scheme, Layout]:
-    """Scheme and layout of a foreign `quantization_config`.
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What some layers are quantized to, and how they lie; each is equal to itself alone."""
+
+    scheme: Scheme
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the settings of a folder say of its layers.
+
+    Attributes:
+        usual: Of all layers that nothing else is said of.
+        rules: Whether a layer, by its full name, is meant, and what is said then; the first counts.
+    """
+
+    usual: Kind
+    rules: tuple[tuple[Callable[[str], bool], Kind], ...] = ()
+
+    def of(self, module: str) -> Kind:
+        """What is said of a layer, by its full name."""
+        return next((kind for means, kind in self.rules if means(module)), self.usual)
+
+
+def read_settings(settings: Mapping[str, Any], names: Collection[str]) -> Settings:
+    """Schemes and layouts of a folder's settings.
 
     Args:
-        quantization: The `quantization_config`.
+        settings: Its `quantization_config`, or what stands for it.
         names: Of all tensors of the folder.
 
     Raises:
         CheckpointError: another method, or settings that are not read here.
     """
-    method = quantization.get("quant_method")
+    method, own = settings.get("quant_method"), dict[str, Mapping[str, Any] | None]()
+    key, matches = "dynamic", re.match
     if method == "auto-round":
-        quantization = read_auto_round_config(quantization)
-        method = quantization["quant_method"]
+        key, matches, own = "extra_config", re.search, auto_round_rules(settings)
+        settings = read_auto_round_config(settings)
+    elif method == "gptq":
+        own = gptq_rules(settings)
+    kinds = {_text(settings): _read_kind(settings, names)}
+    usual, rules = kinds[_text(settings)], []
+    for pattern, change in own.items():
+        changed = {**settings, **(change or {})}
+        if _text(changed) not in kinds:
+            with named(f"{key} {pattern!r}"):
+                kinds[_text(changed)] = _read_kind(changed, names)
+        means = re.compile(pattern)
+        rules.append((lambda name, means=means: bool(matches(means, name)), kinds[_text(changed)]))
+    return Settings(usual, tuple(rules))
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    return json.dumps(dict(settings), sort_keys=True, default=str)
+
+
+def _read_kind(settings: Mapping[str, Any], names: Collection[str]) -> Kind:
+    method = settings.get("quant_method")
     if method == "gptq":
-        g_idx = any(name.endswith(".g_idx") for name in names)
-        values = float_layout(quantization, g_idx=g_idx)
-        if values is not None:
-            return Scheme(), values
-        scheme, version = read_gptq_config(quantization)
-        if is_neural_compressor(names):
-            spec = integer_weights(scheme)
-            return scheme, neural_compressor_layout(spec, quantization, names, version)
-        return scheme, gptq_layout(integer_weights(scheme), version)
-    if method == "bitsandbytes":
-        return read_bitsandbytes_config(quantization)
+        return Kind(*_read_gptq(settings, names))
     if method == "awq":
-        scheme = read_awq_config(quantization)
-        return scheme, awq_layout(integer_weights(scheme))
+        return Kind(*read_awq(settings))
+    if method == "bitsandbytes":
+        return Kind(*read_bitsandbytes_config(settings))
+    if method == "modelopt":
+        return Kind(*read_modelopt_config(settings))
     if method == "fp8":
-        return read_fp8_block_config(quantization), fp8_block_layout()
+        return Kind(*read_fp8_config(settings, names))
     raise CheckpointError(
-        f"config.json: quantization_config has quant_method {method!r}; allowed: "
-        f"{', '.join(map(repr, METHODS))}. Quantize the original model with one of the shipped "
-        "recipes"
+        f"found quant_method {method!r}; allowed: {', '.join(map(repr, METHODS))}. Quantize the "
+        "original model with one of the shipped recipes"
     )
+
+
+def _read_gptq(settings: Mapping[str, Any], names: Collection[str]) -> tuple[Scheme, Layout]:
+    g_idx = any(name.endswith(".g_idx") for name in names)
+    values = float_layout(settings, g_idx=g_idx)
+    if values is not None:
+        return Scheme(), values
+    scheme, version = read_gptq_config(settings)
+    spec = integer_weights(scheme)
+    if is_neural_compressor(names):
+        return scheme, neural_compressor_layout(spec, settings, names, version)
+    return scheme, gptq_layout(spec, version, group_size=settings["group_size"])
 
 
 def integer_weights(scheme: Scheme) -> WeightSpec:

@@ -52,7 +52,7 @@ def materialize(
         dtype: Type of floating-point weights; integers keep their own.
 
     Raises:
-        CheckpointError: a tensor has another shape than the code.
+        CheckpointError: a tensor has another shape than the code, or a weight is not finite.
     """
     left = {part for root in skip for part in root.modules()}
     for path, part in module.named_modules():
@@ -77,7 +77,8 @@ def load_own(
         if tensor is None or leaf in part._non_persistent_buffers_set:
             continue
         own = f"{name}.{leaf}" if name else leaf
-        value = _value(renamed.get(own, own), tensor, read, device, dtype)
+        reads = _reading_finite(read) if leaf in part._parameters else read
+        value = _value(renamed.get(own, own), tensor, reads, device, dtype)
         _put(part, leaf, value)
     _make_buffers(part, owner, device)
 
@@ -102,6 +103,26 @@ def check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
             f"{name}: found shape {tuple(tensor.shape)}; the model's configuration says "
             f"{tuple(shape)}. The checkpoint and its config.json do not belong together"
         )
+
+
+def _reading_finite(read: Read) -> Read:
+    return lambda name: check_finite(name, read(name))
+
+
+def check_finite(name: str, weight: Tensor) -> Tensor:
+    """The weight itself, where all of it is finite.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity.
+    """
+    low, high = weight.aminmax()  # NaN wins over all that they meet
+    if not bool(torch.isfinite(high - low)):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise CheckpointError(
+            f"{name} holds NaN or infinity, in {bad} of {weight.numel()} values. The model is "
+            "damaged: get its weights again"
+        )
+    return weight
 
 
 def _put(part: nn.Module, leaf: str, value: Tensor) -> None:

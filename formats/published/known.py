@@ -12,11 +12,6 @@ from formats.published.layout import PublishedLayout
 _LAYOUTS = (baichuan.LAYOUT, chatglm.LAYOUT, *with_images.LAYOUTS)
 _BY_TYPE = {layout.model_type: layout for layout in _LAYOUTS}
 
-PREFIXES = {"bloom": "transformer", "gpt2": "transformer", "opt": "model"}
-"""By model_type, what stands before all names but the head's in transformers' class, and is left
-out in files that were saved without a head (bigscience/bloom-*, facebook/opt-66b, openai-community/
-gpt2)."""
-
 TURNED = {"gpt2": ("c_attn", "c_proj", "c_fc")}
 """By model_type, last parts of the names of linear layers whose float weights lie as [in, out]:
 transformers' class holds them in its Conv1D, which multiplies by them from the right. Here they are

@@ -3,7 +3,7 @@
 Their config.json holds the text's as `text_config`, and their tensors are the text's under a prefix
 beside those of the images, which are left out: what is quantized and run sees text alone.
 
-    language_model.model.X, model.language_model.X    X below the text's `model`
+    language_model.model.X, model.language_model.X, language_model.X    X below the text's `model`
     language_model.lm_head.weight, lm_head.weight     its head
     [model.]vision_tower, [model.]multi_modal_projector    of images
 
@@ -25,6 +25,7 @@ PREFIXES: dict[str, str | None] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "language_model.": "model.",
     "vision_tower.": None,
     "model.vision_tower.": None,
     "multi_modal_projector.": None,

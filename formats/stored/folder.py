@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -12,20 +12,34 @@ from formats.documents import check_values, read_document
 from formats.errors import CheckpointError
 from formats.families.values import check_model_values
 from formats.files import sha256_file
+from formats.later import later
 from formats.links import find_file
 from formats.published.known import find_layout, needs_code
 from formats.published.layout import PublishedLayout
 from formats.stored.other_kinds import refuse_other_kinds
 from formats.strict import Strict
 
+if TYPE_CHECKING:
+    from formats.stored import safetensors_files as weights
+else:
+    weights = later("formats.stored.safetensors_files")
+
 CONFIG = "config.json"
 KV_SCALES = "quant/kv_scales.safetensors"
 SINK_SCALES = "quant/sink_scales.safetensors"
 MOST_SINKS = 16  # tokens at the beginning of a sequence
 MANIFEST = "quant/manifest.json"
+SETTINGS = f"{CONFIG}: quantization_config"
 OWN_KEY = "ptq"  # of config.json: transformers keeps it, vLLM and compressed-tensors ignore it
-SETTINGS_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
-"""Copies of config.json's `quantization_config`, as other software makes them."""
+SETTINGS_FILES = (
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "hf_quant_config.json",
+)
+"""What other software has in the place of config.json's `quantization_config`, or beside it: GPTQ's
+or AWQ's, AWQ's, AutoRound's, ModelOpt's."""
+QUANTIZED = (".qweight", ".weight_scale", ".weight_scale_inv", ".weight_packed")
 NOT_AUXILIARY = {CONFIG, "model.safetensors.index.json", "README.md", *SETTINGS_FILES}
 AUXILIARY = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 AGAIN = "Copy the checkpoint again, or write it again"
@@ -53,12 +67,14 @@ class ConfigFile(NamedTuple):
         own: What belongs in `quant/`; None in a folder that was not written here.
         published: What describes the model as it stands in the file, where that is one of the
             layouts of `formats.published`; else None.
+        settings: Where the `quantization_config` stands, for messages.
     """
 
     model: dict[str, Any]
     quantization: dict[str, Any] | None
     own: OwnPart | None
     published: dict[str, Any] | None = None
+    settings: str = SETTINGS
 
 
 class WrittenFile(Strict):
@@ -133,10 +149,15 @@ def read_config(path: Path) -> ConfigFile:
         inner = sorted(found.parent for found in path.glob(f"*/{CONFIG}"))
         guess = f"did you mean {inner[0]}?" if inner else "is this a model folder?"
         raise CheckpointError(f"{path}: found no config.json; {guess}")
-    quantization = config.pop("quantization_config", None)
+    quantization, settings = config.pop("quantization_config", None), SETTINGS
+    if quantization is None:
+        quantization, settings = _settings_beside(path)
+    if quantization is not None and not isinstance(quantization, dict):
+        raise CheckpointError(f"{path / CONFIG}: quantization_config is not an object. {remedy}")
     layout = find_layout(config)
     if layout is not None:
-        return _published(path, layout, config, quantization, remedy)
+        found = _published(path, layout, config, quantization, remedy)
+        return found._replace(settings=settings)
     check_model_values(config, f"{path / CONFIG} is not a valid configuration", remedy)
     if needs_code(config):
         raise CheckpointError(
@@ -145,19 +166,40 @@ def read_config(path: Path) -> ConfigFile:
             "transformers knows"
         )
     config.pop("auto_map", None)
-    if quantization is not None and not isinstance(quantization, dict):
-        raise CheckpointError(f"{path / CONFIG}: quantization_config is not an object. {remedy}")
     own = config.pop(OWN_KEY, None)
     if own is not None:
         own = check_values(own, OwnPart, f"{path / CONFIG}: {OWN_KEY}", remedy)
-    return ConfigFile(config, quantization, own)
+    return ConfigFile(config, quantization, own, settings=settings)
+
+
+def _settings_beside(path: Path) -> tuple[dict[str, Any] | None, str]:
+    """What stands for the `quantization_config` that config.json lacks, and its file.
+
+    None in the folder of a float model, whatever files have been left in it.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    name = next((name for name in SETTINGS_FILES if find_file(path, name) is not None), None)
+    if name is None or not any(tensor.endswith(QUANTIZED) for tensor in weights.open_weights(path)):
+        return None, SETTINGS
+    found = read_document(path, name, dict[str, Any], "Get it again") or {}
+    inner = found.get("quantization")
+    if isinstance(inner, dict):
+        return {"quant_method": "modelopt", **inner}, name
+    awq = name == SETTINGS_FILES[1] or "w_bit" in found or "zero_point" in found
+    return {"quant_method": "awq" if awq else "gptq", **found}, name
 
 
 def _published(
-    path: Path, layout: PublishedLayout, config: dict[str, Any], quantization: Any, remedy: str
+    path: Path,
+    layout: PublishedLayout,
+    config: dict[str, Any],
+    quantization: dict[str, Any] | None,
+    remedy: str,
 ) -> ConfigFile:
     """A configuration that stands for that of another class."""
-    if quantization:
+    if quantization and layout.modules:
         raise CheckpointError(
             f"{path / CONFIG}: weights of model_type {layout.model_type!r} are read in floating "
             "point alone, and these are quantized. Give the original model"
@@ -167,7 +209,7 @@ def _published(
         check_model_values(native, "as the native class has it", remedy)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return ConfigFile(native, None, None, config)
+    return ConfigFile(native, quantization, None, config)
 
 
 def check_own_cache(

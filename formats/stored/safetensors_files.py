@@ -32,6 +32,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -40,7 +41,9 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ORDER = "I64 F64 F32 I32 BF16 F16 I16 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()  # of data in a file
+_ORDER = (
+    "I64 F64 F32 I32 BF16 F16 I16 F8_E8M0 F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
+)  # of data in a file
 _PLACE = {DTYPES[name]: place for place, name in enumerate(_ORDER)}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -12,6 +12,9 @@
                        X.weight_global_scale fp32 [1], by which scales are divided
     mxfp8-quantized    X.weight float8_e4m3fn [N, K], X.weight_scale uint8 [N, K / 32]
 
+Packed weights have scales of the model's type; of a layer with some that fp16 would round by more
+than 1%, being so small, all are fp32.
+
 Source: compressed-tensors 0.17 to 0.20. Shapes are exactly these: loaders refuse others.
 """
 
@@ -121,7 +124,8 @@ def weight_tensors(
     Args:
         scheme: Of the layer.
         weight: To be stored.
-        dtype: The model's: packed weights keep their scales in it, which must hold them exactly.
+        dtype: The model's: packed weights keep their scales in it, or in fp32 where it does not
+            hold them exactly.
     """
     assert scheme.weights is not None
     if weight.order is not None:
@@ -139,11 +143,10 @@ def weight_tensors(
         scale = scale.reshape(1) if scheme.weights.granularity == "per_tensor" else scale
         return {"weight": weight.q, "weight_scale": scale}
     bits = scheme.weights.bits
-    if not torch.equal(scale.to(dtype).float(), scale):
-        raise CheckpointError(f"scales of a packed weight are not representable in {dtype}")
+    held = scale.to(dtype)
     tensors = {
         "weight_packed": pack_words(weight.q, bits),
-        "weight_scale": scale.to(dtype),
+        "weight_scale": held if torch.equal(held.float(), scale) else scale,
         "weight_shape": torch.tensor(weight.q.shape, dtype=torch.int64),
     }
     if weight.zero_point is not None:

@@ -144,7 +144,8 @@ def _form(checkpoint: Checkpoint, modules: Sequence[str]) -> Form:
         found = "; ".join(f"{module}: {scheme.text}" for module, scheme in schemes.items())
         raise CheckpointError(
             f"layers that run as one differ in their scheme: {found}. Write the checkpoint with "
-            "one scheme for them"
+            "one scheme for them, or make a float model of it with `ptq convert CHECKPOINT FLOAT "
+            "--to float`"
         )
     biases = tuple(f"{module}.bias" in checkpoint for module in modules)
     static = quantized[0] and f"{modules[0]}.input_scale" in checkpoint

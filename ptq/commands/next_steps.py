@@ -5,9 +5,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from formats.chat_template import brings_chat_template
+from formats.later import later
 from ptq.text import typed_path
+
+if TYPE_CHECKING:
+    from formats.checkpoint import portable
+else:
+    portable = later("formats.checkpoint.portable")
 
 
 def next_commands(checkpoint: Path) -> list[str]:
@@ -21,6 +28,12 @@ def next_commands(checkpoint: Path) -> list[str]:
         ["serve", folder],
     ]
     return [shlex.join(["ptq", *words]) for words in commands]
+
+
+def checkpoint_lines(checkpoint: Path) -> list[str]:
+    """Where a checkpoint lies, and, where it is so, that no other software opens it."""
+    reason = portable.said_in_card(checkpoint)
+    return [f"checkpoint: {typed_path(checkpoint)}", *([f"note: {reason}"] if reason else [])]
 
 
 def forced_command(recipe: Path, overrides: Sequence[str], output: Path | None) -> str:

@@ -20,7 +20,7 @@ from formats.later import later
 from formats.lock import output_locked
 from formats.namespace import require_own_packages
 from ptq.commands.arguments import add_quiet, add_recipe_arguments, overrides_of
-from ptq.commands.next_steps import forced_command, next_commands
+from ptq.commands.next_steps import checkpoint_lines, forced_command, next_commands
 from ptq.output import RECIPE_FILE, REPORT_FOLDER, is_taken
 from ptq.recipe.reading import LoadedRecipe, read_recipe
 from ptq.text import format_table, typed_path
@@ -40,8 +40,8 @@ else:
     reporting = later("ptq.report.report")
     results = later("ptq.result")
     resume = later("ptq.pipeline.resume")
-searching = later("ptq.search.search")
-summary = later("ptq.search.summary")
+    searching = later("ptq.search.search")
+    summary = later("ptq.search.summary")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     for failure in report.failures:
         print(f"FAILED: {failure}")
     print(f"verdict:    {report.line}")
-    print(f"checkpoint: {typed_path(result.checkpoint)}")
+    print(*checkpoint_lines(result.checkpoint), sep="\n")
     print(f"report:     {typed_path(report.folder / 'report.html')}")
     print(f"recipe:     {typed_path(output / RECIPE_FILE)} (every setting; `ptq run` repeats it)")
     print("\nNext:")

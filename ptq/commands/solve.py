@@ -24,7 +24,7 @@ from formats.errors import RecipeError
 from formats.later import later
 from formats.lock import output_locked, refuse_busy
 from ptq.commands.arguments import add_quiet
-from ptq.commands.next_steps import next_commands
+from ptq.commands.next_steps import checkpoint_lines, next_commands
 from ptq.output import RECIPE_FILE, require_run
 from ptq.recipe.reading import LoadedRecipe, output_override, read_recipe
 from ptq.recipe.schema import Recipe
@@ -57,7 +57,7 @@ def _solve(arguments: argparse.Namespace, loaded: LoadedRecipe) -> int:
     result = driver.solve(plan, seen, force=arguments.force, progress=not arguments.quiet)
     for note in solvable.solve_notes(seen, plan.recipe):
         print(note)
-    print(f"checkpoint: {typed_path(result.checkpoint)}")
+    print(*checkpoint_lines(result.checkpoint), sep="\n")
     print(f"solved in {result.seconds['total']:.1f} s, without running the model\n\nNext:")
     print(f"  {shlex.join(['ptq', 'report', typed_path(loaded.recipe.output.path)])}")
     for command in next_commands(result.checkpoint):

@@ -5,22 +5,29 @@ GPTQ, AWQ, FP8 blocks, bitsandbytes' int8, and what neural-compressor calls GPTQ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from formats.checkpoint.portable import only_here
 from formats.checkpoint.read import Checkpoint
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.families.names import HEAD
 from formats.foreign.folder import named
 from formats.foreign.settings import integer_weights
-from formats.scale_table import ScaleEntry, ScaleTable
-from formats.scheme import Scheme
-from formats.stored.weights import StoredWeight, read_weights, weight_tensors
-from kernels.numerics import dequantize
+from formats.scale_table import Role, ScaleEntry, ScaleTable
+from formats.scheme import ActivationSpec, LayerScheme, WeightSpec
+from formats.stored.weights import (
+    StoredWeight,
+    read_weights,
+    scale_in_table,
+    weight_tensors,
+)
+from kernels.numerics import TYPES, dequantize
 from ptq.convert.conversion import Conversion, compare, parts, require_same, unquantized
 from ptq.convert.surplus import surplus_tensors
 
@@ -40,13 +47,14 @@ def import_folder(
         CheckpointError: tensors cannot be expressed, or are damaged.
     """
     scheme, modules = source.scheme, source.quantized_modules
+    layers = {module: source.scheme_of(module) for module in modules}
     surplus = surplus_tensors(source, modules)
     rows: list[ScaleEntry] = []
     with CheckpointWriter(
         out,
         config=source.config,
         scheme=scheme,
-        layers=dict.fromkeys(modules, scheme.of_layers) if HEAD in modules else None,
+        layers=layers if HEAD in modules or len(set(layers.values())) > 1 else None,
         ignore=unquantized(source, modules),
         aux_files=source.auxiliary_files,
         force=force,
@@ -61,9 +69,11 @@ def import_folder(
             if weight.order is not None:
                 raise _act_order(source, module)
             with named(module):
-                _check_stored(module, weight, scheme, dtype)
-            writer.add_linear(module, weight, dtype)
-            rows.append(_entry(module, weight, scheme))
+                _check_stored(module, weight, layers[module], dtype)
+            inputs = f"{module}.input_scale" if layers[module].static_input else None
+            scale = None if inputs is None else source.tensor(inputs)
+            writer.add_linear(module, weight, dtype, input_scale=scale)
+            rows += _entries(module, weight, layers[module], scale)
         writer.finish(ScaleTable(entries=tuple(rows)))
     notes = _import_notes(source, quantization)
     return Conversion(modules=len(modules), scale_rounding=0.0, notes=notes)
@@ -78,7 +88,9 @@ def _act_order(source: Checkpoint, module: str) -> CheckpointError:
     )
 
 
-def _check_stored(module: str, weight: StoredWeight, scheme: Scheme, dtype: torch.dtype) -> None:
+def _check_stored(
+    module: str, weight: StoredWeight, scheme: LayerScheme, dtype: torch.dtype
+) -> None:
     """Refuse a weight that does not come back from its tensors; the writer checks their bits."""
     tensors = weight_tensors(scheme, weight, dtype)
     back = read_weights(scheme, [(len(weight.q), weight.q.shape[1])], tensors.__getitem__)
@@ -86,21 +98,35 @@ def _check_stored(module: str, weight: StoredWeight, scheme: Scheme, dtype: torc
     require_same("scales", weight.scale, back.scale)
 
 
-def _entry(module: str, weight: StoredWeight, scheme: Scheme) -> ScaleEntry:
-    """The scale table's row of an imported weight; magnitudes are those of the source folder."""
-    spec, scale = integer_weights(scheme), weight.scale
-    values = dequantize(weight.q, scale, weight.zero_point, spec.block)
+def _entries(
+    module: str, weight: StoredWeight, scheme: LayerScheme, inputs: Tensor | None
+) -> Iterator[ScaleEntry]:
+    """The scale table's rows of an imported layer; magnitudes are those of the source folder."""
+    spec, activations = scheme.weights, scheme.activations
+    assert spec is not None
+    values = dequantize(weight.q, weight.scale, weight.zero_point, spec.block)
+    absmax, scale = values.abs().max().item(), scale_in_table(spec, weight)
+    yield _entry(f"{module}.weight_scale", "weight", scale, spec, absmax)
+    if inputs is not None:
+        assert activations is not None
+        reach = inputs.item() * TYPES[activations.dtype].top
+        yield _entry(f"{module}.input_scale", "input", inputs, activations, reach)
+
+
+def _entry(
+    tensor: str, role: Role, scale: Tensor, spec: WeightSpec | ActivationSpec, absmax: float
+) -> ScaleEntry:
     return ScaleEntry(
-        module=module,
-        role="weight",
+        module=tensor.rpartition(".")[0],
+        role=role,
         dtype=spec.dtype,
         granularity=spec.granularity,
         shape=tuple(scale.shape),
-        tensor=f"{module}.weight_scale",
+        tensor=tensor,
         scale_min=scale.min().item(),
         scale_max=scale.max().item(),
         statistic="imported",
-        absmax=values.abs().max().item(),
+        absmax=absmax,
         tokens=0,
         clip_fraction=0.0,
         sqnr_db=None,
@@ -109,8 +135,10 @@ def _entry(module: str, weight: StoredWeight, scheme: Scheme) -> ScaleEntry:
 
 def _import_notes(source: Checkpoint, quantization: Mapping[str, Any]) -> tuple[str, ...]:
     scheme = source.scheme
+    alone = only_here(source.config, quantized=True, shares_head=False)
     notes = [
-        f"Read as scheme {scheme.wac} ({scheme.of_layers.text}); its calibration is not known."
+        *([alone] if alone else []),
+        f"Read as scheme {scheme.wac} ({scheme.of_layers.text}); its calibration is not known.",
     ]
     kept = source.config.get("dtype") or source.config.get("torch_dtype") or "another type"
     if scheme.activations is None and kept != "float16":

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from formats.checkpoint.compressed_tensors import UnsupportedSchemeError
 from formats.checkpoint.contents import is_foreign
 from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.stated import StatedFolder
 from formats.checkpoint.write import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.foreign.folder import ForeignFolder
@@ -83,9 +85,13 @@ def _open(path: Path) -> tuple[Source, Scheme, Sequence[str], Callable[[str], Te
     """A folder, its scheme, its quantized layers, and what reads a layer's weight in fp32."""
     if is_foreign(read_config(path).quantization):
         folder = ForeignFolder(path)
-        if folder.layout.values is not None:  # of more than the schemes here express
+        if folder.has_values:  # of more than the schemes here express
             return folder, Scheme(), folder.modules, folder.values
-    checkpoint = Checkpoint.open(path, to_run=False)
+    try:
+        checkpoint = Checkpoint.open(path, to_run=False)
+    except UnsupportedSchemeError:
+        stated = StatedFolder(path)
+        return stated, Scheme(), stated.modules, stated.values
     if not checkpoint.scheme.quantizes_anything:
         raise CheckpointError(f"{path} is a float model already; copy it as it is")
     modules, read = checkpoint.quantized_modules, partial(_own_weight, checkpoint)

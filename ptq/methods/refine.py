@@ -46,9 +46,11 @@ if TYPE_CHECKING:
     import kernels.numerics as numerics
     import kernels.two_level as two_level
     from formats.stored import weights as storage
+    from ptq.methods.common import rounding
 else:
     gradients = later("calibrate.gradients")
     numerics = later("kernels.numerics")
+    rounding = later("ptq.methods.common.rounding")
     storage = later("formats.stored.weights")
     torch = later("torch")
     two_level = later("kernels.two_level")
@@ -152,7 +154,7 @@ class Adjustable:
     def scale(self) -> Tensor:
         """The scales as they would be stored, through which gradients pass."""
         wanted = self.layer.weight.scale * self.factor.clamp(1 - MOST_FACTOR, 1 + MOST_FACTOR)
-        stored = wanted.to(self.dtype).float()
+        stored = rounding.storable(wanted, self.dtype)
         if self.unit is not None:
             stored = two_level.nearest_multiples(wanted, self.unit) * self.unit
         return wanted + (stored - wanted).detach()
@@ -337,14 +339,12 @@ def _rounded_inputs(work: BlockWork) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name, layer in work.quantized.items():
+            scales = (layer.input_scale, work.sink_scale(name))
 
             def seen(
-                x: Tensor,
-                name: str = name,
-                scale: Tensor | None = layer.input_scale,
-                sinks: Tensor | None = work.sink_scale(name),
+                x: Tensor, name: str = name, scales: tuple[Tensor | None, Tensor | None] = scales
             ) -> Tensor:
-                return x + (work.seen_row_by_row(name, x.detach(), scale, sinks) - x.detach())
+                return x + (work.seen_row_by_row(name, x.detach(), *scales) - x.detach())
 
             linear = work.block.linears[name]
             weight = linear.weight if _has_integers(layer) else layer.dequantized()

@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
     from formats import hadamard
     from formats.families.family import Family
+    from formats.modeling import load
 else:
     hadamard = later("formats.hadamard")
+    load = later("formats.modeling.load")
     torch = later("torch")
 
 EMBEDDING, FINAL_NORM, HEAD = (
@@ -198,7 +200,8 @@ class RotatedCheckpoint(FloatModelView):
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor and rotate it, in fp64; rounded once to its type."""
-        stored, (module, leaf) = self.source.tensor(self._origin(name)), _parts(name)
+        stored = load.check_finite(name, self.source.tensor(self._origin(name)))
+        module, leaf = _parts(name)
         norms = self.family.norms.before
         if self.r1 is not None and (module in norms or name == FINAL_NORM):
             return torch.full_like(stored, 1 - self.family.norms.offset)
@@ -229,7 +232,8 @@ class RotatedCheckpoint(FloatModelView):
         if self.r1 is None or norm is None:
             return torch.ones((), dtype=torch.float64)
         full = norm if name == HEAD else f"{names.block_of(name)}.{norm}"
-        return self.source.tensor(f"{full}.weight").double() + self.family.norms.offset
+        factors = load.check_finite(f"{full}.weight", self.source.tensor(f"{full}.weight"))
+        return factors.double() + self.family.norms.offset
 
     def _origin(self, name: str) -> str:
         """Name of the tensor in the source: a tied head is the embedding."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from calibrate.block import DecoderBlock, OnInput
 from calibrate.statistics import Statistics
+from formats.modeling.load import check_finite
 from formats.scale_table import ScaleEntry
 from formats.stored.weights import StoredWeight, join_weights, weight_tensors
 from ptq.methods.common.block import BlockWork
@@ -145,7 +146,7 @@ def _pieces(solver: BlockSolver) -> Iterator[BlockWork]:
     name, holds = plan.head, head_weight(model)
     assert name is not None
     with solver.watch.phase("load"):
-        whole = model.tensor(holds)
+        whole = check_finite(holds, model.tensor(holds))
     dtype = model.dtype(holds)
     outputs, inputs = whole.shape
     for rows in whole.split(piece_rows((outputs, inputs))):

@@ -35,6 +35,7 @@ class Inspection(Strict):
         model_type: Such as `llama`.
         scheme: What is quantized.
         wac: Its short name.
+        only_here: Why no other software opens it, and what changes that; None where others do.
         layers: What is quantized otherwise: how, and full names of the layers.
         sizes: By kind of tensor.
         scales: One row for each scale tensor, as in the scale table; only tensor, shape and range
@@ -46,6 +47,7 @@ class Inspection(Strict):
     model_type: str
     scheme: Scheme
     wac: str
+    only_here: str | None
     layers: dict[str, tuple[str, ...]]
     sizes: tuple[SizeRow, ...]
     scales: tuple[dict[str, Any], ...]
@@ -81,6 +83,7 @@ def inspect(checkpoint: Checkpoint, pattern: str | None = None, channels: int = 
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         scheme=checkpoint.scheme,
         wac=checkpoint.scheme.wac,
+        only_here=checkpoint.only_here,
         layers=_other_layers(checkpoint),
         sizes=_sizes(checkpoint),
         sink_tokens=checkpoint.sinks.tokens,
@@ -164,6 +167,7 @@ def describe(found: Inspection, top: int) -> list[str]:
             f"  the first {found.sink_tokens} tokens of a sequence are sink tokens, quantized "
             "apart here; other runtimes scale them as all others"
         )
+    lines += [found.only_here] if found.only_here else []
     for text, names in found.layers.items():
         lines.append(f"  otherwise {len(names)} layers, such as {names[0]}: {text}")
     lines.append("")

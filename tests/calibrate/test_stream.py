@@ -225,7 +225,7 @@ def test_nan_weights_are_refused_by_the_modules_name(tmp_path):
     def read(name):
         tensor = checkpoint.tensor(name).float()
         if name == "model.layers.1.mlp.up_proj.weight":
-            tensor[3, 4] = float("nan")
+            tensor[3] = 3e38  # finite, and its products are not
         return tensor
 
     stream, statistics = BlockStream(AutoConfig.from_pretrained(folder), read), Statistics()
@@ -242,7 +242,7 @@ def test_nan_that_no_linear_layer_sees_is_refused_by_the_blocks_name(make_model)
     def read(name):
         tensor = checkpoint.tensor(name).float()
         if name == "model.layers.1.mlp.down_proj.weight":
-            tensor[3, 4] = float("inf")
+            tensor[3] = 3e38
         return tensor
 
     stream = BlockStream(AutoConfig.from_pretrained(folder), read)
@@ -250,6 +250,38 @@ def test_nan_that_no_linear_layer_sees_is_refused_by_the_blocks_name(make_model)
     stream.advance(stream.load(0))
     with pytest.raises(RecipeError, match=r"model\.layers\.1: .*NaN"):
         stream.advance(stream.load(1))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.post_attention_layernorm.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ],
+)
+def test_a_weight_that_is_not_finite_is_named(name, value, make_model):
+    """And not the layer that reads what it makes."""
+    folder = make_model("llama")
+    checkpoint = Checkpoint.open(folder)
+
+    def read(wanted):
+        tensor = checkpoint.tensor(wanted)
+        if wanted == name:
+            tensor.view(-1)[5] = float(value)
+        return tensor
+
+    stream = BlockStream(AutoConfig.from_pretrained(folder), read)
+
+    def run():
+        stream.start(samples(1))
+        for index in range(2):
+            stream.advance(stream.load(index))
+
+    with pytest.raises(CheckpointError, match=f"^{name} holds NaN or infinity, in 1 of"):
+        run()
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])

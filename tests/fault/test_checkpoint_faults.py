@@ -294,7 +294,10 @@ def test_an_index_that_is_wrong(tiny_llama, tmp_path, damage):
     ("change", "word"),
     [
         (lambda q: q.update(quant_method="gptq"), "gptq"),
-        (lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=4), "'num_bits': 4"),
+        (
+            lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=4),
+            "group_0.input_activations",
+        ),
         (lambda q: q["config_groups"]["group_0"].update(targets=["Conv1d"]), "targets"),
         (lambda q: q["config_groups"]["group_0"].update(input_activations=None), "'int-quantized'"),
         (lambda q: q.update(config_groups={}), "0 config_groups"),
@@ -304,7 +307,7 @@ def test_an_index_that_is_wrong(tiny_llama, tmp_path, damage):
 )
 def test_a_scheme_that_is_not_run_here(folder, change, word):
     edit_json(folder / "config.json", lambda c: change(c["quantization_config"]))
-    refused(folder, word, "Supported")
+    refused(folder, word, "one of the shipped recipes")
 
 
 @pytest.fixture

@@ -261,7 +261,7 @@ class BlockWork:
     def seen_row_by_row(
         self, name: str, x: Tensor, scale: Tensor | None, sink_scale: Tensor | None
     ) -> Tensor:
-        """`seen_input` of all tokens of a sample [..., tokens, in], sink tokens by their own scale."""
+        """`seen_input` of a whole sample [..., tokens, in], sink tokens by their own scale."""
         seen, first = self.seen_input(name, x, scale), self.block.sinks
         whole = x.shape[-2] in map(len, self.block.inputs)  # not the tokens of one expert
         if not first or sink_scale is None or not whole:
@@ -325,14 +325,12 @@ def quantized_block(work: BlockWork) -> Iterator[None]:
     """Let the block compute with its solved layers, for a while; its cache stays in float."""
     with ExitStack() as stack:
         for name, layer in work.quantized.items():
+            scales = (layer.input_scale, work.sink_scale(name))
 
             def seen(
-                x: Tensor,
-                name: str = name,
-                scale: Tensor | None = layer.input_scale,
-                sink_scale: Tensor | None = work.sink_scale(name),
+                x: Tensor, name: str = name, scales: tuple[Tensor | None, Tensor | None] = scales
             ) -> Tensor:
-                return work.seen_row_by_row(name, x, scale, sink_scale)
+                return work.seen_row_by_row(name, x, *scales)
 
             stack.enter_context(replaced(work.block.linears[name], layer.dequantized(), seen))
         yield

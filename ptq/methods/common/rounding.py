@@ -32,6 +32,7 @@ from formats.later import later
 from formats.scheme import WeightSpec
 from formats.stored.weights import StoredWeight
 from kernels.numerics import (
+    TINY_SCALE,
     TYPES,
     E4M3Multiples,
     QuantizedType,
@@ -62,6 +63,7 @@ E4M3_STEPS = (1, 2, 3, 4, 5, 6, -1, -2, -3)  # from the scale that cuts nothing,
 LAST_E4M3 = 0x7E  # bits of 448
 POWERS = (1.0, 2.0, 0.5)
 FACTORS = tuple(1.0 - 0.02 * i for i in range(30))  # of the scale that cuts nothing
+LEAST_HALF = 2.0**-18  # 64 steps of fp16's smallest values
 UNITS = 4  # tried for a channel, each about a tenth larger than the one before
 
 
@@ -214,10 +216,16 @@ def _best_multiples(
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales as the checkpoint holds them: rounded to `dtype`, still positive, in fp32."""
-    if dtype == torch.float16:
-        scale = scale.clamp(min=torch.finfo(dtype).smallest_normal)
-    return scale.to(dtype).float()
+    """Scales as the checkpoint holds them: rounded to `dtype`, in fp32.
+
+    Those that fp16 would round by more than 1% stay as they are (`weight_tensors` stores the
+    layer's in fp32 then), but for that of nothing but zeros, which may be any.
+    """
+    rounded = scale.to(dtype).float()
+    if dtype != torch.float16:
+        return rounded
+    rounded = torch.where(scale < LEAST_HALF, scale, rounded)
+    return rounded.masked_fill(scale <= TINY_SCALE, torch.finfo(dtype).smallest_normal)
 
 
 def _errors(

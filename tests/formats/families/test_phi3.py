@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RecipeError
@@ -12,6 +15,7 @@ from inference.models.config import ModelConfig
 from ptq.convert.convert import convert
 from ptq.methods.rtn import RTNSpec
 from ptq.methods.smooth_k import SmoothKSpec
+from tests.conftest import write_quantized
 from tests.families import check_blocks, check_engine, check_quantized
 from tests.ptq.quantizing import make_plan, random_tokens
 
@@ -48,6 +52,24 @@ def test_default_rotary_embedding_and_a_window(make_model):
 
 def test_blocks_are_those_of_transformers(phi3):
     check_blocks(phi3)
+
+
+def test_parts_may_hold_their_scales_in_other_types(make_model, tmp_path):
+    """Of one merged layer k is so small that its scales are in fp32, those of q and v in fp16."""
+    source = tmp_path / "half"
+    shutil.copytree(make_model("phi3", **LONGROPE), source)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if "qkv_proj" in name]:
+        q, k, v = tensors[name].split([128, 64, 64])
+        tensors[name] = torch.cat((q, k * 2.0**-14, v))
+    save_file({n: t.half() for n, t in tensors.items()}, source / "model.safetensors")
+    write_quantized(source, tmp_path / "out", "w8")
+    checkpoint, whole = Checkpoint.open(tmp_path / "out"), Checkpoint.open(source)
+    for part in ("q_proj", "k_proj", "v_proj"):
+        module = f"model.layers.0.self_attn.{part}"
+        weight, stored = whole.tensor(f"{module}.weight").float(), checkpoint.weight(module)
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        assert torch.allclose(stored.scale, scale, rtol=2**-10, atol=0)
 
 
 def test_merged_layers_are_read_as_their_parts(phi3):

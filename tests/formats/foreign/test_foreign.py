@@ -12,10 +12,10 @@ from torch import Tensor
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError
 from formats.foreign.awq import awq_config, pack_awq, read_awq_config, refuse_awq, unpack_awq
+from formats.foreign.fp8 import read_fp8_config
 from formats.foreign.fp8_block import (
     fp8_block_config,
     pack_fp8_block,
-    read_fp8_block_config,
     refuse_fp8_block,
     unpack_fp8_block,
 )
@@ -310,8 +310,10 @@ def test_configs_are_read_back():
                 Scheme(weights=spec),
                 version,
             )
-    assert read_awq_config(awq_config(W4)) == Scheme(weights=asymmetric)
-    assert read_fp8_block_config(fp8_block_config()) == PRESETS["fp8_block"]
+    assert read_awq_config(awq_config(W4)) == (Scheme(weights=asymmetric), W4.group_size)
+    assert read_fp8_config(fp8_block_config())[0] == PRESETS["fp8_block"]
+    for scale_fmt in ("ue8m0", None):
+        assert read_fp8_config(fp8_block_config() | {"scale_fmt": scale_fmt})[1].unpack is not None
 
 
 def test_gptq_config_is_that_of_the_format():
@@ -341,7 +343,6 @@ def test_gptq_config_is_that_of_the_format():
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         ({"lm_head": 8}, "lm_head 8"),
-        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic '\+:"),
         ({"quant_method": "awq"}, "quant_method 'awq'"),
     ],
 )
@@ -357,9 +358,9 @@ def test_other_gptq_settings_are_refused(change, message):
         (read_awq_config, awq_config(W4), {"bits": 8}, "bits 8; allowed: 4"),
         (read_awq_config, awq_config(W4), {"zero_point": False}, "zero_point False"),
         (read_awq_config, awq_config(W4), {"version": "gemv"}, "version 'gemv'"),
-        (read_fp8_block_config, fp8_block_config(), {"activation_scheme": "static"}, "'static'"),
-        (read_fp8_block_config, fp8_block_config(), {"weight_block_size": None}, "absent"),
-        (read_fp8_block_config, fp8_block_config(), {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        (read_fp8_config, fp8_block_config(), {"activation_scheme": "static"}, "'static'"),
+        (read_fp8_config, fp8_block_config(), {"weight_block_size": [128]}, r"size \[128\]"),
+        (read_fp8_config, fp8_block_config(), {"scale_fmt": "float"}, "scale_fmt 'float'"),
     ],
 )
 def test_other_awq_and_fp8_settings_are_refused(read, config, change, message):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from formats.checkpoint.read import Checkpoint
@@ -69,6 +70,17 @@ def test_the_text_is_read_alone(tmp_path, model_type, text, vision):
     checkpoint = Checkpoint.open(folder)
     assert checkpoint.config["model_type"] == text["model_type"]
     assert all(name.startswith(("model.", "lm_head.")) for name in checkpoint.names())
+
+
+def test_a_model_of_images_without_its_head(tmp_path):
+    """By the names of its class in memory: `language_model.layers.0`."""
+    text = TINY["gemma3_text"] | {"model_type": "gemma3_text"}
+    model = write_both(tmp_path / "model", "gemma3", text, "siglip_vision_model")
+    whole = Engine.from_pretrained(tmp_path / "model").score(list(range(1, 40)))
+    tensors = {name: tensor.contiguous() for name, tensor in model.model.state_dict().items()}
+    assert "language_model.layers.0.mlp.up_proj.weight" in tensors
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(Engine.from_pretrained(tmp_path / "model").score(list(range(1, 40))), whole)
 
 
 def test_what_is_written_is_a_model_of_text(tmp_path):

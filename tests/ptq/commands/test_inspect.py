@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from calibrate.statistics import Statistics
+from formats.checkpoint.portable import only_here
 from formats.checkpoint.read import Checkpoint
 from formats.errors import CheckpointError, RequestError
 from ptq.commands import inspect as command
+from ptq.commands import run
 from ptq.report.inspection import describe, inspect
 from ptq.report.outliers import outlier_row, weight_outliers
 
@@ -143,3 +145,37 @@ def test_a_table_of_a_float_model_is_refused(tiny_llama, tmp_path):
 def test_no_outliers_at_all_is_refused(quantized):
     with pytest.raises(SystemExit):
         command.main([str(quantized), "--top", "0"])
+
+
+def test_a_checkpoint_for_this_runtime_alone_says_so(make_model, make_quantized, tmp_path, capsys):
+    """When it is written, in its card and in `inspect`, with what makes one for others."""
+    base = ["a8w8", "--quiet", "--set", "ignore=[]", "--set", f"model.path={make_model('llama')}"]
+    base += ["--set", "dataset.calibration.samples=2", "--set", "dataset.evaluation.samples=2"]
+    base += ["--set", "dataset.calibration.sequence_length=32"]
+    base += ["--set", "dataset.evaluation.sequence_length=32", "--set", "report.speed=null"]
+    for name, more in (("tied", []), ("untied", ["--set", "methods=[untie, rtn]"])):
+        run.main([*base, *more, "--output", str(tmp_path / name)])
+        told = capsys.readouterr().out
+        folder = tmp_path / name / "checkpoint"
+        card = folder / "README.md"
+        assert card.exists() == ("Only this runtime opens it" in told) == (name == "tied")
+        command.main([str(folder), "--json", str(tmp_path / "found.json")])
+        shown = capsys.readouterr().out
+        found = json.loads((tmp_path / "found.json").read_text())["only_here"]
+        if name == "tied":
+            for text in (told, shown, card.read_text(), found):
+                assert "Only this runtime opens it: " in text
+                assert "the method `untie`" in text
+        else:
+            assert found is None
+            assert "Only this runtime" not in shown
+        Checkpoint.open(folder, verify=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama_alibi"])
+def test_families_that_no_other_software_reads_quantized(family, tmp_path):
+    config = {"model_type": family}
+    assert "Only this runtime" in str(only_here(config, quantized=True, shares_head=False))
+    alone = only_here(config, quantized=False, shares_head=False)
+    assert (alone is None) == (family == "gpt2")
+    assert only_here({"model_type": "llama"}, quantized=True, shares_head=False) is None

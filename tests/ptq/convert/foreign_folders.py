@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +51,33 @@ INC_CONFIG = {
 
 
 def make_folder(
-    model: Path, out: Path, layer: Callable[[Tensor], dict[str, Tensor]], quantization: dict
+    model: Path,
+    out: Path,
+    layer: Callable[[Tensor], dict[str, Tensor]],
+    quantization: dict | None,
+    others: Mapping[str, Callable[[Tensor], dict[str, Tensor]]] | None = None,
 ) -> Path:
-    """A copy of a model whose linear layers are what `layer` makes of their weights."""
+    """A copy of a model whose linear layers are what `layer` makes of their weights.
+
+    Args:
+        model: Its folder.
+        out: Folder to make.
+        layer: Makes the tensors of a layer, by their leaf.
+        quantization: The `quantization_config`; None for none.
+        others: Makes those of the layers whose names end so.
+    """
     shutil.copytree(model, out)
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(out / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        made = layer(tensor.float()) if module.endswith("_proj") else {"": tensor}
+        own = [make for end, make in (others or {}).items() if module.endswith(end)]
+        make = next(iter(own), layer)
+        made = make(tensor.float()) if module.endswith("_proj") else {"": tensor}
         tensors |= {f"{module}.{leaf}" if leaf else name: new for leaf, new in made.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = json.loads((out / "config.json").read_bytes())
-    (out / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    own = {} if quantization is None else {"quantization_config": quantization}
+    (out / "config.json").write_text(json.dumps(config | own))
     return out
 
 
@@ -119,6 +134,31 @@ def auto_round_layer(weight: Tensor, group_size: int = 32) -> dict[str, Tensor]:
     plain = pack_gptq(StoredWeight(q, scale.float().abs().squeeze(2)), group_size, 4)
     del plain["g_idx"]
     return plain | {"scales": scale.squeeze(2).T.contiguous()}
+
+
+def few_bits_layer(bits: int, group_size: int) -> Callable[[Tensor], dict[str, Tensor]]:
+    """GPTQ of any number of bits: values one after the other, whatever the borders of words."""
+
+    def words(values: Tensor) -> Tensor:  # [rows, values] -> [rows, words]
+        places = values.int()[..., None] >> torch.arange(bits) & 1
+        stream = places.flatten(1).unflatten(1, (-1, 32)).long() << torch.arange(32)
+        return stream.sum(-1).to(torch.uint32).view(torch.int32)
+
+    def layer(weight: Tensor) -> dict[str, Tensor]:
+        groups, top = weight.unflatten(1, (-1, group_size)), (1 << bits) - 1
+        low, high = groups.amin(-1), groups.amax(-1)
+        scale = ((high - low) / top).half().float()
+        zeros = (-low / scale).round().clamp(1, top)
+        q = (groups / scale[..., None]).round().add(zeros[..., None]).clamp(0, top).flatten(1)
+        inputs = torch.arange(weight.shape[1], dtype=torch.int32)
+        return {
+            "qweight": words(q).T.contiguous(),
+            "qzeros": words(zeros.T - 1),
+            "scales": scale.half().T.contiguous(),
+            "g_idx": inputs // group_size,
+        }
+
+    return layer
 
 
 def turn_inputs(folder: Path, out: Path, *, alike: bool = True) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from tests.ptq.convert.foreign_folders import (
     INT8_CONFIG,
     NF4_CONFIG,
     auto_round_layer,
+    few_bits_layer,
     inc_layer,
     int8_layer,
     make_folder,
@@ -198,31 +198,6 @@ def test_commands_run_the_folder(converted, capsys):
     assert "no difference" in capsys.readouterr().out
 
 
-def few_bits_layer(bits: int, group_size: int) -> Callable[[Tensor], dict[str, Tensor]]:
-    """GPTQ of any number of bits: values one after the other, whatever the borders of words."""
-
-    def words(values: Tensor) -> Tensor:  # [rows, values] -> [rows, words]
-        places = values.int()[..., None] >> torch.arange(bits) & 1
-        stream = places.flatten(1).unflatten(1, (-1, 32)).long() << torch.arange(32)
-        return stream.sum(-1).to(torch.uint32).view(torch.int32)
-
-    def layer(weight: Tensor) -> dict[str, Tensor]:
-        groups, top = weight.unflatten(1, (-1, group_size)), (1 << bits) - 1
-        low, high = groups.amin(-1), groups.amax(-1)
-        scale = ((high - low) / top).half().float()
-        zeros = (-low / scale).round().clamp(1, top)
-        q = (groups / scale[..., None]).round().add(zeros[..., None]).clamp(0, top).flatten(1)
-        inputs = torch.arange(weight.shape[1], dtype=torch.int32)
-        return {
-            "qweight": words(q).T.contiguous(),
-            "qzeros": words(zeros.T - 1),
-            "scales": scale.half().T.contiguous(),
-            "g_idx": inputs // group_size,
-        }
-
-    return layer
-
-
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 32), (4, 16), (8, 16), (3, 128)])
 def test_bits_and_groups_that_do_not_run_become_a_float_model(
     bits, group_size, tiny_llama, tmp_path
@@ -269,7 +244,8 @@ def test_the_refusal_of_bitsandbytes_has_the_command_that_helps(
         ),
         ({"data_type": "mx_fp"}, "data_type 'mx_fp'; allowed: 'int', absent"),
         ({"act_bits": 8}, "act_bits 8; allowed: 16, absent"),
-        ({"extra_config": {"lm_head": {"bits": 8}}}, "extra_config 'lm_head'"),
+        ({"extra_config": {"lm_head": {"bits": 5}}}, "extra_config '.lm_head.': found bits 5"),
+        ({"extra_config": {"lm_head": 8}}, "extra_config 'lm_head': 8; needed"),
         ({"bits": 5}, "bits 5; allowed: 4, 8"),
     ],
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from formats.scheme import WeightSpec
-from formats.stored.weights import scale_shape
+from formats.scheme import LayerScheme, WeightSpec
+from formats.stored.weights import read_weights, scale_shape, weight_tensors
 from kernels.numerics import TYPES, dequantize, quantize
 from ptq.methods.common.moments import output_errors
 from ptq.methods.common.rounding import FACTORS, choose_qparams, round_weight
@@ -72,10 +72,33 @@ def test_output_mse_is_the_error_of_each_groups_output():
     assert torch.equal(whole[:, 2:3], alone)
 
 
-def test_half_precision_scales_stay_positive():
-    stored = round_weight(torch.zeros(4, 64), GROUPS, torch.float16)
-    assert (stored.scale.half() > 0).all()
-    assert (stored.q == 0).all()
+@pytest.mark.parametrize("spec", SPECS[:6], ids=lambda spec: spec.text)
+@pytest.mark.parametrize("power", [-9, -13, -18, -24])
+def test_small_weights_lose_no_more_in_half_precision(spec, power):
+    """A row of fp16 whose scales fp16 holds as subnormals, or not at all, is as fine as another."""
+    weight = (problem()[0] * 2.0**power).half().float()
+    weight[3] = 0
+
+    def lost(dtype: torch.dtype) -> float:
+        stored = round_weight(weight, spec, dtype)
+        tensors = weight_tensors(LayerScheme(weights=spec), stored, dtype)
+        assert tensors["weight_scale"].dtype in (dtype, torch.float32)
+        read = read_weights(LayerScheme(weights=spec), [(48, 192)], tensors.__getitem__)
+        assert torch.equal(read.scale, stored.scale)
+        values = dequantize(read.q, read.scale, read.zero_point, spec.block)
+        assert not values[3].any()
+        return ((values - weight).norm() / weight.norm()).item()
+
+    assert lost(torch.float16) <= 1.01 * lost(torch.float32)
+
+
+def test_a_row_of_zeros_keeps_the_scales_in_half_precision():
+    weight = problem()[0].half().float()
+    weight[3] = 0
+    for spec in SPECS[:6]:
+        scale = round_weight(weight, spec, torch.float16).scale
+        assert torch.equal(scale.half().float(), scale)
+        assert (scale > 0).all()
 
 
 def test_two_rounds_are_one():

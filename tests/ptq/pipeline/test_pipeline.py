@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import ptq
 from calibrate.data import TokenSet
 from calibrate.spec import ObserverSpec
 from calibrate.statistics import Statistics
@@ -293,7 +296,7 @@ def test_existing_output_needs_force(tiny_llama, tmp_path):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_not_a_number_stops_the_run_and_leaves_nothing(tiny_llama, tmp_path, layer):
     def poison(tensors):
-        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][5, 5] = float("nan")
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"][5] = 3e38  # its products are infinite
 
     model = edit_model(tiny_llama, tmp_path / "poisoned", poison)
     plan = make_plan(model, tmp_path / "out")
@@ -408,3 +411,30 @@ def test_a_table_grows_while_it_runs(tiny_llama, tmp_path, capsys):
         assert len(cost) == 3  # seconds, a size and its unit
     assert [row.block for row in result.blocks] == list(plan.blocks)
     assert all(row.seconds > 0 and row.memory_bytes > 0 for row in result.blocks)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("w8_rtn", "model.layers.1.mlp.gate_proj.weight"),
+        ("w4_gptq", "model.layers.0.self_attn.k_proj.weight"),
+        ("a8w8", "model.layers.1.input_layernorm.weight"),
+        ("w4_head8", "lm_head.weight"),
+        ("w4_rotated", "model.layers.1.post_attention_layernorm.weight"),
+    ],
+)
+def test_a_weight_that_is_not_finite_is_named(recipe, name, make_model, tmp_path):
+    source = make_model("llama", tie_word_embeddings=False)
+    shutil.copytree(source, tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors[name].view(-1)[7] = float("nan")
+    save_file(tensors, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    settings = ["dataset.calibration.samples=2", "dataset.calibration.sequence_length=32"]
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
+        ptq.quantize(
+            recipe,
+            model=tmp_path / "model",
+            output=tmp_path / "out",
+            progress=False,
+            overrides=settings,
+        )

@@ -1,0 +1,85 @@
+"""Tensors of a folder by the names that the native class has for them, where only these differ.
+
+A layout of `formats.published` may have other beginnings, and transformers' `AutoModel` saves a
+model without its head, whose names lack the first part of those of the model with one: `layers.0`
+in the place of `model.layers.0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from formats.modeling.layers import embedding_name, head_name
+from formats.published.known import find_layout
+from formats.stored.safetensors_files import StoredTensors, open_weights
+
+USUAL = ("model.", "transformer.")  # where these are, no model's code has to be asked
+
+
+class Renamed:
+    """A tensor of a file by another name.
+
+    Args:
+        file: Holds it.
+        stored: Its name there.
+        name: Its name here.
+    """
+
+    def __init__(self, file: StoredTensors, stored: str, name: str) -> None:
+        self._file, self._stored = file, stored
+        self.path: Path = file.path
+        self.tensors = {name: file.tensors[stored]}
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where it begins and ends in the file, in bytes."""
+        return self._file.span(self._stored)
+
+
+def open_native(
+    path: Path, config: Mapping[str, Any], published: Mapping[str, Any] | None
+) -> dict[str, StoredTensors]:
+    """The file of every tensor of a folder, by names of the native class.
+
+    Args:
+        path: The folder.
+        config: config.json of the native class.
+        published: config.json as it stands there, where that is of another.
+
+    Raises:
+        CheckpointError: as of `open_weights`.
+    """
+    files = open_weights(path)
+    layout = find_layout(published or {})
+    if layout is not None:
+        names = {name: _native(name, layout.prefixes) for name in files}
+    else:
+        names = _with_prefix(files, config)
+    return {
+        own: files[name] if own == name else Renamed(files[name], name, own)
+        for name, own in names.items()
+        if own is not None
+    }
+
+
+def _native(name: str, prefixes: Mapping[str, str | None]) -> str | None:
+    """A tensor's native name; None of one that the native class has not."""
+    for prefix, native in prefixes.items():
+        if name.startswith(prefix):
+            return None if native is None else native + name.removeprefix(prefix)
+    return name
+
+
+def _with_prefix(
+    files: Mapping[str, StoredTensors], config: Mapping[str, Any]
+) -> dict[str, str | None]:
+    """Native names, with the first part that the files of a model without its head lack."""
+    if any(name.startswith(USUAL) for name in files):
+        return {name: name for name in files}
+    embedding = f"{embedding_name(config)}.weight"
+    first, _, rest = embedding.partition(".")
+    if embedding in files or rest not in files:
+        return {name: name for name in files}
+    head = f"{head_name(config)}."
+    return {name: name if name.startswith(head) else f"{first}.{name}" for name in files}
