@@ -144,7 +144,9 @@ def _norm(
         return delta.add_rms_norm(total, before, eps, wanted, after)
     x, residual = (total, None) if delta is None else (delta, total)
     rest = (wanted.scale, wanted.dtype, wanted.group)
-    return add_rms_norm(x, residual, before, eps, *rest, residual_ready=True, after=after)
+    return add_rms_norm(
+        x, residual, before, eps, *rest, residual_ready=True, after=after, length=wanted.length
+    )
 
 
 @torch.no_grad()
@@ -215,7 +217,8 @@ def _attend(
     output = layer.o
     wanted = output.rows
     fused: dict[str, Any] = {}
-    if wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
+    whole = wanted.length is None  # attention fills nothing up
+    if whole and wanted.scale is not None and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     starts, workspace = batch.query_start, workspace_on(q.device)
     if batch.invariant:

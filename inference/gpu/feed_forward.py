@@ -72,7 +72,7 @@ def _down(own: GatedMLP[GpuLinear], y: Tensor) -> Tensor:
     """The layer from what gate and up say on."""
     wanted = own.down.rows
     rows, scales = gated_product(
-        y, wanted.scale, wanted.dtype, wanted.group, activation=own.activation
+        y, wanted.scale, wanted.dtype, wanted.group, activation=own.activation, length=wanted.length
     )
     return own.down.run(rows, scales, y.dtype)
 
@@ -114,9 +114,8 @@ def _all_at_once(
     rows, scales = gate_up.quantized(x, numbers)
     y = gate_up.run(rows, scales, pairs if rows is x else ready, x.dtype)
     wanted, by = down.rows, down.scaled_by(numbers)
-    rows, scales = gated_product(
-        y, wanted.scale, wanted.dtype, wanted.group, by, activation=activation
-    )
+    rest = (wanted.scale, wanted.dtype, wanted.group, by, activation, wanted.length)
+    rows, scales = gated_product(y, *rest)
     return down.run(rows, scales, ready, x.dtype)
 
 

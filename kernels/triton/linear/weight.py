@@ -27,11 +27,14 @@ class InputFormat:
         dtype: int8, float8_e4m3fn or the model's float type.
         scale: fp32, one element, for all rows; None where they are scaled by their data, or not.
         group: Inputs of a row that share a scale of their own; None for the whole row.
+        length: Elements of a row with zeros after its inputs, as many as the kernel reads; None
+            where it reads the inputs alone.
     """
 
     dtype: torch.dtype
     scale: Tensor | None = None
     group: int | None = None
+    length: int | None = None
 
 
 @dataclass(frozen=True)
