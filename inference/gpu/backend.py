@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from inference.gpu.layers import GpuLinear, pack_linear
 from inference.gpu.loop import DeviceLoop
 from inference.gpu.memory import OF_CACHE, OF_WEIGHTS, free_bytes, memory_for, ran_out
 from inference.gpu.runner import GpuRunner
+from inference.gpu.warn_once import warnings_together
 from inference.models.config import ModelConfig
 from inference.models.kv_cache import CacheShape, change_blocks
 from inference.models.model import Model
@@ -64,9 +65,15 @@ class TritonBackend:
                 f"{LARGEST_HEAD}, the CPU any"
             )
 
-    def loading(self, nbytes: int) -> AbstractContextManager[object]:
-        """Tell where memory runs out for weights of so many bytes."""
-        return memory_for("loading the weights", self.device, nbytes, OF_WEIGHTS)
+    @contextmanager
+    def loading(self, nbytes: int) -> Iterator[None]:
+        """Say where memory runs out for weights of so many bytes, and once what holds for many
+        layers."""
+        with (
+            memory_for("loading the weights", self.device, nbytes, OF_WEIGHTS),
+            warnings_together(),
+        ):
+            yield
 
     def linear(self, stored: StoredLinear) -> GpuLinear:
         """Pack a linear layer for the kernel that takes it."""

@@ -156,9 +156,8 @@ def _norm(
         return delta.add_rms_norm(total, before, eps, wanted, after)
     x, residual = (total, None) if delta is None else (delta, total)
     rest = (scale, wanted.dtype, wanted.group)
-    return add_rms_norm(
-        x, residual, before, eps, *rest, residual_ready=True, after=after, experts=by
-    )
+    about = {"residual_ready": True, "after": after, "experts": by, "length": wanted.length}
+    return add_rms_norm(x, residual, before, eps, *rest, **about)
 
 
 @torch.no_grad()
@@ -232,7 +231,8 @@ def _attend(
     wanted = output.rows
     fused: dict[str, Any] = {}
     one_scale = wanted.scale is not None and wanted.scales_of(sinks)[1] is None
-    if one_scale and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
+    whole = wanted.length is None  # attention fills nothing up
+    if whole and one_scale and (wanted.dtype == torch.int8 or has_e4m3(q.device)):
         fused = {"out_scale": wanted.scale, "out_dtype": wanted.dtype}
     starts, workspace = batch.query_start, workspace_on(q.device)
     if batch.invariant:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor
 
 from inference.gpu.layers import GpuLinear, as_wanted, workspace_on
+from inference.gpu.warn_once import warn_of
 from kernels.triton.experts.sorting import SortedRows
 from kernels.triton.fused import quantize_rows
 from kernels.triton.linear.weight import GpuWeight, InputFormat
-
-log = logging.getLogger("ptq.inference")
 
 
 @dataclass(frozen=True)
@@ -25,10 +23,12 @@ class MergedExperts:
         weight: The first one's; the others lie behind it, in order.
         rows: How inputs are given to `run`: `scale` is None, or has one element or one for each
             expert.
+        outputs: As of `GpuLinear`.
     """
 
     weight: GpuWeight
     rows: InputFormat
+    outputs: int | None = None
 
     def scaled_by(
         self, chosen: Tensor, sinks: Tensor | None
@@ -56,13 +56,14 @@ class MergedExperts:
         if own.dtype == x.dtype or own.scale is None or own.scale.numel() == 1:
             return as_wanted(x, own, sinks)
         scale, by = self.scaled_by(chosen, sinks)
-        return quantize_rows(x.contiguous(), scale, own.dtype, own.group, by)
+        return quantize_rows(x.contiguous(), scale, own.dtype, own.group, by, own.length)
 
     def run(
         self, rows: Tensor, scales: Tensor | None, sorted_rows: SortedRows, dtype: torch.dtype
     ) -> Tensor:
         """What the pairs' experts make of rows of tokens or pairs: [P, N] in `dtype`."""
-        return self.weight.run(rows, scales, workspace_on(rows.device), dtype, sorted_rows)
+        y = self.weight.run(rows, scales, workspace_on(rows.device), dtype, sorted_rows)
+        return y if self.outputs is None else y[:, : self.outputs].contiguous()
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,12 @@ def side_by_side(stacks: Iterable[tuple[GpuLinear, str]], count: int) -> GpuExpe
     if not why and not first.weight.takes_sorted_rows:
         why = "no kernel takes rows of each at once"
     if why:
-        log.warning(
-            "%s and %d more: %s; experts run one by one, and steps without CUDA graphs",
-            first_name, count - 1, why,
-        )  # fmt: skip
+        warn_of(
+            [[first_name]] * count, f"{why}; experts run one by one, and steps without CUDA graphs"
+        )
         return GpuExperts(layers, None)
-    return GpuExperts(layers, MergedExperts(first.weight, _rows([own.rows for own in layers])))
+    merged = MergedExperts(first.weight, _rows([own.rows for own in layers]), first.outputs)
+    return GpuExperts(layers, merged)
 
 
 def _room_for(stack: Tensor, count: int) -> Tensor:
@@ -147,12 +148,11 @@ def _apart(stack: GpuLinear, size: int) -> list[GpuLinear]:
             for own, pair in zip(scale.unbind(), pairs, strict=True)
         ]
     orders = [None] * size if stack.order is None else stack.order.unbind()
-    return [
-        GpuLinear(
-            replace(stack.weight, **{key: own[i] for key, own in parts.items()}), rows[i], orders[i]
-        )
-        for i in range(size)
+    weights = [
+        replace(stack.weight, **{key: own[i] for key, own in parts.items()}) for i in range(size)
     ]
+    each = zip(weights, rows, orders, strict=True)
+    return [GpuLinear(*own, stack.outputs, stack.missing) for own in each]
 
 
 def _form(stack: GpuLinear) -> list:
@@ -161,7 +161,8 @@ def _form(stack: GpuLinear) -> list:
     forms = [(v.dtype, v.shape[1:]) if isinstance(v, Tensor) else v for v in values]
     own = stack.rows
     ordered = stack.order is not None
-    return [type(stack.weight), forms, own.dtype, own.group, own.scale is None, ordered]
+    filled = own.length, stack.outputs, stack.missing
+    return [type(stack.weight), forms, own.dtype, own.group, own.scale is None, ordered, *filled]
 
 
 def _rows(each: Sequence[InputFormat]) -> InputFormat:

@@ -79,7 +79,7 @@ def _down(own: GatedMLP[GpuLinear], y: Tensor, sinks: Tensor | None) -> Tensor:
     wanted = own.down.rows
     scale, by = wanted.scales_of(sinks)
     rows, scales = gated_product(
-        y, scale, wanted.dtype, wanted.group, by, activation=own.activation
+        y, scale, wanted.dtype, wanted.group, by, own.activation, wanted.length
     )
     return own.down.run(rows, scales, y.dtype)
 
@@ -129,7 +129,8 @@ def _all_at_once(
     y = gate_up.run(rows, scales, pairs if rows is x else ready, x.dtype)
     wanted = down.rows
     scale, by = down.scaled_by(numbers, sinks)
-    rows, scales = gated_product(y, scale, wanted.dtype, wanted.group, by, activation=activation)
+    rest = (scale, wanted.dtype, wanted.group, by, activation, wanted.length)
+    rows, scales = gated_product(y, *rest)
     return down.run(rows, scales, ready, x.dtype)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from inference.gpu.warn_once import warn_of
 from inference.models.read import StoredLinear
 from kernels.triton.common import Workspace
 from kernels.triton.fused import quantize_rows
@@ -17,11 +17,7 @@ from kernels.triton.linear.packing import BLOCK
 from kernels.triton.linear.w16a16 import DenseWeight
 from kernels.triton.linear.weight import GpuWeight, InputFormat
 
-log = logging.getLogger("ptq.inference")
-
 TILE = 64  # outputs of a tile; of blocks of fp8 `BLOCK`
-MOST_ADDED = 32  # a weight gets at most this part of its rows, or columns, more to fill tiles
-
 AT_ONCE = 256  # rows whose split sums a workspace holds
 
 _workspaces: WeakValueDictionary[tuple[torch.device, int], Workspace] = WeakValueDictionary()
@@ -48,7 +44,8 @@ def rows_of(stored: StoredLinear, dtype: torch.dtype) -> InputFormat:
     scale, both = stored.input_scale, None
     if scale is not None and stored.sink_scale is not None:
         both = torch.stack((scale, stored.sink_scale), dim=-1)  # of a stack [E, 2]
-    return InputFormat(kind, scale, None if activations.group == -1 else activations.group, both)
+    group = None if activations.group == -1 else activations.group
+    return InputFormat(kind, scale, group, both=both)
 
 
 def as_wanted(
@@ -61,10 +58,10 @@ def as_wanted(
         own: How the layer wants them.
         sinks: bool or int32 [T], which rows are of sink tokens; None where none is.
     """
-    if own.dtype == x.dtype:
+    if own.dtype == x.dtype and own.length is None:
         return x.contiguous(), None
     scale, by = own.scales_of(None if sinks is None else sinks.to(torch.int32))
-    return quantize_rows(x.contiguous(), scale, own.dtype, own.group, by)
+    return quantize_rows(x.contiguous(), scale, own.dtype, own.group, by, own.length)
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,8 @@ class GpuLinear:
         order: int64 [K], the input that each column of the weight multiplies, of a stack [E, K];
             None where column k multiplies input k.
         outputs: How many there are, where the weight has rows of filling behind them; else None.
-        missing: Columns of zeros that the weight has behind its inputs.
+        missing: Columns of zeros that the weight has after its inputs; the zeros of rows are
+            stored by whoever quantizes them (`InputFormat.length`).
         invariant: Whether a row's result has the same bits whatever other rows there are.
     """
 
@@ -95,10 +93,11 @@ class GpuLinear:
         return self.run(*as_wanted(x, self.rows, sinks), dtype or x.dtype)
 
     def run(self, rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The layer on rows that are as it wants them: [T, N] in `dtype`."""
+        """The layer on rows that are as it wants them, or without what fills them up: [T, N] in
+        `dtype`."""
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        if self.missing:
+        if self.missing and rows.shape[1] < self.weight.size[1]:
             rows = _wider(rows, self.missing)
         run = self._run_alike if self.invariant and not self.weight.exact else self.weight.run
         y = run(rows, scales, workspace_on(rows.device), dtype)
@@ -166,45 +165,44 @@ def pack_linear(stored: StoredLinear, dtype: torch.dtype) -> GpuLinear:
     )
     if isinstance(own, DenseWeight) and filled is not stored:  # filling is for kernels
         filled, missing = stored, 0
-        whole = own.weight[: stored.weight.shape[0], : stored.weight.shape[1]].contiguous()
-        own = DenseWeight(whole, None if bias is None else bias.to(dtype))
-    if isinstance(own, DenseWeight):
-        others = len(stored.names) - 1
-        log.warning(
-            "%s%s: no GPU kernel takes %s of %s; it runs dequantized, with the same numbers",
-            " + ".join(stored.names[0]),
-            f" and {others} more" if others else "",
-            stored.scheme.text,
-            tuple(stored.weight.shape[-2:]),
+        rows, columns = stored.weight.shape[-2:]
+        own = DenseWeight(
+            own.weight[..., :rows, :columns].contiguous(), None if bias is None else bias.to(dtype)
         )
-    outputs = None if len(filled.weight) == len(stored.weight) else len(stored.weight)
-    return GpuLinear(own, inputs, stored.order, outputs, missing)
+    if isinstance(own, DenseWeight):
+        why = "no GPU kernel takes {} of {}; {} dequantized, with the same numbers"
+        warn_of(stored.names, why, stored.scheme.text, tuple(stored.weight.shape[-2:]))
+    outputs = stored.weight.shape[-2]
+    short = None if filled.weight.shape[-2] == outputs else outputs
+    if missing and stored.order is None:
+        inputs = replace(inputs, length=filled.weight.shape[-1])
+    return GpuLinear(own, inputs, stored.order, short, missing)
 
 
 def _filled(stored: StoredLinear, inputs: InputFormat) -> tuple[StoredLinear, int]:
-    """A quantized layer with as many rows and columns more as tiles divide, where these are few.
+    """A quantized layer, or a stack of them, with as many rows and columns more as fill tiles.
 
     Returns:
         (the layer, how many columns it has more): rows repeat the last one; rows of inputs have
         zeros for the columns.
     """
-    if stored.weight.dim() != 2 or stored.scheme.weights is None:
-        return stored, 0
-    outputs, columns = stored.weight.shape
+    assert stored.scheme.weights is not None
+    assert stored.scale is not None
+    outputs, columns = stored.weight.shape[-2:]
     longer, wider = -outputs % (BLOCK if inputs.group else TILE), -columns % BLOCK
-    if longer * MOST_ADDED >= outputs:
-        longer = 0
-    if wider * MOST_ADDED >= columns or inputs.group or stored.scheme.weights.dtype[:3] == "fp4":
-        wider = 0
+    group = stored.group or columns
+    if stored.scheme.weights.dtype[:3] == "fp4" or (stored.group and (columns + wider) % group):
+        wider = 0  # fp4 has its own filling; groups that do not end with tiles have no kernel
     if not longer and not wider:
         return stored, 0
     weight, scale, zero_point = stored.weight, stored.scale, stored.zero_point
     if wider:
         weight = _wider(weight, wider)
-        more = 0 if stored.group is None else wider // stored.group
-        scale, zero_point = (_repeated(t, more, 1) for t in (scale, zero_point))
-    parts = (weight, scale, zero_point, stored.bias, stored.unit)
-    weight, scale, zero_point, bias, unit = (_repeated(t, longer, 0) for t in parts)
+        more = 0 if stored.group is None else (columns + wider) // group - scale.shape[-1]
+        scale, zero_point = (_repeated(t, more, -1) for t in (scale, zero_point))
+    parts = (weight, scale, zero_point, stored.unit)
+    weight, scale, zero_point, unit = (_repeated(t, longer, -2) for t in parts)
+    bias = _repeated(stored.bias, longer, -1)
     assert weight is not None
     made = replace(stored, weight=weight, scale=scale, zero_point=zero_point, bias=bias, unit=unit)
     return made, wider

@@ -106,6 +106,10 @@ class StepRanks(Protocol):
         """Have the others run a step that this one is about to run."""
         ...
 
+    def meet(self) -> None:
+        """Wait until this rank's GPU has done all; RuntimeError where a kernel gave up waiting."""
+        ...
+
     def share(self, chosen: Tensor) -> Tensor:
         """The first rank's tokens: int64 of a shape that all know; called in every step."""
         ...

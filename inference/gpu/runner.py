@@ -355,6 +355,11 @@ class GpuRunner:
             found[size.decodes] = start.elapsed_time(end) / 1000 / TIMED
         return found
 
+    def release(self) -> None:
+        """Give up all graphs: what connects ranks waits, when it ends, for those that hold its
+        collectives."""
+        self._captured.clear()
+
     def replay(self, sequences: int, times: int) -> None:
         """Launch the graph of a decode step of so many sequences again and again."""
         graph = self._graph_of(decodes_of(sequences)).graph
@@ -485,6 +490,8 @@ class GpuRunner:
                 self._run(fields.on_device, size)  # kernels are compiled before the capture
         finally:  # where memory runs out, the next step has that of the fields
             current.wait_stream(self._stream)
+        if self._ranks is not None:
+            self._ranks.meet()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             logits, tokens = self._run(fields.on_device, size)

@@ -7,6 +7,7 @@ plans. Within a step the ranks communicate by a `Group`'s collectives.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import weakref
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -43,7 +45,9 @@ from inference.scheduling.scheduler import Scheduler
 from inference.transformers_code.choose import Shape
 from kernels.attention_inputs import KVPool
 
-STUCK_AFTER = 10.0  # seconds in which kernels that wait for a rank that is gone give up
+ABORTED_WITHIN = 10.0  # seconds
+STUCK_AFTER = 3.0  # seconds in which what a GPU waits for ends once a rank is gone
+log = logging.getLogger("ptq.inference")
 MakeBackend = Callable[[int], Backend[Any, Any]]
 
 
@@ -254,7 +258,15 @@ def _end(ranks: Ranks, threads: int, folder: str, devices: bool) -> None:
     their threads back to this process."""
     ranks.close()
     shutil.rmtree(folder, ignore_errors=True)
-    if devices and dist.is_initialized():
-        dist.destroy_process_group()
+    if devices and dist.is_initialized():  # others are gone: nothing is left to do together
+        abort = Thread(target=dist.distributed_c10d._abort_process_group, daemon=True)
+        abort.start()
+        abort.join(ABORTED_WITHIN)
+        if abort.is_alive():
+            log.warning(
+                "NCCL has not ended its connections in %g s (a CUDA graph may still hold its "
+                "collectives); start another process before you make an engine on several GPUs",
+                ABORTED_WITHIN,
+            )
     with suppress(RuntimeError):
         torch.set_num_threads(threads)

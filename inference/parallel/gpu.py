@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,6 +49,8 @@ from kernels.triton.collective.all_reduce import AllReduce
 from kernels.triton.collective.scaling import Scaling
 from kernels.triton.linear.weight import InputFormat
 
+CONNECTING = "connecting its GPU with the others'"
+CONNECTED_WITHIN = 20.0  # seconds
 KERNELS_FOR = (2, 4, 8)  # ranks for which there are all-reduce kernels
 
 
@@ -66,6 +69,10 @@ class DeviceGroup(Group, Protocol):
 
     def check(self) -> None:
         """Raise RuntimeError where a kernel gave up waiting for a rank."""
+        ...
+
+    def give_up(self) -> None:
+        """Have kernels that wait for a rank wait no longer."""
         ...
 
 
@@ -119,6 +126,10 @@ class NcclGroup:
     def check(self) -> None:
         """Raise RuntimeError where a kernel gave up waiting for a rank."""
         self.reducer.check()
+
+    def give_up(self) -> None:
+        """Have kernels that wait for a rank wait no longer."""
+        self.reducer.give_up()
 
 
 class HostGroup:
@@ -183,6 +194,9 @@ class HostGroup:
     def check(self) -> None:
         """Gloo itself tells where a rank is gone."""
 
+    def give_up(self) -> None:
+        """No kernel waits."""
+
 
 class GpuSide:
     """See `inference.parallel.loader.DeviceSide`."""
@@ -206,14 +220,17 @@ class GpuSide:
             )
         device = torch.device("cuda", inner.device.index or 0)
         torch.cuda.set_device(device)
-        store = FileStore(f"{spec.meeting}-devices", spec.ranks)
-        dist.init_process_group(
-            "nccl", store=store, rank=spec.rank, world_size=spec.ranks, device_id=device
-        )
-        world = dist.group.WORLD
-        assert world is not None
-        most = spec.config.max_batched_tokens + spec.config.max_batch_size
-        reducer = AllReduce.over(world, device, most, hidden, inner.dtype)
+        store, before = FileStore(f"{spec.meeting}-devices", spec.ranks), host.progress.doing
+        host.progress.doing = CONNECTING
+        with host.progress.waiting(CONNECTED_WITHIN):
+            dist.init_process_group(
+                "nccl", store=store, rank=spec.rank, world_size=spec.ranks, device_id=device
+            )
+            world = dist.group.WORLD
+            assert world is not None
+            most = spec.config.max_batched_tokens + spec.config.max_batch_size
+            reducer = AllReduce.over(world, device, most, hidden, inner.dtype)
+        host.progress.doing = before
         return cast(DeviceGroup, NcclGroup(host, reducer))
 
     def factory(
@@ -229,7 +246,7 @@ class GpuSide:
 
     def executor(self, loader: RankLoader, pools: Sequence[KVPool]) -> Callable[[Task], None]:
         """What runs the steps that the first rank plans."""
-        ranks = PlannedSteps(cast(DeviceGroup, loader.group))
+        ranks = PlannedSteps(cast(DeviceGroup, loader.group), loader.inner.device)
         batch = RunningBatch(loader.config.max_batch_size)
         runner = runner_of(loader, pools, batch, ranks)
 
@@ -260,9 +277,12 @@ class GpuSide:
         """
         scheduler = rest["scheduler"]
         group = cast(DeviceGroup, loader.group)
-        runner = runner_of(loader, pools, scheduler.batch, PlannedSteps(group, ranks))
+        steps = PlannedSteps(group, loader.inner.device, ranks)
+        runner = runner_of(loader, pools, scheduler.batch, steps)
+        ranks.before_end(runner.release)
+        ranks.on_failure(group.give_up)
         ahead = not rest["sizes"].eager
-        return RanksLoop(ranks, group.check, runner, scheduler, rest["requests"], ahead=ahead)
+        return RanksLoop(ranks, group, steps, runner, scheduler, rest["requests"], ahead=ahead)
 
 
 def runner_of(
@@ -289,17 +309,31 @@ class PlannedSteps:
 
     Args:
         group: All ranks' devices.
+        device: This rank's.
         ranks: The others, on the first rank.
+
+    Attributes:
+        steps: That the others were given.
     """
 
-    def __init__(self, group: DeviceGroup, ranks: Ranks | None = None) -> None:
-        self._group, self._ranks, self.first = group, ranks, ranks is not None
+    def __init__(
+        self, group: DeviceGroup, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
+        self._group, self._device = group, device
+        self._ranks, self.first, self.steps = ranks, ranks is not None, 0
 
     def tell(self, plan: StepPlan) -> None:
         """Have the others run a step."""
         assert self._ranks is not None
         self._ranks.send(RunPlan(plan.size, plan.block.numpy().tobytes()))
         self._group.progress.count += 1
+        self.steps += 1
+
+    def meet(self) -> None:
+        """See `inference.gpu.ranks.StepRanks`."""
+        with self._group.progress.waiting():
+            torch.cuda.synchronize(self._device)
+        self._group.check()
 
     def share(self, chosen: Tensor) -> Tensor:
         """The first rank's tokens."""
@@ -311,25 +345,35 @@ class RanksLoop(DeviceLoop):
 
     Args:
         ranks: The other ranks.
-        check: Raises where a kernel gave up waiting for one.
+        group: All ranks' devices.
+        planned: What `ranks` are given.
         rest: As of `DeviceLoop`.
     """
 
-    def __init__(self, ranks: Ranks, check: Callable[[], None], *rest: Any, **named: Any) -> None:
+    def __init__(
+        self, ranks: Ranks, group: DeviceGroup, planned: PlannedSteps, *rest: Any, **named: Any
+    ) -> None:
         super().__init__(*rest, **named)
-        self._ranks, self._check = ranks, check
+        self._ranks, self._group, self._planned = ranks, group, planned
 
     def step(self) -> StepResult:
         """See `DeviceLoop.step`."""
-        with self._ranks.together("running steps"):
+        with self._ranks.together(f"running step {self._planned.steps + 1}"):
             result = super().step()
-            self._check()
+            self._group.check()
             return result
+
+    def settle(self) -> StepResult:
+        """See `DeviceLoop.settle`."""
+        with self._group.progress.waiting():
+            return super().settle()
 
     def score(self, work: Work) -> Tensor:
         """See `DeviceLoop.score`."""
         with self._ranks.together("scoring a text"):
-            return super().score(work)
+            launched = self.runner.launch(work)
+            with self._group.progress.waiting():
+                return launched.logits_of(np.arange(len(work)))
 
     def warm_up(self) -> None:
         """See `DeviceLoop.warm_up`."""
@@ -341,6 +385,8 @@ class RanksLoop(DeviceLoop):
         with self._ranks.together("replaying a step"):
             self._ranks.send(Replay(sequences, times))
             super().replay(sequences, times)
+            with self._group.progress.waiting():
+                torch.cuda.synchronize()
 
     def _warm(self, sequences: int, tokens: int, rows: int) -> None:
         self._ranks.send(WarmUp(sequences, tokens, rows))

@@ -7,12 +7,16 @@ ranks, integers in any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+DEVICE_WAIT = 14.0  # seconds; kernels that wait for a rank give up before
 
 
 class Progress:
@@ -22,10 +26,22 @@ class Progress:
     Attributes:
         count: The number.
         doing: What it is at, for messages.
+        until: When it has waited too long for its device, a time of `time.monotonic`; None where
+            it does not wait.
     """
 
     def __init__(self) -> None:
         self.count, self.doing = 0, "starting"
+        self.until: float | None = None
+
+    @contextmanager
+    def waiting(self, seconds: float = DEVICE_WAIT) -> Iterator[None]:
+        """While its device is waited for, so many seconds at the most."""
+        self.until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self.until = None
 
 
 class Group(Protocol):

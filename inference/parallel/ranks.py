@@ -16,12 +16,13 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from threading import Event, Lock, Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 from formats.errors import EngineEndedError, PTQError
 from inference.parallel.group import Progress
@@ -132,6 +133,8 @@ class Ranks:
         stuck: float | None = None,
     ) -> None:
         self._stuck, self._busy = stuck, False
+        self._at_end: list[weakref.WeakMethod[Any]] = []
+        self._at_failure: list[weakref.WeakMethod[Any]] = []
         self._progress, self._patience, self._lock = progress, patience, Lock()
         self._failure: str | None = None
         self._failed, self._closed = Event(), Event()
@@ -150,6 +153,14 @@ class Ranks:
     def members(self) -> list[Member]:
         """Where they run, from rank 1 on."""
         return [other.member for other in self._others]
+
+    def before_end(self, call: Callable[[], None]) -> None:
+        """Have a method called, while its object lives, before the ranks end."""
+        self._at_end.append(weakref.WeakMethod(call))
+
+    def on_failure(self, call: Callable[[], None]) -> None:
+        """Have a method called, while its object lives, where a rank has failed."""
+        self._at_failure.append(weakref.WeakMethod(call))
 
     def send(self, task: Task) -> None:
         """Tell all what to do next.
@@ -214,6 +225,7 @@ class Ranks:
     def close(self) -> None:
         """End all ranks, in order if they can, and wait until they have."""
         self._closed.set()
+        _call(self._at_end)
         for other in self._others:
             with suppress(OSError):
                 other.tasks.close()
@@ -269,7 +281,15 @@ class Ranks:
     def _look_for_stopped(self) -> None:
         """Find a rank that others wait for, and that does not go on."""
         most = max(self._progress.count, *(other.beat.count for other in self._others))
-        now = time.monotonic()
+        now, until = time.monotonic(), self._progress.until
+        if until is not None and now > until:
+            at = "; ".join(f"{self._named(other)} is {self._at(other)}" for other in self._others)
+            self._fail(
+                f"rank 0 of {self._count} has waited too long for its GPU while "
+                f"{self._progress.doing}: a collective (NCCL's gather of logits, broadcast of "
+                f"tokens, or sum of many rows) does not end. {at}. The engine has ended"
+            )
+            return
         for other in self._others:
             if other.beat.count >= most:
                 other.behind = None
@@ -301,7 +321,15 @@ class Ranks:
             other.member.kill()
         for other in self._others:
             other.member.ended(LAST_WORDS)
+        _call(self._at_failure)
         self._failed.set()
+
+
+def _call(methods: list[weakref.WeakMethod[Any]]) -> None:
+    for method in methods:
+        call = method()
+        if call is not None:
+            call()
 
 
 def _started(spec: RankSpec, start: Start) -> Other:

@@ -27,8 +27,12 @@ from inference.parallel.messages import (
     Heartbeat,
     MakeCache,
     RankSpec,
+    Replay,
+    RunPlan,
+    RunStep,
     Task,
     TellFree,
+    WarmUp,
 )
 from inference.parallel.ranks import IDLE
 from inference.parallel.sides import side_of
@@ -125,8 +129,9 @@ class Rank:
             self._pools = loader.inner.cache(shape)
             self._run = loader.side.executor(loader, self._pools)
         else:
-            self._steps += 1
-            progress.doing = f"running step {self._steps}"
+            self._steps += isinstance(task, RunStep | RunPlan)
+            kind = {WarmUp: "warming up", Replay: "replaying a step"}
+            progress.doing = kind.get(type(task), f"running step {self._steps}")
             self._run(task)
 
 

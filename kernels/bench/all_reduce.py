@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.bench.ranks import on_ranks
+from kernels.bench.ranks import At, on_ranks
 from kernels.bench.timing import copies_of
 from kernels.triton.collective import reference
 from kernels.triton.collective.all_reduce import AllReduce
@@ -140,24 +140,27 @@ class SumCase:
 
 
 def on_a_rank(
-    rank: int, device: torch.device, sizes: tuple[tuple[int, int], ...]
+    rank: int, device: torch.device, at: At, sizes: tuple[tuple[int, int], ...]
 ) -> tuple[float, list[SumRow]]:
     """What one rank measures: bytes a microsecond to its neighbour, and a row a case."""
     group = dist.group.WORLD
     assert group is not None
     own_gpus = dist.get_backend() == "nccl"
     effort, rows = Effort() if own_gpus else Effort(2, 2), []
+    at("measuring copies to a peer")
     rate = copy_rate(group, device, effort)
     for hidden in dict.fromkeys(hidden for _, hidden in sizes):
         counts = [count for count, size in sizes if size == hidden]
+        at(f"sharing memory for rows of {hidden}")
         reduce = AllReduce.over(group, device, max(counts), hidden)
         for count in counts:
             for kinds in KINDS:
-                rows.append(row_of(SumCase.of(reduce, count, kinds), rate, effort, own_gpus))
+                case = SumCase.of(reduce, count, kinds)
+                rows.append(row_of(case, rate, effort, own_gpus, at))
     return rate, rows
 
 
-def row_of(case: SumCase, rate: float, effort: Effort, own_gpus: bool) -> SumRow:
+def row_of(case: SumCase, rate: float, effort: Effort, own_gpus: bool, at: At) -> SumRow:
     """Every way of a case, and NCCL."""
     reduce, (_, count, hidden) = case.reduce, case.parts.shape
     kind, dtype = (str(each)[6:] for each in (case.parts.dtype, case.dtype))
@@ -168,11 +171,15 @@ def row_of(case: SumCase, rate: float, effort: Effort, own_gpus: bool) -> SumRow
             way == "library" and not own_gpus  # gloo is not captured
         ):
             continue
-        reduce.way = way
+        reduce.way, what = way, f"{way} of {count} x {hidden}, {kind} -> {dtype}"
+        at(f"checking {what}")
         case.check()
+        at(f"measuring {what}")
         row.us[way] = timed(case.call, effort)
+        reduce.check()
     reduce.way = None
     if own_gpus:
+        at(f"measuring NCCL alone of {count} x {hidden}, {kind}")
         floats = case.parts if case.scaling is None else case.parts.clone()
         row.us[ALONE] = timed(lambda i: dist.all_reduce(floats[i % len(floats)]), effort)
     return row

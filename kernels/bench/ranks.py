@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -18,24 +19,31 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 SECONDS = 300.0  # after which ranks that have not answered are ended
+STILL = 20.0  # seconds that a rank may be at one thing; a kernel gives up sooner
+START = 120.0  # the same of its start: libraries are read, and connections made
+
+At = Callable[[str], None]
+"""Says to whoever started the ranks what one is at."""
 
 
 def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """work(rank, device, *arguments) in a process for each rank, in a group of all of them.
+    """work(rank, device, at, *arguments) in a process for each rank, in a group of all of them.
 
     Ranks have a GPU each and NCCL between them, or, where there are fewer GPUs, the first GPU, in
     turns, and gloo: results are right then, times mean nothing.
 
     Args:
         count: Of ranks.
-        work: A function of a module; its results must be picklable.
+        work: A function of a module; its results must be picklable. It calls at(what) with
+            what it is going to do, each time.
         arguments: Picklable.
 
     Returns:
         What each rank's call returned.
 
     Raises:
-        RuntimeError: a rank failed, ended, or took longer than `SECONDS`; all are ended then.
+        RuntimeError: a rank failed, ended, was at one thing for longer than `STILL`, or took
+            longer than `SECONDS`; all are ended then.
     """
     context = mp.get_context("spawn")
     with TemporaryDirectory() as folder:
@@ -55,15 +63,26 @@ def on_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
 def _collect(processes: list[Any], answers: Any) -> list[Any]:
     found: dict[int, Any] = {}
     end = time.monotonic() + SECONDS
+    doing = dict.fromkeys(range(len(processes)), (time.monotonic() + START, "starting"))
     while len(found) < len(processes):
         with suppress(queue.Empty):
-            rank, failed, result = answers.get(timeout=0.5)
-            if failed:
-                raise RuntimeError(f"rank {rank} failed:\n{result}")
-            found[rank] = result
+            rank, kind, result = answers.get(timeout=0.5)
+            if kind == "failed":
+                raise RuntimeError(f"rank {rank} failed while {doing[rank][1]}:\n{result}")
+            if kind == "at":
+                doing[rank] = time.monotonic() + STILL, result
+            else:
+                found[rank] = result
         for rank, process in enumerate(processes):
             if rank not in found and process.exitcode not in (None, 0):
                 raise RuntimeError(f"rank {rank} ended with exit code {process.exitcode}")
+        late = {rank: what for rank, (until, what) in doing.items() if time.monotonic() > until}
+        if late.keys() - found.keys():
+            each = "; ".join(
+                f"rank {rank} has ended" if rank in found else f"rank {rank} is {what}"
+                for rank, (_, what) in doing.items()
+            )
+            raise RuntimeError(f"ranks stand still, for {STILL:g} seconds or more: {each}")
         if time.monotonic() > end:
             late = [rank for rank in range(len(processes)) if rank not in found]
             raise RuntimeError(f"ranks {late} did not answer within {SECONDS:g} seconds")
@@ -80,8 +99,6 @@ def _run(
 ) -> None:
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     shared = torch.cuda.device_count() < count
-    if shared:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     device = torch.device("cuda", 0 if shared else rank)
     try:
         torch.cuda.set_device(device)
@@ -89,12 +106,17 @@ def _run(
             "gloo" if shared else "nccl", init_method=f"file://{store}", rank=rank,
             world_size=count, device_id=None if shared else device,
         )  # fmt: skip
-        answers.put((rank, False, work(rank, device, *arguments)))
+        at = partial(_at, answers, rank)
+        answers.put((rank, "found", work(rank, device, at, *arguments)))
     except Exception:  # whoever started the ranks is told
-        answers.put((rank, True, traceback.format_exc()))
+        answers.put((rank, "failed", traceback.format_exc()))
     answers.close()
     answers.join_thread()
     time.sleep(SECONDS)  # peers may still use this rank's memory: whoever started it ends it
+
+
+def _at(answers: Any, rank: int, what: str) -> None:
+    answers.put((rank, "at", what))
 
 
 def _end_with(parent: int) -> None:

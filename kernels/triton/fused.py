@@ -7,6 +7,9 @@
 Of families that norm what a layer adds, x is normed before it is added, in the same pass; where the
 next layer's input is not normed, y = h.
 
+Rows may be stored longer than they are, with zeros after them, as layers read them whose inputs do
+not fill tiles (`length`): that takes no pass of its own.
+
 A program holds a row in registers, so that memory is read and written once: these are bound by the
 bytes of their arguments. In between nothing is rounded: y is fp32. Rows are quantized as
 `kernels.numerics` does, with a true division: by absmax / 127 (int8) or / 448 (e4m3) of the row, of
@@ -59,12 +62,11 @@ def normed(h, w, eps, SIZE):
 
 @triton.jit(do_not_specialize=["pitch"])
 def add_rms_norm_kernel(
-    x, residual, after, weight, total, out, scales, scale, experts, eps, pitch, SIZE,
-    WIDTH: tl.constexpr,
-    ADD: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    OVERLAP: tl.constexpr, READY: tl.constexpr,
+    x, residual, after, weight, total, out, scales, scale, experts, eps, pitch, SIZE, LENGTH,
+    WIDTH: tl.constexpr, ADD: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr,
+    BITS: tl.constexpr, OVERLAP: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; WIDTH is SIZE rounded up to a power of two."""
+    """One row a program; WIDTH is LENGTH, that of rows as stored, rounded up to a power of two."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     real = i < SIZE
@@ -87,8 +89,9 @@ def add_rms_norm_kernel(
     if out is not None:
         y, fault = normed(h, w, eps, SIZE)
         store_row(
-            y, row, 0, i, real, out, scales, scale, experts, fault, pitch, SIZE, STATIC, GROUP, BITS
-        )
+            y, row, 0, i, i < LENGTH, out, scales, scale, experts, fault, pitch, LENGTH, STATIC,
+            GROUP, BITS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -105,7 +108,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pitch"])
 def gated_product_kernel(
-    gate_up, out, scales, scale, experts, pitch, SIZE, WIDTH: tl.constexpr,
+    gate_up, out, scales, scale, experts, pitch, SIZE, LENGTH, WIDTH: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr, BOUND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -124,13 +127,14 @@ def gated_product_kernel(
     else:
         y = activate(gate, ACTIVATION) * up
     store_row(
-        y, row, first, i, real, out, scales, scale, experts, None, pitch, SIZE, STATIC, GROUP, BITS
-    )
+        y, row, first, i, i < LENGTH, out, scales, scale, experts, None, pitch, LENGTH, STATIC,
+        GROUP, BITS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pitch"])
 def quantize_rows_kernel(
-    x, out, scales, scale, experts, pitch, SIZE, WIDTH: tl.constexpr, SHARE: tl.constexpr,
+    x, out, scales, scale, experts, pitch, SIZE, LENGTH, WIDTH: tl.constexpr, SHARE: tl.constexpr,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of WIDTH elements)."""
@@ -141,8 +145,9 @@ def quantize_rows_kernel(
     announce(OVERLAP)
     y = tl.load(x + row // SHARE * SIZE + i, mask=real, other=0.0).to(tl.float32)
     store_row(
-        y, row, first, i, real, out, scales, scale, experts, None, pitch, SIZE, STATIC, GROUP, BITS
-    )
+        y, row, first, i, i < LENGTH, out, scales, scale, experts, None, pitch, LENGTH, STATIC,
+        GROUP, BITS,
+    )  # fmt: skip
 
 
 def add_rms_norm(
@@ -156,6 +161,7 @@ def add_rms_norm(
     residual_ready: bool = False,
     after: Tensor | None = None,
     experts: Tensor | None = None,
+    length: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Norm of x + residual, or of after(x) + residual.
 
@@ -172,16 +178,17 @@ def add_rms_norm(
         after: Float [H], the weight of the norm of x before it is added; None where x is added as
             it is.
         experts: int32 [T], whose element of `scale` is a row's; None where it has one.
+        length: Of a row with zeros after it, where that is more than H.
 
     Returns:
-        (rows [T, H] in `dtype`, scales fp32 [T, 1] or [T, ceil(H / 128)], `scale` or None,
-        the sum like `x`); the rows are the sum where they are to be what it is.
+        (rows [T, H or length] in `dtype`, scales fp32 [T, 1] or [T, ceil(H / 128)], `scale` or
+        None, the sum like `x`); the rows are the sum where they are to be what it is.
 
     Raises:
         ValueError: a shape or type does not fit.
     """
     size = x.shape[-1]
-    out, scales = outputs_of(x, size, scale, dtype, group, experts)
+    out, scales = outputs_of(x, size, scale, dtype, group, experts, length)
     for own in (weight, after):
         require(
             own is None or own.shape == (size,),
@@ -191,12 +198,12 @@ def add_rms_norm(
     fits = residual is None or (residual.shape == x.shape and residual.is_contiguous())
     require(fits, "the residual must be contiguous and of the shape of x")
     total, rows = x if residual is None else torch.empty_like(x), x.shape[0]
-    summed = weight is None and dtype == x.dtype  # the rows are the sum
+    summed = weight is None and out.dtype == x.dtype and out.shape == x.shape  # rows are the sum
     if rows and not (summed and residual is None):
         add_rms_norm_kernel[(rows,)](
             x, residual, after, weight, total, None if summed else storage(out), scales, scale,
-            experts, eps, rows, size, ADD=residual is not None, READY=residual_ready,
-            **launch_shape(size, scale is not None, group, None if summed else out, rows),
+            experts, eps, rows, size, out.shape[1], ADD=residual is not None, READY=residual_ready,
+            **launch_shape(out.shape[1], scale is not None, group, None if summed else out, rows),
         )  # fmt: skip
     return total if summed else out, scales, total
 
@@ -208,6 +215,7 @@ def gated_product(
     group: int | None = None,
     experts: Tensor | None = None,
     activation: Activation = "silu",
+    length: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The product of a gated feed-forward layer: activation(gate) * up.
 
@@ -218,24 +226,27 @@ def gated_product(
         group: 128 for a scale each run of so many, None for a scale a row.
         experts: int32 [T], whose element of `scale` is a row's; None where it has one.
         activation: Of the gate, or of both.
+        length: Of a row with zeros after it, where that is more than I.
 
     Returns:
-        (rows [T, I] in `dtype`, scales fp32 [T, 1] or [T, ceil(I / 128)], `scale` or None).
+        (rows [T, I or length] in `dtype`, scales fp32 [T, 1] or [T, ceil(I / 128)], `scale` or
+        None).
 
     Raises:
         ValueError: a shape or type does not fit.
     """
     require(gate_up.shape[-1] % 2 == 0, f"gate_up has {gate_up.shape[-1]} columns, an odd number")
     size = gate_up.shape[-1] // 2
-    out, scales = outputs_of(gate_up, size, scale, dtype, group, experts)
+    out, scales = outputs_of(gate_up, size, scale, dtype, group, experts, length)
     rows, static = gate_up.shape[0], scale is not None
     if rows:
         part, clamped = part_of(rows, static, group, out), isinstance(activation, Clamped)
-        gated_product_kernel[(rows, triton.cdiv(size, part or size))](
-            gate_up, storage(out), scales, scale, experts, rows, size,
+        whole = out.shape[1]
+        gated_product_kernel[(rows, triton.cdiv(whole, part or whole))](
+            gate_up, storage(out), scales, scale, experts, rows, size, whole,
             ACTIVATION="clamped" if clamped else activation,
             SLOPE=activation.slope if clamped else 0.0, BOUND=activation.bound if clamped else 0.0,
-            **launch_shape(size, static, group, out, rows, part),
+            **launch_shape(whole, static, group, out, rows, part),
         )  # fmt: skip
     return out, scales
 
@@ -246,6 +257,7 @@ def quantize_rows(
     dtype: torch.dtype = torch.int8,
     group: int | None = None,
     experts: Tensor | None = None,
+    length: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows as a quantized linear layer takes them.
 
@@ -256,22 +268,22 @@ def quantize_rows(
         group: 128 for a scale each run of so many, None for a scale a row.
         experts: int32 [P], whose element of `scale` is a row's, where each of T rows is wanted
             P / T times, by one after the other; None where `scale` has one.
+        length: Of a row with zeros after it, where that is more than K.
 
     Returns:
-        (rows [T, K] in `dtype`, scales fp32 [T, 1] or [T, ceil(K / 128)], `scale` or None); P for
-        T where there are experts.
+        (rows [T, K or length] in `dtype`, scales fp32 [T, 1] or [T, ceil(K / 128)], `scale` or
+        None); P for T where there are experts.
 
     Raises:
         ValueError: a shape or type does not fit.
     """
-    size = x.shape[1]
-    out, scales = outputs_of(x, size, scale, dtype, group, experts)
-    rows = len(out)
+    out, scales = outputs_of(x, x.shape[1], scale, dtype, group, experts, length)
+    rows, whole = out.shape
     if rows:
         static = scale is not None
         part = part_of(rows, static, group, out)
-        quantize_rows_kernel[(rows, triton.cdiv(size, part or size))](
-            x, storage(out), scales, scale, experts, rows, size, SHARE=rows // len(x),
-            **launch_shape(size, static, group, out, rows, part),
+        quantize_rows_kernel[(rows, triton.cdiv(whole, part or whole))](
+            x, storage(out), scales, scale, experts, rows, x.shape[1], whole, SHARE=rows // len(x),
+            **launch_shape(whole, static, group, out, rows, part),
         )  # fmt: skip
     return out, scales

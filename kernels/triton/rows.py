@@ -69,12 +69,15 @@ def outputs_of(
     dtype: torch.dtype,
     group: int | None,
     experts: Tensor | None = None,
+    length: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Empty (rows, scales); one scale for all is given back as it is, none for float rows."""
+    """Empty (rows, scales); one scale for all is given back as it is, none for float rows. Rows of
+    `size` are to be stored with zeros after them, `length` elements in all."""
     require(x.dim() == 2 and x.is_contiguous(), f"x is {tuple(x.shape)}; needed is contiguous 2-D")
     require(dtype in TYPES, f"rows are asked for in {dtype}; supported are {TYPES}")
     require(scale is None or dtype in QUANTIZED, f"{dtype} rows take no scale")
     require(0 < size <= LARGEST_ROW, f"rows of {size}; the longest are of {LARGEST_ROW}")
+    require(length is None or length >= size, f"rows of {size} do not fit in {length} elements")
     require(
         scale is None or (experts is not None or scale.numel() == 1),
         "a static scale is one element",
@@ -88,7 +91,7 @@ def outputs_of(
     rows, runs = x.shape[0] if experts is None else len(experts), triton.cdiv(size, group or size)
     if grouped or experts is not None:
         scale = torch.empty((runs, rows), dtype=torch.float32, device=x.device).t()
-    return torch.empty((rows, size), dtype=dtype, device=x.device), scale
+    return torch.empty((rows, length or size), dtype=dtype, device=x.device), scale
 
 
 def launch_shape(

@@ -27,7 +27,9 @@ def others(rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return residual.cuda(), weight.cuda(), (weight.float() + 0.5).cuda()
 
 
-def sums_on_a_rank(rank: int, device: torch.device, hidden: int, rows: tuple[int, ...]) -> Any:
+def sums_on_a_rank(
+    rank: int, device: torch.device, at: Any, hidden: int, rows: tuple[int, ...]
+) -> Any:
     """Sums each way and in a replayed graph: what differs from the one-GPU kernel, told by name."""
     from kernels.triton.collective.all_reduce import AllReduce
 
@@ -35,11 +37,11 @@ def sums_on_a_rank(rank: int, device: torch.device, hidden: int, rows: tuple[int
     reduce = AllReduce.over(dist.group.WORLD, device, max(rows), hidden)
     for count in rows:
         for integers in (False, True):
-            wrong += sums_of(rank, reduce, count, integers)
+            wrong += sums_of(rank, reduce, at, count, integers)
     return wrong
 
 
-def sums_of(rank: int, reduce: Any, rows: int, integers: bool) -> list[str]:
+def sums_of(rank: int, reduce: Any, at: Any, rows: int, integers: bool) -> list[str]:
     """The same of some rows."""
     from kernels.triton import fused
     from kernels.triton.collective import reference
@@ -61,12 +63,43 @@ def sums_of(rank: int, reduce: Any, rows: int, integers: bool) -> list[str]:
         if way == "one_shot" and rows > sizes.few:
             continue
         reduce.way, what = way, (way, rows, integers)
+        at(f"summing {rows} rows by {way}, integers: {integers}")
         q, _, total = call()
         torch.cuda.synchronize()
         reduce.check()
         wrong += told(what, q, total, wanted, exact=integers or way != "library")
         if way != "library" or dist.get_backend() == "nccl":  # gloo is not captured
             wrong += replayed(what, call, q, total)
+    return wrong
+
+
+def many_exchanges(rank: int, device: torch.device, at: Any, hidden: int) -> list[str]:
+    """Exchanges in replayed graphs while the GPU does other work: which way gave up, if any."""
+    from kernels.triton.collective.all_reduce import AllReduce
+    from kernels.triton.common import alone
+
+    reduce = AllReduce.over(dist.group.WORLD, device, 16, hidden, patience=2.0)
+    x, weight, wrong = torch.ones(16, hidden, device=device).bfloat16(), others(1, hidden)[1], []
+    large, beside = torch.randn(4096, 4096, device=device).bfloat16(), torch.cuda.Stream()
+    for way in WAYS[:2]:
+        reduce.way, graph = way, torch.cuda.CUDAGraph()
+        at(f"exchanging again and again by {way}")
+        with alone():
+            reduce.add_rms_norm(x, x, weight, 1e-5)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                for _ in range(100):
+                    reduce.add_rms_norm(x, x, weight, 1e-5)
+        for _ in range(40):
+            dist.barrier()
+            with torch.cuda.stream(beside):
+                for _ in range(12):
+                    large @ large
+            for _ in range(20):
+                graph.replay()
+            torch.cuda.synchronize()
+        wrong += [way] if reduce._fault.item() else []
+        reduce._fault.zero_()
     return wrong
 
 

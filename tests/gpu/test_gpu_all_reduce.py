@@ -13,7 +13,7 @@ if torch.cuda.is_available():
     from kernels.triton.collective.all_reduce import AllReduce
     from kernels.triton.collective.scaling import Scaling
     from kernels.triton.linear.w8a8 import pack_w8a8
-    from tests.gpu.all_reduce_ranks import parts_of, sums_on_a_rank
+    from tests.gpu.all_reduce_ranks import many_exchanges, parts_of, sums_on_a_rank
 
 HIDDEN = 4096
 
@@ -165,3 +165,9 @@ def test_ranks_in_processes(ranks):
     rows = (1, 6) if found < ranks else (1, 16, 64, 257)
     wrong = on_ranks(ranks, sums_on_a_rank, HIDDEN, rows)
     assert wrong == [[]] * ranks
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_exchanges_are_counted_alike_by_all_warps():
+    """Warps that are late, since the SM has other work, read the same number."""
+    assert on_ranks(2, many_exchanges, HIDDEN) == [[], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from functools import partial
 
@@ -82,6 +83,19 @@ def test_ranks_that_share_a_gpu(scheme, make_model, make_quantized):
 def test_ranks_with_a_gpu_each(scheme, eager, make_model, make_quantized):
     path = make_quantized(make_model("llama", **MODEL), scheme)
     compare(path, 2, exact=scheme == "a8w8c8", eager=eager)
+
+
+@several
+@pytest.mark.timeout(300)
+def test_engines_come_and_go_in_one_process(make_model, make_quantized):
+    """Graphs hold NCCL's collectives until they are gone; other ranks are new, this one is not."""
+    path, tokens = make_quantized(make_model("llama", **MODEL), "a8w8c8"), []
+    for _ in range(2):
+        with engine_on(path, 2) as engine:
+            tokens.append([o.token_ids for o in engine.generate(PROMPTS, GREEDY)])
+            start = time.monotonic()
+        assert time.monotonic() - start < 10
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.timeout(300)

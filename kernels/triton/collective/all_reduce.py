@@ -11,7 +11,7 @@ them. Which kernel runs, or NCCL, is told by `kernels.triton.collective.choice`.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,10 +24,17 @@ from kernels.triton.collective.memory import SharedMemory, Sizes, of_one_process
 from kernels.triton.collective.one_shot import one_shot_kernel
 from kernels.triton.collective.scaling import Scaling
 from kernels.triton.collective.two_shot import two_shot_kernel
+from kernels.triton.collective.words import KIND
 from kernels.triton.common import require, storage
 from kernels.triton.rows import LARGEST_ROW, QUANTIZED, launch_shape, outputs_of
 
-PATIENCE = 60.0  # seconds that a kernel waits for a rank
+PATIENCE = 10.0  # seconds that a kernel waits for a rank
+AWAITED = (  # by what a kernel leaves of it in its fault
+    "part of a sum (one-shot kernel)",
+    "part of a sum (two-shot kernel)",
+    "results of a sum (two-shot kernel)",
+)
+GIVEN_UP = -1  # a fault that the host sets
 LONGEST = 2000.0  # seconds whose microseconds an int32 holds
 FLOATS = (torch.bfloat16, torch.float16)
 
@@ -115,11 +122,20 @@ class AllReduce:
         No device is waited for: what has been told up to now counts.
         """
         late = int(self._fault[0])
+        if late == GIVEN_UP:
+            raise RuntimeError(f"rank {self.memory.rank} was made to wait for no sum any more")
         if late:
+            kind, rank = divmod(late - 1, KIND)
             raise RuntimeError(
-                f"rank {late - 1} did not take part in a sum for {self.patience:g} seconds; rank "
-                f"{self.memory.rank} gave up, and what it computed since is wrong: end all ranks"
+                f"rank {rank} did not take part in a sum for {self.patience:g} seconds: rank "
+                f"{self.memory.rank} waited for its {AWAITED[kind]} and gave up, and what it "
+                "computed since is wrong; end all ranks"
             )
+
+    def give_up(self) -> None:
+        """Have all kernels that wait for a rank go on within milliseconds, as ranks are gone."""
+        if not int(self._fault[0]):
+            self._fault[0] = GIVEN_UP
 
     def sum(self, x: Tensor, scaling: Scaling | None = None) -> Tensor:
         """The sum over ranks alone: [rows, hidden] in the float type; see `add_rms_norm`."""
@@ -171,7 +187,8 @@ class AllReduce:
             way = "two_shot"  # other ranks have the other rows
         self._partial, whole = 0, whole_sum or step.ends_in_sum(self.dtype)
         if not len(x) or way == "library":
-            return self._by_library(step)
+            pieces = self.way is None and scaling is not None and dtype.itemsize <= 2
+            return self._piece_by_piece(step) if pieces and len(x) else self._by_library(step)
         return self._one_shot(step) if way == "one_shot" else self._two_shot(step, whole)
 
     def way_of(self, x: Tensor, dtype: torch.dtype) -> Way:
@@ -229,6 +246,23 @@ class AllReduce:
         scales = self.memory.views("scales", torch.float32, (runs, rows), self._half)
         return outs, tuple(each.t() for each in scales)
 
+    def _piece_by_piece(self, step: _Step) -> tuple[Tensor, Tensor | None, Tensor]:
+        """More rows of integers than there is room for; results are moved out of the way. It takes
+        half of the time of NCCL, whose sums are still to be scaled."""
+        x, ranks = step.x, self.memory.sizes.ranks
+        rows = self.memory.sizes.most // ranks * ranks  # a row stays with its rank
+        out, scales = outputs_of(x, x.shape[1], step.scale, step.dtype, step.group)
+        total, single = torch.empty_like(x, dtype=self.dtype), step.ends_in_sum(self.dtype)
+        for first in range(0, len(x), rows):
+            own = slice(first, first + rows)
+            some, its_scales, sums = self._two_shot(step.rows(own), True)
+            total[own] = sums
+            if not single:
+                out[own] = some
+            if scales is not None and scales is not step.scale and its_scales is not None:
+                scales[own] = its_scales
+        return total if single else out, scales, total
+
     def _by_library(self, step: _Step) -> tuple[Tensor, Tensor | None, Tensor]:
         x = step.x
         if len(x):
@@ -277,6 +311,14 @@ class _Step:
         for weight in (self.weight, self.after):
             found = None if weight is None else tuple(weight.shape)
             require(found in (None, (hidden,)), f"norm weight is {found}; needed is ({hidden},)")
+
+    def rows(self, own: slice) -> _Step:
+        """The same of some rows."""
+        residual, scaling = self.residual, self.scaling
+        if scaling is not None and scaling.x_scale.numel() > 1:
+            scaling = replace(scaling, x_scale=scaling.x_scale.reshape(-1, 1)[own])
+        residual = None if residual is None else residual[own]
+        return replace(self, x=self.x[own], residual=residual, scaling=scaling)
 
     def ends_in_sum(self, dtype: torch.dtype) -> bool:
         """Whether the rows are the sum, in the float type."""

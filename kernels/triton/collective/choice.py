@@ -4,7 +4,8 @@
     two_shot   a rank sums some rows and sends results: two trips, the fewest bytes
     library    torch's (NCCL, gloo) and the kernel of one GPU after it
 
-Bounds are in bytes of a part, [rows, hidden] in its type, and come from times on 2 and 4 H200s
+Bounds are in bytes of a part, [rows, hidden] in its type, but for the rows of the two-shot kernel,
+for which there is room whatever the type. They come from times on 2 and 4 H200s
 (NVLink between all, no multicast) in CUDA graphs, microseconds, bf16, hidden 4096:
 
 | rows (bytes)     | 2 GPUs: one shot / two-shot / NCCL | 4 GPUs                |
@@ -17,10 +18,20 @@ Bounds are in bytes of a part, [rows, hidden] in its type, and come from times o
 | 4096 (32 MiB)    | - / 108 / 138                      | - / 174 / 177         |
 
 "One shot" was a prototype of the kernel here, with residual and norm; "two-shot" torch's own
-(`symm_mem.two_shot_all_reduce_`) and NCCL are sums alone. So no bound is measured with the kernels
-of this folder yet: those of 2 and 4 ranks lie where these curves cross (4 ranks: estimated between
-128 and 512 KiB), those of 8 ranks are estimated from the bytes that a rank sends, which grow with
-their number. Two-shot ends at 16 MiB since its memory grows with it; there it is ahead of NCCL.
+(`symm_mem.two_shot_all_reduce_`) and NCCL are sums alone. The kernels of this folder on 2 H100s,
+with residual, norm and static int8 rows (NCCL: with the kernel of one GPU that does this):
+
+| rows x hidden | bf16: one shot / two-shot / NCCL | int32 parts        |
+|---------------|----------------------------------|--------------------|
+| 1 x 4096      | 5.2 / 8.3 / 9.8                  | 5.7 / 9.6 / 16.9   |
+| 16 x 4096     | 5.7 / 9.4 / 11.1                 | 8.5 / 10.4 / 19.9  |
+| 64 x 8192     | 12.1 / 11.7 / 17.7               | 19.6 / 15.0 / 43.6 |
+| 1024 x 8192   | - / 71 / 100                     | - / 95 / 239       |
+
+Those of 4 ranks are estimated between 128 and 512 KiB, those of 8 from the bytes that a rank sends,
+which grow with their number. Two-shot ends at 16 MiB of floats since its memory grows with it;
+there it is ahead of NCCL. More rows of integers go through it piece by piece
+(`kernels.triton.collective.all_reduce`).
 """
 
 from __future__ import annotations
@@ -38,7 +49,7 @@ MOST_FEW_ROWS = 128  # whose programs all run at once, on a GPU with as many SMs
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes of a part up to which a way is taken."""
+    """Bytes of a part of 16 bits a value up to which a way is taken."""
 
     one_shot: int
     two_shot: int
@@ -75,7 +86,6 @@ def most_rows_of(ranks: int, hidden: int, most_rows: int) -> tuple[int, int]:
 
 def choose(ranks: int, nbytes: int, rows: int, few: int, most: int) -> Way:
     """The way of a part of so many bytes, where there is room for `few` and `most` rows."""
-    bounds = bounds_of(ranks)
-    if nbytes <= bounds.one_shot and rows <= few:
+    if nbytes <= bounds_of(ranks).one_shot and rows <= few:
         return "one_shot"
-    return "two_shot" if nbytes <= bounds.two_shot and rows <= most else "library"
+    return "two_shot" if rows <= most else "library"

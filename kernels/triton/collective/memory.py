@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.triton.collective.ipc import Region
+
 LINE = 256  # bytes; parts of a region start at multiples of it
 
 
@@ -74,11 +76,13 @@ class SharedMemory:
         rank: Whose view this is.
         regions: uint8, of every rank; zero at first.
         sizes: How they are cut.
+        held: What ends with this.
     """
 
     rank: int
     regions: tuple[Tensor, ...]
     sizes: Sizes
+    held: tuple[Region, ...] = ()
     _flat: dict[tuple[str, torch.dtype, int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def views(
@@ -97,18 +101,14 @@ class SharedMemory:
 
 def over_group(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> SharedMemory:
     """Regions of the GPUs of a group's ranks, which all call this at once."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    own = symmetric_memory.empty(sizes.nbytes, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(own, group)
-    own.zero_()
-    torch.cuda.synchronize(device)
-    dist.barrier(group)  # no peer writes before all is zero
-    views = (
-        own if rank == handle.rank else handle.get_buffer(rank, (sizes.nbytes,), torch.uint8)
-        for rank in range(handle.world_size)
+    own, rank = Region.made(sizes.nbytes, device), dist.get_rank(group)
+    handles: list[bytes] = [b""] * sizes.ranks
+    dist.all_gather_object(handles, own.handle, group)  # no peer writes before all is zero
+    held = tuple(
+        own if peer == rank else Region.opened(handle, sizes.nbytes, device)
+        for peer, handle in enumerate(handles)
     )
-    return SharedMemory(handle.rank, tuple(views), sizes)
+    return SharedMemory(rank, tuple(region.data for region in held), sizes, held)
 
 
 def of_one_process(device: torch.device, sizes: Sizes) -> list[SharedMemory]:

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from kernels.triton.collective.words import (
     GRAIN,
+    count,
     load_grains,
     peek,
     push,
@@ -158,7 +159,6 @@ def one_shot_kernel(
     ALL: tl.constexpr = WORLD > 4 and w_scale is not None
     for d in tl.static_range(0 if ALL else 1, WORLD):
         push(words[(RANK + d) % WORLD] + place + RANK * step, mine, j, grains, epoch)
-    tl.store(epochs + row, epoch)
     if residual is not None and not READY:
         before = tl.load(residual + row * SIZE + i, mask=real, other=0.0)
     patience = patience.to(tl.int64) * 1000
@@ -182,3 +182,4 @@ def one_shot_kernel(
         store_row(
             y, row, 0, i, real, out, scales, scale, None, bad, pitch, SIZE, STATIC, GROUP, BITS
         )
+    count(epochs + row, epoch)

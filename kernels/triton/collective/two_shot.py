@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.collective.one_shot import of_row, scaled
-from kernels.triton.collective.words import await_flag, fence, raise_flag
+from kernels.triton.collective.words import PARTS, RESULTS, await_flag, count, fence, raise_flag
 from kernels.triton.common import announce, wait
 from kernels.triton.fused import added, normed
 from kernels.triton.rows import store_row
@@ -52,7 +52,7 @@ def sum_parts(
     mine = tl.load(x + row * SIZE + i, mask=real, other=0)
     for p in tl.static_range(WORLD):
         if p != RANK:
-            await_flag(arrived + row * WORLD + p, epoch, 1, fault, patience, p)
+            await_flag(arrived + row * WORLD + p, epoch, 1, fault, patience, PARTS + p)
     SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int32 else tl.float32
     h = tl.zeros_like(i).to(SUM)
     for p in tl.static_range(WORLD):
@@ -72,7 +72,8 @@ def await_rows(done, seen, rows, fault, patience, RANK: tl.constexpr, WORLD: tl.
         there = row < rows
         epoch = tl.load(seen + row, mask=there, other=0) + 1
         needed = (there & (row % WORLD != RANK)).to(tl.int32)
-        await_flag(done + tl.where(there, row, 0), epoch, needed, fault, patience, row % WORLD)
+        peer = RESULTS + row % WORLD
+        await_flag(done + tl.where(there, row, 0), epoch, needed, fault, patience, peer)
         tl.store(seen + row, epoch, mask=there)
 
 
@@ -110,9 +111,9 @@ def two_shot_kernel(
     i = tl.arange(0, WIDTH)
     real = i < SIZE
     epoch = tl.load(turns + row) + 1
-    tl.store(turns + row, epoch)
     if row % WORLD != RANK:
         send_part(x, parts, arrived, row, i, real, epoch, SIZE, slot, RANK)
+        count(turns + row, epoch)
         return
     w, before = None if weight is None else of_row(weight, i, real), None
     own = None if after is None else of_row(after, i, real)
@@ -141,3 +142,4 @@ def two_shot_kernel(
     for p in tl.static_range(WORLD):
         if p != RANK:
             raise_flag(done[p] + row, epoch)
+    count(turns + row, epoch)

@@ -10,7 +10,8 @@ Two ways, those of NCCL (its protocols LL and Simple):
 - Flags. Data as they are, then a fence and a flag; the reader acquires the flag.
 
 Whoever waits gives up after `patience` nanoseconds, leaves 1 + the rank that it waited for in
-`fault`, and goes on with what is there. Once a fault is told, others wait for a millisecond alone.
+`fault`, and what of it (`PARTS`, `RESULTS`), and goes on with what is there. Once a fault is set,
+others wait for a millisecond alone.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportIndexIssue=false
@@ -25,6 +26,8 @@ import triton.language as tl
 from kernels.triton.common import ASM
 
 GRAIN = tl.constexpr(8)  # values of a row that a thread has together
+KIND = 16  # ranks that a fault has room for; beyond it, what of a rank is waited for
+PARTS, RESULTS = tl.constexpr(KIND), tl.constexpr(2 * KIND)  # of the two-shot kernel
 
 # A piece to another GPU: its two halves, each with the number of the exchange.
 _PUSH = tl.constexpr("""{ .reg .b64 at;
@@ -195,8 +198,10 @@ def await_flag(place, epoch, needed, fault, patience, peer):
         )  # fmt: skip
     else:
         looks = patience // 1000
-        while tl.max(tl.where(needed != 0, (tl.load(place) != epoch).to(tl.int32), 0)) > 0:
-            looks = _looks_left(looks, fault, peer)
+        late = tl.max(tl.where((needed != 0) & (tl.load(place) != epoch), peer + 1, 0))
+        while late > 0:
+            looks = _looks_left(looks, fault, late - 1)
+            late = tl.max(tl.where((needed != 0) & (tl.load(place) != epoch), peer + 1, 0))
             if looks == 0:
                 break
 
@@ -218,6 +223,17 @@ def raise_flag(place, epoch):
         )
     else:
         tl.store(place, epoch)
+
+
+@triton.jit
+def count(turns, epoch):
+    """Keep the number of this exchange, once every thread of the program has read the last one.
+
+    Each warp reads it for itself. Where the first writes the next number before another has read,
+    that one sends and awaits words of an exchange that no rank is at.
+    """
+    tl.debug_barrier()
+    tl.store(turns, epoch)
 
 
 @triton.jit

@@ -29,11 +29,14 @@ class InputFormat:
         group: Inputs of a row that share a scale of their own; None for the whole row.
         both: fp32 [2], `scale` and that of the rows of sink tokens, where these have one of their
             own; of experts [2 E], those of all experts before theirs of sink tokens.
+        length: Elements of a row with zeros after its inputs, as many as the kernel reads; None
+            where it reads the inputs alone.
     """
 
     dtype: torch.dtype
     scale: Tensor | None = None
     group: int | None = None
+    length: int | None = None
     both: Tensor | None = None
 
     def scales_of(self, sinks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -112,7 +112,7 @@ def test_a_run_with_drafts_tells_what_became_of_them(tiny_llama):
         assert 0 < sum(found.accepted) <= sum(found.proposed)
 
 
-def test_drafts_of_several_runs_are_told_together():
+def test_drafts_of_several_runs_are_warnings_together():
     counts = DraftCounts(3, (3, 2, 0), (2, 1, 0)), DraftCounts(1, (1, 1, 0, 0), (0, 0, 0, 0))
     speed = summarize(LOAD, [replace(a_run(1.0), drafts=found) for found in counts])
     assert speed.drafts is not None

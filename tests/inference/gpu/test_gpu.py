@@ -495,17 +495,28 @@ def on_their_device(path: str):
     assert all(devices == [engine.backend.device] for devices in seen)
 
 
-def test_odd_sizes_run_dequantized(tmp_path):
-    """96 inputs are no multiple of 128: no kernel takes them."""
+@pytest.mark.parametrize("scheme", ["a8w8c8", "w8"])
+def test_odd_sizes_run_on_kernels(scheme, tmp_path):
+    """96 and 160 inputs are no multiples of 128, 160 outputs none of 64: tiles are filled up."""
+    path = checkpoint_of(tmp_path, scheme, hidden_size=96, head_dim=32, num_attention_heads=3,
+                         num_key_value_heads=1, intermediate_size=160)  # fmt: skip
+    compare(path, 0.03)
+    are_told(path, 0)
+
+
+def test_what_runs_dequantized_is_logged_in_one_line(tmp_path):
+    """However many layers there are: here no kernel takes any."""
     path = checkpoint_of(tmp_path, "a8w8_dynamic", hidden_size=96, head_dim=32, num_attention_heads=3,
                          num_key_value_heads=3, intermediate_size=160)  # fmt: skip
-    compare(path, 0.03)
-    are_told(path)
+    are_told(path, 1)
 
 
 @interpreted
-def are_told(path: str):
+def are_told(path: str, count: int):
     import logging
+
+    from kernels.triton.linear import dispatch
+    from kernels.triton.linear.w16a16 import DenseWeight
 
     lines: list[str] = []
     handler = logging.Handler()
@@ -513,12 +524,23 @@ def are_told(path: str):
     log = logging.getLogger("ptq.inference")
     log.addHandler(handler)
     try:
-        engine_of(path)
+        with pytest.MonkeyPatch.context() as patch:
+            if count:
+                patch.setattr(dispatch, "_packed", lambda *_: None)
+            engine = engine_of(path)
     finally:
         log.removeHandler(handler)
-    assert len(lines) == 5  # the head's 384 outputs have 96 inputs as well
-    assert lines[-1].startswith("model.layers.0.mlp.down_proj: no GPU kernel takes int8 weights")
-    assert lines[-1].endswith("of (96, 160); it runs dequantized, with the same numbers")
+    if count:
+        assert lines[0].startswith("lm_head and 4 more: no GPU kernel takes int8 weights ")
+        assert lines[0].endswith(
+            " of (384, 96), (288, 96), (96, 96), (320, 96), (96, 160); they run dequantized, with "
+            "the same numbers"
+        )
+    else:
+        block = engine.model.layers[0]
+        linear = (block.qkv, block.o, block.feed_forward.gate_up, block.feed_forward.down)
+        assert not any(isinstance(layer.weight, DenseWeight) for layer in linear)
+    assert len(lines) == count, lines
 
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "cuda:99"])

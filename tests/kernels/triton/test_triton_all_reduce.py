@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
@@ -143,6 +144,33 @@ def test_sums_alone_and_other_rows(way):
                 torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("static", [True, False])
+@interpreted
+def test_more_integers_than_there_is_room_for_go_piece_by_piece(static):
+    """Ranks of one process have no library: nothing else could sum them."""
+    from kernels.triton.collective import reference
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    generator, rows = torch.Generator().manual_seed(3), 11
+    parts = torch.randint(-3000, 3000, (2, rows, HIDDEN), generator=generator, dtype=torch.int32)
+    scaling, residual = make_scaling(), random(rows, HIDDEN)
+    if not static:
+        scaling = replace(scaling, x_scale=torch.rand(rows, 1, generator=generator))
+    arguments = (residual, random(HIDDEN), 1e-5, torch.tensor([0.02]) if static else None)
+    reduces = AllReduce.of_one_process(2, torch.device("cpu"), 4, HIDDEN, FP16)
+
+    def work(rank, reduce):
+        return as_lists(*reduce.add_rms_norm(parts[rank], *arguments, scaling=scaling))
+
+    results = on_ranks(reduces, work)
+    assert results[0] == results[1]
+    wanted = reference.add_rms_norm(list(parts), *arguments, scaling=scaling, result=FP16)
+    q, scales, total = map(torch.tensor, results[0])
+    assert torch.equal(total, wanted[2].float())
+    assert (q - wanted[0].float()).abs().max() <= 1
+    torch.testing.assert_close(scales, wanted[1].float(), rtol=2e-3, atol=0)
+
+
 @interpreted
 def test_a_sum_that_is_a_residual_alone_stays_where_it_is_summed():
     """The call that takes it goes the same way, whatever the table says."""
@@ -181,10 +209,65 @@ def test_a_rank_that_does_not_come_is_named(way):
     reduces[0].way, reduces[0].patience = way, 1e-4
     reduces[0].check()
     reduces[0].sum(random(1, HIDDEN))
-    with pytest.raises(
-        RuntimeError, match=r"rank 1 did not take part.* for 0.0001 seconds; rank 0"
-    ):
+    what = {"one_shot": "part of a sum \\(one-shot", "two_shot": "part of a sum \\(two-shot"}
+    message = f"rank 1 did not take part.* for 0.0001 seconds: rank 0 waited for its {what[way]}"
+    with pytest.raises(RuntimeError, match=message):
         reduces[0].check()
+
+
+@interpreted
+def test_results_that_do_not_come_are_named():
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    reduce = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)[1]
+    reduce.way, reduce.patience = "two_shot", 1e-4
+    reduce.sum(random(1, HIDDEN))  # of the other rank
+    message = (
+        r"rank 0 did not take part .* rank 1 waited for its results of a sum \(two-shot kernel\)"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        reduce.check()
+
+
+@interpreted
+def test_a_rank_that_is_told_to_give_up_waits_no_longer():
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    reduce = AllReduce.of_one_process(2, torch.device("cpu"), 8, HIDDEN, FP16)[0]
+    reduce.way, reduce.patience = "one_shot", 1000.0
+    reduce.give_up()
+    reduce.sum(random(1, HIDDEN))
+    with pytest.raises(RuntimeError, match="rank 0 was made to wait for no sum any more"):
+        reduce.check()
+
+
+@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+@compiled
+def test_no_warp_counts_an_exchange_before_all_have_read_its_number(way):
+    """Each warp reads it: between that and the store of the next there is a barrier."""
+    from kernels.triton.collective.all_reduce import AllReduce
+
+    x = torch.zeros(4, 4096).bfloat16()
+    reduce = AllReduce.of_one_process(2, torch.device("cpu"), 4, 4096, x.dtype)[0]
+    reduce.way = way
+    with building_for(90) as built:
+        reduce.add_rms_norm(x, x, x[0], 1e-6, torch.ones(1), torch.int8)
+        reduce.sum(x)
+    for binary in built:
+        between = counted(binary.ptx)
+        assert len(between) == (1 if way == "one_shot" else 2), "a store a branch"
+        assert all("bar.sync" in text for text in between)
+
+
+def counted(ptx: str) -> list[str]:
+    """What stands between the load of a number that a whole program reads, and its store."""
+    found, stored = [], r"^\t@%p\d+ st\.global\.b32 \[ (%rd\d+) \+ 0 \]"
+    for store in re.finditer(stored, ptx, re.MULTILINE):
+        place = re.escape(store.group(1))
+        load = re.search(rf"^\tld\.global\.b32 \{{ %r\d+ \}}, \[ {place} \+ 0", ptx, re.MULTILINE)
+        if load is not None:
+            found.append(ptx[load.end() : store.start()])
+    return found
 
 
 @interpreted

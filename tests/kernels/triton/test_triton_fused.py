@@ -48,6 +48,45 @@ def test_fused_rows(static, dtype, add):
         assert pairs[0][0][0].abs().max() == 127
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scaled", "group"),
+    [
+        (torch.int8, "static", None),
+        (torch.int8, "row", None),
+        (torch.float8_e4m3fn, "row", 128),
+        (torch.float16, "none", None),
+    ],
+)
+@pytest.mark.parametrize(("size", "length"), [(200, 256), (20, 128), (960, 1024), (2880, 2944)])
+@interpreted
+def test_rows_are_stored_longer_with_zeros_behind_them(size, length, dtype, scaled, group):
+    """Whatever ends in rows gives those of the same size, filled up; memory starts as ones."""
+    from kernels.triton import fused, rows
+
+    x, weight, gate_up = random(3, size), random(size), random(3, 2 * size)
+    scale = torch.tensor([0.01]) if scaled == "static" else None
+    ones = lambda *shape, **kind: torch.ones(*shape, **kind)  # noqa: E731
+    for call in (
+        lambda n: fused.quantize_rows(x, scale, dtype, group, length=n),
+        lambda n: fused.gated_product(gate_up, scale, dtype, group, length=n),
+        lambda n: fused.add_rms_norm(x, x, weight, 1e-5, scale, dtype, group, length=n),
+        lambda n: fused.add_rms_norm(x, None, None, 1e-5, scale, dtype, group, length=n),
+    ):
+        short, scales, *total = call(None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rows.torch, "empty", ones)
+            found, own, *sums = call(length)
+        assert found.shape == (3, length)
+        found, short = found.float(), short.float()
+        assert torch.equal(found[:, :size], short)
+        assert not found[:, size:].any()
+        assert (own is None) == (scales is None)
+        assert own is None or torch.equal(own, scales)
+        assert all(torch.equal(a, b) for a, b in zip(sums, total, strict=True))
+    with pytest.raises(ValueError, match=f"rows of {size} do not fit in {size - 8} elements"):
+        fused.quantize_rows(x, scale, dtype, group, length=size - 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.float16])
 @pytest.mark.parametrize("norms", ["both", "after", "none"])
 @interpreted

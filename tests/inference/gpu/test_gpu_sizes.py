@@ -1,0 +1,138 @@
+"""Layers of any size run on kernels: which kernel each layer of public models gets, and its result.
+
+Sizes are those of SmolLM2 (576, 960), Qwen2 (896), gpt-oss (2,880), DeepSeek-V2-Lite (10,944) and
+of heads of 20 to 256 numbers; rows and columns of filling are no input's or output's business.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_lab import interpreted
+
+KERNELS = {  # by scheme and group
+    ("a8w8", None): ("W8A8Weight", "w8a8"),
+    ("a8w8_dynamic", None): ("W8A8Weight", "w8a8"),
+    ("fp8_channel", None): ("W8A8Weight", "fp8"),
+    ("fp8_tensor", None): ("W8A8Weight", "fp8"),
+    ("fp8_block", 128): ("Fp8BlockWeight", "fp8_block"),
+    ("w8", None): ("W8A16Weight", "w8a16"),
+    ("w4", 32): ("W4A16Weight", "w4a16"),
+    ("w4", 64): ("W4A16Weight", "w4a16"),
+    ("w4", 128): ("W4A16Weight", "w4a16"),
+    ("a8w4", 32): ("W4A8Weight", "w4a8"),
+    ("a8w4", 64): ("W4A8Weight", "w4a8"),
+}
+SIZES = {  # outputs and inputs
+    "SmolLM2-135M q, k, v": (960, 576),
+    "SmolLM2-135M down": (576, 1536),
+    "SmolLM2-360M o": (960, 960),
+    "Gemma 3 270M q, k, v": (1536, 640),
+    "Qwen2-0.5B gate, up": (256, 896),  # (of 9,728)
+    "gpt-oss o": (128, 2880),  # (of 2,880 outputs)
+    "DeepSeek-V2-Lite down": (64, 10944),  # (of 2,048)
+    "9 heads of 20": (180, 180),
+    "5 heads of 96": (480, 480),
+    "3 heads of 80": (240, 240),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_layer_has_a_kernel(size):
+    packs(size)
+
+
+@interpreted
+def packs(size: str):
+    outputs, inputs = SIZES[size]
+    for (preset, group), wanted in KERNELS.items():
+        if group not in (None, 128) and inputs % group:
+            continue  # such scales do not fit the layer
+        if group == 128 and preset == "w4" and inputs % 128:
+            continue
+        layer, _ = made(preset, group, outputs, inputs)
+        weight, rows, long = layer.weight, layer.rows, -(-inputs // 128) * 128
+        assert (type(weight).__name__, weight.family) == wanted, (size, preset, group)
+        assert weight.size[1] == long
+        assert rows.length == (long if long > inputs else None)
+        assert layer.outputs == (None if weight.size[0] == outputs else outputs)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_results_are_those_of_the_layer_without_filling(stacked):
+    run(stacked)
+
+
+@interpreted
+def run(stacked: bool):
+    """Rows are filled up where they are quantized: nothing is copied for that."""
+    from inference.gpu import layers
+    from inference.gpu.experts import side_by_side
+    from kernels.triton.experts.sorting import sort_by_expert
+
+    def copied(*_):
+        raise AssertionError("rows are copied to be filled up")
+
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(5)).half()
+    for preset, group in KERNELS:
+        if (preset, group) == ("w4", 128) or (stacked and preset == "a8w8"):
+            continue
+        count = 3 if stacked else None
+        layer, exact = made(preset, group, 90, 192, count)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "_wider", copied)
+            if stacked:
+                chosen = torch.tensor([0, 2, 1, 2, 0], dtype=torch.int32)[:, None]
+                experts = side_by_side([(layer, "layer")], 3)
+                assert experts.merged is not None
+                rows = experts.merged.quantized(x, chosen.view(-1))
+                pairs = sort_by_expert(chosen, 3, 16)
+                found = experts.merged.run(*rows, pairs, torch.float16)
+                one = experts.each[2](x)
+                wanted = torch.einsum("tk,tnk->tn", x.float(), exact[chosen[:, 0].long()])
+                assert (one.float() - x.float() @ exact[2].T).norm() < 0.06 * wanted.norm()
+            else:
+                found, wanted = layer(x), x.float() @ exact.T
+        assert found.shape == (5, 90)
+        off = (found.float() - wanted).norm() / wanted.norm()
+        assert off < (0.05 if preset[0] in "af" else 5e-3), (preset, group, off)
+
+
+def made(
+    preset: str,
+    group: int | None,
+    outputs: int,
+    inputs: int,
+    count: int | None = None,
+    device: str = "cpu",
+):
+    """A packed layer, or a stack of some, and what it stands for."""
+    from formats.scheme import PRESETS
+    from inference.bench.random_weights import round_to_nearest
+    from inference.gpu.layers import pack_linear
+    from inference.models.read import StoredLinear
+    from kernels.numerics import dequantize
+
+    scheme = PRESETS[preset].of_layers
+    assert scheme.weights is not None
+    if group not in (None, 128):
+        weights = scheme.weights.model_copy(update={"group_size": group})
+        scheme = scheme.model_copy(update={"weights": weights})
+    generator, block = torch.Generator().manual_seed(outputs), scheme.weights.block
+    each, exact = [], []
+    for _ in range(count or 1):
+        own = round_to_nearest(torch.randn(outputs, inputs, generator=generator) * 0.02, scheme)
+        height = outputs if block[0] == -1 else block[0]  # rows that share scales, which are spread
+        scale = own.scale.repeat_interleave(height, 0)[:outputs]
+        each.append((own.q, scale, own.zero_point))
+        exact.append(dequantize(own.q, own.scale, own.zero_point, block))
+    parts = [None if t[0] is None else torch.stack(t) for t in zip(*each, strict=True)]
+    q, scale, zero = parts if count else (None if t is None else t[0] for t in parts)
+    static = torch.full((*([count] if count else []), 1), 0.03) if scheme.static_input else None
+    names = [["layer"]] * (count or 1)
+    q, scale, zero, static = (None if t is None else t.to(device) for t in (q, scale, zero, static))
+    assert q is not None
+    stored = StoredLinear(names, scheme, q, scale, zero, input_scale=static)
+    whole = torch.stack(exact) if count else exact[0]
+    return pack_linear(stored, torch.float16), whole.to(device)
