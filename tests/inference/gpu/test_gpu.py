@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,48 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def test_logits_are_those_of_the_cpu(tmp_path, scheme):
     path = checkpoint_of(tmp_path, scheme)
     compare(path, 0.1 if scheme in COARSE else 0.03)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_rows_of_sink_tokens_have_scales_of_their_own(tmp_path, make_model, make_quantized, experts):
+    """Inputs of two tokens have a scale that leaves them few steps, on both devices."""
+    if experts:
+        source = make_quantized(make_model("qwen3_moe"), "a8w8")
+        path = str(shutil.copytree(source, tmp_path / "checkpoint"))
+    else:
+        path = checkpoint_of(tmp_path, "a8w8")
+    with_sinks(Path(path))
+    compare(path, 0.05)
+    sinks_matter(path)
+
+
+def with_sinks(folder: Path) -> None:
+    """Give a checkpoint two sink tokens, whose scales are eight times those of all others."""
+    from safetensors.torch import load_file, save_file
+
+    scales = {}
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if name.endswith(".input_scale"):
+                scales[name.replace(".input_scale", ".input_sink_scale")] = 8 * tensor
+    (folder / "quant").mkdir(exist_ok=True)
+    for name in ("manifest.json", "scale_table.json"):
+        (folder / "quant" / name).unlink(missing_ok=True)
+    save_file(scales, folder / "quant" / "sink_scales.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["ptq"] = {"kv_cache": None, **config.get("ptq", {}), "sink_tokens": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@interpreted
+def sinks_matter(path: str):
+    ids = torch.tensor(prompt(5))
+    found = engine_of(path).score(ids)
+    config = json.loads((Path(path) / "config.json").read_text())
+    del config["ptq"]["sink_tokens"]
+    (Path(path) / "config.json").write_text(json.dumps(config))
+    (Path(path) / "quant" / "sink_scales.safetensors").unlink()
+    assert not torch.allclose(engine_of(path).score(ids)[:2], found[:2], atol=1e-3)
 
 
 def test_each_block_has_a_cache_of_its_own(tmp_path):
