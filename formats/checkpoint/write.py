@@ -79,7 +79,7 @@ class CheckpointWriter:
         self.out = Path(out)
         self.scheme = scheme
         self._config = dict(config)
-        self._layers = layers or {}
+        self._layers = dict(layers or {})
         self._shared_head = shared_head
         self._caches = caches or {}
         self._sink_tokens = sink_tokens
@@ -169,6 +169,10 @@ class CheckpointWriter:
         """Set the cache's scales of an attention module: shapes as the scheme says."""
         self._kv_scales[f"{attention}.k_scale"] = k.float().contiguous()
         self._kv_scales[f"{attention}.v_scale"] = v.float().contiguous()
+
+    def set_schemes(self, layers: Mapping[str, LayerScheme]) -> None:
+        """Change how some quantized layers are stored, by their full names."""
+        self._layers |= layers
 
     def set_beside(self, tensors: Mapping[str, Tensor]) -> None:
         """Set tensors of `quant/` by full name: of the cache, such as `A.k_offset`, as the scheme

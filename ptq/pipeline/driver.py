@@ -319,6 +319,7 @@ class _Driver:
         for tensor_name, tensor in solved.tensors.items():
             writer.add(tensor_name, tensor)
         writer.set_beside(solved.beside)
+        writer.set_schemes(solved.record.schemes)
         self.statistics.merge(solved.statistics)
         self.found[name] = solved.found
         self.entries += solved.record.entries

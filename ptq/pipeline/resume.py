@@ -41,7 +41,7 @@ from formats.command import Terminated
 from formats.errors import CheckpointError, DiskFullError
 from formats.files import fsync_path, replace_file, writing
 from formats.scale_table import ScaleEntry
-from formats.scheme import Strict
+from formats.scheme import LayerScheme, Strict
 from formats.stored.safetensors_files import SafetensorsFile, write_tensors
 from ptq.methods.common.events import Event, SmoothingRow
 from ptq.output import PROGRESS_FILE, RESUME_FOLDER
@@ -55,13 +55,14 @@ SHARE = 0.1  # most of a run's time that goes into writing states
 
 
 class BlockRecord(Strict):
-    """Rows of the record that a block brings."""
+    """Rows of the record that a block brings, and schemes that methods gave single layers."""
 
     entries: tuple[ScaleEntry, ...] = ()
     events: tuple[Event, ...] = ()
     smoothing: tuple[SmoothingRow, ...] = ()
     modules: tuple[ModuleRow, ...] = ()
     cost: BlockRow | None = None
+    schemes: dict[str, LayerScheme] = Field(default_factory=dict)
 
 
 @dataclass

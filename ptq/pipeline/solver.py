@@ -249,6 +249,7 @@ class BlockSolver:
             events=(*work.events, *map(_clipping_event, filter(_clips_much, entries))),
             smoothing=tuple(work.smoothing),
             modules=tuple(rows),
+            schemes={n: s for n, s in work.schemes.items() if s != self.plan.schemes[n]},
             cost=BlockRow(
                 block=work.block.name,
                 seconds=time.perf_counter() - begin,

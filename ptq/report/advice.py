@@ -169,11 +169,11 @@ def own_bits(data: ReportData) -> Bits:
 
 def bits_of(scheme: Scheme) -> Bits:
     """What a scheme stores; layers and caches with others of their own aside."""
-    spec, kv = scheme.weights, scheme.kv_cache
+    spec, kv = scheme.widest.weights, scheme.kv_cache
     weights = 16.0
     if spec is not None:
         scale = 16 if spec.dtype.startswith("int") else 8
-        weights = spec.bits + (scale / spec.group_size if spec.group_size else 0)
+        weights = spec.bits + (scale / spec.block[1] if spec.block[1] > 0 else 0)
     return Bits(
         weights=weights,
         cache=16 if kv is None else (kv.bits_of("k_cache") + kv.bits_of("v_cache")) / 2,

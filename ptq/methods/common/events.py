@@ -15,7 +15,7 @@ class Event(Strict):
     with round-to-nearest alone), `clipping` (an observer cut off many values), `damping_raised` (a
     Hessian needed more damping than asked for), `expert_starved` (a router hardly ever chose an
     expert for the calibration tokens), `outlier_token` (tokens behind the sink tokens have inputs
-    far larger than others').
+    far larger than others'), `scaled_by_token` (a static input that is scaled by token instead).
     """
 
     module: str
@@ -27,6 +27,7 @@ class Event(Strict):
         "damping_raised",
         "expert_starved",
         "outlier_token",
+        "scaled_by_token",
     ]
     message: str
 

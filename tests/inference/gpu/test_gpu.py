@@ -83,7 +83,9 @@ def test_logits_are_those_of_the_cpu(tmp_path, scheme):
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_rows_of_sink_tokens_have_scales_of_their_own(tmp_path, make_model, make_quantized, experts):
+def test_rows_of_sink_tokens_have_scales_of_their_own(
+    tmp_path, make_model, make_quantized, experts
+):
     """Inputs of two tokens have a scale that leaves them few steps, on both devices."""
     if experts:
         source = make_quantized(make_model("qwen3_moe"), "a8w8")
