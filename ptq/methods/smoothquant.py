@@ -56,6 +56,7 @@ class SmoothQuantSpec(MethodSpec):
           pieces: 1               # of a group's channels, by magnitude, searched one by one
           search_samples: 4       # calibration sequences that a search measures its error on
           targets: [attention_input, attention_output, mlp_input, mlp_output]
+          by_token: 2             # or null: every static input stays static
 
     The targets are the layers whose input is smoothed: `attention_input` q, k and v (through the
     norm before them), `attention_output` o (through v), `mlp_input` gate and up (through the norm
@@ -81,6 +82,10 @@ class SmoothQuantSpec(MethodSpec):
     """
     targets: Annotated[tuple[SmoothingKind, ...], Field(min_length=1)] = SMOOTHING_KINDS
     """Inputs that are smoothed."""
+    by_token: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] | None = None
+    """How many times the error with scales by token a static int8 input may cost; beyond, it is
+    scaled by token. null keeps all of them static. Needs `alpha: search`.
+    """
 
     @model_validator(mode="after")
     def _pieces_are_searched(self) -> SmoothQuantSpec:
@@ -177,6 +182,7 @@ class SmoothQuant(Migration):
         super().__init__()
         self.spec, self.name = spec, spec.name
         self.targets, self.search_samples = spec.targets, spec.search_samples
+        self.by_token = spec.by_token
         self.needs = "samples" if spec.alpha == "search" else "statistics"
 
     @property

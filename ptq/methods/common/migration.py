@@ -15,6 +15,12 @@ Which factors are best is told by the squared error of the block's output with t
 weights of the group's consumers fake-quantized (and V, where the cache is quantized and v is the
 source) and all else in float. Where no candidate beats leaving the group alone, it is left alone.
 
+One scale for all tokens must hold the largest of them. Where tokens differ much in an input, as at
+down in most blocks, ordinary tokens are left few steps, and no factor helps. With `by_token` set, an
+input whose best static error is more than so many times what rounding its weights costs is tried
+once more with a scale for each token, factors searched anew, and takes that where it is so many
+times better. It costs one more look at a row when the model runs, and an exchange between ranks.
+
 The groups up -> down of a mixture's experts get one strength together, each with factors of its
 own: a search for every expert would run the block hundreds of times.
 """
@@ -23,12 +29,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from formats.families.groups import SmoothingGroup
 from formats.later import later
+from formats.scheme import ActivationSpec
 from ptq.methods.common.block import BlockWork
 from ptq.methods.common.events import Candidate, Event, SmoothingRow
 from ptq.methods.common.folding import Folding, SmoothedGroup, trial_error
@@ -40,6 +48,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 else:
     torch = later("torch")
+
+BY_TOKEN = ActivationSpec(granularity="per_token")
+SCALED = "by_token/"  # before the names of layers, among what is found
 
 
 @dataclass(frozen=True)
@@ -105,10 +116,12 @@ class Migration(Method):
     name: str  # of the method
     search_samples: int
     targets: tuple[str, ...]
+    by_token: float | None = None
 
     def __init__(self) -> None:
         self.groups: list[SmoothingGroup] = []
         self.solved: list[tuple[SmoothedGroup, Folding]] = []
+        self.scaled: set[str] = set()  # layers whose inputs are to be scaled by token
 
     @abstractmethod
     def candidates(self, group: SmoothedGroup) -> Mapping[float, Tensor]:
@@ -144,7 +157,7 @@ class Migration(Method):
 
     def solve(self, work: BlockWork) -> None:
         """Choose the factors of each group on the first `search_samples` samples."""
-        self.solved = []
+        self.solved, self.scaled = [], set()
         reference = [work.block.run(sample) for sample in work.samples(self.search_samples)]
         power = math.fsum(work.loss(y, torch.zeros_like(y)) for y in reference)
         for name, groups in self._tied().items():
@@ -182,6 +195,9 @@ class Migration(Method):
         else:
             errors = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
             choice = best_of(errors, scales)
+            other = self._scaled_by_token(groups, trials, reference, choice)
+            if other is not None:
+                errors, choice = other, best_of(other, scales)
         chosen = trials[choice.alphas[0]]
         if errors and len(groups) == 1:
             choice = self.refined(choice, groups[0], scales, reference)
@@ -192,6 +208,28 @@ class Migration(Method):
         row = smoothing_row(self.name, (name, consumers), choice, errors, power)
         groups[0].work.tell(row)
         return chosen
+
+    def _scaled_by_token(
+        self,
+        groups: Sequence[SmoothedGroup],
+        trials: Mapping[float | None, Sequence[tuple[SmoothedGroup, Folding]]],
+        reference: Sequence[Tensor],
+        static: Choice,
+    ) -> dict[float | None, float] | None:
+        """Errors of each strength with inputs scaled by token, where that pays; else None."""
+        names = [name for group in groups for name in group.group.consumers]
+        work, error = groups[0].work, static.error
+        if self.by_token is None or error is None or not all(_is_static(work, n) for n in names):
+            return None
+        with _inputs(work, names, None):
+            if error <= self.by_token * trial_error(trials[None], reference):
+                return None
+        with _inputs(work, names, BY_TOKEN):
+            found = {alpha: trial_error(trial, reference) for alpha, trial in trials.items()}
+        if error <= self.by_token * min(found.values()):
+            return None
+        self.scaled.update(names)
+        return found
 
     def refined(
         self,
@@ -205,11 +243,13 @@ class Migration(Method):
 
     def found(self) -> dict[str, Tensor]:
         """Factors that each group's source is divided by [channels] fp64, by its full name."""
-        return {group.group.source: folding.scale for group, folding in self.solved}
+        factors = {group.group.source: folding.scale for group, folding in self.solved}
+        return factors | {f"{SCALED}{name}": torch.ones(1) for name in self.scaled}
 
     def recall(self, work: BlockWork, found: Mapping[str, Tensor]) -> None:
         """Take the factors of each group."""
         self.solved = []
+        self.scaled = {n.removeprefix(SCALED) for n in found if n.startswith(SCALED)}
         for group in (SmoothedGroup(work, group) for group in self.groups):
             scale = found[group.group.source]
             left_alone = bool((scale == 1).all())
@@ -233,4 +273,28 @@ class Migration(Method):
         """Fold the chosen factors into the block's float weights."""
         for group, folding in self.solved:
             group.commit(folding)
-        self.groups, self.solved = [], []
+        for name in sorted(name for name in self.scaled if _is_static(work, name)):
+            own = work.scheme_of(name).model_copy(update={"activations": BY_TOKEN})
+            work.schemes = {**work.schemes, name: own}
+            message = "its input is scaled by token: one static scale would cost too much"
+            work.events.append(Event(module=name, kind="scaled_by_token", message=message))
+        self.groups, self.solved, self.scaled = [], [], set()
+
+
+def _is_static(work: BlockWork, name: str) -> bool:
+    """Whether a layer's input has a static scale that scales by token could replace."""
+    return work.scheme_of(name).activations == ActivationSpec()
+
+
+@contextmanager
+def _inputs(
+    work: BlockWork, names: Sequence[str], activations: ActivationSpec | None
+) -> Iterator[None]:
+    """Let inputs of layers be quantized otherwise for a while; None for not at all."""
+    schemes = work.schemes
+    own = {n: work.scheme_of(n).model_copy(update={"activations": activations}) for n in names}
+    work.schemes = {**schemes, **own}
+    try:
+        yield
+    finally:
+        work.schemes = schemes
