@@ -1,7 +1,7 @@
 """What a checkpoint says of sink tokens: how many there are, and the static scales of their rows.
 
-    quant/sink_scales.safetensors   X.input_sink_scale [1], fp32, of those linear layers X with a
-                                    static input scale that sink tokens leave
+    quant/sink_scales.safetensors   X.input_sink_scale [1], fp32, of each linear layer X whose input
+                                    has a static scale
     config.json                     `ptq: {sink_tokens: n}`
 
 The first tokens of a sequence can have activations hundreds of times larger than all others, and
@@ -38,8 +38,7 @@ class Sinks:
     Attributes:
         tokens: How many there are at the beginning of every sequence.
         files: Where each tensor is read from, by `X.input_sink_scale`.
-        scales: Of the rows of sink tokens, fp32 [1], by the layer's full name; others have that of
-            all tokens.
+        scales: Of the rows of sink tokens, fp32 [1], by the layer's full name.
     """
 
     tokens: int = 0
@@ -73,11 +72,10 @@ def read_sinks(path: Path, own: OwnPart | None, static: Collection[str]) -> Sink
         )
     file = SafetensorsFile(beside)
     files = dict.fromkeys(file.tensors, file)
-    wanted = {f"{name}.{LEAF}" for name in static}
-    same_names(wanted & set(files), set(files), f"{SINK_SCALES}: ")
+    same_names({f"{name}.{LEAF}" for name in static}, set(files), f"{SINK_SCALES}: ")
     scales = {}
-    for tensor in files:
-        name = tensor.removesuffix(f".{LEAF}")
+    for name in static:
+        tensor = f"{name}.{LEAF}"
         scale = read_elements(files, [tensor]).reshape(file.tensors[tensor][1])
         check_scale(tensor, scale, ((1,),))
         scales[name] = scale.float()

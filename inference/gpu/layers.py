@@ -42,7 +42,8 @@ def rows_of(stored: StoredLinear, dtype: torch.dtype) -> InputFormat:
         return InputFormat(dtype)
     kind = torch.int8 if activations.dtype == "int8" else FP8
     scale, both = stored.input_scale, None
-    if scale is not None and stored.sink_scale is not None:
+    if scale is not None and stored.sink_scale is not None and (stored.sink_scale > scale).any():
+        # Others fit the range of all tokens, and attention that ends in o's input knows one scale.
         both = torch.stack((scale, stored.sink_scale), dim=-1)  # of a stack [E, 2]
     group = None if activations.group == -1 else activations.group
     return InputFormat(kind, scale, group, both=both)

@@ -232,10 +232,9 @@ def _sink_scale(
 ) -> Tensor | None:
     """The scale of each layer's rows of sink tokens, fp32 of the shape `many`, if they have one."""
     known, names = checkpoint.sinks.scales, [module for layer in layers for module in layer]
-    if known.keys().isdisjoint(names):
+    if not known:
         return None
-    own = (known.get(name, checkpoint.scale(f"{name}.input_scale").reshape(1)) for name in names)
-    scales = torch.cat(list(own))
+    scales = torch.cat([known[name] for name in names])
     return _one_for_each(layers, scales, LEAF).reshape(many).to(device)
 
 

@@ -56,7 +56,7 @@ class SmoothQuantSpec(MethodSpec):
           pieces: 1               # of a group's channels, by magnitude, searched one by one
           search_samples: 4       # calibration sequences that a search measures its error on
           targets: [attention_input, attention_output, mlp_input, mlp_output]
-          by_token: 2             # or null: every static input stays static
+          by_token: 1.25          # or null: every static input stays static
 
     The targets are the layers whose input is smoothed: `attention_input` q, k and v (through the
     norm before them), `attention_output` o (through v), `mlp_input` gate and up (through the norm

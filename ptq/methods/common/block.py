@@ -234,14 +234,13 @@ class BlockWork:
         return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
 
     def sink_scale(self, name: str) -> Tensor | None:
-        """Static scale of the rows of sink tokens, fp32 [1]; None where that of all others does."""
-        spec, others = self.scheme_of(name).activations, self.input_scale(name)
+        """Static scale of the rows of sink tokens, fp32 [1]; None where there are none."""
+        spec = self.scheme_of(name).activations
         known = self.statistics is not None and (name, SINK_INPUT) in self.statistics
-        if spec is None or others is None or not known:
+        if spec is None or spec.dynamic or not known:
             return None
         absmax = torch.tensor([self.observed(name, SINK_INPUT).absmax], dtype=torch.float32)
-        scale = numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
-        return scale if bool(scale > others) else None
+        return numerics.choose_scale(absmax, numerics.TYPES[spec.dtype])
 
     def loss(self, found: Tensor, wanted: Tensor) -> float:
         """Squared error of a block's outputs [tokens, hidden], sink tokens by their own energy.

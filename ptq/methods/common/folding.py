@@ -215,14 +215,16 @@ class SmoothedGroup:
         divisor = folding.scale[self.channel].float().to(work.block.device)  # [in]
         absmax = (self.x_absmax / folding.scale).max().float()
         of_sinks = self.sink_absmax if self.sink_absmax is not None else self.x_absmax
-        both = torch.maximum(absmax, (of_sinks / folding.scale).max().float())
+        sink_absmax = (of_sinks / folding.scale).max().float()
         with ExitStack() as stack:
             for name, linear in zip(self.group.consumers, self.consumers, strict=True):
                 scheme, spec = work.scheme_of(name), work.weight_spec(name)
                 scale, sinks = None, None
                 if scheme.activations is not None and scheme.static_input:
                     kind = numerics.TYPES[scheme.activations.dtype]
-                    scale, sinks = (numerics.choose_scale(top, kind) for top in (absmax, both))
+                    scale, sinks = (
+                        numerics.choose_scale(top, kind) for top in (absmax, sink_absmax)
+                    )
 
                 def seen(
                     x: Tensor,

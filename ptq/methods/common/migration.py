@@ -16,8 +16,8 @@ weights of the group's consumers fake-quantized (and V, where the cache is quant
 source) and all else in float. Where no candidate beats leaving the group alone, it is left alone.
 
 One scale for all tokens must hold the largest of them. Where tokens differ much in an input, as at
-down in most blocks, ordinary tokens are left few steps, and no factor helps. With `by_token` set, an
-input whose best static error is more than so many times what rounding its weights costs is tried
+down in most blocks, ordinary tokens are left few steps, and no factor helps. With `by_token` set,
+an input whose best static error is more than so many times what rounding its weights costs is tried
 once more with a scale for each token, factors searched anew, and takes that where it is so many
 times better. It costs one more look at a row when the model runs, and an exchange between ranks.
 
