@@ -93,7 +93,7 @@ def test_rows_of_sink_tokens_have_scales_of_their_own(
     else:
         path = checkpoint_of(tmp_path, "a8w8")
     with_sinks(Path(path))
-    compare(path, 0.05)
+    compare(path, 0.1 if experts else 0.05)  # a router that hardly knows may choose another expert
     sinks_matter(path)
 
 
