@@ -342,12 +342,13 @@ class DecoderBlock:
         cache: Cache | None,
         on_sinks: OnInput | None,
     ) -> Iterator[None]:
-        attention, first, show = self.submodule(self.attention), self.sinks, on_kv
-        if first and on_kv is not None:
+        attention, first = self.submodule(self.attention), self.sinks
 
-            def show(k: Tensor, v: Tensor) -> None:
+        def others(k: Tensor, v: Tensor) -> None:
+            if on_kv is not None:
                 on_kv(k[first:], v[first:])
 
+        show = None if on_kv is None else others
         with ExitStack() as stack:
             if on_input is not None:
                 for name, linear in self.linears.items():

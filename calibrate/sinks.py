@@ -42,7 +42,7 @@ class Peaks:
     """
 
     ratios: Tensor
-    layers: Sequence[Sequence[str]]
+    layers: list[list[str]]
 
     @property
     def sinks(self) -> int:
@@ -56,7 +56,8 @@ class Peaks:
     def others(self, sinks: int) -> dict[str, float]:
         """Layers in which tokens behind the first `sinks` stand out, with the largest ratio."""
         found: dict[str, float] = {}
-        for sample, token in (self.ratios > OUTLIER).nonzero().tolist():
+        places: list[list[int]] = (self.ratios > OUTLIER).nonzero().tolist()
+        for sample, token in places:
             if token >= sinks:
                 name, ratio = self.layers[sample][token], self.ratios[sample, token].item()
                 found[name] = max(ratio, found.get(name, 0.0))

@@ -222,6 +222,11 @@ def read_values(config: Mapping[str, Any]) -> QuantizationValues:
         config, QuantizationValues, where, "Copy config.json of the checkpoint again"
     )
     sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping):
+        raise CheckpointError(
+            f"{where} has sparsity_config {sparsity!r}; needed is an object. Copy config.json of "
+            "the checkpoint again"
+        )
     for key, value, allowed in (
         ("quant_method", config.get("quant_method"), (METHOD,)),
         ("transform_config", config.get("transform_config") or None, (None,)),
@@ -328,7 +333,9 @@ def _read_inputs(args: Mapping[str, Any] | None, where: str) -> ActivationSpec |
 
 
 def _reason(error: ValidationError) -> str:
-    return error.errors()[0]["msg"].removeprefix("Value error, ")
+    first = error.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: " * bool(place) + first["msg"].removeprefix("Value error, ")
 
 
 def _ours(strategies: Mapping[str, str], said: str, where: str, supported: str = SUPPORTED) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from formats.errors import CheckpointError
 from formats.modeling.layers import embedding_name, head_name
 from formats.published.known import find_layout
 from formats.stored.safetensors_files import StoredTensors, open_weights
@@ -75,9 +76,13 @@ def _with_prefix(
     files: Mapping[str, StoredTensors], config: Mapping[str, Any]
 ) -> dict[str, str | None]:
     """Native names, with the first part that the files of a model without its head lack."""
+    same: dict[str, str | None] = {name: name for name in files}
     if any(name.startswith(USUAL) for name in files):
-        return {name: name for name in files}
-    embedding = f"{embedding_name(config)}.weight"
+        return same
+    try:
+        embedding = f"{embedding_name(config)}.weight"
+    except CheckpointError:  # no model of its own, as a head that drafts
+        return same
     first, _, rest = embedding.partition(".")
     if embedding in files or rest not in files:
         return {name: name for name in files}

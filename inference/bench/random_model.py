@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from formats.cache_scheme import KVCacheSpec
 from formats.checkpoint.part import Cut, Span, cut_shape
 from formats.checkpoint.read import Checkpoint
+from formats.checkpoint.sink_scales import Sinks
 from formats.families.names import EMBEDDING, HEAD
 from formats.scheme import LayerScheme
 from formats.stored.weights import StoredWeight
@@ -57,7 +58,7 @@ class RandomCheckpoint(Checkpoint):
     ) -> None:
         name, config = read_shape(shape)
         self.path, self.scheme = Path(f"{name}-{scheme}"), read_scheme(scheme)
-        self.config = config | {"torch_dtype": "bfloat16"}
+        self.config, self.sinks = config | {"torch_dtype": "bfloat16"}, Sinks()
         self._device, self._shapes = device, tensor_shapes(config)
         experts, of_head = PUBLISHED.get(shape), read_scheme(head).of_layers
         self._shares_head = quantize_head and f"{HEAD}.weight" not in self._shapes

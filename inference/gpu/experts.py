@@ -49,7 +49,7 @@ class MergedExperts:
         return scale, chosen if scale is not None and scale.numel() > 1 else None
 
     def quantized(
-        self, x: Tensor, chosen: Tensor, sinks: Tensor | None
+        self, x: Tensor, chosen: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Rows [T, K] as `run` takes them, or [P, K] where experts scale them, and their scales."""
         own = self.rows
@@ -167,18 +167,16 @@ def _form(stack: GpuLinear) -> list:
 
 def _rows(each: Sequence[InputFormat]) -> InputFormat:
     """How all want their input: a scale for each expert becomes one where it is the same."""
-    first, scales = each[0], [own.scale for own in each if own.scale is not None]
+    first = each[0]
+    scales = [own.scale for own in each if own.scale is not None]
     if not scales:
         return first
-    pairs = [
-        scale.reshape(1) if own.both is None else own.both
-        for own, scale in zip(each, scales, strict=True)
-    ]
-    if all(torch.equal(pair, pairs[0]) for pair in pairs):
-        return first
-    both = None
+    ordinary, sinks = torch.stack(scales).flatten(), None
+    same = (ordinary == ordinary[0]).all()
     if any(own.both is not None for own in each):
-        both = torch.cat(
-            [torch.stack([pair[0] for pair in pairs]), torch.stack([pair[-1] for pair in pairs])]
-        )
-    return replace(first, scale=torch.stack([pair[0] for pair in pairs]), both=both)
+        sinks = torch.stack([own.scale if own.both is None else own.both[1] for own in each])
+        same = same & (sinks == sinks[0]).all()
+    if bool(same):
+        return first
+    both = None if sinks is None else torch.cat((ordinary, sinks.flatten()))
+    return replace(first, scale=ordinary, both=both)

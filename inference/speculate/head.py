@@ -106,8 +106,8 @@ def require_room(name: str, weights: int, target: Target, shape: ModelConfig) ->
 def _cache(target: Target, shape: ModelConfig) -> CacheShape:
     assert target.sizes.kv_blocks is not None
     layers = [LayerCache(shape.cached[-1])]
-    shape = CacheShape(target.sizes.kv_blocks, layers)
-    return shape.fitted(target.backend.head_sizes, float_sinks=False)
+    cache = CacheShape(target.sizes.kv_blocks, layers)
+    return cache.fitted(target.backend.head_sizes, float_sinks=False)
 
 
 class HeadNetwork:

@@ -154,7 +154,7 @@ def running(step: Step, layers: int, sink_tokens: int = 0) -> Iterator[None]:
     Raises:
         CheckpointError: there were more or fewer.
     """
-    own = _Running(step, step.sinks(sink_tokens))
+    own = _Running(step, step.sinks(sink_tokens) if sink_tokens else None)
     token = _running.set(own)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where blocks are solved and where both models run to be compared, and whether that is here."""
+"""Where blocks are solved, and whether that and the report's devices are here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from formats.checkpoint.read import Checkpoint
-from formats.errors import PTQError
-from inference.backend import choose_backend
-from inference.transformers_code.choose import read_shape
 from kernels.devices import check_device
 from ptq.recipe.schema import DevicesSpec, Recipe
 from ptq.recipe.strict_yaml import Key
@@ -20,31 +16,6 @@ def on_gpu(recipe: Recipe) -> bool:
     if recipe.device == "auto":
         return torch.cuda.is_available()
     return not recipe.without_gpu
-
-
-def report_devices(recipe: Recipe) -> tuple[str, ...]:
-    """Where both models run to be compared, by torch's names; `auto` follows the recipe's own
-    device, but for a GPU or a model that the engine's kernels do not take.
-    """
-    chosen = recipe.report.device
-    if chosen == "auto":
-        own = recipe.device
-        chosen = own if isinstance(own, DevicesSpec) else "cuda" if on_gpu(recipe) else "cpu"
-        if chosen == "cuda" and not _runs(recipe):
-            return ("cpu",)
-    if isinstance(chosen, str):
-        return (chosen,)
-    return tuple(f"cuda:{index}" for index in range(chosen.gpus)) if chosen.gpus else ("cpu",)
-
-
-def _runs(recipe: Recipe) -> bool:
-    """Whether the engine runs the recipe's model on a GPU here."""
-    try:
-        checkpoint = Checkpoint.open(recipe.model.folder)
-        read_shape(checkpoint, choose_backend("cuda", checkpoint))
-    except PTQError:
-        return False
-    return True
 
 
 def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
@@ -61,7 +32,10 @@ def check_devices(recipe: Recipe, solves: bool) -> Iterator[tuple[Key, str]]:
     if recipe.report.device == "auto":
         return
     try:
-        for device in report_devices(recipe):
+        chosen = recipe.report.device
+        several = not isinstance(chosen, str)
+        names = [f"cuda:{i}" for i in range(chosen.gpus or 0)] if several else [chosen]
+        for device in names:
             check_device(device)
     except ValueError as error:
         yield ("report", "device"), str(error)

@@ -25,10 +25,10 @@ from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from ptq.evaluate import figures
 from ptq.evaluate.comparison import compare_on
+from ptq.evaluate.devices import report_devices
 from ptq.evaluate.figures import TaskRow
 from ptq.output import STATISTICS_FILE
 from ptq.peers.measure import PeerRow, measure_peers
-from ptq.plan.devices import report_devices
 from ptq.plan.plan import Plan
 from ptq.recipe.reading import resolved_yaml
 from ptq.recipe.schema import AttributionSpec, ReportSpec, SpeedSpec
@@ -164,7 +164,8 @@ def _run_both(
         with watch.phase("other tools"):
             calibration = load_tokens(plan.recipe.dataset, original.tokenizer, "calibration")
             peers = measure_peers(plan.recipe, original, calibration, evaluation, progress=progress)
-    mixed = ", mixed" if quantized.checkpoint.own_schemes else ""
+    named = plan.recipe.layers or plan.recipe.budget  # else methods chose, as their names tell
+    mixed = ", mixed" if named and quantized.checkpoint.own_schemes else ""
     measured: dict[str, Any] = {
         "accuracy": accuracy,
         "also": also,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from formats.scheme import Strict
 from inference.bench.figures import environment
-from ptq.plan.devices import report_devices
+from ptq.evaluate.devices import report_devices
 from ptq.recipe.schema import Recipe
 from ptq.version import version
 

@@ -31,6 +31,7 @@ from inference.config import EngineConfig
 from inference.engine import Engine
 from inference.scheduling.blocks import blocks_for
 from ptq.evaluate.comparison import compare_on
+from ptq.evaluate.devices import report_devices
 from ptq.methods.common.spec import Stage
 from ptq.methods.costs import CostsSpec
 from ptq.methods.registry import METHODS, view_of
@@ -39,7 +40,6 @@ from ptq.pipeline import driver
 from ptq.pipeline.artifact import Artifact
 from ptq.pipeline.device import device_of
 from ptq.pipeline.key import run_key
-from ptq.plan.devices import report_devices
 from ptq.plan.plan import Plan, build_plan
 from ptq.recipe.budget import BudgetSpec
 from ptq.recipe.reading import LoadedRecipe, resolved_yaml

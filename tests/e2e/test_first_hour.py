@@ -223,6 +223,7 @@ def test_another_checkpoint_of_what_was_seen(desk, first):
     """Solved without the model, then measured as the command says, and held against the first."""
     solved = desk.ptq(
         *("solve", "output/mine", "--set", "methods.0.smoothquant.alpha=0.9"),
+        *("--set", "methods.1.smooth_k.alpha=0.5"),
         *("--output", "output/solved"),
     )
     assert solved.code == 0, solved.err

@@ -108,7 +108,8 @@ def every(kind: type[Strict]) -> list[Any]:
     fields = (
         dict(zip(kind.model_fields, own, strict=True)) for own in product(*map(values, types))
     )
-    return [None, *(spec for own in fields for spec in allowed(kind, own))]
+    specs = (spec for own in fields for spec in allowed(kind, own))
+    return [None, *(spec for spec in specs if getattr(spec, "group_size", None) != "auto")]
 
 
 def values(kind: Any) -> list[Any]:
@@ -116,7 +117,7 @@ def values(kind: Any) -> list[Any]:
     if kind is bool:
         return [True, False]
     if get_origin(kind) is Literal:
-        return list(get_args(kind))
+        return [value for value in get_args(kind) if value != "auto"]  # which is of no one size
     return [None] if kind is type(None) else [v for own in get_args(kind) for v in values(own)]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+KERNELS: dict = {}
 if torch.cuda.is_available():
     from inference.gpu import layers
     from tests.inference.gpu.test_gpu_sizes import KERNELS, made

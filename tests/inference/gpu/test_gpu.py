@@ -235,7 +235,14 @@ def scored_where_it_runs(path: str):
     def moved(*_: object):
         raise AssertionError("logits were brought to the host")
 
-    Launched.logits_of = moved
+    kept_method, Launched.logits_of = Launched.logits_of, moved
+    try:
+        _scored(path)
+    finally:
+        Launched.logits_of = kept_method
+
+
+def _scored(path: str):
     engine = engine_of(path)
     logits = engine.score(prompt(20))
     kept = logits.clone()

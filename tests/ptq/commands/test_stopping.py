@@ -104,6 +104,8 @@ def test_another_run_says_what_differs_and_starts_over(here, capsys, monkeypatch
         "methods.0.smoothquant.alpha=1",
         "--set",
         "dataset.calibration.seed=1",
+        "--set",
+        "report.thresholds.kl=1",
     ]
     assert run_command(run.main, other) == 0
     told = capsys.readouterr().err

@@ -230,7 +230,7 @@ def test_every_integer_scheme_goes_through(tiny_llama, tmp_path):
 
 def test_schemes_that_no_kernel_runs_are_refused():
     for weights, activations, word in (
-        ({"dtype": "int4", "granularity": "group"}, None, "group_size"),
+        ({"dtype": "int4", "granularity": "group", "group_size": 16}, None, "group_size"),
         ({"dtype": "fp8_e4m3", "granularity": "group", "group_size": 128}, None, "groups"),
         ({"dtype": "fp8_e4m3", "symmetric": False}, None, "zero point"),
         ({"dtype": "int8", "granularity": "block"}, None, "per_channel"),
