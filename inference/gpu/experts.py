@@ -174,7 +174,10 @@ def _rows(each: Sequence[InputFormat]) -> InputFormat:
     ordinary, sinks = torch.stack(scales).flatten(), None
     same = (ordinary == ordinary[0]).all()
     if any(own.both is not None for own in each):
-        sinks = torch.stack([own.scale if own.both is None else own.both[1] for own in each])
+        own_of_sinks = zip(each, scales, strict=True)
+        sinks = torch.stack(
+            [scale if own.both is None else own.both[1] for own, scale in own_of_sinks]
+        )
         same = same & (sinks == sinks[0]).all()
     if bool(same):
         return first
