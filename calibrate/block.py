@@ -80,8 +80,8 @@ class DecoderBlock:
         device: Where its weights are.
         inputs: Hidden states of each sample: [tokens, hidden], in the host's memory.
         quantized_inputs: The same after the quantized blocks before, where the stream keeps them.
-        sinks: Tokens at the beginning of each sample that are shown to nobody who looks at all the
-            others (`calibrate.sinks`).
+        sinks: How many tokens at the beginning of each sample are sink tokens (`calibrate.sinks`):
+            `on_input` and `on_kv` leave them out, `on_sinks` shows their inputs.
     """
 
     sinks = 0
