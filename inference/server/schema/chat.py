@@ -18,6 +18,7 @@ from inference.server.schema.common import (
     parts_of,
     refused,
     refused_if_true,
+    refused_unless_empty,
 )
 from inference.server.schema.generation import GenerationBody
 from inference.server.schema.tools import ToolFields
@@ -163,7 +164,8 @@ class ChatBody(GenerationBody, TemplateBody, ToolFields):
     audio: Annotated[None, refused("this model writes text only")] = None
     web_search_options: Annotated[None, refused("this server does not search")] = None
     metadata: Annotated[
-        None, refused("it belongs to stored completions, and none is stored", unless_empty=True)
+        Annotated[dict[str, str], Field(max_length=0)] | None,
+        refused_unless_empty("it belongs to stored completions, and none is stored"),
     ] = None
     reasoning_effort: Annotated[
         None, refused("give what the template knows in chat_template_kwargs")

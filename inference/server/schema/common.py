@@ -66,12 +66,23 @@ class Labels(Body):
     extra_content: JsonObject | None = Field(default=None, exclude=True)
 
 
-def refused(why: str, *, unless_empty: bool = False) -> BeforeValidator:
+def refused(why: str) -> BeforeValidator:
     """Of a field that OpenAI has and this server has not, which is to be absent or null."""
 
     def check(value: Any) -> None:
-        if value is not None and (value or not unless_empty):
+        if value is not None:
             raise ValueError(f"this server does not support it: {why}")
+
+    return BeforeValidator(check)
+
+
+def refused_unless_empty(why: str) -> BeforeValidator:
+    """Refuse an object with entries; clients that always send the field send an empty one."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and value:
+            raise ValueError(f"this server does not support it: {why}")
+        return value
 
     return BeforeValidator(check)
 

@@ -207,6 +207,8 @@ def test_an_unknown_field_gets_a_guess():
         ("audio", {}),
         ("web_search_options", {}),
         ("metadata", {"a": "b"}),
+        ("metadata", []),
+        ("metadata", 0),
         ("reasoning_effort", "low"),
         ("functions", []),
         ("function_call", "auto"),
