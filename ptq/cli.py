@@ -45,10 +45,6 @@ COMMANDS = {
         "answer HTTP requests as OpenAI's API does, with a page to try a model on",
     ),
     "peers": ("ptq.commands.peers", "measure what other tools make of a recipe's model"),
-    "train-head": (
-        "ptq.commands.train_head",
-        "train a head that drafts a model's next tokens, for speculative decoding",
-    ),
     "report": ("ptq.commands.report", "measure a finished run again and write its report"),
     "bench": (
         "inference.bench.command",

@@ -1,6 +1,6 @@
 """The plan of the house: which room stands on which, and that no import runs back down to up.
 
-    ptq          text, output, draft_head < methods < result, recipe < plan < pipeline, peers, evaluate < search
+    ptq          text, output < methods < result, recipe < plan < pipeline, peers, evaluate < search
                  < report < sweep < commands
     inference    requests < scheduling < config < models < transformers_code < cpu, gpu < backend
                  < parallel, speculate < engine < bench, server
@@ -84,7 +84,7 @@ FLOORS = {
         app
         command""",
     "ptq": """
-        text version output draft_head
+        text version output
         methods
         result recipe
         plan

@@ -19,9 +19,9 @@ from inference.engine import Engine
 from inference.requests.request import SamplingParams
 from inference.speculate.head import HeadProposer
 from kernels.numerics import dequantize
-from ptq.draft_head.network import HeadNetwork
-from ptq.draft_head.training import HeadSpec, frequent, head_config, write_head
 from ptq.methods.rotation import RotationSpec
+from recipes.tiny_python_eagle_network import HeadNetwork
+from recipes.train_tiny_python_eagle import HeadSpec, frequent, head_config, write_head
 from tests.inference.speculate.requests import request_count, run_all, some_requests
 from tests.ptq.methods.test_rotation import write_view
 
@@ -42,7 +42,11 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         torch.manual_seed(1)
         tokens = frequent(torch.arange(384).repeat(2)[: 384 + 250], 250)
-        self.head = HeadNetwork(head_config(self.model.config, HeadSpec()), (0, 1, 2), tokens)
+        self.head = HeadNetwork(
+            head_config(self.model.config, HeadSpec(heads=4, intermediate_size=256)),
+            (0, 1, 2),
+            tokens,
+        )
         with torch.no_grad():
             for parameter in self.head.parameters():
                 own = parameter + 0.1 * torch.randn_like(parameter)

@@ -1,11 +1,18 @@
-"""Training a head: text runs through the model, and the head learns to say what it says next."""
+"""Train the head that drafts tokens of the default model: `recipes/tiny-python-eagle` (EAGLE-3).
+
+    python -m recipes.train_tiny_python_eagle FOLDER_OF_TEXT output/head --device cuda
+
+The model continues the first eighth of each sequence of the text; the head is trained on what it
+wrote, as its drafts are compared with that.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,57 +21,90 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from calibrate.data import load_tokens
+from calibrate.spec import DatasetSpec, SplitSpec
 from formats.checkpoint.compressed_tensors import quantization_config
+from formats.command import count, device, run_command
 from formats.errors import RecipeError
 from formats.files import replace_file
+from formats.namespace import ROOT
 from formats.residual_rotation import KEY as ROTATION
 from formats.residual_rotation import rotation_seeds
 from formats.scheme import LayerScheme, WeightSpec
 from formats.stored.weights import StoredWeight, weight_tensors
+from formats.tokenizer import load_tokenizer
+from inference.config import EngineConfig
+from inference.engine import Engine
+from inference.requests.request import SamplingParams
 from kernels.numerics import choose_scale, quantize
-from ptq.draft_head.network import HeadNetwork
+from recipes.tiny_python_eagle_network import HeadNetwork
 
+MODEL = ROOT / "recipes" / "tiny-python"
+BEGINNING = 8  # the model is given a sequence's first eighth
+AT_ONCE = 256  # sequences that it continues together
+WARM_TEXT = 0.8  # temperature of every other sequence; the others are greedy
 DECAY = 0.8  # weight of a pass beside the one before, as in the authors' code
 WARM = 0.03  # share of the steps in which the learning rate grows
 CLIPPED = 0.5  # norm of the gradient
 INT8_WEIGHTS = LayerScheme(weights=WeightSpec())
-SHOWN = 20  # steps between two looks at what was right: each waits for the device
+SHOWN = 20  # steps between two updates of the bar: each waits for the device
+
+
+def continued_by_model(model: Path, ids: Tensor, device: str) -> Tensor:
+    """Sequences of a text with the model's words after the first eighth of each.
+
+    Every other one is greedy, the others are drawn at a temperature of 0.8, by seeds of their own.
+
+    Args:
+        model: Its folder.
+        ids: int64 [sequences, length].
+        device: Where it runs.
+
+    Returns:
+        Of the same shape.
+    """
+    count, length = ids.shape
+    given = max(1, length // BEGINNING)
+    sizes = EngineConfig(max_batch_size=AT_ONCE, max_model_len=length)
+    engine = Engine.from_pretrained(model, config=sizes, device=device)
+    room = length - given
+    params = [
+        SamplingParams(max_tokens=room, ignore_eos=True, temperature=WARM_TEXT * (i % 2), seed=i)
+        for i in range(count)
+    ]
+    outputs = engine.generate([row[:given].tolist() for row in ids], params)
+    return torch.tensor([[*output.prompt_token_ids, *output.token_ids] for output in outputs])
 
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A head, and how it is trained.
+    """A head, and how it is trained; the defaults are the shipped head's.
 
     Attributes:
         vocabulary: Tokens that it drafts: those most frequent in the text.
-        taps: Blocks of the model whose inputs it reads; default: `usual_taps`.
-        heads: Of its attention; default: as many as the model's. K and V keep their share of them.
-        intermediate_size: Of its feed-forward layer; default: the model's.
-        passes: How often it is run on its own output in training.
-        batch: Sequences of a step.
+        taps: Blocks of the model whose inputs it reads.
+        heads: Query heads of its attention; K and V keep the model's ratio.
+        intermediate_size: Of its feed-forward layer.
+        passes: How often it runs on its own output in training.
+        batch: Sequences in a step.
         epochs: How often the text is read.
         learning_rate: The highest.
-        minutes: Most time of training; the learning rate has fallen to zero then.
-        seed: Of the first weights and of the order of sequences.
+        minutes: Most time of training; the learning rate has fallen to zero by then.
+        seed: For the first weights and the order of sequences.
     """
 
-    vocabulary: int = 32000
-    taps: tuple[int, ...] | None = None
-    heads: int | None = None
-    intermediate_size: int | None = None
+    vocabulary: int = 3072
+    taps: tuple[int, ...] = (2, 4, 7)
+    heads: int = 4
+    intermediate_size: int = 768
     passes: int = 4
-    batch: int = 4
-    epochs: int = 1
-    learning_rate: float = 2e-3
-    minutes: float = math.inf
+    batch: int = 16
+    epochs: int = 200
+    learning_rate: float = 3e-3
+    minutes: float = 3.0
     seed: int = 0
-
-
-def usual_taps(layers: int) -> tuple[int, int, int]:
-    """The blocks whose inputs a head reads: low, middle and high, as in the authors' code."""
-    return min(2, layers - 1), layers // 2, max(layers - 3, layers // 2)
 
 
 def train_head(model: Any, ids: Tensor, spec: HeadSpec, *, progress: bool = True) -> HeadNetwork:
@@ -75,24 +115,11 @@ def train_head(model: Any, ids: Tensor, spec: HeadSpec, *, progress: bool = True
         ids: int64 [sequences, length], the text.
         spec: How.
         progress: Show a bar with the share of tokens that were drafted right, by pass.
-
-    Raises:
-        RecipeError: the model has no such blocks, the text is too short, or there is no time.
     """
     own, device = model.config.get_text_config(), model.device
-    if ids.shape[1] < 2 * spec.passes + 2:
-        raise RecipeError(f"sequences of {ids.shape[1]} tokens are too short for a head")
-    if not spec.minutes > 0:
-        raise RecipeError(f"{spec.minutes:g} minutes are no time to train; give more than 0")
     torch.manual_seed(spec.seed)
     tokens = frequent(ids, spec.vocabulary)
-    layers = own.num_hidden_layers
-    taps = spec.taps or usual_taps(layers)
-    if not all(0 <= tap < layers for tap in taps):
-        raise RecipeError(
-            f"a head cannot read blocks {list(taps)}: the model's are 0 to {layers - 1}"
-        )
-    network = HeadNetwork(head_config(own, spec), taps, tokens)
+    network = HeadNetwork(head_config(own, spec), spec.taps, tokens)
     _begin(network, model.get_output_embeddings().weight.data[tokens])
     network.to(device)
     steps = spec.epochs * (len(ids) // spec.batch)
@@ -158,7 +185,7 @@ def frequent(ids: Tensor, count: int) -> Tensor:
     return order.sort().values
 
 
-def write_head(network: HeadNetwork, folder: Path, bits: Literal[8, 16] = 16) -> None:
+def write_head(network: HeadNetwork, folder: Path, bits: Literal[8, 16] = 8) -> None:
     """Write a head in the published layout: config.json and model.safetensors.
 
     Args:
@@ -200,22 +227,15 @@ def _rounded(weight: Tensor) -> StoredWeight:
 
 
 def head_config(model: Any, spec: HeadSpec) -> LlamaConfig:
-    """A block of the model's width.
-
-    Raises:
-        RecipeError: query heads do not share those of K and V evenly.
-    """
+    """A block of the model's width."""
     own = model.num_attention_heads
-    heads, kv = spec.heads or own, getattr(model, "num_key_value_heads", own)
-    kv = max(1, heads * kv // own)
-    if heads % kv:
-        raise RecipeError(f"{heads} heads do not share {kv} of K and V evenly; take another number")
+    kv = max(1, getattr(model, "num_key_value_heads", own) * spec.heads // own)
     config = LlamaConfig(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        intermediate_size=spec.intermediate_size or model.intermediate_size,
+        intermediate_size=spec.intermediate_size,
         num_hidden_layers=1,
-        num_attention_heads=heads,
+        num_attention_heads=spec.heads,
         num_key_value_heads=kv,
         head_dim=getattr(model, "head_dim", None) or model.hidden_size // own,
         max_position_embeddings=model.max_position_embeddings,
@@ -242,3 +262,34 @@ def _of_model(model: Any, ids: Tensor, taps: tuple[int, ...]) -> tuple[Tensor, T
     hidden = torch.cat([said.hidden_states[tap] for tap in taps], dim=-1)
     embedded = model.get_input_embeddings()(ids)
     return embedded.float(), hidden.float(), said.logits.float()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train the head and write it."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.train_tiny_python_eagle")
+    parser.add_argument("text", help="folder or file of text")
+    parser.add_argument("head", type=Path, help="folder that gets the head")
+    parser.add_argument("--sequences", type=count, default=4307, metavar="N", help="of 512 tokens")
+    parser.add_argument("--minutes", type=float, default=HeadSpec.minutes, help="time of training")
+    parser.add_argument("--device", type=device, default="cpu", help="cpu (the default) or cuda")
+    arguments = parser.parse_args(argv)
+    amount = SplitSpec(samples=arguments.sequences, sequence_length=512)
+    data = DatasetSpec(name=arguments.text, fewer=True, calibration=amount)
+    tokens = load_tokens(data, load_tokenizer(MODEL), "calibration")
+    whole = tokens.ids[tokens.mask.all(dim=1)]
+    if len(whole) < HeadSpec.batch:
+        raise RecipeError(
+            f"{arguments.text}: {len(whole)} whole sequences of 512 tokens; a step takes "
+            f"{HeadSpec.batch}, give more text"
+        )
+    ids = continued_by_model(MODEL, whole, arguments.device)
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype)
+    model.to(torch.device(arguments.device))  # pyright: ignore[reportArgumentType]
+    model.eval().requires_grad_(requires_grad=False)
+    write_head(train_head(model, ids, HeadSpec(minutes=arguments.minutes)), arguments.head)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_command(main))

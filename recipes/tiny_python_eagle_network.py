@@ -4,7 +4,7 @@
 
 Training-time test (Li et al. 2025, arXiv 2503.01840, section 3.2): where it drafts, the head reads
 its own output of the step before in place of the model's hidden states. So it is run several times
-over the same text, each time on what it said itself the time before; in pass j the token at t sees
+over the same text, each time on its own output of the time before; in pass j the token at t sees
 what the first pass has of tokens up to t, and of the later passes what they have at t alone.
 """
 

@@ -1,1 +1,0 @@
-"""Heads that draft a model's next tokens, trained for it."""
